@@ -89,7 +89,7 @@ class DeviceWorker {
   std::shared_ptr<PendingCommand> running_ ABSL_GUARDED_BY(mutex_);
   bool stop_ ABSL_GUARDED_BY(mutex_) = false, woken_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status health_ ABSL_GUARDED_BY(mutex_);
-  /// Of what the thread does now; none while it waits.
+  /// When the thread began what it does now; none while it waits.
   std::optional<Clock::time_point> watched_from_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -37,7 +37,7 @@ struct EngineOptions {
   std::vector<int> devices = {0};
   DType cpu_dtype = DType::kF32;  // as BackendOptions::cpu_dtype
   bool fp32 = false;
-  /// Of models whose Open() gives none; unset: what a model's directory says.
+  /// For models whose Open() gives none. Unset: the precision in the model's directory.
   std::optional<Precision> precision;
   /// Directory of calibrations for Precision::kFp8, beside the models' own; may be empty.
   std::string calibrations;

@@ -194,7 +194,9 @@ struct FieldViolation {
 
 /// When a job will be done, from the measured cost of an evaluation and the work that is queued.
 struct Estimate {
-  int jobs_ahead = 0, images_ahead = 0;  // waiting, of the same model and its priority or above
+  /// What waits in front of it. When a job is submitted, all of the same model and its priority or
+  /// above, some of which it may overtake.
+  int jobs_ahead = 0, images_ahead = 0;
   // From now; unset before the first measurement.
   std::optional<double> start_seconds;  // until its first image has a slot
   std::optional<double> total_seconds;  // until all its images are done
@@ -214,6 +216,9 @@ struct JobTiming {
 class JobListener {
  public:
   virtual ~JobListener() = default;
+  /// No image has had a slot yet, and there is more or less in front of the job than it was told
+  /// last, here or by Submit. At most once a second.
+  virtual void OnQueued([[maybe_unused]] const Estimate& estimate) {}
   /// The first image got a slot.
   virtual void OnStarted() {}
   /// `done` of `total` model evaluations, over all images of the job; both are at most what an int

@@ -22,7 +22,9 @@ SOURCES = ["cmake/cuda.cmake", "engine/backend/*", "engine/backend/cuda/*", "eng
 # A case that needs a GPU has one of these in its name, and is in one of these programs.
 GPU_CASES = "*Cuda*:*cuda*:*Hopper*:*Gpu*"
 GPU_PROGRAMS = ["backend_test", "models_test", "engine_test", "training_op_test",
-                "training_model_test", "training_trainer_test"]
+                "training_latent_op_test",
+                "training_model_test", "training_latent_model_test", "training_trainer_test",
+                "training_text_to_image_test"]
 NEEDS_GPU = "needs a GPU"  # what such a case says when it is skipped: tests/needs_gpu.h
 
 

@@ -85,7 +85,7 @@ void CheckAddresses(const Config& config, Report* report) {
 
 double Megabytes(size_t bytes) { return static_cast<double>(bytes) / 1e6; }
 
-/// Of a pipeline: its stages, and what each takes of one prompt, row or image.
+/// The stages of a pipeline, and the time of each for one prompt, row or image.
 std::string DescribeStages(const ModelInfo& model) {
   std::string stages;
   for (const Stage stage : model.stages) {

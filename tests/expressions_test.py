@@ -24,6 +24,7 @@ PAGE = ROOT / "docs" / "metrics.md"
 MATCHING = "by|without|on|ignoring|group_left|group_right"
 KEYWORDS = {*MATCHING.split("|"), "and", "or", "unless", "bool", "offset", "inf", "nan"}
 OF_PROMETHEUS = {"up"}
+ALL_MODELS = "Process, all models"  # the dashboard's row for what has no model
 
 
 def exported(page):
@@ -62,6 +63,21 @@ def metrics_of(expression):
     text = re.sub(rf"\b({MATCHING})\s*\([^)]*\)", "", text)
     names = re.findall(r"(?<![\w:$.])([A-Za-z_:][\w:]*)\b(?!\s*\()", text)
     return {name for name in names if name.lower() not in KEYWORDS}
+
+
+def misplaced(panels, names):
+    """Titles of the panels that belong on the other side of the row ALL_MODELS: above it every panel
+    filters a metric of `names` by model, below it no panel could."""
+    found, below = [], False
+    for panel in panels:
+        if panel["type"] == "row":
+            below = panel["title"] == ALL_MODELS
+            continue
+        read = {name for target in panel["targets"] for name in metrics_of(target["expr"])}
+        could = any(re.sub(r"_(bucket|sum|count)$", "", name) in names for name in read)
+        if could == below:
+            found.append(panel["title"])
+    return found
 
 
 def find(value, keys):
@@ -114,6 +130,19 @@ class Expressions(unittest.TestCase):
         for where, expression in expressions():
             if where == "denoised.json":
                 self.assertEqual(unfiltered(expression, names), set(), expression)
+
+    def test_only_panels_without_a_model_stand_under_the_row_for_all_models(self):
+        names = with_model(PAGE.read_text(encoding="utf-8"))
+        dashboard = json.loads((ROOT / "deploy/grafana/denoised.json").read_text(encoding="utf-8"))
+        self.assertIn(ALL_MODELS, [panel["title"] for panel in dashboard["panels"]])
+        self.assertEqual(misplaced(dashboard["panels"], names), [])
+
+    def test_misplaced_panels_are_caught(self):
+        row = {"type": "row", "title": ALL_MODELS}
+        x, y = ({"type": "stat", "title": name, "targets": [{"expr": f"rate({name}[1m])"}]}
+                for name in ("x_sum", "y"))
+        self.assertEqual(misplaced([x, row, y], {"x"}), [])
+        self.assertEqual(misplaced([y, row, x], {"x"}), ["y", "x_sum"])
 
     def test_missing_filters_are_caught(self):
         names = with_model("| `x_seconds` | histogram | model, version | |\n| `y` | gauge | | |")

@@ -43,13 +43,13 @@ struct RunConfig {
   bool cuda = false;
   training::CudaOptions cuda_options;  // the device is LOCAL_RANK of the environment
 
-  // Of the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, or what stands for them.
+  // From the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, or their substitutes.
   int rank = 0, ranks = 1;
   std::string address;
 
-  /// Of the pictures that the run reads, in pixels.
+  /// The shape of the pictures that the run reads, in pixels.
   Shape picture() const;
-  /// What the bits of a run depend on, for run.json.
+  /// The settings that the bits of a run depend on, for run.json.
   nlohmann::json Fingerprint() const;
 };
 

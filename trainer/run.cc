@@ -435,7 +435,7 @@ absl::Status Session::Save() {
 
 /// Samples are for people: when they cannot be drawn, the run goes on.
 void Session::Sample() {
-  // Of a network that reads class vectors: those of pictures from all over the data set.
+  // A network that reads class vectors gets those of pictures spread over the data set.
   std::vector<float> class_values;
   if (const Tensor& vectors = pictures_.dataset.vectors) {
     for (int i = 0; i < config_.sample_count; ++i) {
@@ -443,8 +443,9 @@ void Session::Sample() {
       class_values.insert(class_values.end(), vector.begin(), vector.end());
     }
   }
-  const absl::StatusOr<Grid> grid =
-      DrawGrid(SnapshotDirectory(0), config_.sample_count, std::move(class_values), prompts_);
+  const absl::StatusOr<Grid> grid = DrawGrid(
+      SnapshotDirectory(0), config_.cuda ? std::optional(config_.cuda_options) : std::nullopt,
+      config_.sample_count, std::move(class_values), prompts_);
   if (!grid.ok()) return Say("no samples: {}", std::string(grid.status().message()));
   std::error_code error;
   fs::create_directories(Output("samples"), error);

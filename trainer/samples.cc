@@ -41,11 +41,15 @@ class Collector final : public JobListener {
 
 }  // namespace
 
-absl::StatusOr<Grid> DrawGrid(const std::string& directory, int count,
+absl::StatusOr<Grid> DrawGrid(const std::string& directory,
+                              const std::optional<training::CudaOptions>& gpu, int count,
                               std::vector<float> class_values,
                               const std::vector<std::string>& prompts) {
   EngineOptions options;
-  options.device = "cpu";
+  options.device = gpu ? "cuda" : "cpu";
+  if (gpu) options.devices = {gpu->number};
+  options.fp32 = gpu && gpu->fp32;
+  options.autotune = false;  // it would take longer than the pictures
   options.max_rows = std::min(count, 16);
   options.watchdog_seconds = 0;
   options.allow_nonfinite = true;  // a young model may draw anything

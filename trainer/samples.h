@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "engine/core/status.h"
+#include "engine/training/backend.h"
 
 namespace denoised::trainer {
 
@@ -16,8 +17,10 @@ struct Grid {
 
 /// Draws `count` pictures with the model in `directory`, as the server would, always from the same
 /// seeds (and, with classes, of one class after another; of `prompts` likewise), and lays them out
-/// as a square. A model that reads class vectors has them one after another in `class_values`.
-absl::StatusOr<Grid> DrawGrid(const std::string& directory, int count,
+/// as a square. A model that reads class vectors has them one after another in `class_values`. On
+/// `gpu`, or on the CPU without one.
+absl::StatusOr<Grid> DrawGrid(const std::string& directory,
+                              const std::optional<training::CudaOptions>& gpu, int count,
                               std::vector<float> class_values,
                               const std::vector<std::string>& prompts);
 

@@ -37,7 +37,7 @@ struct PipelineParts {
   std::string folder(const std::string& part) const {
     return directory.components.at(part).directory;
   }
-  /// Of the pictures, in pixels.
+  /// The size of the pictures, in pixels.
   int height() const { return network.unet.sample_height * vae.vae.factor(); }
   int width() const { return network.unet.sample_width * vae.vae.factor(); }
   /// What a stage trains.

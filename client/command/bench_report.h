@@ -14,7 +14,7 @@
 
 namespace denoised::command {
 
-/// Of a set of times, in seconds.
+/// Statistics of a set of times, in seconds.
 struct Distribution {
   int64_t count = 0;
   double mean = 0, p50 = 0, p90 = 0, p95 = 0, p99 = 0, max = 0;
@@ -24,7 +24,7 @@ struct Distribution {
 /// (nearest rank).
 std::optional<Distribution> DistributionOf(std::vector<double> seconds);
 
-/// Of the requests of one kind, or of all.
+/// The results of the requests of one kind, or of all.
 struct Summary {
   int64_t requests = 0, succeeded = 0, failed = 0, cancelled = 0;
   int64_t in_time = 0;                          // succeeded within their deadlines, if they had one

@@ -8,7 +8,7 @@
 namespace denoised::command {
 
 /// `call` with a timeout.
-/// Of a call that draws nothing.
+/// The timeout of a call that draws nothing.
 constexpr auto kQuestionTimeout = std::chrono::seconds(10);
 
 inline client::CallOptions WithTimeout(client::CallOptions call, std::chrono::nanoseconds timeout) {

@@ -25,7 +25,7 @@ void Drawing::OnEvent(const client::Event& event) {
 
 void Drawing::On(const client::Queued& queued) {
   params_ = queued.params;
-  if (options_.pictures) {
+  if (options_.pictures && !timeline_) {
     const int columns = options_.columns > 0
                             ? options_.columns
                             : static_cast<int>(std::ceil(std::sqrt(std::max(params_.count, 1))));
@@ -35,9 +35,12 @@ void Drawing::On(const client::Queued& queued) {
                       std::max(1, static_cast<int>(params_.width * scale)),
                       std::max(1, static_cast<int>(params_.height * scale)));
   }
-  line_ = queued.images_ahead > 0
-              ? fmt::format("queued: {} images are in front", queued.images_ahead)
-              : "accepted";
+  line_ = "accepted";
+  if (const int ahead = queued.images_ahead; ahead > 0) {
+    line_ = fmt::format("queued: {} {} in front", ahead, ahead == 1 ? "image is" : "images are");
+    if (const auto start = queued.estimated_start_seconds)
+      line_ += ", starts in " + HumanDuration(std::chrono::duration<double>(*start));
+  }
   Redraw(true);
 }
 

@@ -17,7 +17,7 @@ struct GenerateRequest {
   int grid_columns = 0;  // 0: a file for each image
 };
 
-/// Of the value of --format; npy and raw are float32.
+/// The format for a value of --format; npy and raw are float32.
 client::ImageFormat FormatOf(const std::string& name);
 
 /// "4x3" -> {4, 3}; both >= 1. `flag` names it in errors.

@@ -20,7 +20,7 @@ enum class TerminalColours {
 /// UTF-8 and colours, so without either it is kGreys.
 TerminalColours ColoursOf(const char* colorterm, const char* term, const char* no_color,
                           const char* locale);
-/// Of the environment.
+/// The colours that the environment asks for.
 TerminalColours TerminalColoursOfEnvironment();
 
 /// Whether `descriptor` is a terminal whose cursor can be moved.
@@ -29,7 +29,7 @@ bool IsTerminal(int descriptor);
 struct TerminalSize {
   int columns = 80, rows = 24;  // characters
 };
-/// Of the terminal behind `descriptor`; 80 x 24 when it does not say.
+/// The size of the terminal behind `descriptor`; 80 x 24 if it is unknown.
 TerminalSize SizeOf(int descriptor);
 
 /// The image at its size: a character is one pixel wide and two high. Lines end with '\n'; escape

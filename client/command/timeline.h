@@ -12,7 +12,7 @@ namespace denoised::command {
 /// of one image are shown at the size of its cell, whatever size they came in. Not thread-safe.
 class Timeline {
  public:
-  /// Of `count` images, in rows of `columns`; cells of `width` x `height` pixels.
+  /// For `count` images, in rows of `columns`; cells of `width` x `height` pixels.
   Timeline(int count, int columns, int width, int height);
 
   /// With `keep`, earlier pictures stay for Frames. An index out of range is ignored.

@@ -77,7 +77,7 @@ std::string LowerName(const std::string& name, size_t prefix) {
   return absl::AsciiStrToLower(name.substr(std::min(prefix, name.size())));
 }
 
-/// Of an InitImage or a Mask.
+/// Sets the source of an InitImage or a Mask.
 template <typename Message>
 void SetSource(const std::variant<std::string, Tensor>& source, Message* to) {
   if (const auto* file = std::get_if<std::string>(&source)) {

@@ -268,7 +268,7 @@ struct Queued {
   int images_ahead = 0;
   int position = 0;  // requests that wait in front of it
   std::optional<double> estimated_start_seconds, estimated_total_seconds;  // from now
-  std::string server;  // which took it first, "ipv4:10.0.0.1:50051": connect there for the job
+  std::string server;  // which took it, "ipv4:10.0.0.1:50051": connect there for the job
 };
 struct Started {
   double queued_seconds = 0;
@@ -287,9 +287,9 @@ struct Completed {
   Timing timing;
   std::vector<TimelineEntry> timeline;  // when include_timings asked for it
 };
-/// Queued, Started, then Progress and Preview in any number, each Image once, and Completed last. A
-/// request that is begun again, on another server, tells only what is new: nothing until it has
-/// caught up. Its images are the same, byte for byte.
+/// Queued, and again when its place has changed; Started, then Progress and Preview in any number,
+/// each Image once, and Completed last. A request that is begun again, on another server, tells
+/// only what is new: nothing until it has caught up. Its images are the same, byte for byte.
 using Event = std::variant<Queued, Started, Progress, Preview, Image, Completed>;
 
 /// A request's life on the server.

@@ -5,8 +5,18 @@
 
 namespace denoised::client {
 
-bool SeenEvents::Add(const Event& event) {
-  if (std::holds_alternative<Queued>(event)) return !std::exchange(queued_, true);
+SeenEvents::News SeenEvents::Add(const Event& event) {
+  const auto* queued = std::get_if<Queued>(&event);
+  if (queued == nullptr) return IsFurther(event) ? News::kFurther : News::kNone;
+  const Place place(queued->position, queued->images_ahead);
+  if (started_ || place == place_) return News::kNone;
+  place_ = place;
+  if (foremost_ && place >= *foremost_) return News::kPlace;
+  foremost_ = place;
+  return News::kFurther;
+}
+
+bool SeenEvents::IsFurther(const Event& event) {
   if (std::holds_alternative<Started>(event)) return !std::exchange(started_, true);
   if (const auto* progress = std::get_if<Progress>(&event)) {
     if (progress->evaluations_done <= evaluations_done_) return false;

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <set>
+#include <utility>
 
 #include "denoised/generation.h"
 
@@ -12,12 +14,21 @@ namespace denoised::client {
 /// the listener must not receive them twice.
 class SeenEvents {
  public:
-  /// Whether `event` is new; it is seen from then on. Progress and previews of a second server are
-  /// not new until it is further than the first one was.
-  bool Add(const Event& event);
+  enum class News {
+    kNone,     // it is known
+    kPlace,    // another place in the queue, but none further in front than any before
+    kFurther,  // the request has come further
+  };
+  /// What `event` says that was not known; it is known from then on. Progress and previews of a
+  /// second server are not new until it is further than the first one was.
+  News Add(const Event& event);
 
  private:
-  bool queued_ = false, started_ = false;
+  bool IsFurther(const Event& event);
+
+  using Place = std::pair<int, int>;  // requests and images in front
+  std::optional<Place> place_, foremost_;
+  bool started_ = false;
   int evaluations_done_ = -1;
   std::map<int, int> previews_;  // latest evaluation by image
   std::set<int> images_;

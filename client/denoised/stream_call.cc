@@ -141,8 +141,10 @@ void Operation::Deliver(v1::StreamGenerateResponse&& response, const grpc::Clien
   watch_.set_request_id(response.request_id());
   watch_.set_after_sequence(response.sequence());
   std::optional<Event> event = FromProto(std::move(response));
-  if (!event || !seen_.Add(*event)) return;
-  attempts_.Renew();
+  if (!event) return;
+  const SeenEvents::News news = seen_.Add(*event);
+  if (news == SeenEvents::News::kNone) return;
+  if (news == SeenEvents::News::kFurther) attempts_.Renew();
   completed_ = completed_ || std::holds_alternative<Completed>(*event);
   if (auto* queued = std::get_if<Queued>(&*event)) queued->server = context.peer();
   if (!listener_.on_event) return;

@@ -13,8 +13,9 @@
 #include "engine/core/step_plan.h"
 #include "engine/core/tensor.h"
 
-/// The device interface: one method per fused operation. nn/ is written once against it. cpu/
-/// implements it plainly in fp32 and is the reference for tests; cuda/ fuses.
+/// The device interface. nn/ is written once against it, and says what it wants: what is fused with
+/// a product, and what is an op of its own, each backend decides. cpu/ implements it plainly in
+/// fp32 and is the reference for tests; cuda/ fuses.
 ///
 /// Activations are NHWC ([N, H, W, C], or [N, tokens, C]) in activation_dtype(). "Row" is one
 /// sample of the batch: dimension 0. Every op computes each row with an order of operations that
@@ -57,8 +58,20 @@ class PackedLinear {
  public:
   virtual ~PackedLinear() = default;
   int in_features = 0, out_features = 0;
+  bool gated = false;  // packed for Epilogue::ungated
   E4m3Layer e4m3;
 };
+
+/// A group norm and what follows it: act(norm(x)·(1 + scale) + shift).
+struct Norm {
+  Tensor gamma, beta;  // F32 [C]; undefined: no norm
+  int groups = 32;
+  float eps = 1e-5f;
+  Tensor scale_shift;  // optional [N, 2·C], may be a Columns() view: scales, then shifts
+  Activation activation = Activation::kNone;
+  bool applied = false;  // by the Epilogue of what wrote x
+};
+inline bool IsToBeApplied(const Norm& norm) { return norm.gamma.defined() && !norm.applied; }
 
 /// A 1×1 convolution, stride 1, of concat(x, x2). Another convolution adds its result to its own.
 struct Conv2dShortcut {
@@ -67,56 +80,58 @@ struct Conv2dShortcut {
   const PackedConv2d* weight = nullptr;  // [Cout, 1, 1, C + C2]; its bias is part of the other's
 };
 
-/// SiLU of a group norm of a convolution's result.
-struct Conv2dOutputNorm {
-  Tensor gamma, beta;  // F32 [Cout]; undefined: no output norm
-  int groups = 32;
-  float eps = 1e-5f;
+/// What becomes of the input `x` of a convolution or a linear layer before the product. A backend
+/// fuses what it can and is faster; the rest it runs as ops of their own (decompose.h), with the
+/// same bits. Only convolutions have `x2` and `upsample2x`.
+struct Prologue {
+  Tensor x2;                // optional [N, H, W, C2]: the input is concat(x, x2) along channels
+  Norm norm;                // optional, of concat(x, x2)
+  Tensor normed;            // with a norm: [.., C + C2] for its result; undefined afterwards
+  bool upsample2x = false;  // nearest-neighbour doubling then, as packed; the kernel is 3 × 3, the
+                            // stride 1 and the padding 1 on all sides
 };
 
-struct Conv2dArgs {
-  Tensor x;   // [N, H, W, C]
-  Tensor x2;  // optional [N, H, W, C2]: the input is concat(x, x2) along channels
-  const PackedConv2d* weight = nullptr;  // [Cout, k, k, C + C2] and optional bias
-  bool upsample2x = false;  // nearest-neighbour doubling of the input first, as packed; then the
-                            // kernel is 3 × 3, the stride 1 and the padding 1 on all sides
-  int stride = 1;
-  int pad_top = 0, pad_left = 0, pad_bottom = 0, pad_right = 0;
+/// What becomes of the product with weight and bias:
+///   out = act((product + add + residual or shortcut) · scale), or its gate.
+/// Fused as a Prologue is. Only convolutions have `add` and `shortcut`, only linears a gate, which
+/// is alone then.
+struct Epilogue {
   Tensor add;       // optional [N, Cout], rows may be a Columns() view: added to every pixel
   Tensor residual;  // optional, shape of out
   Conv2dShortcut shortcut;  // optional, in place of a residual; `out` must not overlap its inputs
-  float scale = 1.0f;       // out = act((conv + bias + add + residual or shortcut) · scale)
+  float scale = 1.0f;
   Activation activation = Activation::kNone;
-  Conv2dOutputNorm output_norm;  // applied to `out` in place, if MakesOutputNorm() allows it
-  Tensor out;                    // [N, Ho, Wo, Cout]; activation dtype, or F32
+  /// Optional, with weights that were packed for it: GEGLU (arXiv 2002.05202). [.., 2·C] for values
+  /// and gates; undefined afterwards. out [.., C] is value · gelu(gate), both rounded to the
+  /// activation dtype before.
+  Tensor ungated;
+  /// Optional: the norm through which alone `out` is read. The backend may apply it to `out` and
+  /// set `applied`; else it is left to the Prologue of who reads `out`, which has the same norm.
+  Norm* norm = nullptr;
+};
+
+struct Conv2dArgs {
+  Tensor x;                              // [N, H, W, C]
+  const PackedConv2d* weight = nullptr;  // [Cout, k, k, C + C2] and optional bias
+  int stride = 1;
+  int pad_top = 0, pad_left = 0, pad_bottom = 0, pad_right = 0;
+  Prologue prologue;
+  Epilogue epilogue;
+  Tensor out;  // [N, Ho, Wo, Cout]; activation dtype, or F32
 };
 
 struct LinearArgs {
   Tensor x;                              // [M, K], or any rank: rows of K; activation dtype or F32
   const PackedLinear* weight = nullptr;  // [Nout, K] and optional bias
-  Tensor residual;                       // optional, shape of out
-  float scale = 1.0f;                    // out = act((xWᵀ + b + residual) · scale)
-  Activation activation = Activation::kNone;
+  Prologue prologue;
+  Epilogue epilogue;
   Tensor out;  // rows of Nout; activation dtype or F32
 };
 
-/// GEGLU (arXiv 2002.05202): a linear layer with twice as many outputs as `out` has features:
-/// values, then gates.
-struct GatedLinearArgs {
-  Tensor x;                              // [.., K], activation dtype
-  const PackedLinear* weight = nullptr;  // of PackGatedLinear(): [2·C, K] and optional bias
-  Tensor scratch;  // [.., 2·C], activation dtype; its content is undefined afterwards
-  Tensor out;      // [.., C], activation dtype: value · gelu(gate), both rounded to it before
-};
-
 struct GroupNormArgs {
-  Tensor x;            // [N, H, W, C] or [N, tokens, C]
-  Tensor x2;           // optional [N, H, W, C2]: normalises concat(x, x2)
-  Tensor gamma, beta;  // F32 [C + C2]
-  int groups = 32;
-  float eps = 1e-5f;
-  Tensor scale_shift;  // optional [N, 2·(C+C2)], may be a Columns() view: y·(1 + scale) + shift
-  Activation activation = Activation::kNone;
+  Tensor x;   // [N, H, W, C] or [N, tokens, C]
+  Tensor x2;  // optional [N, H, W, C2]: normalises concat(x, x2)
+  Norm norm;
   Tensor out;  // [.., C + C2]; must not overlap x, x2
 };
 
@@ -193,7 +208,7 @@ struct SlotState {
   Tensor seed;       // I64 [S], the bits of a uint64
   Tensor guidance;   // F32 [S, kGuidanceNumbers]: step_plan.h's Guidance
   Tensor embedding;  // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
-  // Of images with a mask; read only where the slot's plan has one.
+  // For images with a mask; read only if the slot's plan has one.
   Tensor known;  // optional F32 [S, 2, H, W, C]: the init image, and the initial noise
   Tensor mask;   // with `known`: F32 [S, H, W], 1 where the image is drawn anew
   /// Optional F32 [S, H, W, E]: channels that the model reads after those of the state.
@@ -321,36 +336,23 @@ class Backend {
 
   // Weights: host tensors as in the file, of any float dtype. Several linears become one with their
   // outputs side by side (fused QKV); either all have a bias or none has.
-  /// `upsample2x` must be that of every Conv2dArgs that uses the result.
+  /// `upsample2x` must be that of every Prologue; `gated`: of one weight, values, then gates.
   virtual absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
                                                                    const Tensor& bias,
                                                                    bool upsample2x,
                                                                    const E4m3Layer& e4m3 = {}) = 0;
   virtual absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(
       const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases,
-      const E4m3Layer& e4m3 = {}) = 0;
-  /// For GatedLinear() alone.
-  virtual absl::StatusOr<std::unique_ptr<PackedLinear>> PackGatedLinear(
-      const Tensor& weight_oi, const Tensor& bias, const E4m3Layer& e4m3 = {}) {
-    return PackLinear({weight_oi}, {bias}, e4m3);
-  }
+      const E4m3Layer& e4m3 = {}, bool gated = false) = 0;
   /// A parameter of any other kind, on the device in fp32.
   virtual absl::StatusOr<Tensor> PackVector(const Tensor& values) = 0;
 
   // Ops.
   virtual void Conv2d(const Conv2dArgs& args) = 0;
   virtual void Linear(const LinearArgs& args) = 0;
-  virtual void GatedLinear(const GatedLinearArgs& args) = 0;
+  /// out = value · gelu(gate) of the result of a Linear() with weights that were packed for it.
+  virtual void Gate(const Tensor& values_and_gates, const Tensor& out) = 0;
   virtual void GroupNorm(const GroupNormArgs& args) = 0;
-  /// GroupNorm(norm), then Conv2d(conv) of norm.out, with the same bits. The content of norm.out is
-  /// undefined afterwards: the convolution may normalise its input by itself.
-  virtual void NormConv2d(const GroupNormArgs& norm, const Conv2dArgs& conv) {
-    GroupNorm(norm);
-    Conv2d(conv);
-  }
-  /// True if Conv2d() and NormConv2d() support args.output_norm, with the bits of GroupNorm(), and
-  /// that is faster than a separate op. args.x need not be computed yet.
-  virtual bool MakesOutputNorm(const Conv2dArgs& /*args*/) { return false; }
   virtual void LayerNorm(const LayerNormArgs& args) = 0;
   virtual void Attention(const AttentionArgs& args) = 0;
   /// out[p] = the row of `codebook` F32 [K, C] that is closest to x[p], the first of equals. x is

@@ -38,6 +38,39 @@ Shape WithLast(const Shape& shape, int64_t last) {
   return Shape(std::span<const int64_t>(dims, shape.rank()));
 }
 
+/// Of [rows, channels].
+void CheckNorm(const Norm& norm, const Shape& size, const TensorRules& rules) {
+  const int64_t channels = size[1];
+  DENOISED_CHECK(norm.groups >= 1 && channels % norm.groups == 0, "{} channels in {} groups",
+                 channels, norm.groups);
+  CheckTensor("gamma", norm.gamma, {channels}, DType::kF32, rules);
+  CheckTensor("beta", norm.beta, {channels}, DType::kF32, rules);
+  if (norm.scale_shift) {
+    CheckTensor("scale_shift", norm.scale_shift, {size[0], 2 * channels}, rules.activation, rules,
+                true);
+  }
+}
+
+/// Returns the channels of concat(x, x2).
+int64_t CheckPrologue(const Tensor& x, const Prologue& prologue, const TensorRules& rules) {
+  if (IsToBeApplied(prologue.norm)) {
+    Check(GroupNormArgs{.x = x, .x2 = prologue.x2, .norm = prologue.norm, .out = prologue.normed},
+          rules);
+  }
+  if (!prologue.x2) return x.dim(-1);
+  CheckRank("x2", prologue.x2, x.shape().rank());
+  const int64_t channels2 = prologue.x2.dim(-1);
+  CheckTensor("x2", prologue.x2, WithLast(x.shape(), channels2), rules.activation, rules);
+  return x.dim(-1) + channels2;
+}
+
+/// `out` itself, or in activation dtype.
+void CheckResidual(const Tensor& residual, const Tensor& out, const TensorRules& rules) {
+  if (!residual) return;
+  CheckTensor("residual", residual, out.shape(),
+              residual.data() == out.data() ? out.dtype() : rules.activation, rules);
+}
+
 void CheckSlots(const SlotState& state, const TensorRules& rules) {
   CheckRank("state.x", state.x, 4);
   const Shape& x = state.x.shape();
@@ -108,12 +141,9 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
   DENOISED_CHECK(args.weight != nullptr);
   const Shape& x = args.x.shape();
   CheckTensor("x", args.x, x, rules.activation, rules);
-  int64_t channels = x[3];
-  if (args.x2) {
-    CheckRank("x2", args.x2, 4);
-    CheckTensor("x2", args.x2, WithLast(x, args.x2.dim(3)), rules.activation, rules);
-    channels += args.x2.dim(3);
-  }
+  const int64_t channels = CheckPrologue(args.x, args.prologue, rules);
+  const bool upsample2x = args.prologue.upsample2x;
+  const Epilogue& epilogue = args.epilogue;
   const PackedConv2d& weight = *args.weight;
   DENOISED_CHECK(channels == weight.in_channels, "x has {} channels, the weight {}", channels,
                  weight.in_channels);
@@ -122,13 +152,12 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
     DENOISED_CHECK(pad >= 0 && pad < weight.kernel, "padding {} for a kernel of {}", pad,
                    weight.kernel);
   }
-  DENOISED_CHECK(args.upsample2x == weight.upsample2x, "upsample2x is {}, but was packed as {}",
-                 args.upsample2x, weight.upsample2x);
-  DENOISED_CHECK(
-      !args.upsample2x || (weight.kernel == 3 && args.stride == 1 && args.pad_top == 1 &&
-                           args.pad_left == 1 && args.pad_bottom == 1 && args.pad_right == 1),
-      "upsample2x with a kernel of {} and stride {}", weight.kernel, args.stride);
-  const int64_t up = args.upsample2x ? 2 : 1;
+  DENOISED_CHECK(upsample2x == weight.upsample2x, "upsample2x is {}, but was packed as {}",
+                 upsample2x, weight.upsample2x);
+  DENOISED_CHECK(!upsample2x || (weight.kernel == 3 && args.stride == 1 && args.pad_top == 1 &&
+                                 args.pad_left == 1 && args.pad_bottom == 1 && args.pad_right == 1),
+                 "upsample2x with a kernel of {} and stride {}", weight.kernel, args.stride);
+  const int64_t up = upsample2x ? 2 : 1;
   DENOISED_CHECK(x[1] * up + args.pad_top + args.pad_bottom >= weight.kernel &&
                      x[2] * up + args.pad_left + args.pad_right >= weight.kernel,
                  "x is {}, smaller than the kernel of {}", x.ToString(), weight.kernel);
@@ -137,38 +166,32 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
       ConvolutionExtent(x[2] * up, args.pad_left, args.pad_right, weight.kernel, args.stride),
       weight.out_channels};
   CheckActivationOrF32("out", args.out, out, rules);
-  if (args.add) {
-    CheckTensor("add", args.add, {x[0], weight.out_channels}, rules.activation, rules, true);
+  if (epilogue.add) {
+    CheckTensor("add", epilogue.add, {x[0], weight.out_channels}, rules.activation, rules, true);
   }
-  if (args.residual) CheckTensor("residual", args.residual, out, rules.activation, rules);
-  if (const Conv2dOutputNorm& norm = args.output_norm; norm.gamma) {
-    const Shape parameters = {weight.out_channels};
-    CheckTensor("output_norm.gamma", norm.gamma, parameters, DType::kF32, rules);
-    CheckTensor("output_norm.beta", norm.beta, parameters, DType::kF32, rules);
-    DENOISED_CHECK(norm.groups >= 1 && weight.out_channels % norm.groups == 0,
-                   "{} groups of {} outputs", norm.groups, weight.out_channels);
-  }
-  if (args.shortcut.weight == nullptr) return;
-  const PackedConv2d& shortcut = *args.shortcut.weight;
-  DENOISED_CHECK(!args.residual, "both a residual and a shortcut");
+  CheckResidual(epilogue.residual, args.out, rules);
+  DENOISED_CHECK(!epilogue.ungated, "a convolution with a gate");
+  if (epilogue.norm) CheckNorm(*epilogue.norm, {x[0], weight.out_channels}, rules);
+  if (epilogue.shortcut.weight == nullptr) return;
+  const Tensor &source = epilogue.shortcut.x, &source2 = epilogue.shortcut.x2;
+  const PackedConv2d& shortcut = *epilogue.shortcut.weight;
+  DENOISED_CHECK(!epilogue.residual, "both a residual and a shortcut");
   DENOISED_CHECK(!shortcut.has_bias, "a shortcut with a bias; add it to that of the convolution");
   DENOISED_CHECK(
       shortcut.kernel == 1 && !shortcut.upsample2x && shortcut.out_channels == weight.out_channels,
       "a shortcut with a kernel of {} and {} outputs, must be 1 and {}", shortcut.kernel,
       shortcut.out_channels, weight.out_channels);
-  CheckRank("shortcut.x", args.shortcut.x, 4);
-  int64_t shortcut_channels = args.shortcut.x.dim(3);
-  CheckTensor("shortcut.x", args.shortcut.x, WithLast(out, shortcut_channels), rules.activation,
-              rules);
-  if (args.shortcut.x2) {
-    CheckRank("shortcut.x2", args.shortcut.x2, 4);
-    CheckTensor("shortcut.x2", args.shortcut.x2, WithLast(out, args.shortcut.x2.dim(3)),
-                rules.activation, rules);
-    shortcut_channels += args.shortcut.x2.dim(3);
+  CheckRank("shortcut.x", source, 4);
+  int64_t shortcut_channels = source.dim(3);
+  CheckTensor("shortcut.x", source, WithLast(out, shortcut_channels), rules.activation, rules);
+  if (source2) {
+    CheckRank("shortcut.x2", source2, 4);
+    CheckTensor("shortcut.x2", source2, WithLast(out, source2.dim(3)), rules.activation, rules);
+    shortcut_channels += source2.dim(3);
   }
-  DENOISED_CHECK(args.out.data() != args.shortcut.x.data() &&
-                     (!args.shortcut.x2 || args.out.data() != args.shortcut.x2.data()),
-                 "out is an input of the shortcut");
+  DENOISED_CHECK(
+      args.out.data() != source.data() && (!source2 || args.out.data() != source2.data()),
+      "out is an input of the shortcut");
   DENOISED_CHECK(shortcut_channels == shortcut.in_channels,
                  "the shortcut has {} channels, its weight {}", shortcut_channels,
                  shortcut.in_channels);
@@ -176,12 +199,26 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
 
 void Check(const LinearArgs& args, const TensorRules& rules) {
   DENOISED_CHECK(args.weight != nullptr);
-  DENOISED_CHECK(args.x.shape().rank() >= (args.weight->e4m3.input_scale == 0 ? 2 : 3), "x is {}",
+  const PackedLinear& weight = *args.weight;
+  const Epilogue& epilogue = args.epilogue;
+  DENOISED_CHECK(args.x.shape().rank() >= (weight.e4m3.input_scale == 0 ? 2 : 3), "x is {}",
                  args.x.shape().ToString());
-  CheckActivationOrF32("x", args.x, WithLast(args.x.shape(), args.weight->in_features), rules);
-  const Shape out = WithLast(args.x.shape(), args.weight->out_features);
-  CheckActivationOrF32("out", args.out, out, rules);
-  if (args.residual) CheckTensor("residual", args.residual, out, rules.activation, rules);
+  CheckActivationOrF32("x", args.x, WithLast(args.x.shape(), weight.in_features), rules);
+  DENOISED_CHECK(!args.prologue.x2 && !args.prologue.upsample2x, "the input of a convolution");
+  CheckPrologue(args.x, args.prologue, rules);
+  DENOISED_CHECK(!epilogue.add && epilogue.shortcut.weight == nullptr, "a linear with a shortcut");
+  const Shape product = WithLast(args.x.shape(), weight.out_features);
+  if (!epilogue.ungated) {
+    CheckActivationOrF32("out", args.out, product, rules);
+    CheckResidual(epilogue.residual, args.out, rules);
+    if (epilogue.norm) CheckNorm(*epilogue.norm, {product[0], weight.out_features}, rules);
+    return;
+  }
+  DENOISED_CHECK(weight.gated && !epilogue.residual && epilogue.scale == 1 &&
+                     epilogue.activation == Activation::kNone && epilogue.norm == nullptr,
+                 "a gate beside another epilogue, or of weights without one");
+  CheckTensor("ungated", epilogue.ungated, product, rules.activation, rules);
+  CheckGate(epilogue.ungated, args.out, rules);
 }
 
 void Check(const GroupNormArgs& args, const TensorRules& rules) {
@@ -193,14 +230,7 @@ void Check(const GroupNormArgs& args, const TensorRules& rules) {
     CheckTensor("x2", args.x2, WithLast(x, args.x2.dim(-1)), rules.activation, rules);
     channels += args.x2.dim(-1);
   }
-  DENOISED_CHECK(args.groups >= 1 && channels % args.groups == 0, "{} channels in {} groups",
-                 channels, args.groups);
-  CheckTensor("gamma", args.gamma, {channels}, DType::kF32, rules);
-  CheckTensor("beta", args.beta, {channels}, DType::kF32, rules);
-  if (args.scale_shift) {
-    CheckTensor("scale_shift", args.scale_shift, {x[0], 2 * channels}, rules.activation, rules,
-                true);
-  }
+  CheckNorm(args.norm, {x[0], channels}, rules);
   CheckTensor("out", args.out, WithLast(x, channels), rules.activation, rules);
 }
 
@@ -327,13 +357,11 @@ void CheckDivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out,
   CheckActivationOrF32("out", out, x.shape(), rules);
 }
 
-void Check(const GatedLinearArgs& args, const TensorRules& rules) {
-  DENOISED_CHECK(args.weight != nullptr);
-  const int64_t outputs = args.weight->out_features;
-  CheckTensor("x", args.x, WithLast(args.x.shape(), args.weight->in_features), rules.activation,
-              rules);
-  CheckTensor("scratch", args.scratch, WithLast(args.x.shape(), outputs), rules.activation, rules);
-  CheckTensor("out", args.out, WithLast(args.x.shape(), outputs / 2), rules.activation, rules);
+void CheckGate(const Tensor& values_and_gates, const Tensor& out, const TensorRules& rules) {
+  const Shape& shape = values_and_gates.shape();
+  CheckTensor("values_and_gates", values_and_gates, shape, rules.activation, rules);
+  DENOISED_CHECK(shape[-1] % 2 == 0, "{} values and gates", shape[-1]);
+  CheckTensor("out", out, WithLast(shape, shape[-1] / 2), rules.activation, rules);
 }
 
 void CheckNearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out,
@@ -388,7 +416,8 @@ absl::Status CheckConv2dWeight(const Tensor& weight_oihw, const Tensor& bias) {
 }
 
 absl::Status CheckLinearWeights(const std::vector<Tensor>& weights_oi,
-                                const std::vector<Tensor>& biases) {
+                                const std::vector<Tensor>& biases, bool gated) {
+  DENOISED_CHECK(!gated || weights_oi.size() == 1, "values and gates of several weights");
   if (weights_oi.empty()) return InvalidArgument("a linear layer has no weight; give at least one");
   size_t with_bias = 0;
   for (const Tensor& bias : biases) with_bias += bias.defined();

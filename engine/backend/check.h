@@ -44,7 +44,7 @@ void CheckResample2x(Resample kind, const Tensor& x, const Tensor& out, const Te
 void CheckAdd(const Tensor& a, const Tensor& b, const Tensor& out, const TensorRules& rules);
 void CheckDivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out,
                      const TensorRules& rules);
-void Check(const GatedLinearArgs& args, const TensorRules& rules);
+void CheckGate(const Tensor& values_and_gates, const Tensor& out, const TensorRules& rules);
 void CheckNearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out,
                       const TensorRules& rules);
 void CheckCopy(const Tensor& from, const Tensor& to, const TensorRules& rules);
@@ -54,9 +54,9 @@ void CheckDownload(const Tensor& from, const TensorRules& rules);
 /// InvalidArgument unless the weight is [out, in, k, k] and the bias absent or [out], both float.
 absl::Status CheckConv2dWeight(const Tensor& weight_oihw, const Tensor& bias);
 /// InvalidArgument unless all weights are [out_i, in] with the same `in`, and the biases are none
-/// or one [out_i] for each; an undefined bias counts as none.
+/// or one [out_i] for each; an undefined bias counts as none. A gated layer has one weight.
 absl::Status CheckLinearWeights(const std::vector<Tensor>& weights_oi,
-                                const std::vector<Tensor>& biases);
+                                const std::vector<Tensor>& biases, bool gated);
 /// InvalidArgument unless it is a host tensor of a float dtype.
 absl::Status CheckFloats(const Tensor& values);
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/counting.h"
 
+#include "engine/backend/decompose.h"
+
 namespace denoised {
 namespace {
 
@@ -31,8 +33,8 @@ struct NoMarker final : Marker {
 CountingBackend::CountingBackend(Device device, DType activation_dtype)
     : rules_{device, activation_dtype} {}
 
-CountingBackend::CountingBackend(Backend& real)
-    : rules_{real.device(), real.activation_dtype()}, real_(&real) {}
+CountingBackend::CountingBackend(const Backend& real)
+    : rules_{real.device(), real.activation_dtype()}, multiplies_e4m3_(real.MultipliesE4m3()) {}
 
 std::string CountingBackend::description() const {
   return fmt::format("counts the work of {} with {} activations",
@@ -98,11 +100,12 @@ absl::StatusOr<std::unique_ptr<PackedConv2d>> CountingBackend::PackConv2d(const 
 }
 
 absl::StatusOr<std::unique_ptr<PackedLinear>> CountingBackend::PackLinear(
-    const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases,
-    const E4m3Layer& e4m3) {
-  DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases));
+    const std::vector<Tensor>& weights_oi, const std::vector<Tensor>& biases, const E4m3Layer& e4m3,
+    bool gated) {
+  DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases, gated));
   auto packed = std::make_unique<PackedLinear>();
   packed->e4m3 = e4m3;
+  packed->gated = gated;
   packed->in_features = static_cast<int>(weights_oi[0].dim(1));
   for (const Tensor& weight : weights_oi) {
     packed->out_features += static_cast<int>(weight.dim(0));
@@ -127,45 +130,43 @@ absl::StatusOr<Tensor> CountingBackend::PackVector(const Tensor& values) {
   return Nowhere(values.shape(), DType::kF32);
 }
 
-void CountingBackend::Conv2d(const Conv2dArgs& args) {
-  Check(args, rules_);
+void CountingBackend::Conv2d(const Conv2dArgs& asked) {
+  Check(asked, rules_);
+  const Conv2dArgs args = WithoutNorm(*this, asked);
+  const Epilogue& epilogue = args.epilogue;
+  const Conv2dShortcut& shortcut = epilogue.shortcut;
   const PackedConv2d& weight = *args.weight;
   double inputs = static_cast<double>(weight.kernel) * weight.kernel * weight.in_channels;
-  if (args.shortcut.weight != nullptr) inputs += args.shortcut.weight->in_channels;
+  if (shortcut.weight != nullptr) inputs += shortcut.weight->in_channels;
   Count(2.0 * args.out.elements() * inputs,
         inputs * weight.out_channels * SizeOf(rules_.activation),
-        {&args.x, &args.x2, &args.add, &args.residual, &args.shortcut.x, &args.shortcut.x2,
+        {&args.x, &args.prologue.x2, &epilogue.add, &epilogue.residual, &shortcut.x, &shortcut.x2,
          &args.out});
 }
 
-void CountingBackend::Linear(const LinearArgs& args) {
-  Check(args, rules_);
-  const PackedLinear& weight = *args.weight;
-  Count(2.0 * args.out.elements() * weight.in_features,
-        static_cast<double>(weight.in_features) * weight.out_features * SizeOf(rules_.activation),
-        {&args.x, &args.residual, &args.out});
+void CountingBackend::Linear(const LinearArgs& asked) {
+  Check(asked, rules_);
+  const LinearArgs args = WithoutNorm(*this, asked);
+  const double weights = static_cast<double>(args.weight->in_features) * args.weight->out_features;
+  const double rows = static_cast<double>(args.x.elements()) / args.weight->in_features;
+  Count(2.0 * rows * weights, weights * SizeOf(rules_.activation),
+        {&args.x, &args.epilogue.residual, &args.out});
+}
+
+void CountingBackend::Gate(const Tensor& values_and_gates, const Tensor& out) {
+  CheckGate(values_and_gates, out, rules_);
+  Count(0, 0, {&values_and_gates, &out});
 }
 
 void CountingBackend::GroupNorm(const GroupNormArgs& args) {
   Check(args, rules_);
-  Count(0, 0, {&args.x, &args.x2, &args.gamma, &args.beta, &args.scale_shift, &args.out});
-}
-
-bool CountingBackend::MakesOutputNorm(const Conv2dArgs& args) {
-  return real_ != nullptr && real_->MakesOutputNorm(args);
+  Count(0, 0,
+        {&args.x, &args.x2, &args.norm.gamma, &args.norm.beta, &args.norm.scale_shift, &args.out});
 }
 
 void CountingBackend::LayerNorm(const LayerNormArgs& args) {
   Check(args, rules_);
   Count(0, 0, {&args.x, &args.gamma, &args.beta, &args.out});
-}
-
-void CountingBackend::GatedLinear(const GatedLinearArgs& args) {
-  Check(args, rules_);
-  const PackedLinear& weight = *args.weight;
-  Count(2.0 * args.scratch.elements() * weight.in_features,
-        static_cast<double>(weight.in_features) * weight.out_features * SizeOf(rules_.activation),
-        {&args.x, &args.out});
 }
 
 void CountingBackend::NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) {

@@ -15,14 +15,14 @@ struct Work {
 };
 
 /// Computes nothing and touches no tensor memory: it checks every op as the real backends do and
-/// counts its work. With Arena::Measuring() it computes how much memory a model needs before any is
+/// counts its work: norms of inputs as ops of their own, shortcuts and gates as parts of the
+/// product. With Arena::Measuring() it computes how much memory a model needs before any is
 /// allocated. Packed weights hold sizes only.
 class CountingBackend : public Backend {
  public:
   CountingBackend(Device device, DType activation_dtype);
-  /// Counts for `real`, which must outlive this: MakesOutputNorm() is forwarded to it, so that the
-  /// ops are the same as on `real`.
-  explicit CountingBackend(Backend& real);
+  /// Counts in the place of `real`: the same device, dtype and abilities.
+  explicit CountingBackend(const Backend& real);
 
   /// Since construction or ResetWork(). Ops inside Capture() count at each Launch().
   const Work& work() const { return work_; }
@@ -37,7 +37,7 @@ class CountingBackend : public Backend {
   std::string description() const override;
   Device device() const override { return rules_.device; }
   DType activation_dtype() const override { return rules_.activation; }
-  bool MultipliesE4m3() const override { return real_ == nullptr || real_->MultipliesE4m3(); }
+  bool MultipliesE4m3() const override { return multiplies_e4m3_; }
 
   /// Addresses that must not be touched, aligned as Arena's.
   absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,
@@ -53,16 +53,16 @@ class CountingBackend : public Backend {
                                                            const E4m3Layer& e4m3 = {}) override;
   absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(const std::vector<Tensor>& weights_oi,
                                                            const std::vector<Tensor>& biases,
-                                                           const E4m3Layer& e4m3 = {}) override;
+                                                           const E4m3Layer& e4m3 = {},
+                                                           bool gated = false) override;
   absl::StatusOr<Tensor> PackVector(const Tensor& values) override;
 
   void Conv2d(const Conv2dArgs& args) override;
   void Linear(const LinearArgs& args) override;
+  void Gate(const Tensor& values_and_gates, const Tensor& out) override;
   void GroupNorm(const GroupNormArgs& args) override;
-  bool MakesOutputNorm(const Conv2dArgs& args) override;
   void LayerNorm(const LayerNormArgs& args) override;
   void Attention(const AttentionArgs& args) override;
-  void GatedLinear(const GatedLinearArgs& args) override;
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override;
   void Gaussian(const GaussianArgs& args) override;
   void TimestepEmbedding(const TimestepEmbeddingArgs& args) override;
@@ -91,7 +91,7 @@ class CountingBackend : public Backend {
   Tensor Nowhere(const Shape& shape, DType dtype) const;
 
   const TensorRules rules_;
-  Backend* const real_ = nullptr;
+  const bool multiplies_e4m3_ = true;
   Work work_;
   size_t allocated_bytes_ = 0;
   size_t weight_bytes_ = 0;

@@ -16,7 +16,8 @@ namespace denoised {
 namespace fs = std::filesystem;
 namespace {
 
-/// Of the names of launches and candidates, too. Files of other versions are measured anew.
+/// Increase it also when names of launches or candidates change. Files of other versions are
+/// ignored.
 constexpr int kVersion = 2;
 
 }  // namespace

@@ -9,9 +9,9 @@
 namespace denoised {
 namespace {
 
-// Weight of the newest measurement: quick enough to follow a device that slows down as it warms up.
+// Weight of the newest measurement of a stage: an average, since most prompts take no time.
 constexpr double kNewest = 0.2;
-// Clients without jobs are forgotten when so many clients are known.
+// Clients without jobs are forgotten when this many clients are known.
 constexpr size_t kClientsBeforeSweep = 64;
 // A refused client is told to retry once this part of the queue is done, within these bounds.
 constexpr double kRetryShare = 0.1, kShortestRetry = 0.25, kLongestRetry = 60;
@@ -23,7 +23,7 @@ size_t TextBytes(const JobSpec& spec) {
     for (const auto* text : {&prompt.negative, &prompt.text_2, &prompt.negative_2})
       if (*text) bytes += (*text)->size();
   }
-  return 2 * bytes;  // and what of them was cut off, at most as much
+  return 2 * bytes;  // and the texts that were cut off, at most as long
 }
 
 size_t HostBytes(const EffectiveJob& job) {
@@ -36,6 +36,27 @@ size_t HostBytes(const EffectiveJob& job) {
 }
 
 }  // namespace
+
+/// The median of the last few measurements, so that one that was disturbed, such as at a busy
+/// warm-up, soon does not count. Quick enough to follow a device that slows down as it warms up.
+class Admission::Recent {
+ public:
+  void Add(double seconds) {
+    last_[count_++ % last_.size()] = seconds;
+    std::array<double, kLast> sorted = last_;
+    const size_t known = std::min(count_, kLast);
+    std::sort(sorted.begin(), sorted.begin() + known);
+    // Of two the shorter one, since what disturbs an evaluation makes it longer.
+    median_ = sorted[(known - 1) / 2];
+  }
+  double seconds() const { return median_; }
+
+ private:
+  static constexpr size_t kLast = 5;
+  std::array<double, kLast> last_{};
+  size_t count_ = 0;
+  double median_ = 0;
+};
 
 /// One client at one priority in one lane.
 struct Admission::Client {
@@ -61,10 +82,10 @@ class Admission::Lane {
   /// Expected seconds of an evaluation; 0 before the first measurement. The cost of a bucket that
   /// was not measured is interpolated between its measured neighbours, because an evaluation takes
   /// a fixed time plus a time for each row. It is at most proportional to the smaller neighbour,
-  /// because the time of a row never grows with their number. More rows than were ever measured go
-  /// on at the pace of the two buckets with the most, for warm-up runs no bucket beyond one that
-  /// fills the device. If one bucket was measured alone, they cost as much as it did: the estimate
-  /// is then too low, so that no deadline that can be met is refused.
+  /// because the time of a row never grows with their number. Warm-up runs no bucket larger than
+  /// one that fills the device, so the cost of more rows than the largest measured bucket is
+  /// extrapolated from the two largest. If only one bucket was measured, they cost as much as that
+  /// bucket: the estimate is then too low, so no deadline that can be met is refused.
   double Cost(int rows) const {
     if (seconds.empty()) return OfOwnSize() * model->own_size->MeasuredCost(rows);
     return MeasuredCost(rows);
@@ -75,14 +96,23 @@ class Admission::Lane {
     const auto padded = std::lower_bound(buckets.begin(), buckets.end(), rows);
     const int bucket = padded == buckets.end() ? rows : *padded;
     auto above = seconds.lower_bound(bucket);
-    if (above == seconds.end() && seconds.size() == 1) return seconds.begin()->second;
     if (above == seconds.end()) --above;
-    if (above->first == bucket || above == seconds.begin()) return above->second;
-    const auto& [fewer, quicker] = *std::prev(above);
-    const auto& [more, slower] = *above;
+    const double slower = Least(above);
+    if (above->first == bucket || above == seconds.begin()) return slower;
+    const auto below = std::prev(above);
+    const int fewer = below->first, more = above->first;
+    const double quicker = Least(below);
     const double between =
         quicker + (slower - quicker) * (bucket - fewer) / static_cast<double>(more - fewer);
     return std::min(between, quicker * bucket / fewer);
+  }
+
+  /// Of this bucket and all larger ones, because fewer rows never take longer: one that was
+  /// disturbed when it was measured, and not used since, is not believed.
+  double Least(std::map<int, Recent>::const_iterator bucket) const {
+    double least = bucket->second.seconds();
+    for (; bucket != seconds.end(); ++bucket) least = std::min(least, bucket->second.seconds());
+    return least;
   }
 
   int demand() const { return active_rows + waiting_rows; }
@@ -91,7 +121,7 @@ class Admission::Lane {
   bool Exceeds(int rows, int images, int devices) const {
     return rows > devices * room.rows || images > devices * room.slots;
   }
-  /// How many of these rows one device carries at a time: all that it has room for, or, when slots
+  /// How many of these rows one device evaluates at a time: all that it has room for, or, if slots
   /// run out first, the rows of as many average images as it has slots.
   double Carried(int rows, int images) const {
     if (images <= room.slots) return room.rows;
@@ -114,7 +144,7 @@ class Admission::Lane {
   Model* const model;
   const int64_t pixels;
   Room room;
-  std::map<int, double> seconds;                // of an evaluation, by bucket
+  std::map<int, Recent> seconds;                // of an evaluation, by bucket
   std::array<double, kStages> stage_seconds{};  // of an image, by stage; 0: not measured
   std::map<std::pair<Priority, std::string>, Client> clients;
   size_t sweep_at = kClientsBeforeSweep;
@@ -123,11 +153,11 @@ class Admission::Lane {
   double virtual_time = 0;   // V
   double turn = 0;           // seconds had, each divided by the weight at its time
   int waiting_rows = 0;      // of images without a slot
-  int waiting_images = 0;    // these images
-  int waiting_encodes = 0;   // those of them that have an init image
-  int64_t waiting_work = 0;  // their row evaluations
-  int active_rows = 0;       // of images with one
-  int active_images = 0;     // these
+  int waiting_images = 0;    // images without a slot
+  int waiting_encodes = 0;   // images without a slot that have an init image
+  int64_t waiting_work = 0;  // row evaluations of images without a slot
+  int active_rows = 0;       // of images in slots
+  int active_images = 0;     // images in slots
 };
 
 class Admission::Ticket {
@@ -149,7 +179,7 @@ class Admission::Ticket {
   bool encodes = false;  // images have an init image
 
   int64_t work() const { return row_evaluations * count; }
-  /// Of an image that has so many evaluations left, if they are like the others.
+  /// Row evaluations of an image with this many evaluations left, if all have the same rows.
   int64_t WorkOf(int evaluations_left) const {
     return row_evaluations * evaluations_left / evaluations;
   }
@@ -226,7 +256,12 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   ticket->key = std::max(lane.virtual_time, client.served) +
                 static_cast<double>((client.jobs + 1) * ticket->work()) / ticket->weight;
 
-  Estimate expected = Predict(lane, *ticket);
+  Estimate expected;
+  for (size_t level = 0; level <= static_cast<size_t>(spec.priority); ++level) {
+    expected.jobs_ahead += model.totals.queued_requests[level];
+    expected.images_ahead += model.totals.queued_images[level];
+  }
+  Predict(*ticket, false, &expected);
   // For a refused job: `share` of the queue must be done before there is room for it.
   const auto retry = [&](double share) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     expected.retry_seconds =
@@ -299,13 +334,14 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
 std::pair<double, JobId> Admission::Key(const Ticket& ticket) { return {ticket.key, ticket.id}; }
 Admission::Lane* Admission::LaneOf(const Ticket& ticket) { return ticket.lane; }
 
-Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
-  Estimate estimate;
-  for (size_t level = 0; level <= static_cast<size_t>(ticket.priority); ++level) {
-    estimate.jobs_ahead += lane.model->totals.queued_requests[level];
-    estimate.images_ahead += lane.model->totals.queued_images[level];
-  }
-  if (!lane.HasCosts()) return estimate;
+void Admission::Expect(const Ticket& ticket, Estimate* estimate) const {
+  MutexLock lock(&mutex_);
+  Predict(ticket, true, estimate);
+}
+
+void Admission::Predict(const Ticket& ticket, bool entered, Estimate* estimate) const {
+  const Lane& lane = *ticket.lane;
+  if (!lane.HasCosts()) return;
   const Client& client = *ticket.client;
   const double lane_weight =
       client.jobs == 0 ? lane.weight + ticket.weight : lane.weight - client.weight + ticket.weight;
@@ -313,8 +349,9 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
   for (const Lane* other : busy_)
     if (other != &lane) other_weights += other->weight;
   const int devices = lane.model->devices;
-  const int demand = lane.demand() + ticket.rows * ticket.count;
-  const int images = lane.images() + ticket.count;
+  const int demand = lane.demand() + (entered ? 0 : ticket.rows * ticket.count);
+  const int images = lane.images() + (entered ? 0 : ticket.count);
+  const int64_t others_work = lane.waiting_work - (entered ? ticket.waiting_work : 0);
   // A lane that fits on one device competes only with the lanes on that device.
   double slowdown = (lane_weight + other_weights) / lane_weight;
   if (!lane.Exceeds(demand, images, 1)) slowdown = std::max(1.0, slowdown / devices);
@@ -328,19 +365,18 @@ Estimate Admission::Predict(const Lane& lane, const Ticket& ticket) const {
   double ahead = 0;  // row evaluations
   if (lane.Exceeds(demand, images, devices))
     ahead = std::clamp((ticket.key - lane.virtual_time) * lane_weight - ticket.work(), 0.0,
-                       static_cast<double>(lane.waiting_work));
+                       static_cast<double>(others_work));
   const double images_ahead = ahead * ticket.count / static_cast<double>(ticket.work());
   double stages_ahead = StagesOfImage(lane, false);
   if (lane.waiting_encodes > 0)
     stages_ahead +=
         lane.StageCost(Stage::kEncode) * lane.waiting_encodes / std::max(1, lane.waiting_images);
-  estimate.start_seconds =
+  estimate->start_seconds =
       ahead / (devices * carried) * evaluation + images_ahead * stages_ahead * slowdown / devices;
-  estimate.total_seconds = *estimate.start_seconds +
-                           double{1} * rounds * ticket.evaluations * evaluation +
-                           std::max<double>(ticket.count, devices) *
-                               StagesOfImage(lane, ticket.encodes) * slowdown / devices;
-  return estimate;
+  estimate->total_seconds = *estimate->start_seconds +
+                            double{1} * rounds * ticket.evaluations * evaluation +
+                            std::max<double>(ticket.count, devices) *
+                                StagesOfImage(lane, ticket.encodes) * slowdown / devices;
 }
 
 double Admission::StagesOfImage(const Lane& lane, bool encodes) {
@@ -348,7 +384,7 @@ double Admission::StagesOfImage(const Lane& lane, bool encodes) {
          lane.StageCost(Stage::kDecode);
 }
 
-/// Seconds until all that waits now would be drawn.
+/// Seconds until everything that waits now is drawn.
 double Admission::DrainSeconds() const {
   double seconds = 0;
   for (const Lane* lane : busy_) {
@@ -419,7 +455,7 @@ void Admission::Lost(Ticket& ticket, bool in_slot, int64_t rows) {
   WaitAgain(ticket, ticket.evaluations);
 }
 
-/// An image that had a slot waits once more.
+/// An image that had a slot waits again.
 void Admission::WaitAgain(Ticket& ticket, int evaluations_left) {
   if (ticket.withdrawn) return;
   Totals& totals = ticket.lane->model->totals;
@@ -478,7 +514,7 @@ void Admission::Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reas
       std::max(client.served, ticket.entered) + static_cast<double>(rows) / ticket.weight;
   if (--client.jobs == 0) lane.weight -= client.weight;
   if (--lane.jobs > 0) return;
-  // An idle lane owes nobody anything. Its sums restart at zero, without rounding errors.
+  // Nobody has work in an idle lane, so its sums restart at zero, without rounding errors.
   busy_.erase(&lane);
   lane.clients.clear();
   lane.weight = lane.virtual_time = lane.waiting_work = 0;
@@ -502,8 +538,7 @@ void Admission::Measured(Lane& lane, int bucket, double seconds, const Charge* c
   MutexLock lock(&mutex_);
   if (seconds < 0) return;
   if (charge && charge->weight > 0) lane.turn += (seconds - charge->seconds) / charge->weight;
-  const auto [known, first] = lane.seconds.emplace(bucket, seconds);
-  if (!first) known->second += kNewest * (seconds - known->second);
+  lane.seconds[bucket].Add(seconds);
 }
 
 void Admission::MeasuredStage(Lane& lane, Stage stage, int images, double seconds, bool charged) {

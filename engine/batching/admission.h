@@ -22,24 +22,24 @@ inline double ToSeconds(std::chrono::steady_clock::duration duration) {
 }
 
 /// The limits of the queue, the order in which jobs are served, and estimates of when they will be
-/// done. Thread-safe: any thread may enter a job, and the devices' threads report its way through
-/// their slots. No call costs more than O(log jobs).
+/// done. Thread-safe: any thread may enter a job, and the devices' threads report when its images
+/// take and leave slots. No call costs more than O(log jobs).
 ///
-/// Order. A lane is a model at one image size. It serves first the job that would end first if all
-/// its jobs were served side by side and each client had a share according to its weight: the "fair
-/// sojourn protocol" (Friedman and Henderson, SIGMETRICS 2003) with weights. A short job need not
-/// wait for a long one, yet no job ends later than it would under sharing, and none starves.
-/// Virtual time V is the work that sharing would have given to a client of weight 1; it grows with
-/// every evaluation. A job that arrives at time V with `work` row evaluations to do gets the key
+/// Order. A lane is a model at one image size. Its next job is the one that would end first if all
+/// its jobs shared the device, each client according to its weight: the "fair sojourn protocol"
+/// (Friedman and Henderson, SIGMETRICS 2003) with weights. A short job need not wait for a long
+/// one, yet no job ends later than it would under sharing, and none starves. Virtual time V is the
+/// work that a client of weight 1 would have received under sharing; it grows with every
+/// evaluation. A job that arrives at time V with `work` row evaluations to do gets the key
 ///
 ///     max(V, what its client has received) + (the client's unfinished jobs) · work / weight
 ///
 /// which never changes, so two jobs never displace each other in turn. What a client has received
-/// grows when one of its jobs ends, by the rows that were spent on the job, whatever it asked for.
+/// grows when one of its jobs ends, by the rows that were really spent on the job.
 ///
 /// Lanes share the devices by measured seconds: the next evaluation of any device goes to the lane
-/// with the fewest seconds, each divided by the weight of the clients that the lane had at the
-/// time.
+/// with the fewest seconds. Each second is divided by the weight of the clients that the lane had
+/// at the time.
 class Admission {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
@@ -55,7 +55,7 @@ class Admission {
   class Lane;
   class Ticket;
 
-  /// What one device has room for, at one size of a model.
+  /// The room that one device has for one size of a model.
   struct Room {
     int rows = 0;              // of one evaluation
     int slots = 0;             // images in flight
@@ -66,8 +66,8 @@ class Admission {
   ~Admission();
 
   /// The lane of this model and size, made at the first call. Lives as long as the model. The first
-  /// size of a model is its own: other sizes have its room, and costs in proportion to their
-  /// pixels, until they are opened and measured.
+  /// size of a model is its own. Other sizes are assumed to have the same room, and costs in
+  /// proportion to their pixels, until they are opened and measured.
   Lane* Open(const std::string& model, int height, int width, const Room& room);
   /// How many devices draw the model from now on; 1 before the first call.
   void SetDevices(const std::string& model, int devices);
@@ -79,6 +79,8 @@ class Admission {
   /// `estimate` is filled in either way; it may be null.
   absl::StatusOr<std::shared_ptr<Ticket>> Enter(JobId id, const EffectiveJob& job, TimePoint now,
                                                 Estimate* estimate);
+  /// The times of `estimate` anew, for a job that waits with all its images.
+  void Expect(const Ticket& ticket, Estimate* estimate) const;
   /// The job's place in its lane: the smallest key goes first.
   static std::pair<double, JobId> Key(const Ticket& ticket);
   static Lane* LaneOf(const Ticket& ticket);
@@ -89,8 +91,8 @@ class Admission {
   void Began(Ticket& ticket, int evaluations_left, size_t parked_bytes);
   void Parked(Ticket& ticket, int evaluations_left, size_t parked_bytes);
   void Drawn(Ticket& ticket);
-  /// The image's device is lost: it has to be drawn again, and `rows` rows were wasted. `in_slot`:
-  /// it had not been Drawn.
+  /// The image's device is lost. The image has to be drawn again, and `rows` rows were wasted.
+  /// `in_slot`: it had not been Drawn.
   void Lost(Ticket& ticket, bool in_slot, int64_t rows);
   /// How many images of `parked_bytes` each may be parked within the limit of bytes.
   size_t RoomToPark(size_t parked_bytes) const;
@@ -100,7 +102,7 @@ class Admission {
   /// The job is over after `rows` row evaluations; `reason` is set if it was not completed.
   void Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reason);
 
-  /// What a lane was charged for an evaluation: the expected seconds, and the weight of the clients
+  /// The charge for an evaluation of a lane: the expected seconds, and the weight of the clients
   /// that the lane had at the time.
   struct Charge {
     double seconds = 0, weight = 0;
@@ -110,9 +112,10 @@ class Admission {
   /// An evaluation of `bucket` rows took `seconds`; negative: not measured. Warm-up passes no
   /// charge, because no lane was charged for it.
   void Measured(Lane& lane, int bucket, double seconds, const Charge* charge = nullptr);
-  /// A stage of `images` images, other than their evaluations, took `seconds` together; negative:
-  /// not measured. Counts towards estimates, and the lane is `charged`: warm-up charges nobody.
-  /// Condition sets that images find count as made in no time, so that estimates know of them.
+  /// A stage other than evaluations took `seconds` for `images` images together; negative: not
+  /// measured. It counts for estimates. If `charged`, the lane pays for it; nobody pays for
+  /// warm-up. Report condition sets that were found in the cache with 0 seconds, so that the
+  /// average of the stage includes them.
   void MeasuredStage(Lane& lane, Stage stage, int images, double seconds, bool charged);
   /// Measured seconds of each stage at the model's own size: of one image, or of an evaluation of
   /// one row; 0: not measured.
@@ -122,7 +125,7 @@ class Admission {
   /// An equal share of the lane's rows for each of `devices` devices. A device that has as many
   /// leaves the waiting images to the others.
   int RowsForEach(const Lane& lane, int devices) const;
-  /// Whether the lane has more rows or images than `devices` devices carry at a time.
+  /// Whether the lane has more rows or images than `devices` devices can hold at a time.
   bool Exceeds(const Lane& lane, int devices) const;
 
   struct Totals {  // of one model
@@ -135,28 +138,30 @@ class Admission {
   Totals Read(const std::string& model, TimePoint now) const;
 
  private:
+  class Recent;
   struct Client;
   struct Model;
 
   Lane& LaneOf(Model& model, int height, int width) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  /// Of one image of the ticket, but for its evaluations.
+  /// Expected seconds of one image's stages other than evaluations.
   static double StagesOfImage(const Lane& lane, bool encodes);
   void WaitAgain(Ticket& ticket, int evaluations_left) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  Estimate Predict(const Lane& lane, const Ticket& ticket) const
+  /// Fills in the times. `entered`: the ticket is among what waits in the lane.
+  void Predict(const Ticket& ticket, bool entered, Estimate* estimate) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   double DrainSeconds() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Unqueue(Ticket& ticket, int images, int64_t work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Client& ClientOf(Lane& lane, const JobSpec& spec) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const Limits limits_;
-  // Guards lanes and tickets too.
+  // Also guards lanes and tickets.
   mutable Mutex mutex_;
   std::map<std::string, std::unique_ptr<Model>> models_ ABSL_GUARDED_BY(mutex_);
-  /// Lanes with unfinished jobs: few, however many sizes were ever asked for.
+  /// Lanes with unfinished jobs. There are few, however many sizes were ever requested.
   std::set<const Lane*> busy_ ABSL_GUARDED_BY(mutex_);
   int queued_requests_ ABSL_GUARDED_BY(mutex_) = 0, queued_images_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  /// By client; none: 0.
+  /// By client; a client without requests has no entry.
   std::map<std::string, int> queued_requests_of_ ABSL_GUARDED_BY(mutex_);
 };
 

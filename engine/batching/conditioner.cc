@@ -10,14 +10,14 @@
 namespace denoised {
 namespace {
 
-// Chunks that are encoded side by side, unless one prompt has more.
+// Chunks that are encoded together, unless one prompt has more.
 constexpr int kTogether = 8;
-// The kind of prompts that are zeros; others have the number of layers that are left out.
+// The kind of prompts that are zeros. Other kinds are the number of layers that are left out.
 constexpr int kZeros = -1;
-// The kind of prompts whose texts another set has: only what depends on their numbers is made.
+// The kind of prompts whose texts another set has: only what depends on their numbers is computed.
 constexpr int kKnownTexts = -2;
 
-/// The prompt without its numbers: what text encoders read of it.
+/// The prompt without its numbers, as text encoders read it.
 TokenizedPrompt TextsOf(TokenizedPrompt prompt) {
   prompt.sizes.clear();
   prompt.guidance = 0;
@@ -145,7 +145,7 @@ int Conditioner::KindOf(int set) const {
 }
 
 absl::StatusOr<int> Conditioner::Encode() {
-  std::map<TokenizedPrompt, int> texts;  // and a set that has them, or will have when others copy
+  std::map<TokenizedPrompt, int> texts;  // and a set with them, filled before others copy it
   for (int set = 0; set < static_cast<int>(entries_.size()) && !pending_.empty(); ++set)
     if (entries_[set].prompt && !Pending(set)) texts.emplace(TextsOf(*entries_[set].prompt), set);
   std::vector<int> read;
@@ -178,28 +178,37 @@ absl::StatusOr<int> Conditioner::Encode() {
   return made;
 }
 
-absl::StatusOr<bool> Conditioner::WarmUp() {
-  const int run = warm_ups_++, count = run < 2 ? 1 : std::min(1 << (run - 1), together_);
+absl::StatusOr<std::optional<double>> Conditioner::WarmUp() {
+  const int count = std::min(warming_, together_);
   std::vector<TokenizedPrompt> prompts;
   std::vector<int> sets;
   for (int i = 0; i < count; ++i) {
     TokenizedPrompt& prompt = prompts.emplace_back();
     for (const auto& encoder : encoders_.models) {
       prompt.ids.emplace_back(encoder->traits().max_tokens);
-      prompt.ids.back()[0] = std::min(i, encoder->traits().vocabulary - 1);  // none is another
+      prompt.ids.back()[0] = std::min(i, encoder->traits().vocabulary - 1);  // all differ
       prompt.ends.push_back(0);
     }
     prompt.sizes.resize(denoiser_->traits().size_numbers);
     sets.push_back(Acquire(prompt));
   }
+  const auto begin = backend_.Mark();
   DENOISED_RETURN_IF_ERROR(Encode().status());
+  const auto end = backend_.Mark();
+  DENOISED_RETURN_IF_ERROR(end->Wait());
   for (int i = 0; i < count; ++i) {
     Release(sets[i]);
     known_.erase(prompts[i]);
     entries_[sets[i]].prompt.reset();
   }
-  warm_ = run > 0 && (!CapabilitiesOf(backend_.device()).pads_rows || count == together_);
-  return run == 1;
+  std::optional<double> seconds;
+  if (count == 1) {
+    seconds = warm_runs_.Add(end->SecondsSince(*begin));
+    if (!seconds) return seconds;
+  }
+  warm_ = !CapabilitiesOf(backend_.device()).pads_rows || count == together_;
+  warming_ = 2 * count;
+  return seconds;
 }
 
 bool Conditioner::Pending(int set) const {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/backend/backend.h"
+#include "engine/batching/warm_runs.h"
 #include "engine/core/arena.h"
 #include "engine/job.h"
 #include "engine/models/denoiser.h"
@@ -18,16 +19,16 @@ namespace denoised {
 
 /// The first stage of a pipeline that reads text, on one device: makes condition sets of prompts
 /// and keeps them in a pool. Images of equal prompts share a set, and a set that nobody uses stays
-/// until its place is needed. Prompts that differ in their sizes or their guidance alone are
-/// encoded once: of the second, the states are copied. Used by the thread that owns the device;
-/// calls enqueue work and do not wait for it. A set has the same bits whichever prompts it was made
-/// beside.
+/// until its place is needed. Prompts that differ only in their sizes or their guidance are encoded
+/// once, and the second set copies the states of the first. Used by the thread that owns the
+/// device; calls enqueue work and do not wait for it. The bits of a set do not depend on the
+/// prompts that it was made together with.
 class Conditioner {
  public:
   struct Encoders {
     std::vector<std::shared_ptr<const TextEncoder>> models;
     bool final_norm = true;  // of their states; SDXL reads a hidden layer as it is
-    int max_chunks = 1;      // of a prompt: a set has room for so many
+    int max_chunks = 1;      // of a prompt; a set has room for this many
   };
 
   /// Takes memory for `sets` sets. ResourceExhausted says how much was needed and how much is free.
@@ -37,22 +38,23 @@ class Conditioner {
 
   /// Whether `count` more prompts can be acquired, whatever they are.
   bool HasRoom(int count) const;
-  /// The set of a prompt, and a reference to it. HasRoom(1) must hold. Its content is made by the
-  /// next Encode().
+  /// The set of a prompt, and a reference to it. HasRoom(1) must hold. The next Encode() fills it.
   int Acquire(const TokenizedPrompt& prompt);
   void Release(int set);
-  /// Enqueues what makes all sets that were acquired and not made yet. Returns how many.
+  /// Enqueues the work that fills all sets that were acquired and are not filled yet. Returns how
+  /// many they are.
   absl::StatusOr<int> Encode();
-  /// Encodes prompts that nobody uses, so that no request pays for the first: one to capture its
-  /// graph and one more to be measured; then, where graphs are captured, each other number of
-  /// chunks that has one. True if this run is the one to be measured. Every set must be free.
-  absl::StatusOr<bool> WarmUp();
+  /// Encodes prompts that nobody uses, so that no request pays for the first: one a few times
+  /// (WarmRuns); then, where graphs are captured, each other number of chunks that has one. Waits
+  /// for the device. Returns the seconds of one prompt when they have been measured. Every set must
+  /// be free.
+  absl::StatusOr<std::optional<double>> WarmUp();
   bool warm() const { return warm_; }
 
   const ConditionSets& sets() const { return sets_; }
-  /// Whether the set is made by the next Encode().
+  /// Whether the next Encode() fills the set.
   bool Pending(int set) const;
-  /// Prompts that text encoders read, since the start.
+  /// How many prompts the text encoders have read since the start.
   int64_t encoded() const { return encoded_; }
   /// Bytes of device memory.
   size_t bytes() const { return bytes_; }
@@ -66,27 +68,27 @@ class Conditioner {
 
   Conditioner(Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Encoders& encoders);
   absl::Status Allocate(int sets);
-  /// A graph that makes sets of as many prompts as chunks; those beyond the ones that are wanted
-  /// are not read.
+  /// A graph that makes sets of as many prompts as chunks. Results beyond the wanted ones are not
+  /// read.
   struct Encoding {
-    std::optional<Arena> arena;  // in the memory of all
+    std::optional<Arena> arena;  // all encodings use the same memory
     ConditionSets made;
     Tensor pooled;  // of the prompts
     std::unique_ptr<Graph> graph;
   };
 
-  /// What must be alike for prompts to be encoded together: the layers that are left out, or that
-  /// the prompts are zeros.
+  /// Prompts are encoded together if they are of one kind: the number of layers that are left out,
+  /// or a prompt that is zeros.
   int KindOf(int set) const;
-  /// Together at most together_ chunks.
+  /// At most together_ chunks in total.
   absl::Status EncodeTogether(const std::vector<int>& sets);
-  /// At most together_ sets, each with the texts of another set that is made: {set, other}.
+  /// At most together_ sets {set, other}; each copies the states of another set that is filled.
   absl::Status CopyTogether(const std::vector<std::pair<int, int>>& sets);
   /// Uploads the sizes and the guidance of sets, for `count` prompts.
   void UploadNumbers(const std::vector<int>& sets, int count);
   /// The graph of `chunks` and `kind`, launched.
   absl::StatusOr<const Encoding*> Run(int chunks, int kind);
-  /// The states of as many prompts as chunks, as the denoiser reads them.
+  /// The states of as many prompts as there are chunks, as the denoiser reads them.
   Prompts Read(Backend& backend, Arena& arena, int chunks, int kind) const;
   ConditionSets MakeSets(Backend& backend, Arena& arena, int chunks, int kind,
                          Tensor* pooled) const;
@@ -105,13 +107,14 @@ class Conditioner {
   std::vector<TextInput> inputs_;  // by encoder, for together_ chunks
   Tensor firsts_;                  // I32 [together_]: the first chunk of each prompt
   Tensor pooled_;                  // [sets, pooled_features]: of each set
-  Tensor known_pooled_;            // [together_, pooled_features]: the same of sets to be copied
+  Tensor known_pooled_;            // [together_, pooled_features]: of the sets that are copied
   Tensor sizes_, guidance_;
   Tensor no_states_, no_pooled_;                       // of a prompt that is zeros
   Tensor block_;                                       // for activations
   std::map<std::pair<int, int>, Encoding> encodings_;  // by chunks and kind
   int64_t encoded_ = 0;
-  int warm_ups_ = 0;
+  int warming_ = 1;     // prompts side by side
+  WarmRuns warm_runs_;  // of one prompt
   bool warm_ = false;
   size_t bytes_ = 0;
 };

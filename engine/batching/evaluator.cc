@@ -12,15 +12,16 @@
 namespace denoised {
 namespace {
 
-// Decoding twice as many images side by side must save so much of the time of each.
+// Decoding twice as many images together must save this share of the time per image.
 constexpr double kDecodeGain = 0.05;
-// More images that take this much longer than one image do count as one image's time.
+// Several images count as taking the time of one image if they take at most this much longer.
 constexpr double kOneImage = 1.1;
-// Seconds of a run that fills the device: more rows, or images, take as long for each.
+// A run that takes this many seconds fills the device: with more rows, or images, the time of each
+// stays the same.
 constexpr double kFillsDevice = 0.03;
 constexpr EvaluationRow kPadding = {.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0};
 
-// Powers of two where rows are padded; otherwise every count is a bucket of its own.
+// Powers of two if rows are padded; otherwise every count is a bucket of its own.
 std::vector<int> Buckets(Device device, int max_rows) {
   std::vector<int> buckets;
   const bool pads = CapabilitiesOf(device).pads_rows;
@@ -112,12 +113,12 @@ absl::Status Evaluator::Allocate() {
   arena_.emplace(activations_);
 
   Shape pixels = image;
-  int decodes = 1;  // side by side
+  int decodes = 1;  // together
   if (options_.codec) {
     const CodecTraits& codec = options_.codec->traits();
     pixels = {height * codec.factor, width * codec.factor, codec.image_channels};
     DENOISED_RETURN_IF_ERROR(take(&pixels_, pixels, DType::kF32, "init image"));
-    // Memory that evaluations need anyway may hold more images at a time.
+    // The memory that evaluations need anyway may have room for more images at a time.
     while (2 * decodes <= options_.max_decodes &&
            DecodeBytes(*options_.codec, 2 * decodes) <= activations_.bytes())
       decodes *= 2;
@@ -147,8 +148,8 @@ absl::Status Evaluator::Allocate() {
   return backend_.status();
 }
 
-/// The bytes of activations that are needed: for all buckets, or, where they are to lie in given
-/// memory, for those buckets that find room there.
+/// The bytes of activations that are needed: for all buckets, or, if their memory is given, for the
+/// buckets that fit into it.
 absl::StatusOr<size_t> Evaluator::PlanActivations() {
   std::map<int, size_t> measured;
   const auto measure = [&](int rows) {
@@ -203,7 +204,7 @@ absl::StatusOr<size_t> Evaluator::PlanActivations() {
   return std::max(rows, codecs);
 }
 
-/// Of activations, to decode `images` images side by side.
+/// Bytes of activations needed to decode `images` images together.
 size_t Evaluator::DecodeBytes(const Codec& codec, int images) {
   CountingBackend counting(backend_);
   Arena measuring = Arena::Measuring(backend_.device());
@@ -230,7 +231,7 @@ void Evaluator::Enqueue(int bucket) {
       backend_.Copy(Predict(backend_, *arena_, split.apart, together),
                     output.Slice(split.apart, together));
   }
-  // A row may read another row's output, so rows advance when all outputs are there.
+  // A row may read another row's output, so rows advance only when all outputs are there.
   const Tensor rows = rows_.Slice(0, bucket);
   Tensor factor;
   if (guidance_factor_) {
@@ -292,10 +293,9 @@ absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
     preview_warm_ = true;
     return warmed;
   }
-  captured_next_ = !captured_next_;
-  // The first is not measured, because caches are cold.
-  if (captured_next_) return warmed;
-  warmed.seconds = end->SecondsSince(*begin);
+  const auto measured = warm_runs_.Add(end->SecondsSince(*begin));
+  if (!measured) return warmed;
+  warmed.seconds = *measured;
   if (decodes) {
     const auto decoding = decodings_.find(warming_decodes_);
     decoding->second.seconds = warmed.seconds;
@@ -316,7 +316,8 @@ absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
   return warmed;
 }
 
-/// Of a bucket that would take long: its first evaluation only finds caches cold.
+/// Captures the next bucket without running it, because that would take long. A request that runs
+/// it first finds cold caches, but does not wait for the capture.
 absl::StatusOr<Evaluator::Warmed> Evaluator::CaptureNext() {
   const int bucket = buckets_[warm_buckets_++];
   if (const auto graph = GraphFor(bucket);
@@ -359,8 +360,8 @@ void Evaluator::Begin(int slot, const Start& start) {
                       .keeps_known = keeps_known});
 }
 
-/// Makes all that the slot needs of its init image, and source_ if it starts from it or keeps a
-/// part of it.
+/// Prepares everything that the slot needs from its init image. Fills source_ if the slot starts
+/// from the image or keeps a part of it.
 void Evaluator::ReadSource(int slot, const Start& start) {
   std::vector<float> mask;
   if (start.mask) MaskOf(start, &mask);
@@ -375,7 +376,7 @@ void Evaluator::ReadSource(int slot, const Start& start) {
     const int64_t channels = pixels.dim(2);
     for (int64_t i = 0; i < pixels.elements(); ++i)
       pixels.as<float>()[i] = start.mask[i / channels] < 0.5f ? start.source[i] : 0.0f;
-    // Read as columns: mask, latents. Both arrive in memory of their own.
+    // The model reads the columns [mask, latents], which arrive in separate memory.
     const Tensor extra =
         state_.extra.Slice(slot, 1).Reshape({noise_.dim(0) * noise_.dim(1), state_.extra.dim(3)});
     EncodeSource(start, pixels.as<float>(), kMaskedEncoderDraw, source_);
@@ -394,7 +395,7 @@ void Evaluator::ReadSource(int slot, const Start& start) {
   }
 }
 
-/// Pixels become latents. The encoder's noise is a draw of the image's own.
+/// Encodes pixels into latents. The encoder's noise is a separate draw of the image's seed.
 void Evaluator::EncodeSource(const Start& start, const float* pixels, uint32_t draw,
                              const Tensor& latents) {
   backend_.Upload(pixels, pixels_.bytes(), pixels_);
@@ -408,7 +409,7 @@ void Evaluator::EncodeSource(const Start& start, const float* pixels, uint32_t d
   backend_.Copy(options_.codec->Encode(context, AsRow(pixels_), AsRow(noise_)), latents);
 }
 
-/// The mask at the size of the state: the nearest pixel decides, as torch's "nearest" takes it.
+/// The mask at the size of the state: the nearest pixel decides, chosen as torch's "nearest" does.
 void Evaluator::MaskOf(const Start& start, std::vector<float>* mask) const {
   const int factor = options_.codec ? options_.codec->traits().factor : 1;
   const int64_t width = int64_t{options_.width} * factor;
@@ -436,7 +437,7 @@ absl::Status Evaluator::Parked::Arrive() {
 }
 
 void Evaluator::Resume(int slot, const Start& start, int evaluations_done, const Parked& parked) {
-  // What a slot holds of an init image has the same bits each time that it is made.
+  // What is prepared from an init image has the same bits each time.
   if (start.source && (state_.extra || start.mask)) {
     Begin(slot, start);
   } else {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/backend/backend.h"
+#include "engine/batching/warm_runs.h"
 #include "engine/core/arena.h"
 #include "engine/job.h"
 #include "engine/models/codec.h"
@@ -18,7 +19,7 @@ namespace denoised {
 
 /// One model at one image size, with the state of its images in flight and one captured graph per
 /// row bucket: gather → model → guidance and sampler step → scatter. With a codec the state is
-/// latents, which DownloadImages() turns into pixels, and Begin() makes of init images. Used by the
+/// latents: Begin() encodes init images, and DownloadImages() decodes the result. Used by the
 /// thread that owns the device. Calls enqueue work and do not wait for it, unless they say so.
 class Evaluator {
  public:
@@ -27,21 +28,23 @@ class Evaluator {
     int max_rows = 0;
     int slots = 0;
     int max_evaluations = 0;  // longest plan
-    int downloads = 0;        // of states and predictions: the most under way at a time
-    int flag_downloads = 0;   // of DownloadNonfinite(): likewise
-    int parks = 0;            // Parked images: the most on their way to the host at a time
-    int decodes = 0;          // Decodes() with a codec: likewise
-    int previews = 0;         // DownloadPreview()s: likewise
+    // The most that may be under way at a time:
+    int downloads = 0;                           // of states and predictions
+    int flag_downloads = 0;                      // of DownloadNonfinite()
+    int parks = 0;                               // of Parked images
+    int decodes = 0;                             // rounds of Decodes() with a codec
+    int previews = 0;                            // calls of DownloadPreview()
     std::shared_ptr<const Codec> codec;          // null: the state is the image
     int max_decodes = 1;                         // images of one Decodes()
     std::shared_ptr<const Codec> preview_codec;  // a small one, for DownloadPreview(); may be null
-    /// activations() of another evaluator of the backend: one after the other, they use the same
-    /// memory. An evaluation then has as many rows as find room there. If there is no room for
-    /// `least_rows` rows, or for one image in the codec, memory for these is taken.
+    /// activations() of another evaluator of the backend, to use the same memory in turns. An
+    /// evaluation then has as many rows as fit into it. If `least_rows` rows, or one image in the
+    /// codec, do not fit, the evaluator takes memory of its own for these.
     Tensor activations;
     int least_rows = 4;
     ImageInput image_input = ImageInput::kNone;
-    /// What rows name as their label, for denoisers that read text. Must outlive the evaluator.
+    /// The condition sets that the labels of rows refer to, for denoisers that read text. Must
+    /// outlive the evaluator.
     ConditionSets sets;
   };
 
@@ -58,12 +61,12 @@ class Evaluator {
     bool more = false;   // call again
   };
   /// Runs one evaluation of the next bucket, so that no request pays for its first: first one that
-  /// captures the graph, then one that is measured. Buckets after one that fills the device are
-  /// captured and not run, so that large models need not run for seconds before they serve.
-  /// Decoding comes before the buckets: one image, and twice as many for as long as that is faster
-  /// for each and does not fill the device. Waits for the device. One evaluation a call, so that
-  /// evaluations of other models can run in between. Without WarmUp(), graphs are captured when
-  /// they are first needed.
+  /// captures the graph, then a few that are measured (WarmRuns). Buckets larger than one that
+  /// fills the device are captured but not run, so that large models do not run for seconds before
+  /// they serve. Decoding comes before the buckets: one image, and twice as many for as long as
+  /// that is faster for each and does not fill the device. Waits for the device. One evaluation a
+  /// call, so that evaluations of other models can run in between. Without WarmUp(), graphs are
+  /// captured when they are first needed.
   absl::StatusOr<Warmed> WarmUp();
 
   struct Start {
@@ -72,44 +75,42 @@ class Evaluator {
     Guidance guidance;
     std::span<const float> embedding;  // class value or vector; empty otherwise
     const float* source = nullptr;     // optional pixels [H, W, C] in host memory
-    const float* mask = nullptr;   // optional pixels [H, W] with a source: drawn anew from ½ on
+    const float* mask = nullptr;   // optional pixels [H, W] with a source: redrawn if ½ or more
     const float* noise = nullptr;  // optional, host memory, of the state's shape
     float source_scale = 0, noise_scale = 1, churn_scale = 0;
   };
-  /// Puts a new image in `slot`, whatever was there before.
+  /// Puts a new image into `slot`, whatever was there before.
   void Begin(int slot, const Start& start);
 
-  /// The state of an image that lost its slot between two evaluations: all that cannot be computed
-  /// from its Start. Arrive() waits until it is in host memory.
+  /// The state of an image that lost its slot between two evaluations: everything that cannot be
+  /// computed from its Start. Arrive() waits until it is in host memory.
   struct Parked {
     std::unique_ptr<Download> x_download, registers_download, nonfinite_download;
     Tensor x, registers, nonfinite;
     absl::Status Arrive();
-    /// Of host memory, after Arrive().
+    /// Bytes of host memory, after Arrive().
     size_t bytes() const { return x.bytes() + registers.bytes(); }
   };
   size_t parked_bytes() const { return (1 + kRegisters) * source_.bytes(); }
   /// The slot may be used again at once.
   std::unique_ptr<Parked> Park(int slot);
-  /// Puts a parked image in `slot`, with the Start that it began with. It continues with the bits
-  /// that it would have had without the break. It must have arrived, and may come from another
-  /// device.
+  /// Puts a parked image into `slot`, with the Start that it began with. Its bits are the same as
+  /// without the break. It must have arrived, and may come from another device.
   void Resume(int slot, const Start& start, int evaluations_done, const Parked& parked);
 
-  /// One evaluation of these rows (at most max_rows). Returns the bucket that they were padded to.
+  /// One evaluation of these rows, at most max_rows. Returns the bucket that they were padded to.
   absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows);
 
   /// The slot's state, or its predicted x0, at this point of the queue: F32 [H, W, C].
   std::unique_ptr<Download> DownloadState(int slot);
-  /// The calls of DownloadImages() that are to follow, as their numbers of images, of `drawn`
-  /// images and of max_decodes at most: side by side as many as is fastest for each. All together
-  /// take at most `seconds`, but one image, or as many as take no longer, may always be decoded.
+  /// The sizes of the next calls of DownloadImages() for `drawn` images: each as large as is
+  /// fastest per image, and at most max_decodes images in total. The calls together take at most
+  /// `seconds`, but one image, or as many as take no longer than one, may always be decoded.
   std::vector<int> Decodes(int drawn, double seconds) const;
-  /// The pixels of the slots' states: decoded first where there is a codec, and then only as many
-  /// as Decodes() says.
+  /// The pixels of the slots' states. With a codec they are decoded first; pass as many slots as
+  /// Decodes() says then.
   absl::StatusOr<std::vector<std::unique_ptr<Download>>> DownloadImages(std::span<const int> slots);
-  /// With a preview_codec: what it decodes the slot's predicted x0 into, or its state times
-  /// `scale`.
+  /// With a preview_codec: the slot's predicted x0, decoded by it, or the state times `scale`.
   absl::StatusOr<std::unique_ptr<Download>> DownloadPreview(int slot, bool predicted, float scale);
   std::unique_ptr<Download> DownloadX0(int slot);
   /// For each slot the first evaluation (1-based) that was not finite, or 0: I32 [slots].
@@ -122,7 +123,7 @@ class Evaluator {
   int max_rows() const { return buckets_.back(); }
   /// The memory of activations, which nothing uses between two calls.
   const Tensor& activations() const { return activations_; }
-  /// Bytes of device memory: activations at their peak, unless they are another evaluator's, and
+  /// Bytes of device memory: the peak of activations, 0 if they use another evaluator's memory, and
   /// the images in flight.
   size_t activation_bytes() const { return activation_bytes_; }
   size_t slot_bytes() const { return slot_bytes_; }
@@ -142,10 +143,10 @@ class Evaluator {
   void EncodeSource(const Start& start, const float* pixels, uint32_t draw, const Tensor& latents);
   void MaskOf(const Start& start, std::vector<float>* mask) const;
 
-  /// A codec's graph for some images side by side.
+  /// A codec's graph that decodes some images together.
   struct Decoding {
     std::optional<Arena> arena;  // in the memory of activations
-    Tensor pixels;               // what it makes
+    Tensor pixels;               // its output
     std::unique_ptr<Graph> graph;
     double seconds = -1;  // not measured
   };
@@ -162,9 +163,9 @@ class Evaluator {
   SlotState state_;
   Tensor rows_;                                         // I32 [max_rows, 4]
   std::vector<std::shared_ptr<const void>> downloads_;  // their memory
-  Tensor source_, noise_;                               // F32 [H, W, C]: what Begin uploads
+  Tensor source_, noise_;                               // F32 [H, W, C]: uploaded by Begin()
   Tensor pixels_;                                       // F32 image: a source that is to be encoded
-  Tensor latents_, preview_latents_;                    // that are being decoded
+  Tensor latents_, preview_latents_;                    // those that are being decoded
   Tensor guidance_factor_;      // F32 [max_rows], of models whose guidance may be rescaled
   Tensor outputs_;              // F32 [max_rows, H, W, output channels], where rows are split
   std::optional<Arena> arena_;  // for rows computed together
@@ -178,10 +179,10 @@ class Evaluator {
   size_t part_bytes_ = 0;  // of one worker, for rows computed in parts
   int workers_ = 0;
   size_t warm_buckets_ = 0;
-  bool filled_ = false;      // the device, by the bucket that was measured last
+  bool filled_ = false;      // the bucket that was measured last fills the device
   int warming_decodes_ = 1;  // images side by side; 0: all are warm
   bool preview_warm_ = false;
-  bool captured_next_ = false;  // WarmUp() has captured the graph that it measures next
+  WarmRuns warm_runs_;  // of what WarmUp() measures
   size_t activation_bytes_ = 0, slot_bytes_ = 0;
   double flops_per_row_ = 0;
 };

@@ -8,6 +8,10 @@
 namespace denoised {
 namespace {
 
+// Places are told at most so often, to so many jobs after an evaluation.
+constexpr auto kPlacesPeriod = std::chrono::seconds(1);
+constexpr int kPlacesPerEvaluation = 64;
+
 /// As listeners count: at most what an int holds.
 int Saturated(int64_t count) {
   return static_cast<int>(std::min<int64_t>(count, std::numeric_limits<int>::max()));
@@ -34,6 +38,8 @@ absl::StatusOr<JobId> JobQueue::Submit(EffectiveJob effective,
                                        std::shared_ptr<JobListener> listener, Estimate* estimate) {
   const Clock::time_point now = now_();
   JobId id;
+  Estimate expected;
+  if (!estimate) estimate = &expected;
   {
     MutexLock lock(&mutex_);
     id = last_id_ + 1;
@@ -42,6 +48,7 @@ absl::StatusOr<JobId> JobQueue::Submit(EffectiveJob effective,
     last_id_ = id;
     const std::shared_ptr<Job> job(
         new Job(id, std::move(effective), now, std::move(ticket), std::move(listener)));
+    job->told = *estimate;
     const JobSpec& spec = job->effective.spec;
     Admission::Lane* const lane = Admission::LaneOf(*job->ticket);
     queues_[lane].size = {lane, spec.model, spec.height, spec.width};
@@ -64,7 +71,7 @@ void JobQueue::StopWaiting(const Job& job) {
   if (queue.waiting.empty()) queue.refused.clear();
 }
 
-/// From now on no device takes an image of it.
+/// From now on no device takes an image of the job.
 void JobQueue::StartEnding(Job& job) {
   job.ending = true;
   admission_.Withdraw(*job.ticket);
@@ -87,7 +94,7 @@ void JobQueue::End(JobId id, const absl::Status& status, EndReason reason) {
 }
 
 JobQueue::~JobQueue() {
-  // Images and their jobs hold each other.
+  // Images and their jobs have shared pointers to each other.
   for (const auto& [id, job] : jobs_) {
     job->again.clear();
     job->devices.clear();
@@ -158,7 +165,7 @@ void JobQueue::Lose(int device) {
     }
     for (auto& [lane, queue] : queues_) {
       queue.open.erase(device);
-      queue.refused.clear();  // they have to try again: now they may be the only ones left
+      queue.refused.clear();  // these devices try again: they may be the only ones left
       if (queue.opening == device) queue.opening.reset();
     }
     for (const auto& [id, job] : jobs_)
@@ -171,7 +178,7 @@ void JobQueue::Lose(int device) {
     const std::shared_ptr<Job>& job = image->job;
     MutexLock listening(&job->listener_mutex);
     image->lost = true;
-    if (image->delivered) continue;  // and not just evaluated: it may wait to be decoded
+    if (image->delivered) continue;  // after its evaluations it may still wait to be decoded
     const int64_t rows = job->effective.RowsUntil(image->reported);
     MutexLock lock(&mutex_);
     if (job->over) continue;
@@ -352,8 +359,8 @@ void JobQueue::Requeue(const std::shared_ptr<Image>& image) {
 }
 
 void JobQueue::Report(std::vector<Outcome> outcomes) {
-  // By job, and so that neither the images that are delivered before a job ends nor the error that
-  // ends it depend on slots.
+  // Sorted by job and image, so that neither the images that are delivered before a job ends nor
+  // the error that ends it depend on slots.
   const auto place = [](const Outcome& outcome) {
     return std::tuple(outcome.image->job->id, !outcome.error.ok(), outcome.image->index);
   };
@@ -407,6 +414,43 @@ void JobQueue::Report(std::vector<Outcome> outcomes) {
       if (++job->images_done == job->count()) FinishLocked(*job, absl::OkStatus(), std::nullopt);
     }
     first = end;
+  }
+  if (!outcomes.empty()) TellPlaces(Admission::LaneOf(*outcomes.front().image->job->ticket));
+}
+
+void JobQueue::TellPlaces(Admission::Lane* lane) {
+  std::vector<std::pair<std::shared_ptr<Job>, Estimate>> moved;
+  {
+    MutexLock lock(&mutex_);
+    const auto found = queues_.find(lane);
+    if (found == queues_.end()) return;
+    const auto& waiting = found->second.waiting;
+    Round& round = found->second.round;
+    auto next = waiting.end();
+    if (round.next) {
+      next = waiting.lower_bound(*round.next);
+    } else if (const auto now = now_(); !round.begun || now - *round.begun >= kPlacesPeriod) {
+      round = {.begun = now};
+      next = waiting.begin();
+    }
+    for (int i = 0; i < kPlacesPerEvaluation && next != waiting.end(); ++i, ++next) {
+      const std::shared_ptr<Job>& job = next->second;
+      Estimate& told = job->told;
+      if (job->next_image == 0 &&
+          std::pair(told.jobs_ahead, told.images_ahead) != std::pair(round.jobs, round.images)) {
+        told = {.jobs_ahead = round.jobs, .images_ahead = round.images};
+        admission_.Expect(*job->ticket, &told);
+        moved.emplace_back(job, told);
+      }
+      ++round.jobs;
+      round.images += job->waiting();
+    }
+    round.next.reset();
+    if (next != waiting.end()) round.next = next->first;
+  }
+  for (const auto& [job, estimate] : moved) {
+    MutexLock listening(&job->listener_mutex);
+    if (job->listener && !job->started) job->listener->OnQueued(estimate);
   }
 }
 

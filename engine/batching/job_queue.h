@@ -25,7 +25,7 @@ namespace denoised {
 /// All jobs that are not over, and where each of their images is: waiting, or on one of the
 /// devices. Devices take images when they have room, in the order of Admission, and report results,
 /// which the queue passes on to the listeners. An image stays on the device that took it, with two
-/// exceptions: after it was parked any device may continue it, and if its device is lost it is
+/// exceptions: after it was parked, any device may continue it; and if its device is lost, it is
 /// drawn again from the start, without repeating events to its listener. Thread-safe. Devices are
 /// identified by numbers that their owner chooses.
 class JobQueue {
@@ -59,11 +59,12 @@ class JobQueue {
     std::once_flag plan_made;
     std::vector<DeviceEvaluation> device_plan;
     // Guarded by the queue's mutex_, which the annotations cannot name here.
+    Estimate told;                                  // of OnQueued, or of Submit
     int next_image = 0;                             // the first that no device has taken
-    std::deque<std::shared_ptr<Image>> again;       // parked or lost images that wait once more
+    std::deque<std::shared_ptr<Image>> again;       // parked or lost images that wait again
     std::map<std::shared_ptr<Image>, int> devices;  // of the images that do not wait
     bool ending = false;                            // no device takes its images any more
-    /// Held while the listener is called. Locked before the queue's mutex_ where both are held.
+    /// Held while the listener is called. If both are held, it is locked before the queue's mutex_.
     Mutex listener_mutex;
     /// Null: the job is over.
     std::shared_ptr<JobListener> listener ABSL_GUARDED_BY(listener_mutex);
@@ -90,7 +91,7 @@ class JobQueue {
 
     bool in_slot = false;  // guarded by the queue's mutex_
     // Guarded by job->listener_mutex.
-    int reported;  // evaluations that the listener knows of
+    int reported;  // evaluations that were reported to the listener
     bool delivered = false;
     bool lost = false;  // with its device: another Image has replaced it
   };
@@ -111,7 +112,8 @@ class JobQueue {
   void End(JobId id, const absl::Status& status, EndReason reason);
   /// Ends all jobs, on this thread.
   void EndAll(const absl::Status& status, EndReason reason);
-  /// Waits until there are no jobs, of `model` unless it is null. False if `deadline` passed first.
+  /// Waits until there are no jobs of `model`, or none at all if it is null. False if `deadline`
+  /// passed first.
   bool WaitForNone(const std::string* model,
                    std::optional<Clock::time_point> deadline = std::nullopt);
 
@@ -136,19 +138,19 @@ class JobQueue {
     std::string model;
     int height = 0, width = 0;
   };
-  /// A size with waiting jobs that this device should take memory for: no device has, or the
-  /// devices that have cannot carry all its images. Opened() must follow.
+  /// A size with waiting jobs that this device should take memory for, because no device has memory
+  /// for it or those that have cannot hold all its images. Opened() must follow.
   std::optional<Size> ToOpen(int device);
-  /// The device can draw this size; or `status` says why not, and jobs that no device can draw end
-  /// with it.
+  /// The device can draw this size. Otherwise `status` says why not, and jobs that no device can
+  /// draw end with it.
   void Opened(const Size& size, int device, const absl::Status& status);
   /// The device gives up its memory for the size. False if jobs wait for it.
   bool Close(Admission::Lane* lane, int device);
 
-  /// The job whose image this device should take next, or null. Null also if the device, which has
-  /// `own_rows` rows of the lane, already has its equal share and leaves the rest to others.
+  /// The job whose image this device should take next, or null. The device has `own_rows` rows of
+  /// the lane; if that is its equal share already, the result is null and others take the rest.
   std::shared_ptr<Job> First(Admission::Lane* lane, int device, int own_rows) const;
-  /// Takes an image of the job, which has a slot from now on. Null if other devices took them all.
+  /// Takes an image of the job, which has a slot from now on. Null if other devices have taken all.
   std::shared_ptr<Image> Take(const std::shared_ptr<Job>& job, int device);
   /// An image of the job is in its slot.
   void Began(Job& job);
@@ -161,17 +163,24 @@ class JobQueue {
   struct Outcome {
     std::shared_ptr<Image> image;
     int evaluation = 0;                            // 1-based
-    std::vector<std::pair<Stage, double>> stages;  // that were done, and their seconds
+    std::vector<std::pair<Stage, double>> stages;  // the stages that were done, with their seconds
     std::optional<ImageResult> preview, result;
     absl::Status error;  // not OK: the image's job ends with it
   };
-  /// Calls the listeners.
+  /// Calls the listeners, and those of waiting jobs whose places have changed.
   void Report(std::vector<Outcome> outcomes);
 
  private:
   struct Model {
-    std::set<int> devices;  // that draw it
+    std::set<int> devices;  // those that draw it
     bool lost = false;      // a lost device may have it, and may still return from a hang
+  };
+  /// A walk over the waiting jobs of a lane that tells them their places: a few after each
+  /// evaluation, so that it takes no longer the more jobs wait.
+  struct Round {
+    std::optional<Clock::time_point> begun;
+    std::optional<std::pair<double, JobId>> next;  // null: the walk is over
+    int jobs = 0, images = 0;                      // in front of `next`
   };
   /// The jobs of one lane.
   struct LaneQueue {
@@ -179,6 +188,7 @@ class JobQueue {
     std::map<std::pair<double, JobId>, std::shared_ptr<Job>> waiting;  // jobs with images, in order
     std::set<int> open, refused;  // devices that have memory for the size; that could not get it
     std::optional<int> opening;   // the device that is taking it
+    Round round;
   };
   struct Ending {
     std::shared_ptr<Job> job;
@@ -195,6 +205,7 @@ class JobQueue {
   void StartEnding(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasJobs(const std::string* model) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wake();
+  void TellPlaces(Admission::Lane* lane);
   void Finish(Job& job, const absl::Status& status, std::optional<EndReason> reason);
   void FinishLocked(Job& job, const absl::Status& status, std::optional<EndReason> reason)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job.listener_mutex);

@@ -12,32 +12,34 @@
 namespace denoised {
 namespace {
 
-// Evaluations that may be queued on the device while the host reports an earlier one: enough that
-// the device never waits for the host, few enough that a cancellation takes effect at the next.
+// Evaluations that may be queued on the device while the host reports an earlier one: enough to
+// keep the device from waiting for the host, few enough for a cancellation to take effect at the
+// next one.
 constexpr size_t kRunAhead = 1;
 
 // Evaluations that may be unreported at a time. Each may have a download under way for every slot.
 constexpr int kUnderWay = static_cast<int>(kRunAhead) + 1;
 
-// Images that may lose their slot before one evaluation: their copies delay it.
+// Images that may lose their slot before one evaluation. There is a limit because their copies
+// delay the evaluation.
 constexpr int kParksPerEvaluation = 4;
 
 // Condition sets of a model beyond those that the rows of one evaluation use.
 constexpr int kCachedPrompts = 16;
 
-// Previews that a small autoencoder decodes after one evaluation. Where more images want one, they
+// Previews that a small autoencoder decodes after one evaluation. If more images want one, they
 // take turns.
 constexpr int kPreviewsPerEvaluation = 8;
 
-// Memory of slots for sizes beside a model's own, as a multiple of that of its own, and the part of
-// what is left of it that a new size takes. So the first size has as many slots as the model's own,
-// and forty sizes have four or more each.
+// The memory for slots of all other sizes, as a multiple of the memory for slots of the model's own
+// size; and the share of what is left of it that a new size takes. So the first other size has as
+// many slots as the model's own, and each of forty sizes has at least four.
 constexpr double kSizesMemory = 12, kSizeShare = 1.0 / 12;
 constexpr int kLeastSlots = 4;
 
-/// DataLoss and not Internal: gRPC makes Internal by itself for faults on the way, which a client
-/// may retry, and DataLoss never. The same request has the same bits, so a retry draws the same
-/// image.
+/// DataLoss and not Internal: gRPC itself reports transport faults as Internal, and a client may
+/// retry these, but never DataLoss. A retry would draw the same image, since the same request has
+/// the same bits.
 absl::Status NonfiniteImage(const EffectiveJob& job, const ImageResult& image, int evaluation) {
   return DataLoss(
       "model '{}' drew an image that is not finite: image {} (seed {}{}) has NaN or infinity since "
@@ -57,13 +59,13 @@ bool AllFinite(const Tensor& pixels) {
 
 }  // namespace
 
-/// A run of a stage on the device that is not an evaluation.
+/// A run on the device of a stage other than evaluations.
 struct StepBatcher::StageRun {
   Stage stage;
   int count = 0;                               // prompts, or images
   std::unique_ptr<Marker> begin, end;          // null: it took no time
-  std::vector<std::shared_ptr<Image>> images;  // that it was for
-  std::vector<std::shared_ptr<Image>> others;  // whose prompts were known
+  std::vector<std::shared_ptr<Image>> images;  // the images that it was for
+  std::vector<std::shared_ptr<Image>> others;  // images whose prompts were known
 };
 
 /// The images of one lane that are in flight on this device, with the memory for them.
@@ -71,7 +73,7 @@ struct StepBatcher::Batch {
   BatchedModel model;
   int height = 0, width = 0;         // pixels
   JobQueue::Clock::time_point used;  // when it had an image last
-  std::vector<StageRun> runs;        // of stages, since the last launch
+  std::vector<StageRun> runs;        // since the last launch
   int previewed = 0;                 // the slot whose preview was decoded last
   bool first_size = false;           // the model's own size, never evicted
   std::unique_ptr<Evaluator> evaluator;
@@ -84,7 +86,7 @@ struct StepBatcher::Batch {
   std::vector<Sets> sets;    // by slot: the condition sets of its image
   std::deque<int> drawn;     // slots of images that only wait to be decoded
   int active = 0, rows = 0;  // images in slots, and the rows of those that are not drawn
-  int prompts = 0;           // that images took since the last launch
+  int prompts = 0;           // prompts of images that took a slot since the last launch
 
   bool HasRoom(const Job& job) const {
     return active < static_cast<int>(slots.size()) && rows + job.rows() <= evaluator->max_rows() &&
@@ -101,7 +103,7 @@ struct StepBatcher::Batch {
     slots[slot] = std::move(image);
   }
   bool Drawn(int slot) const { return std::find(drawn.begin(), drawn.end(), slot) != drawn.end(); }
-  /// Its image takes no more rows, and reads its prompts no more.
+  /// The slot's image needs no more rows and no longer reads its prompts.
   void Finish(int slot) {
     rows -= slots[slot]->job->rows();
     drawn.push_back(slot);
@@ -171,7 +173,8 @@ absl::Status StepBatcher::status() const {
 
 absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int width) {
   if (!model.text_encoders.models.empty()) {
-    // A row has one set, so these suffice for all images in flight at one size; the rest is cache.
+    // A row has one set, so max_rows sets suffice for the images in flight at one size. The rest is
+    // cache.
     DENOISED_ASSIGN_OR_RETURN(
         auto conditioner, Conditioner::Create(BackendOf(model), model.denoiser, model.text_encoders,
                                               model.max_rows + kCachedPrompts));
@@ -192,16 +195,11 @@ absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int wi
 
 absl::StatusOr<bool> StepBatcher::WarmUp(const std::string& model) {
   Batch& batch = OwnSizeOf(model);
-  // Nothing may run beside an evaluation that is measured.
+  // Nothing else may run during an evaluation that is measured.
   for (const Evaluated& evaluated : evaluated_) DENOISED_RETURN_IF_ERROR(evaluated.end->Wait());
   if (batch.conditioner && !batch.conditioner->warm()) {
-    Backend& backend = BackendOf(batch.model);
-    const auto begin = backend.Mark();
-    DENOISED_ASSIGN_OR_RETURN(const bool measured, batch.conditioner->WarmUp());
-    const auto end = backend.Mark();
-    DENOISED_RETURN_IF_ERROR(end->Wait());
-    if (measured)
-      admission_.MeasuredStage(*batch.lane, Stage::kCondition, 1, end->SecondsSince(*begin), false);
+    DENOISED_ASSIGN_OR_RETURN(const auto seconds, batch.conditioner->WarmUp());
+    if (seconds) admission_.MeasuredStage(*batch.lane, Stage::kCondition, 1, *seconds, false);
     return true;
   }
   DENOISED_ASSIGN_OR_RETURN(const Evaluator::Warmed warmed, batch.evaluator->WarmUp());
@@ -251,8 +249,8 @@ absl::StatusOr<bool> StepBatcher::OpenSizes() {
   return true;
 }
 
-/// Images in flight at a size beside the model's own, so that the memory of all stays within
-/// bounds. Idle sizes give up theirs.
+/// How many images in flight a size other than the model's own gets, so that the memory of all such
+/// sizes stays within bounds. Idle sizes are evicted to make room.
 int StepBatcher::SlotsOfNewSize(const JobQueue::Size& size) {
   const Batch& own = OwnSizeOf(size.model);
   const double of_own = static_cast<double>(own.evaluator->slot_bytes()),
@@ -312,8 +310,8 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Batch>> StepBatcher::MakeBatch(
   return batch;
 }
 
-/// Frees the least recently used idle batch that is not of its model's own size; of any model if
-/// `model` is null. False if there is none.
+/// Frees the least recently used idle batch of `model`, or of any model if it is null, whose size
+/// is not the model's own. False if there is none.
 bool StepBatcher::EvictIdleBatch(const std::string* model) {
   for (auto batch = batches_.begin(); batch != batches_.end(); ++batch) {
     const Batch& candidate = **batch;
@@ -331,12 +329,12 @@ bool StepBatcher::EvictIdleBatch(const std::string* model) {
   return false;
 }
 
-/// Gives up sizes that were not used for long.
+/// Evicts sizes that were not used for long.
 void StepBatcher::EvictUnused() {
   const auto before = queue_.Now() - kUnused;
   for (const auto& batch : batches_) {
     if (batch->first_size || batch->active > 0 || batch->used > before) continue;
-    // The list is in the order of use, so this is the one that is found, or another as old.
+    // The list is in the order of use, so this evicts that batch or another one as old.
     EvictIdleBatch(&batch->model.name);
     return;
   }
@@ -380,8 +378,9 @@ absl::Status StepBatcher::Step() {
   }
   std::stable_sort(turns.begin(), turns.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
-  // The first may have nothing to launch: other devices took all that waited, or other sizes hold
-  // the condition sets that its images need, and give them back by going on.
+  // The first lane may have nothing to launch, because other devices took all its images, or
+  // because other sizes hold the condition sets that its images need, until their evaluations are
+  // done.
   auto next = batches_.end();
   for (const auto& [turn, batch] : turns) {
     DENOISED_RETURN_IF_ERROR(Admit(**batch));
@@ -455,8 +454,8 @@ absl::Status StepBatcher::Admit(Batch& batch) {
   return BackendOf(batch.model).status();
 }
 
-/// The slots of images to park so that `job` has room: at most `most` images that come after it in
-/// the order, the last first. Empty if that would not be enough.
+/// The slots of the images to park to make room for `job`: at most `most` images that come after it
+/// in the order, the last one first. Empty if that would not be enough.
 std::vector<int> StepBatcher::Victims(const Batch& batch, const Job& job, size_t most) const {
   std::vector<int> victims;
   for (int slot = 0; slot < static_cast<int>(batch.slots.size()); ++slot) {
@@ -581,7 +580,7 @@ absl::Status StepBatcher::Launch(Batch& batch) {
     evaluated.bucket = *bucket;
   }
   evaluated.end = backend.Mark();
-  // Of every evaluation: a job ends at the same one alone as in company.
+  // After every evaluation, so that a job ends at the same evaluation alone and in any batch.
   evaluated.nonfinite = batch.evaluator->DownloadNonfinite();
   if (!rows.empty())
     evaluated.charge = admission_.Launched(*batch.lane, evaluated.rows, evaluated.bucket);
@@ -617,7 +616,7 @@ absl::Status StepBatcher::Launch(Batch& batch) {
   return absl::OkStatus();
 }
 
-/// Decodes previews with the small autoencoder: of the slots after the one whose turn was last.
+/// Decodes previews with the small autoencoder, beginning after the slot that had the last turn.
 absl::Status StepBatcher::Preview(Batch& batch, Evaluated* evaluated) {
   std::vector<Evaluated::Row*> rows;
   for (Evaluated::Row& row : evaluated->images)
@@ -638,8 +637,8 @@ absl::Status StepBatcher::Preview(Batch& batch, Evaluated* evaluated) {
   return absl::OkStatus();
 }
 
-/// Whether an evaluation could be launched now. Images that wait for slots cannot be evaluated
-/// before others are decoded.
+/// Whether an evaluation could be launched now. Images that wait for slots do not count if the
+/// slots are taken by images that wait to be decoded.
 bool StepBatcher::EvaluationsWait() const {
   return std::any_of(batches_.begin(), batches_.end(), [&](const auto& batch) {
     if (batch->rows > 0) return true;
@@ -649,10 +648,10 @@ bool StepBatcher::EvaluationsWait() const {
   });
 }
 
-/// Pixels need no decoding, so they leave at once. Of latents, one image is decoded, or as many as
-/// take no longer than the evaluation took. Where none could run before others have their slots, as
-/// many as an evaluation may have after it; if nobody waits at all, the fastest number, so that
-/// each image is reported soon.
+/// Pixels need no decoding, so these images leave at once. Latents are decoded: as many images as
+/// take no longer than the evaluation, but at least one. If no evaluation could run before slots
+/// are free, max_decodes images are decoded; if no work waits at all, as many as is fastest per
+/// image, so that each image is reported soon.
 absl::Status StepBatcher::Decode(Batch& batch, Evaluated* evaluated) {
   if (batch.drawn.empty()) return absl::OkStatus();
   const bool evaluations_wait = EvaluationsWait();
@@ -664,7 +663,7 @@ absl::Status StepBatcher::Decode(Batch& batch, Evaluated* evaluated) {
   return absl::OkStatus();
 }
 
-/// The first `count` images of those that wait, side by side.
+/// Decodes the first `count` of the waiting images together.
 absl::Status StepBatcher::DecodeNext(Batch& batch, int count, Evaluated* evaluated) {
   const std::vector<int> slots(batch.drawn.begin(), batch.drawn.begin() + count);
   Backend& backend = BackendOf(batch.model);
@@ -743,7 +742,7 @@ absl::Status StepBatcher::Report() {
   std::map<const Image*, std::vector<std::pair<Stage, double>>> stages;
   for (const StageRun& run : evaluated.runs) {
     const double took = run.count > 0 ? run.end->SecondsSince(*run.begin) : 0;
-    // Images whose prompts were known make the average of all what it is.
+    // Images whose prompts were known count as 0 s in the average.
     admission_.MeasuredStage(*evaluated.lane, run.stage,
                              static_cast<int>(run.images.size() + run.others.size()), took, true);
     if (observer_ && run.count > 0)
@@ -771,7 +770,7 @@ absl::Status StepBatcher::Report() {
     if (!download) continue;
     DENOISED_ASSIGN_OR_RETURN(result.pixels, download->Wait());
     if (row.result && !options_.allow_nonfinite && !AllFinite(result.pixels)) {
-      // The state was finite: the codec made it so.
+      // The state was finite, so the codec made it non-finite.
       if (observer_) observer_->OnNonfiniteImage(evaluated.model, device_name_);
       outcomes.back().error =
           NonfiniteImage(image.job->effective, result, image.job->effective.evaluations);

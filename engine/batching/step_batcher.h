@@ -22,7 +22,7 @@ namespace denoised {
 /// A model on the device, as the step batcher runs it.
 struct BatchedModel {
   std::string name;
-  /// Where its evaluations are enqueued: they overlap with evaluations of other models. Null: the
+  /// The queue of its evaluations, which then overlap with those of other models. Null: the
   /// batcher's backend. On the same device; only the device's thread may use it.
   std::shared_ptr<Backend> backend;
   std::shared_ptr<const Denoiser> denoiser;
@@ -43,23 +43,23 @@ struct BatchedModel {
 /// own last evaluation, whatever its neighbours do. Not thread-safe: the device's thread owns it.
 ///
 /// Admission's order decides which image gets a slot and which batch is evaluated next. Images come
-/// from the JobQueue, which all devices share. When all slots are taken, an image that is first in
-/// the order gets the slot of the one that is last. That image is parked: its state goes to host
-/// memory and comes back, here or on another device, with its bits unchanged.
+/// from the JobQueue, which all devices share. When all slots are taken, the first image in the
+/// order gets the slot of the last one. That image is parked: its state goes to host memory and
+/// comes back, here or on another device, with its bits unchanged.
 ///
-/// Sizes. A model's own size has its memory from the start. The others use its activations, one
-/// after the other, and take a few slots each when they are first asked for (kSizesMemory,
-/// SlotsOfNewSize()). Their graphs are captured when they are first needed. A size that is idle
-/// makes room for another, and is given up when it is long unused.
+/// Sizes. A model's own size has its memory from the start. The others use the same activations in
+/// turns, and take a few slots each when they are first requested (kSizesMemory, SlotsOfNewSize()).
+/// Their graphs are captured when they are first needed. An idle size is evicted when another needs
+/// room or when it was not used for a long time.
 class StepBatcher {
  public:
-  /// A size that nobody has asked for for so long is given up.
+  /// A size that nobody has requested for this long is evicted.
   static constexpr std::chrono::minutes kUnused{10};
 
   struct Options {
     int device = 0;  // its number in the queue
     Batching batching = Batching::kStep;
-    int keep_evaluations = 4;      // an image with no more left is not parked
+    int keep_evaluations = 4;      // an image with this many left, or fewer, is not parked
     bool allow_nonfinite = false;  // as EngineOptions::allow_nonfinite
     /// Called in the middle of a Step() that opened a size. May be null.
     std::function<void()> part_done;
@@ -72,8 +72,8 @@ class StepBatcher {
 
   /// Takes memory for the model at its native size, in pixels, and for its prompts.
   absl::Status AddModel(const BatchedModel& model, int height, int width);
-  /// Runs one evaluation of the next row bucket: first one that captures its graph, then one that
-  /// is measured. No request pays for them. False after the last.
+  /// One step of warming up the prompts, then the decoder and the row buckets (see
+  /// Evaluator::WarmUp()), so that no request has to wait for it. False after the last.
   absl::StatusOr<bool> WarmUp(const std::string& model);
   /// Frees a model that has no jobs, and all its memory.
   absl::Status RemoveModel(const std::string& model);
@@ -84,7 +84,7 @@ class StepBatcher {
 
   /// Whether Step() has anything to do.
   bool busy() const;
-  /// Ends jobs that are due to end, takes memory for a size that was asked for for the first time,
+  /// Ends jobs that are due to end, takes memory for a size that is requested for the first time,
   /// gives slots to waiting images, enqueues one evaluation and reports an earlier one. An error is
   /// the device's, and final.
   absl::Status Step();

@@ -6,8 +6,8 @@
 
 #include "engine/core/host_device.h"
 
-/// Noise that depends on nothing but (seed, draw, element): no generator state, so a row's noise is
-/// the same alone and in any batch. Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy
+/// Noise that depends on (seed, draw, element) alone. There is no generator state, so a row's noise
+/// is the same in any batch. Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy
 /// as 1, 2, 3" (SC'11). Shared by the CPU and CUDA backends.
 
 namespace denoised {
@@ -19,7 +19,7 @@ constexpr uint32_t kInitialDraw = 0xffffffffu;
 constexpr uint32_t kInitialChurnDraw = 0xfffffffeu;
 // 0xfffffffd draws classes (engine/resolve.cc).
 constexpr uint32_t kEncoderDraw = 0xfffffffcu;
-/// Of the encoder that makes what a mask keeps of it latents, for models that read them.
+/// The noise of the encoder when it encodes the part that a mask keeps, for models that read it.
 constexpr uint32_t kMaskedEncoderDraw = 0xfffffffbu;
 
 struct Philox4 {
@@ -69,7 +69,7 @@ DENOISED_HOST_DEVICE inline Normal4 NormalOfBits(const Philox4& bits) {
   return normal;
 }
 
-/// Those of elements 4·block … 4·block+3 of an image (NHWC order).
+/// The normals of elements 4·block … 4·block+3 of an image (NHWC order).
 DENOISED_HOST_DEVICE inline Normal4 PhiloxNormal(uint64_t seed, uint32_t draw, uint64_t block) {
   return NormalOfBits(Philox(seed, draw, block));
 }

@@ -8,7 +8,7 @@
 namespace denoised {
 namespace {
 
-/// What one output position takes from a line of source positions.
+/// The source positions that one output position reads, and their weights.
 class TriangleTaps {
  public:
   /// Scaling `from` positions to `to`, at the output position `i`.
@@ -23,7 +23,7 @@ class TriangleTaps {
 
   int first() const { return first_; }
   int last() const { return last_; }
-  /// Of the source position `j`. The weights of all positions add up to 1.
+  /// The weight of source position `j`. All weights add up to 1.
   float Weight(int j) const { return static_cast<float>(Height(j) / sum_); }
 
  private:
@@ -121,15 +121,16 @@ std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels) {
   return samples;
 }
 
-// Not stb_image_resize, the only library for it in the distribution: it makes up pixels beyond the
-// edges, and its memory between the two passes is not bounded by the two images.
+// By hand, since stb_image_resize, the distribution's only library for it, pads the edges with
+// pixels that the image does not have, and may need far more memory between its two passes than
+// both images.
 Tensor Resize(const Tensor& image, int height, int width) {
   const int from_height = static_cast<int>(image.dim(0));
   const int from_width = static_cast<int>(image.dim(1));
   if (from_height == height && from_width == width) return image;
   const int64_t channels = image.dim(2);
-  // What lies between the two passes must not be large when neither image is: a line of 2^24 pixels
-  // made as wide as it is long would be.
+  // The image between the two passes must not be large if neither the source nor the result is. It
+  // would be if a line of 2^24 pixels became as wide as it is long.
   if (int64_t{from_height} * width <= int64_t{height} * from_width) {
     const Tensor wide = FilterMiddle(image, from_height, from_width, width, channels);
     return FilterMiddle(wide, 1, from_height, height, width * channels)

@@ -42,7 +42,7 @@ Tensor FromPixels(const Pixels& pixels, int channels);
 std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels);
 
 /// Scales F32 [H, W, C] to [height, width, C] with a triangle filter, which is widened when scaling
-/// down so that every source pixel counts.
+/// down so that every source pixel counts. Written by hand: pixels.cc says why no library does it.
 Tensor Resize(const Tensor& image, int height, int width);
 
 /// `image` itself if no edge exceeds `max_edge`; otherwise scaled down with its aspect kept.

@@ -34,7 +34,7 @@ absl::StatusOr<AutoencoderTinyConfig> AutoencoderTinyConfig::Parse(const nlohman
   } else {
     reader.Complain("act_fn", std::string(activation.status().message()));
   }
-  // Of storing latents as bytes; a copy of decoder_block_out_channels; a remedy for fp16.
+  // For storing latents as bytes; a copy of decoder_block_out_channels; a workaround for fp16.
   reader.Ignore({"latent_magnitude", "latent_shift", "block_out_channels", "force_upcast"});
 
   reader.CheckRange("in_channels", config.in_channels, 1, kMaxChannels);
@@ -88,9 +88,10 @@ class Block {
   }
 
   Tensor operator()(Context& context, const Tensor& x) const {
-    Tensor h = convs_[0](context, {.x = x, .activation = activation_});
-    h = convs_[1](context, {.x = h, .activation = activation_});
-    return convs_[2](context, {.x = h, .residual = x, .activation = Activation::kRelu});
+    Tensor h = convs_[0](context, {.x = x, .epilogue = {.activation = activation_}});
+    h = convs_[1](context, {.x = h, .epilogue = {.activation = activation_}});
+    return convs_[2](context,
+                     {.x = h, .epilogue = {.residual = x, .activation = Activation::kRelu}});
   }
 
  private:
@@ -200,7 +201,7 @@ Tensor AutoencoderTiny::Decode(Context& context, const Tensor& latents) const {
   Tensor x = context.New(latents.shape());
   backend.Add(bounded, 3.0f, Tensor(), 0.0f, Activation::kNone, x);
 
-  x = decoder_in_(context, {.x = x, .activation = config_.activation});
+  x = decoder_in_(context, {.x = x, .epilogue = {.activation = config_.activation}});
   for (const Level& level : decoder_) {
     for (const Block& block : level.blocks) x = block(context, x);
     if (level.resample) x = (*level.resample)(context, {.x = x});

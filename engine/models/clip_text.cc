@@ -84,7 +84,7 @@ absl::StatusOr<ClipTextConfig> ClipTextConfig::Parse(const nlohmann::json& json,
                  "transformers_version",
                  "use_bfloat16",
                  "use_cache"});
-  // Of generating text. Files that were copied out of a whole CLIP model's have them.
+  // Settings for generating text, which are in configs that were copied from a whole CLIP model's.
   reader.Ignore({"bad_words_ids",
                  "begin_suppress_tokens",
                  "cross_attention_hidden_size",
@@ -245,11 +245,11 @@ Tensor ClipText::Run(Context& context, const Layer& layer, Tensor x) const {
                                .heads = config_.num_attention_heads,
                                .scale = 1.0f / std::sqrt(head_dim),
                                .out = attended});
-    x = layer.out(context, {.x = attended, .residual = x});
+    x = layer.out(context, {.x = attended, .epilogue = {.residual = x}});
   }
-  const Tensor hidden =
-      layer.fc1(context, {.x = layer.norm2(context, x), .activation = config_.hidden_act});
-  return layer.fc2(context, {.x = hidden, .residual = x});
+  const Tensor hidden = layer.fc1(
+      context, {.x = layer.norm2(context, x), .epilogue = {.activation = config_.hidden_act}});
+  return layer.fc2(context, {.x = hidden, .epilogue = {.residual = x}});
 }
 
 TextOutput ClipText::Forward(Context& context, const TextInput& input,

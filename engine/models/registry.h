@@ -41,7 +41,7 @@ struct TextEncoderClass {
                                                        const Weights& weights);
 };
 
-// Of a component's class. InvalidArgument says which classes there are; `name` is the component's
+// Finds a component's class. InvalidArgument lists the known classes; `name` is the component's
 // name in the directory.
 absl::StatusOr<const DenoiserClass*> FindDenoiser(const ModelDirectory& directory);
 absl::StatusOr<const CodecClass*> FindCodec(const ModelDirectory& directory,

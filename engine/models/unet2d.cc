@@ -275,7 +275,7 @@ struct Level {
   std::vector<Attention> attentions;
   std::optional<Conv2d> resample_conv;
   std::optional<ResnetBlock> resample_resnet;
-  // Of Skip blocks that resample: from the image beside them, or to it after a norm.
+  // For Skip blocks that resample: the convolution from the skip image, or, after a norm, to it.
   std::optional<Conv2d> skip_conv;
   std::optional<nn::GroupNorm> skip_norm;
   bool skip = false;
@@ -611,8 +611,8 @@ Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
   }
 
   Tensor out = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.out_channels});
-  conv_out_(context, conv_norm_out_.Complete(context, {.x = x, .activation = Activation::kSilu}),
-            {.out = out});
+  conv_out_(context,
+            {.x = x, .prologue = {.norm = conv_norm_out_.Then(Activation::kSilu)}, .out = out});
   if (image) {
     const Tensor sum = context.NewF32(out.shape());
     context.backend.Add(out, 1.0f, image, 0.0f, Activation::kNone, sum);
@@ -642,7 +642,7 @@ Tensor UNet2D::Down(Context& context, const Level& level, Tensor x, Tensor* imag
   }
   if (level.skip) {
     *image = nn::Resampled(context, Resample::kFirDown, *image);
-    x = (*level.skip_conv)(context, {.x = *image, .residual = x});
+    x = (*level.skip_conv)(context, {.x = *image, .epilogue = {.residual = x}});
   }
   skips.push_back(x);
   return x;
@@ -660,9 +660,10 @@ Tensor UNet2D::Up(Context& context, const Level& level, Tensor x, Tensor* image,
     if (!level.attentions.empty()) x = level.attentions[0](context, x);
     if (*image) *image = nn::Resampled(context, Resample::kFirUp, *image);
     if (level.skip_conv) {
-      const GroupNormArgs norm =
-          level.skip_norm->Complete(context, {.x = x, .activation = Activation::kSilu});
-      *image = (*level.skip_conv)(context, norm, {.residual = *image});
+      *image = (*level.skip_conv)(context,
+                                  {.x = x,
+                                   .prologue = {.norm = level.skip_norm->Then(Activation::kSilu)},
+                                   .epilogue = {.residual = *image}});
     }
   }
   if (level.resample_conv) return (*level.resample_conv)(context, {.x = x});

@@ -286,7 +286,7 @@ absl::Status UNet2DCondition::Load(Backend& backend, int pooled_features, const 
   traits_.height = config_.sample_height;
   traits_.width = config_.sample_width;
   traits_.size_multiple = 1;
-  // What is read beyond what is predicted is not noise, but a mask or an image.
+  // Input channels beyond those that are predicted are not noise, but a mask or an image.
   traits_.channels = std::min(config_.in_channels, config_.out_channels);
   traits_.extra_channels = config_.in_channels - traits_.channels;
   traits_.output_channels = config_.out_channels;
@@ -471,8 +471,8 @@ Tensor UNet2DCondition::Forward(Context& context, const DenoiserInput& input) co
   }
 
   Tensor out = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.out_channels});
-  conv_out_(context, conv_norm_out_.Complete(context, {.x = x, .activation = Activation::kSilu}),
-            {.out = out});
+  conv_out_(context,
+            {.x = x, .prologue = {.norm = conv_norm_out_.Then(Activation::kSilu)}, .out = out});
   return out;
 }
 

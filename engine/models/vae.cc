@@ -190,8 +190,9 @@ Tensor VaeEncoder::operator()(Context& context, const Tensor& x, Tensor out) con
   }
   h = mid_block_(context, std::move(h));
   context.Trace("encoder.mid_block", h);
-  return conv_out_(context, norm_out_.Complete(context, {.x = h, .activation = Activation::kSilu}),
-                   {.out = std::move(out)});
+  return conv_out_(
+      context,
+      {.x = h, .prologue = {.norm = norm_out_.Then(Activation::kSilu)}, .out = std::move(out)});
 }
 
 absl::StatusOr<VaeDecoder> VaeDecoder::Load(Backend& backend, const Weights& weights,
@@ -236,8 +237,9 @@ Tensor VaeDecoder::operator()(Context& context, const Tensor& x) const {
     context.Trace(fmt::format("decoder.up_blocks.{}", i), h);
   }
   Tensor out = context.NewF32({h.dim(0), h.dim(1), h.dim(2), out_channels_});
-  return conv_out_(context, norm_out_.Complete(context, {.x = h, .activation = Activation::kSilu}),
-                   {.out = std::move(out)});
+  return conv_out_(
+      context,
+      {.x = h, .prologue = {.norm = norm_out_.Then(Activation::kSilu)}, .out = std::move(out)});
 }
 
 }  // namespace denoised

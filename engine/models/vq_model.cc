@@ -93,7 +93,8 @@ Tensor VQModel::Encode(Context& context, const Tensor& pixels, float scale) cons
   const Tensor encoded = encoder_(context, x, Tensor());
   Tensor latents =
       context.NewF32({encoded.dim(0), encoded.dim(1), encoded.dim(2), traits_.latent_channels});
-  return quant_conv_(context, {.x = encoded, .scale = scale, .out = std::move(latents)});
+  return quant_conv_(context,
+                     {.x = encoded, .epilogue = {.scale = scale}, .out = std::move(latents)});
 }
 
 }  // namespace

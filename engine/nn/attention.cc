@@ -41,8 +41,8 @@ Tensor Attention::operator()(Context& context, const Tensor& x) const {
   const int64_t rows = x.dim(0), tokens = x.dim(1) * x.dim(2);
   const int64_t inner = int64_t{heads_} * options_.head_dim;
   const Tensor flat = x.Reshape({rows, tokens, options_.channels});
-  const Tensor normed = norm_ ? (*norm_)(context, {.x = flat}) : flat;
-  const Tensor qkv = qkv_(context, {.x = normed});
+  const Norm norm = norm_ ? norm_->Then(Activation::kNone) : Norm();
+  const Tensor qkv = qkv_(context, {.x = flat, .prologue = {.norm = norm}});
   const Tensor attended = context.New({rows, tokens, inner});
   context.backend.Attention({.q = qkv.Columns(0, inner),
                              .k = qkv.Columns(inner, inner),
@@ -50,10 +50,10 @@ Tensor Attention::operator()(Context& context, const Tensor& x) const {
                              .heads = heads_,
                              .scale = 1.0f / std::sqrt(static_cast<float>(options_.head_dim)),
                              .out = attended});
-  const Tensor out =
-      out_(context, {.x = attended,
-                     .residual = flat,
-                     .scale = static_cast<float>(1.0 / options_.output_scale_factor)});
+  const Tensor out = out_(
+      context, {.x = attended,
+                .epilogue = {.residual = flat,
+                             .scale = static_cast<float>(1.0 / options_.output_scale_factor)}});
   return out.Reshape(x.shape());
 }
 

@@ -12,6 +12,14 @@ Tensor NewRows(Context& context, const Shape& shape, int64_t features) {
   return context.New(Shape(std::span<const int64_t>(dims, shape.rank())));
 }
 
+int64_t Features(const Tensor& x, const Tensor& x2) { return x.dim(-1) + (x2 ? x2.dim(-1) : 0); }
+
+/// Also where the norm turns out to be applied: memory must not depend on the backend.
+void MakeRoom(Context& context, const Tensor& x, Prologue* prologue) {
+  if (prologue->norm.gamma)
+    prologue->normed = NewRows(context, x.shape(), Features(x, prologue->x2));
+}
+
 absl::StatusOr<E4m3Layer> LayerOf(const Weights& weights, Products products) {
   if (products == Products::kWide || !weights.MayHaveInputScales()) return E4m3Layer();
   DENOISED_ASSIGN_OR_RETURN(const float scale, weights.InputScale());
@@ -70,16 +78,8 @@ absl::StatusOr<Conv2d> Conv2d::LoadWithShortcut(Backend& backend, const Weights&
 }
 
 Tensor Conv2d::operator()(Context& context, Conv2dArgs args) const {
-  args = Complete(context, std::move(args));
-  context.backend.Conv2d(args);
-  return args.out;
-}
-
-Tensor Conv2d::operator()(Context& context, const GroupNormArgs& norm, Conv2dArgs args) const {
-  args.x = norm.out;
-  args = Complete(context, std::move(args));
-  context.backend.NormConv2d(norm, args);
-  return args.out;
+  args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = weight_->kernel / 2;
+  return Padded(context, std::move(args));
 }
 
 absl::StatusOr<Conv2d> Conv2d::LoadUpsample(Backend& backend, const Weights& weights,
@@ -104,29 +104,24 @@ Tensor Conv2d::Downsample(Context& context, const Tensor& x, int padding) const 
   Conv2dArgs args{.x = x, .stride = 2};
   args.pad_top = args.pad_left = padding;
   args.pad_bottom = args.pad_right = padding == 0 ? 1 : padding;
-  args = Padded(context, std::move(args));
-  context.backend.Conv2d(args);
-  return args.out;
-}
-
-Conv2dArgs Conv2d::Complete(Context& context, Conv2dArgs args) const {
-  args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = weight_->kernel / 2;
   return Padded(context, std::move(args));
 }
 
-Conv2dArgs Conv2d::Padded(Context& context, Conv2dArgs args) const {
+Tensor Conv2d::Padded(Context& context, Conv2dArgs args) const {
   args.weight = weight_.get();
-  args.shortcut.weight = shortcut_.get();
-  args.upsample2x = weight_->upsample2x;
+  args.prologue.upsample2x = weight_->upsample2x;
+  args.epilogue.shortcut.weight = shortcut_.get();
+  MakeRoom(context, args.x, &args.prologue);
   if (!args.out) {
-    const int up = args.upsample2x ? 2 : 1, kernel = weight_->kernel;
+    const int up = weight_->upsample2x ? 2 : 1, kernel = weight_->kernel;
     const int64_t height =
         (args.x.dim(1) * up + args.pad_top + args.pad_bottom - kernel) / args.stride + 1;
     const int64_t width =
         (args.x.dim(2) * up + args.pad_left + args.pad_right - kernel) / args.stride + 1;
     args.out = context.New({args.x.dim(0), height, width, weight_->out_channels});
   }
-  return args;
+  context.backend.Conv2d(args);
+  return args.out;
 }
 
 Tensor Resampled(Context& context, Resample kind, const Tensor& x) {
@@ -176,32 +171,27 @@ absl::StatusOr<Linear> Linear::LoadFused(Backend& backend, const std::vector<Wei
   return linear;
 }
 
-Tensor Linear::operator()(Context& context, LinearArgs args) const {
-  args.weight = weight_.get();
-  if (!args.out) args.out = NewRows(context, args.x.shape(), weight_->out_features);
-  context.backend.Linear(args);
-  return args.out;
-}
-
-absl::StatusOr<GatedLinear> GatedLinear::Load(Backend& backend, const Weights& weights,
-                                              int in_features, int out_features) {
+absl::StatusOr<Linear> Linear::LoadGated(Backend& backend, const Weights& weights, int in_features,
+                                         int out_features, Products products) {
   DENOISED_ASSIGN_OR_RETURN(const Tensor weight,
                             weights.Get("weight", {2 * out_features, in_features}));
   DENOISED_ASSIGN_OR_RETURN(const Tensor bias, weights.GetOptional("bias", {2 * out_features}));
-  DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, Products::kOfModel));
-  GatedLinear linear;
-  DENOISED_ASSIGN_OR_RETURN(linear.weight_, backend.PackGatedLinear(weight, bias, e4m3));
+  DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, products));
+  Linear linear;
+  DENOISED_ASSIGN_OR_RETURN(linear.weight_,
+                            backend.PackLinear({weight}, {bias}, e4m3, /*gated=*/true));
   return linear;
 }
 
-Tensor GatedLinear::operator()(Context& context, const Tensor& x) const {
+Tensor Linear::operator()(Context& context, LinearArgs args) const {
   const int outputs = weight_->out_features;
-  Tensor out = NewRows(context, x.shape(), outputs / 2);
-  context.backend.GatedLinear({.x = x,
-                               .weight = weight_.get(),
-                               .scratch = NewRows(context, x.shape(), outputs),
-                               .out = out});
-  return out;
+  args.weight = weight_.get();
+  MakeRoom(context, args.x, &args.prologue);
+  if (!args.out)
+    args.out = NewRows(context, args.x.shape(), weight_->gated ? outputs / 2 : outputs);
+  if (weight_->gated) args.epilogue.ungated = NewRows(context, args.x.shape(), outputs);
+  context.backend.Linear(args);
+  return args.out;
 }
 
 absl::StatusOr<GroupNorm> GroupNorm::Load(Backend& backend, const Weights& weights, int channels,
@@ -217,32 +207,25 @@ absl::StatusOr<GroupNorm> GroupNorm::Load(Backend& backend, const Weights& weigh
   DENOISED_ASSIGN_OR_RETURN(Tensor gamma, weights.Get("weight", {channels}));
   DENOISED_ASSIGN_OR_RETURN(Tensor beta, weights.Get("bias", {channels}));
   GroupNorm norm;
-  DENOISED_ASSIGN_OR_RETURN(norm.gamma_, backend.PackVector(gamma));
-  DENOISED_ASSIGN_OR_RETURN(norm.beta_, backend.PackVector(beta));
-  norm.groups_ = groups;
-  norm.eps_ = static_cast<float>(eps);
+  DENOISED_ASSIGN_OR_RETURN(norm.norm_.gamma, backend.PackVector(gamma));
+  DENOISED_ASSIGN_OR_RETURN(norm.norm_.beta, backend.PackVector(beta));
+  norm.norm_.groups = groups;
+  norm.norm_.eps = static_cast<float>(eps);
   return norm;
 }
 
-Tensor GroupNorm::operator()(Context& context, GroupNormArgs args) const {
-  args = Complete(context, std::move(args));
-  context.backend.GroupNorm(args);
-  return args.out;
+Tensor GroupNorm::operator()(Context& context, const Tensor& x, const Tensor& x2,
+                             Activation activation) const {
+  const Tensor out = NewRows(context, x.shape(), Features(x, x2));
+  context.backend.GroupNorm({.x = x, .x2 = x2, .norm = Then(activation), .out = out});
+  return out;
 }
 
-GroupNormArgs GroupNorm::Complete(Context& context, GroupNormArgs args) const {
-  args.gamma = gamma_;
-  args.beta = beta_;
-  args.groups = groups_;
-  args.eps = eps_;
-  if (!args.out) {
-    int64_t dims[Shape::kMaxRank];
-    const int rank = args.x.shape().rank();
-    for (int i = 0; i < rank; ++i) dims[i] = args.x.dim(i);
-    if (args.x2) dims[rank - 1] += args.x2.dim(-1);
-    args.out = context.New(Shape(std::span<const int64_t>(dims, rank)));
-  }
-  return args;
+Norm GroupNorm::Then(Activation activation, const Tensor& scale_shift) const {
+  Norm norm = norm_;
+  norm.activation = activation;
+  norm.scale_shift = scale_shift;
+  return norm;
 }
 
 absl::StatusOr<LayerNorm> LayerNorm::Load(Backend& backend, const Weights& weights, int channels,

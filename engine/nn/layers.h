@@ -41,25 +41,21 @@ class Conv2d {
   static absl::StatusOr<Conv2d> Load(Backend& backend, const Weights& weights, int in_channels,
                                      int out_channels, int kernel, bool upsample2x = false,
                                      Products products = Products::kWide);
-  /// Of weights that are made here: [out, in, k, k] and [out], F32 in host memory.
+  /// Packs computed weights, F32 in host memory: [out, in, k, k] and [out].
   static absl::StatusOr<Conv2d> Pack(Backend& backend, const Tensor& weight_oihw,
                                      const Tensor& bias);
-  /// Together with a 1×1 convolution whose input is args.shortcut.x and x2 at every call. Both have
-  /// Products::kOfModel.
+  /// Together with a 1×1 convolution whose input is epilogue.shortcut.x and x2 at every call. Both
+  /// have Products::kOfModel.
   static absl::StatusOr<Conv2d> LoadWithShortcut(Backend& backend, const Weights& weights,
                                                  int in_channels, int out_channels, int kernel,
                                                  const Weights& shortcut_weights,
                                                  int shortcut_channels);
 
-  /// Convolves args.x (and args.x2) with the fusions in `args`. Sets weights, padding (kernel / 2
-  /// on all sides) and, if undefined, a new output in activation dtype.
+  /// Convolves args.x as args.prologue and args.epilogue say. Sets weights, padding (kernel / 2 on
+  /// all sides), the tensors that a norm of the input may need, and, if undefined, a new output in
+  /// activation dtype.
   Tensor operator()(Context& context, Conv2dArgs args) const;
-  /// The same for a normalised input: args.x becomes norm.out (see GroupNorm::Complete), which
-  /// nothing else may read.
-  Tensor operator()(Context& context, const GroupNormArgs& norm, Conv2dArgs args) const;
-  /// The arguments that operator() would pass to the backend.
-  Conv2dArgs Complete(Context& context, Conv2dArgs args) const;
-  /// Of a convolution that may also double to one line less (see Upsample()).
+  /// Loads a convolution whose doubling may drop the last line (see Upsample()).
   static absl::StatusOr<Conv2d> LoadUpsample(Backend& backend, const Weights& weights,
                                              int channels);
   /// Doubles `x` and drops what is beyond [height, width], then convolves, as diffusers' Upsample2D
@@ -71,7 +67,7 @@ class Conv2d {
 
  private:
   /// The same with args' own padding.
-  Conv2dArgs Padded(Context& context, Conv2dArgs args) const;
+  Tensor Padded(Context& context, Conv2dArgs args) const;
   std::shared_ptr<const PackedConv2d> weight_, shortcut_;
   std::shared_ptr<const PackedConv2d> plain_;  // of LoadUpsample(): the same without doubling
 };
@@ -93,20 +89,13 @@ class Linear {
                                           int in_features, const std::vector<int>& out_features,
                                           Products products = Products::kWide);
 
+  /// diffusers' GEGLU: weights of values and gates; the result is value · gelu(gate).
+  static absl::StatusOr<Linear> LoadGated(Backend& backend, const Weights& weights, int in_features,
+                                          int out_features, Products products = Products::kWide);
+
+  /// Multiplies args.x as args.prologue and args.epilogue say. Sets weights, the tensors that a
+  /// norm of the input or a gate may need, and, if undefined, a new output in activation dtype.
   Tensor operator()(Context& context, LinearArgs args) const;
-
- private:
-  std::shared_ptr<const PackedLinear> weight_;
-};
-
-/// diffusers' GEGLU: a linear layer to values and gates; value · gelu(gate).
-class GatedLinear {
- public:
-  /// Products::kOfModel.
-  static absl::StatusOr<GatedLinear> Load(Backend& backend, const Weights& weights, int in_features,
-                                          int out_features);
-  /// [.., in_features] → [.., out_features], a new tensor.
-  Tensor operator()(Context& context, const Tensor& x) const;
 
  private:
   std::shared_ptr<const PackedLinear> weight_;
@@ -118,16 +107,14 @@ class GroupNorm {
   static absl::StatusOr<GroupNorm> Load(Backend& backend, const Weights& weights, int channels,
                                         int groups, double eps);
 
-  Tensor operator()(Context& context, GroupNormArgs args) const;
-  /// The arguments that operator() would pass to the backend, with a new output if undefined.
-  GroupNormArgs Complete(Context& context, GroupNormArgs args) const;
-  /// The same norm as a fusion of the convolution whose output it normalises.
-  Conv2dOutputNorm OfOutput() const { return {gamma_, beta_, groups_, eps_}; }
+  /// x, or concat(x, x2), to a new tensor.
+  Tensor operator()(Context& context, const Tensor& x, const Tensor& x2 = Tensor(),
+                    Activation activation = Activation::kNone) const;
+  /// For the prologue or the epilogue of a layer.
+  Norm Then(Activation activation, const Tensor& scale_shift = Tensor()) const;
 
  private:
-  Tensor gamma_, beta_;
-  int groups_ = 0;
-  float eps_ = 0;
+  Norm norm_;
 };
 
 /// torch.nn.LayerNorm over the last dimension.

@@ -57,49 +57,35 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
   if (time)
     time_columns =
         time.Columns(time_column_, options_.out_channels * (options_.scale_shift ? 2 : 1));
-  const Tensor none;
-
   Tensor input = x;
-  const GroupNormArgs first{.x = x, .x2 = skip, .activation = options_.activation};
-  // The second norm is fused into the first convolution where that is supported and faster.
-  const auto conv1_of = [&](const Tensor& normalised) {
-    Conv2dArgs conv{.x = normalised, .add = options_.scale_shift ? none : time_columns};
-    conv = conv1_.Complete(context, std::move(conv));
-    if (options_.scale_shift || options_.activation != Activation::kSilu) return conv;
-    conv.output_norm = norm2_.OfOutput();
-    if (!context.backend.MakesOutputNorm(conv)) conv.output_norm = {};
-    return conv;
-  };
-  Conv2dArgs conv1;
+  Conv2dArgs first{.x = x};
   if (down || (up && options_.fir)) {
     const Resample kind = !options_.fir ? Resample::kAveragePoolDown
                           : up          ? Resample::kFirUp
                                         : Resample::kFirDown;
-    input = Resampled(context, kind, input);
-    conv1 = conv1_of(Resampled(context, kind, norm1_(context, first)));
-    context.backend.Conv2d(conv1);
+    input = Resampled(context, kind, x);
+    first.x = Resampled(context, kind, norm1_(context, x, skip, options_.activation));
   } else {
-    if (up) input = Resampled(context, Resample::kNearestUp, input);
-    const GroupNormArgs norm1 = norm1_.Complete(context, first);
-    conv1 = conv1_of(norm1.out);
-    context.backend.NormConv2d(norm1, conv1);
+    if (up) input = Resampled(context, Resample::kNearestUp, x);
+    first.prologue = {.x2 = skip, .norm = norm1_.Then(options_.activation)};
   }
-  conv1.x = none;  // frees its memory
-  Conv2dArgs conv2{.scale = static_cast<float>(1.0 / options_.output_scale_factor)};
+  Norm norm2;
+  if (options_.scale_shift) {
+    norm2 = norm2_.Then(options_.activation, time_columns);
+  } else {
+    norm2 = norm2_.Then(options_.activation);
+    first.epilogue.add = time_columns;
+  }
+  first.epilogue.norm = &norm2;
+  const Tensor hidden = conv1_(context, std::move(first));
+  Conv2dArgs second{.x = hidden, .prologue = {.norm = norm2}};
   if (has_shortcut) {
-    conv2.shortcut = {.x = input, .x2 = skip};
+    second.epilogue.shortcut = {.x = input, .x2 = skip};
   } else {
-    conv2.residual = input;
+    second.epilogue.residual = input;
   }
-  if (conv1.output_norm.gamma) {
-    conv2.x = conv1.out;
-    return conv2_(context, conv2);
-  }
-  return conv2_(context,
-                norm2_.Complete(context, {.x = conv1.out,
-                                          .scale_shift = options_.scale_shift ? time_columns : none,
-                                          .activation = options_.activation}),
-                conv2);
+  second.epilogue.scale = static_cast<float>(1.0 / options_.output_scale_factor);
+  return conv2_(context, std::move(second));
 }
 
 }  // namespace denoised::nn

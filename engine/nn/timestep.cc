@@ -45,8 +45,9 @@ absl::StatusOr<TimestepEmbedding> TimestepEmbedding::Load(Backend& backend, cons
 
 Tensor TimestepEmbedding::operator()(Context& context, const Tensor& x, const Tensor& residual,
                                      Activation activation) const {
-  const Tensor hidden = linear_1_(context, {.x = x, .activation = Activation::kSilu});
-  return linear_2_(context, {.x = hidden, .residual = residual, .activation = activation});
+  const Tensor hidden = linear_1_(context, {.x = x, .epilogue = {.activation = Activation::kSilu}});
+  return linear_2_(context,
+                   {.x = hidden, .epilogue = {.residual = residual, .activation = activation}});
 }
 
 absl::StatusOr<int> TimeProjections::Add(const Weights& time_emb_proj, int in_features,

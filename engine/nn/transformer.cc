@@ -93,8 +93,8 @@ absl::StatusOr<Transformer2D::Block> Transformer2D::LoadBlock(
                                                               options_.text_features, channels));
   DENOISED_ASSIGN_OR_RETURN(block.cross_out, Linear::Load(backend, cross / "to_out" / 0, channels,
                                                           channels, Products::kOfModel));
-  DENOISED_ASSIGN_OR_RETURN(block.feed_in,
-                            GatedLinear::Load(backend, feed / 0 / "proj", channels, hidden));
+  DENOISED_ASSIGN_OR_RETURN(block.feed_in, Linear::LoadGated(backend, feed / 0 / "proj", channels,
+                                                             hidden, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(block.feed_out,
                             Linear::Load(backend, feed / 2, hidden, channels, Products::kOfModel));
   return block;
@@ -119,7 +119,7 @@ Tensor Transformer2D::Run(Context& context, const Block& block, Tensor x,
     const Tensor attended = context.New(x.shape());
     context.backend.Attention(Heads(qkv.Columns(0, channels), qkv.Columns(channels, channels),
                                     qkv.Columns(2 * channels, channels), attended));
-    x = block.self_out(context, {.x = attended, .residual = x});
+    x = block.self_out(context, {.x = attended, .epilogue = {.residual = x}});
   }
   {
     const Tensor q = block.cross_q(context, {.x = block.norm2(context, x)});
@@ -130,18 +130,19 @@ Tensor Transformer2D::Run(Context& context, const Block& block, Tensor x,
     cross.key_set = text.set;
     cross.key_counts = text.key_counts;
     context.backend.Attention(cross);
-    x = block.cross_out(context, {.x = attended, .residual = x});
+    x = block.cross_out(context, {.x = attended, .epilogue = {.residual = x}});
   }
-  const Tensor hidden = block.feed_in(context, block.norm3(context, x));
-  return block.feed_out(context, {.x = hidden, .residual = x});
+  const Tensor hidden = block.feed_in(context, {.x = block.norm3(context, x)});
+  return block.feed_out(context, {.x = hidden, .epilogue = {.residual = x}});
 }
 
 Tensor Transformer2D::operator()(Context& context, const Tensor& x,
                                  const CrossAttentionInput& text) const {
   const Tensor flat = x.Reshape({x.dim(0), x.dim(1) * x.dim(2), x.dim(3)});
-  Tensor tokens = proj_in_(context, {.x = norm_(context, {.x = flat})});
+  Tensor tokens =
+      proj_in_(context, {.x = flat, .prologue = {.norm = norm_.Then(Activation::kNone)}});
   for (const Block& block : blocks_) tokens = Run(context, block, std::move(tokens), text);
-  return proj_out_(context, {.x = tokens, .residual = flat}).Reshape(x.shape());
+  return proj_out_(context, {.x = tokens, .epilogue = {.residual = flat}}).Reshape(x.shape());
 }
 
 }  // namespace denoised::nn

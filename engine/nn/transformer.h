@@ -61,8 +61,7 @@ class Transformer2D {
     Linear self_qkv, self_out;
     Linear cross_q, cross_out;
     int key_column = 0;
-    GatedLinear feed_in;
-    Linear feed_out;
+    Linear feed_in, feed_out;
   };
 
   absl::StatusOr<Block> LoadBlock(Backend& backend, const Weights& weights,

@@ -28,8 +28,8 @@ struct PipelineFiles {
   double default_masked_strength = 1;       // the same with a mask
   double default_image_guidance_scale = 0;  // of models that read a whole image
 
-  /// Of the denoiser, after Read() what the directory says. kFp8 needs a Calibration, which is
-  /// looked for in `calibrations`, unless that is empty, and in the model's directory.
+  /// The denoiser's precision; Read() sets it to the directory's. kFp8 needs a Calibration, which
+  /// is looked for in `calibrations`, unless that is empty, and in the model's directory.
   Precision precision = Precision::kDefault;
   std::string calibrations;
 

@@ -27,7 +27,7 @@ class PromptReader {
     int size_numbers = 0;   // 6: original size, crop and target size; 0: none
     bool guidance = false;  // the guidance scale is an input
     int max_chunks = 1;     // of a text
-    /// Of the encoder of each tokenizer.
+    /// Those of each tokenizer's text encoder.
     std::vector<TextEncoderTraits> encoders;
   };
 

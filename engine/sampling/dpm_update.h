@@ -20,8 +20,8 @@ struct DpmUpdate {
   double x, d0, d1, d2, noise;
 };
 
-/// Of `order` 1 to 3 over the step from `from` to `to`. `data_prediction` is DPM-Solver++, else
-/// DPM-Solver. `heun` is solver_type "heun", else "midpoint".
+/// The update of `order` 1 to 3 over the step from `from` to `to`. `data_prediction`: DPM-Solver++,
+/// else DPM-Solver. `heun`: solver_type "heun", else "midpoint".
 DpmUpdate DpmUpdateOf(const Lambda& from, const Lambda& to, int order, bool data_prediction,
                       bool stochastic, bool heun);
 

@@ -61,7 +61,7 @@ class AdamsStep {
     for (size_t n = 1; n < order; ++n)
       moments.push_back(-(std::pow(-h_, static_cast<double>(n)) * decay + n * moments[n - 1]) /
                         rate);
-    // Of order 2, diffusers (and the authors) take (u + h) to first order in h.
+    // For order 2, diffusers (and the authors) take (u + h) to first order in h.
     if (order == 2 && data_) moments[1] = h_ * h_ / 2 - h_ * moments[0];
 
     const double scale = (1 + tau2_) * (data_ ? next_.alpha : -next_.sigma);

@@ -348,7 +348,7 @@ void ReadSamplers(ConfigReader& config, Fields* fields) {
   config.Read("s_noise", &fields->s_noise);
   if (!(fields->s_noise >= 0)) config.Complain("s_noise", "use a number of at least 0");
   config.Ignore({"noise_sampler_seed"});  // a request has its own seed
-  // Of diffusers before 0.1 and 0.9.
+  // Fields of diffusers before 0.1 and 0.9.
   config.Refuse("timestep_values", nullptr);
   config.Refuse("predict_epsilon", true);
   config.Ignore({"tensor_format"});

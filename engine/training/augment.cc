@@ -18,7 +18,7 @@ constexpr double kTranslation = 1.0 / 8;
 /// An affine map of the plane.
 struct Map {
   double m[2][3] = {{1, 0, 0}, {0, 1, 0}};
-  /// This one after `first`.
+  /// The map that applies `first`, then this one.
   Map operator*(const Map& first) const {
     Map out;
     for (int i = 0; i < 2; ++i)
@@ -34,7 +34,7 @@ Map Rotation(double angle) {
 }
 Map Translation(double x, double y) { return {{{1, 0, x}, {0, 1, y}}}; }
 
-/// Pixel `at` of a line that is reflected at its ends, without repeating them.
+/// The index of pixel `at` in a line that is reflected at its ends, without repeating them.
 int64_t Reflected(int64_t at, int64_t extent) {
   if (extent == 1) return 0;
   const int64_t period = 2 * (extent - 1);

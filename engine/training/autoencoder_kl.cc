@@ -6,7 +6,7 @@
 namespace denoised::training {
 namespace {
 
-constexpr double kNormEps = 1e-6;  // of all norms; not in the config
+constexpr double kNormEps = 1e-6;  // for all norms; not in the config
 
 }  // namespace
 

@@ -10,8 +10,8 @@
 
 namespace denoised::training {
 
-/// diffusers' Encoder or Decoder of models/autoencoders/vae.py: a convolution, levels, a middle
-/// block (before the levels in a decoder), norm and convolution.
+/// diffusers' Encoder or Decoder (models/autoencoders/vae.py): a convolution, levels, a middle
+/// block (in a decoder before the levels), norm and convolution.
 class VaeHalf {
  public:
   struct Kept;
@@ -60,7 +60,7 @@ class AutoencoderKL {
 
   struct Kept {
     VaeHalf::KeptPointer half;
-    Tensor projected;  // what the 1×1 convolution reads
+    Tensor projected;  // the input of the 1×1 convolution
   };
   /// x [N, H, W, C] in [−1, 1] → F32 moments [N, H / factor, W / factor, 2 · latent_channels]:
   /// mean, then the logarithm of the variance, not clamped.

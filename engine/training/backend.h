@@ -13,9 +13,9 @@
 #include "engine/core/tensor.h"
 #include "engine/training/device_data.h"
 
-/// The device interface of training: ops, each with its backward twin beside it, weights in the
-/// layouts that kernels read, and the optimizer. Serving's Backend (engine/backend/backend.h) knows
-/// nothing of it. cpu/ implements it on oneDNN in fp32 and is the oracle; cuda/ in bf16 or fp32.
+/// The device interface of training: ops, each followed by its backward op, weights in the layouts
+/// that kernels read, and the optimizer. Serving's Backend (engine/backend/backend.h) does not
+/// depend on it. cpu/ implements it on oneDNN in fp32 and is the oracle; cuda/ in bf16 or fp32.
 ///
 /// **Layout.** Activations and their gradients are contiguous NHWC ([N, H, W, C], [N, tokens, C] or
 /// [N, C]) in activation_dtype(), unless a line says F32. q, k and v of attention and the parts of
@@ -24,23 +24,23 @@
 /// linear, [C] for biases and norms.
 ///
 /// **Passes and chunks.** A batch is cut into a power of two of equal chunks of consecutive
-/// samples. An op sees a pass: `rows` samples that are one or more whole chunks of chunk_rows(),
-/// again a power of two. Everything of one row depends on that row alone. A gradient of parameters
-/// is written (never added to) as the sum over the chunks of the pass as a balanced binary tree:
-/// chunk sums in the order 0…n−1 are added in neighbouring pairs, then the pairs, and so on
-/// (TreeSum). Inside a chunk the order is the backend's own, but depends on shapes and chunk_rows()
-/// alone. The trainer goes on with the same tree over passes and ranks, so the bits depend neither
-/// on the rows of a pass, nor on the number of passes, nor on the number of ranks. No float
-/// atomics.
+/// samples. An op sees a pass: `rows` samples, which are one or more whole chunks of chunk_rows(),
+/// again a power of two. Every result for a row depends on that row alone. A gradient of parameters
+/// is written (never added to). It is the sum over the chunks of the pass, added as a balanced
+/// binary tree: chunk sums in the order 0…n−1 are added in neighbouring pairs, then the pairs, and
+/// so on (TreeSum). Inside a chunk the backend chooses the order, which depends on shapes and
+/// chunk_rows() alone. The trainer continues the same tree over passes and ranks, so the bits
+/// depend neither on the rows of a pass, nor on the number of passes, nor on the number of ranks.
+/// No float atomics.
 ///
 /// **Order and errors.** Ops only enqueue and return nothing; a wrong shape is a bug (CHECK).
 /// Errors of the device are kept and returned by status(). `d` in front of a name is the gradient
-/// of the loss with respect to it. An undefined dx, dadd, … is not wanted and not computed.
+/// of the loss with respect to it. If dx, dadd, … is undefined, it is not computed.
 
 namespace denoised::training {
 
-/// A convolution's weights as the kernels of its forward and backward pass read them. Made once,
-/// filled again by PackConv2d() after every update of the master.
+/// A convolution's weights in the layouts of its forward and backward kernels. Made once;
+/// PackConv2d() fills them again after every update of the master.
 class PackedConv2d {
  public:
   virtual ~PackedConv2d() = default;
@@ -48,7 +48,7 @@ class PackedConv2d {
   bool upsample2x = false;  // the input is doubled first, by nearest neighbour; kernel 3, stride 1
 };
 
-/// Linears with the same input as one, outputs side by side (q, k, v). `parts` are their outputs.
+/// Linears with the same input, fused into one (q, k, v). `parts` are their numbers of outputs.
 class PackedLinear {
  public:
   virtual ~PackedLinear() = default;
@@ -72,8 +72,8 @@ struct Conv2dArgs {
   Tensor out;  // [N, Ho, Wo, Cout]; activation dtype, or F32
 };
 
-/// The twin of Conv2d for x, weights and bias. With a scale, `dout` is already multiplied by it;
-/// the residual's gradient is then dout itself, and that of add is SumPixels(dout).
+/// The gradients of Conv2d for x, weights and bias. With a scale, `dout` is already multiplied by
+/// it; the residual's gradient is then dout itself, and the gradient of add is SumPixels(dout).
 struct Conv2dBackwardArgs {
   Tensor x;  // as forward; only read when dweight is wanted
   const PackedConv2d* weight = nullptr;
@@ -142,7 +142,7 @@ struct LayerNormBackwardArgs {
   Tensor dgamma, dbeta;   // F32 [C]; undefined: not wanted
 };
 
-/// out = softmax(q kᵀ · scale) v, per head. Keys may be of another sequence than queries.
+/// out = softmax(q kᵀ · scale) v, per head. Keys may come from another sequence than queries.
 struct AttentionArgs {
   Tensor q;     // [N, tokens, heads · dim], may be Columns() views, as k and v
   Tensor k, v;  // [N, keys, heads · dim]
@@ -162,8 +162,8 @@ struct AttentionBackwardArgs {
 
 struct SamplesArgs {
   Tensor images;  // U8 [M, Hi, Wi, C]; pixels are value / 127.5 − 1
-  /// Instead of images: F32 [M, H, W, 2C], a Gaussian of latents, mean before deviation. y is drawn
-  /// from it anew for each sample; flip, top and left are 0.
+  /// Instead of images: F32 [M, H, W, 2C], Gaussians of latents, mean before deviation. Each sample
+  /// draws its own y from one; flip, top and left are 0.
   Tensor posteriors;
   Tensor rows;  // I32 [N, 16]: SampleRow
   uint64_t seed = 0;
@@ -186,15 +186,15 @@ struct LossArgs {
 };
 
 /// The hybrid loss of improved DDPM (Nichol and Dhariwal, arXiv 2102.09672, equations 14 to 16):
-/// what Loss() makes of the first C channels, plus weight · L. A DDPM timestep t has the row's
-/// condition t. With v the last C channels, every pixel has
+/// Loss() of the first C channels, plus weight · L. The row's condition is the DDPM timestep t.
+/// With v the last C channels, every pixel has
 ///
 ///   ln Σ = ½(1 + v) · log_variance_max + ½(1 − v) · log_variance_min
 ///   δ    = mean_factor · (prediction − target), the distance of the two means
 ///   L    = KL(N(δ, e^log_variance_min) ‖ N(0, Σ)), at t = 0 −ln p(y) of a picture of 8 bits
 ///          (DDPM, arXiv 2006.11239, equation 13), δ being y − the mean
 ///
-/// and L is the mean over the pixels. The mean has no gradient from it.
+/// and L is the mean over the pixels. L sends no gradient into the mean.
 struct VarianceLossArgs {
   Tensor output;     // F32 [N, H, W, 2C]: the prediction, then v
   Tensor target;     // F32 [N, H, W, C]
@@ -225,9 +225,9 @@ struct GaussianBackwardArgs {
   Tensor dmoments;       // F32 [N, h, w, 2C]
 };
 
-/// How far a picture is from another: mean |d| + edges · Σ over four scales of (mean |∂d/∂x| + mean
+/// The distance of two pictures: mean |d| + edges · Σ over four scales of (mean |∂d/∂x| + mean
 /// |∂d/∂y|), where d = output − target is halved by 2×2 means from scale to scale, and ∂ is the
-/// difference of neighbours. Edges must be at least 16 and divisible by 8.
+/// difference of neighbours. Heights and widths must be at least 16 and divisible by 8.
 struct ReconstructionLossArgs {
   Tensor output, target;  // F32 [N, H, W, C]
   float edges = 0;
@@ -238,8 +238,8 @@ struct ReconstructionLossArgs {
   Tensor doutput;   // F32 [N, H, W, C]: gradient of scale · Σ loss
 };
 
-/// Inverted dropout by Philox: out = x / (1 − p) where the element's uniform ≥ p, else 0. Its twin
-/// is the same op on the gradient.
+/// Inverted dropout by Philox: out = x / (1 − p) if the element's uniform number is ≥ p, else 0.
+/// Its backward op is the same op on the gradient.
 struct DropoutArgs {
   Tensor x;
   float probability = 0;
@@ -263,7 +263,7 @@ struct UpdateArgs {
   float clip = 0;  // 0: no clipping
 };
 
-/// Ops that are enqueued again and again: what a backend has recorded of them.
+/// What a backend has recorded of ops that are enqueued repeatedly.
 class Recording {
  public:
   virtual ~Recording() = default;
@@ -278,21 +278,21 @@ class Backend {
   virtual DType activation_dtype() const = 0;
 
   // Passes.
-  /// Set once, before the first op that makes gradients.
+  /// Set once, before the first op that computes gradients.
   virtual void SetChunkRows(int64_t rows) = 0;
   virtual int64_t chunk_rows() const = 0;
-  /// Chunks that one pass should have, of a micro-batch of `chunks`; a power of two. The CPU takes
-  /// 1 and runs passes side by side.
+  /// How many of a micro-batch's `chunks` one pass should have; a power of two. The CPU takes 1 and
+  /// runs passes in parallel.
   virtual int64_t PassChunks(int64_t chunks) const = 0;
   /// Passes that run at one time, each with its own activations.
   virtual int workers() const = 0;
   /// Calls body(pass, worker) for every pass in [0, count), in ascending order of begin, at most
   /// workers() at a time. Returns when all have returned (a GPU: when all are enqueued).
   virtual void ForEachPass(int64_t count, const std::function<void(int64_t, int)>& body) = 0;
-  /// Runs `body`, which enqueues ops, and of what is above only ForEachPass(). Every body that is
-  /// run with the same recording must enqueue the same ops on the same memory, so that a GPU can
-  /// launch what it recorded instead of running it, and may run it twice; only the first may call
-  /// Allocate(). The CPU runs it every time, and its recordings are null.
+  /// Runs `body`, which enqueues ops and may call ForEachPass(), but no other function above. Every
+  /// body that is run with the same recording must enqueue the same ops on the same memory, so that
+  /// a GPU can launch the recording instead; a GPU may also run it twice. Only the first run may
+  /// call Allocate(). The CPU runs it every time, and its recordings are null.
   virtual std::unique_ptr<Recording> NewRecording() { return nullptr; }
   virtual void Run(Recording* /*recording*/, const std::function<void()>& body) { body(); }
 
@@ -302,11 +302,11 @@ class Backend {
                                           std::string_view purpose) = 0;
   /// Copies host memory into `to` in order; `from` may be reused on return.
   virtual void Upload(const void* from, size_t bytes, const Tensor& to) = 0;
-  /// Waits for what was enqueued and copies `from` (contiguous) to host memory.
+  /// Waits for the enqueued work and copies `from` (contiguous) to host memory.
   virtual absl::StatusOr<Tensor> Download(const Tensor& from) = 0;
-  /// The first error since the backend was made. Waits for what was enqueued.
+  /// The first error since the backend was made. Waits for the enqueued work.
   virtual absl::Status status() = 0;
-  /// Bytes of a GPU's memory that are taken, by other processes too; 0 on the CPU.
+  /// Bytes of a GPU's memory in use, including other processes'; 0 on the CPU.
   virtual size_t MemoryInUse() const { return 0; }
 
   // Weights.
@@ -322,10 +322,6 @@ class Backend {
                           PackedLinear* packed) = 0;
 
   // Ops and their backward twins.
-  /// Whether it has what only text to image and autoencoders need: LayerNorm, Geglu, Noise,
-  /// Gaussian, ReconstructionLoss and their twins, attention to other keys and causal attention,
-  /// embeddings of sequences, MakeSamples from posteriors. The trainer refuses them otherwise.
-  virtual bool trains_text_to_image() const { return false; }
   virtual void Conv2d(const Conv2dArgs& args) = 0;
   virtual void Conv2dBackward(const Conv2dBackwardArgs& args) = 0;
   virtual void Linear(const LinearArgs& args) = 0;
@@ -334,13 +330,11 @@ class Backend {
   virtual void GroupNormBackward(const GroupNormBackwardArgs& args) = 0;
   virtual void Attention(const AttentionArgs& args) = 0;
   virtual void AttentionBackward(const AttentionBackwardArgs& args) = 0;
-  virtual void LayerNorm(const LayerNormArgs& args) { Lacks("LayerNorm"); }
-  virtual void LayerNormBackward(const LayerNormBackwardArgs& args) { Lacks("LayerNormBackward"); }
+  virtual void LayerNorm(const LayerNormArgs& args) = 0;
+  virtual void LayerNormBackward(const LayerNormBackwardArgs& args) = 0;
   /// GEGLU: x [.., 2C] → out [.., C] = x[.., :C] · gelu(x[.., C:]), gelu by erf. dx may be x.
-  virtual void Geglu(const Tensor& x, const Tensor& out) { Lacks("Geglu"); }
-  virtual void GegluBackward(const Tensor& x, const Tensor& dout, const Tensor& dx) {
-    Lacks("GegluBackward");
-  }
+  virtual void Geglu(const Tensor& x, const Tensor& out) = 0;
+  virtual void GegluBackward(const Tensor& x, const Tensor& dout, const Tensor& dx) = 0;
   /// out = act(x); any but kTanh. `out` may be x.
   virtual void Activate(Activation activation, const Tensor& x, const Tensor& out) = 0;
   /// dx = dout · act′(x); `x` is the forward input. `dx` may be dout.
@@ -351,16 +345,16 @@ class Backend {
   virtual void Upsample2xBackward(const Tensor& dout, const Tensor& dx) = 0;
   virtual void AveragePool2x(const Tensor& x, const Tensor& out) = 0;
   virtual void AveragePool2xBackward(const Tensor& dout, const Tensor& dx) = 0;
-  /// out[.., :C] = a, out[.., C:] = b; its twin is Split.
+  /// out[.., :C] = a, out[.., C:] = b; its backward op is Split.
   virtual void Concat(const Tensor& a, const Tensor& b, const Tensor& out) = 0;
   virtual void Split(const Tensor& dout, const Tensor& da, const Tensor& db) = 0;
-  /// out = a·scale_a + b·scale_b + shift; b may be undefined; `out` may be a or b. Of the same
-  /// shape; dtypes may differ.
+  /// out = a·scale_a + b·scale_b + shift; b may be undefined; `out` may be a or b. Shapes must be
+  /// equal; dtypes may differ.
   virtual void Add(const Tensor& a, float scale_a, const Tensor& b, float scale_b, float shift,
                    const Tensor& out) = 0;
   /// out[n, c] = Σ over the pixels of x[n, .., c]: the gradient of Conv2dArgs::add.
   virtual void SumPixels(const Tensor& x, const Tensor& out) = 0;
-  /// out[n] = x[n] / divisor[n]; divisor F32 [N]; x and out F32. Its own twin.
+  /// out[n] = x[n] / divisor[n]; divisor F32 [N]; x and out F32. It is its own backward op.
   virtual void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) = 0;
   /// diffusers' Timesteps: t F32 [N] → out [N, dim]. No gradient.
   virtual void TimestepEmbedding(const Tensor& t, bool flip_sin_to_cos, double freq_shift,
@@ -370,7 +364,7 @@ class Backend {
   /// out[n] = table[index[n]]; table F32 [entries, dim] (a master), index I32 [N] or [N, tokens],
   /// out of its shape and dim.
   virtual void Embedding(const Tensor& table, const Tensor& index, const Tensor& out) = 0;
-  /// dtable F32 [entries, dim]: zeros, and Σ dout[n] over the rows of each entry.
+  /// dtable F32 [entries, dim]: Σ dout[n] over the rows of each entry, 0 for entries without rows.
   virtual void EmbeddingBackward(const Tensor& index, const Tensor& dout, const Tensor& dtable) = 0;
   virtual void Dropout(const DropoutArgs& args) = 0;
 
@@ -378,44 +372,35 @@ class Backend {
   virtual void MakeSamples(const SamplesArgs& args) = 0;
   /// out [N, ..] ~ N(0, 1) by Philox of (seed, kPosterior, step, the row's sample, element); rows
   /// as SamplesArgs has them.
-  virtual void Noise(uint64_t seed, const Tensor& step, const Tensor& rows, const Tensor& out) {
-    Lacks("Noise");
-  }
+  virtual void Noise(uint64_t seed, const Tensor& step, const Tensor& rows, const Tensor& out) = 0;
   virtual void Loss(const LossArgs& args) = 0;
-  /// Whether there is VarianceLoss(), and MakeSamples() writes SamplesArgs::image.
-  virtual bool trains_variance() const { return false; }
-  virtual void VarianceLoss(const VarianceLossArgs& args) { Lacks("VarianceLoss"); }
-  virtual void Gaussian(const GaussianArgs& args) { Lacks("Gaussian"); }
-  virtual void GaussianBackward(const GaussianBackwardArgs& args) { Lacks("GaussianBackward"); }
-  virtual void ReconstructionLoss(const ReconstructionLossArgs& args) {
-    Lacks("ReconstructionLoss");
-  }
+  virtual void VarianceLoss(const VarianceLossArgs& args) = 0;
+  virtual void Gaussian(const GaussianArgs& args) = 0;
+  virtual void GaussianBackward(const GaussianBackwardArgs& args) = 0;
+  virtual void ReconstructionLoss(const ReconstructionLossArgs& args) = 0;
   /// out F32 [1] = Σ x², x F32 [P]. The order depends on P alone.
   virtual void SquaredNorm(const Tensor& x, const Tensor& out) = 0;
   /// a += b, F32 [P]: one node of the tree of sums.
   virtual void Accumulate(const Tensor& a, const Tensor& b) = 0;
   virtual void Update(const UpdateArgs& args) = 0;
-
- private:
-  void Lacks(const char* op) const { DENOISED_CHECK(false, "{} has no {}", name(), op); }
 };
 
-/// The CPU, through oneDNN, with as many threads as serving takes (OMP_NUM_THREADS limits them).
+/// The CPU, with oneDNN and as many threads as in serving (OMP_NUM_THREADS limits them).
 absl::StatusOr<std::unique_ptr<Backend>> OpenCpuBackend();
-/// Bytes that this process may still take on the host: of the machine, or of its control group.
+/// Bytes of host memory that are free for this process, on the machine or in its control group.
 size_t FreeHostMemory();
 
 struct CudaOptions {
   int number = 0;              // the device
   bool fp32 = false;           // activations and products in fp32, for debugging; else bf16
-  std::string autotune_cache;  // folder for what was measured of kernels; empty: not kept
+  std::string autotune_cache;  // folder for measured times of kernels; empty: not kept
 };
 /// FailedPrecondition, with the remedy, without a GPU or in a build without CUDA.
 absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const CudaOptions& options);
-/// OK where there is a GPU and a build for it; else what OpenCudaBackend() says.
+/// OK if there is a GPU and this build supports it; else the error of OpenCudaBackend().
 absl::Status CheckCuda(const CudaOptions& options);
 
-/// Counts what a step takes and computes nothing: its tensors have no memory.
+/// Counts the memory and work of a step and computes nothing: its tensors have no memory.
 struct Cost {
   double multiply_adds = 0;  // of convolutions, linears and attention, forward and backward
 };

@@ -14,12 +14,12 @@ namespace denoised::training {
 /// Immutable during passes.
 class ClipText {
  public:
-  /// InvalidArgument if the class has a projection, which no loss here reads.
+  /// InvalidArgument if the class has a projection, which would get no gradient.
   static absl::StatusOr<std::unique_ptr<ClipText>> Make(const Declare& declare,
                                                         const ClipTextConfig& config);
   void Pack(const Masters& masters) const;
 
-  /// What Forward() leaves for Backward().
+  /// What Backward() needs from Forward().
   struct Kept {
     struct Layer {
       LayerNorm::Kept norm1, norm2;
@@ -32,7 +32,8 @@ class ClipText {
   };
   /// ids and positions (0, 1, …) I32 [N, tokens] → [N, tokens, hidden_size].
   Tensor Forward(Pass& pass, const Tensor& ids, const Tensor& positions, Kept* kept) const;
-  /// Writes the gradients of all parameters. `dstates` is overwritten; `kept` is freed bit by bit.
+  /// Writes the gradients of all parameters. `dstates` is overwritten; `kept` is freed piece by
+  /// piece.
   void Backward(Pass& pass, const Tensor& ids, const Tensor& positions, Kept kept,
                 const Tensor& dstates) const;
 

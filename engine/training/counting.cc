@@ -12,7 +12,6 @@ class CountingBackend final : public Backend {
   std::string description() const override { return "counts work and does none"; }
   denoised::Device device() const override { return denoised::Device::kCpu; }
   DType activation_dtype() const override { return dtype_; }
-  bool trains_text_to_image() const override { return true; }
   void SetChunkRows(int64_t rows) override { chunk_rows_ = rows; }
   int64_t chunk_rows() const override { return chunk_rows_; }
   int64_t PassChunks(int64_t) const override { return 1; }
@@ -86,7 +85,6 @@ class CountingBackend final : public Backend {
   void MakeSamples(const SamplesArgs&) override {}
   void Noise(uint64_t, const Tensor&, const Tensor&, const Tensor&) override {}
   void Loss(const LossArgs&) override {}
-  bool trains_variance() const override { return true; }
   void VarianceLoss(const VarianceLossArgs&) override {}
   void Gaussian(const GaussianArgs&) override {}
   void GaussianBackward(const GaussianBackwardArgs&) override {}

@@ -28,7 +28,7 @@ class SoleExchange final : public Exchange {
   }
 };
 
-/// Where two threads meet: each leaves its tensor and takes the other's.
+/// Two threads exchange tensors: each leaves its own and takes the other's.
 class LoopbackMeeting {
  public:
   void Swap(int side, const Tensor& mine, const Tensor& theirs) {
@@ -138,7 +138,7 @@ class TcpExchange final : public Exchange {
   absl::Status Connect(const std::string& host, const std::string& port);
 
  private:
-  /// Who opens a connection, and where it listens itself (in network order; 0 for rank 0).
+  /// The rank that opens a connection, and its own port (in network byte order; 0 for rank 0).
   struct Hello {
     uint32_t magic = 0x64656e31, rank = 0, ranks = 0, port = 0, address = 0;
   };
@@ -219,7 +219,7 @@ absl::StatusOr<Socket> TcpExchange::Accept(const Socket& listener, Hello* hello,
     const int on = 1;
     setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     if (!Receive(socket, hello, sizeof *hello).ok() || hello->magic != Hello().magic)
-      continue;  // not one of us
+      continue;  // not a rank of this run
     if (hello->ranks != static_cast<uint32_t>(ranks_) ||
         hello->rank >= static_cast<uint32_t>(ranks_) || peers_[hello->rank].open())
       return InvalidArgument(

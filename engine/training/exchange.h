@@ -11,17 +11,16 @@
 
 namespace denoised::training {
 
-/// How ranks exchange gradients. Each rank owns a subtree of a step's chunks; at level i it swaps
-/// its sum with rank ^ 2ⁱ and both add the two, which is the rest of the tree: an addition of two
-/// numbers does not depend on their order, so all ranks have the same bits, and the same as one
-/// rank alone.
+/// How ranks exchange gradients. Each rank owns a subtree of a step's chunks. At level i it swaps
+/// its sum with rank ^ 2ⁱ, and both add the two; this computes the rest of the tree. The sum of two
+/// numbers does not depend on their order, so all ranks have the same bits as one rank alone.
 class Exchange {
  public:
   virtual ~Exchange() = default;
   virtual int rank() const = 0;
   virtual int ranks() const = 0;
-  /// Sends `mine` to `partner` and receives as much from it into `theirs`; both call it. F32 on the
-  /// device of the backend. Unavailable names the rank that is lost.
+  /// Sends `mine` to `partner` and receives as many bytes from it into `theirs`; both must call it.
+  /// F32 on the device of the backend. Unavailable names the rank that is lost.
   virtual absl::Status Swap(const Tensor& mine, const Tensor& theirs, int partner) = 0;
 };
 
@@ -32,8 +31,8 @@ std::unique_ptr<Exchange> NewSoleExchange();
 std::vector<std::unique_ptr<Exchange>> NewLoopbackExchanges(int ranks);
 
 /// Several processes, over TCP. Rank 0 listens on `address` ("host:port"); the others connect to
-/// it, learn each other's addresses, and connect among themselves. Waits `timeout_seconds` for all
-/// of them, and as long for a partner in Swap(). The connections are neither encrypted nor
+/// it, learn each other's addresses and connect to each other. Waits `timeout_seconds` for all of
+/// them, and as long for a partner in Swap(). The connections are neither encrypted nor
 /// authenticated: use a private network. InvalidArgument, Unavailable.
 absl::StatusOr<std::unique_ptr<Exchange>> ConnectExchange(int rank, int ranks,
                                                           const std::string& address,

@@ -12,8 +12,10 @@
 namespace denoised::training {
 namespace {
 
-/// Pictures of a pass: fixed, so that the bits do not depend on threads.
-constexpr int64_t kRows = 8;
+/// Pictures per pass. Fixed, so that the bits do not depend on the number of threads.
+int64_t RowsOfPass(const Backend& backend) {
+  return backend.device() == denoised::Device::kCpu ? 8 : 64;
+}
 
 /// Moments [M, h, w, 2C] of pictures: mean, then the logarithm of the variance.
 absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& config,
@@ -37,6 +39,7 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
     backend.Upload(from.data(), from.bytes(), parameters.Part(fixed, static_cast<int>(i)));
   }
   model->Pack({backend, parameters, {}, fixed});
+  const int64_t pass_rows = RowsOfPass(backend);
 
   const auto encode = [&](Backend& on, const AutoencoderKL& with, const Parameters& its,
                           const Tensor& its_weights, Arena& arena, const Tensor& x) {
@@ -47,25 +50,42 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
               .fixed = its_weights,
               .recompute_norms = true};  // nothing is kept for longer than needed
     AutoencoderKL::Kept kept;
-    return with.Encode(pass, pass.ToActivation(x), &kept);
+    return with.Encode(pass, x, &kept);
   };
-  // What a pass needs, counted.
+  // Counts the memory that a pass needs.
   Cost cost;
   Parameters counted;
   const std::unique_ptr<Backend> counting = NewCountingBackend(backend.activation_dtype(), &cost);
   DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<AutoencoderKL> counted_model,
                             AutoencoderKL::Make(Declare(*counting, counted).Frozen(), config));
   Arena measuring = Arena::Measuring(backend.device());
-  const Shape shape{kRows, height, width, channels};
-  DENOISED_ASSIGN_OR_RETURN(const Tensor nothing, counting->Allocate(shape, DType::kF32, ""));
+  const Shape shape{pass_rows, height, width, channels};
+  DENOISED_ASSIGN_OR_RETURN(const Tensor nothing,
+                            counting->Allocate(shape, backend.activation_dtype(), ""));
   encode(*counting, *counted_model, counted, fixed, measuring, nothing);
 
   struct Worker {
     Arena arena;
-    Tensor x;
+    Tensor pictures, rows, step, x, target, condition;
+  };
+  const auto open = [&]() -> absl::StatusOr<Worker> {
+    const auto allocate = [&](const Shape& of, DType dtype) {
+      return backend.Allocate(of, dtype, "the pictures of a pass");
+    };
+    DENOISED_ASSIGN_OR_RETURN(Tensor block,
+                              backend.Allocate({static_cast<int64_t>(measuring.peak())}, DType::kU8,
+                                               "activations of the autoencoder"));
+    Worker worker{Arena(std::move(block)), {}, {}, {}, {}, {}, {}};
+    DENOISED_ASSIGN_OR_RETURN(worker.pictures, allocate(shape, DType::kU8));
+    DENOISED_ASSIGN_OR_RETURN(worker.rows, allocate({pass_rows, 16}, DType::kI32));
+    DENOISED_ASSIGN_OR_RETURN(worker.step, allocate({1}, DType::kI32));
+    DENOISED_ASSIGN_OR_RETURN(worker.x, allocate(shape, backend.activation_dtype()));
+    DENOISED_ASSIGN_OR_RETURN(worker.target, allocate(shape, DType::kF32));
+    DENOISED_ASSIGN_OR_RETURN(worker.condition, allocate({pass_rows}, DType::kF32));
+    return worker;
   };
   std::vector<std::optional<Worker>> workers(backend.workers());
-  const int64_t total = mirrored ? 2 * count : count, passes = (total + kRows - 1) / kRows;
+  const int64_t total = mirrored ? 2 * count : count, passes = (total + pass_rows - 1) / pass_rows;
   const int64_t latent = height / factor * (width / factor) * 2 * config.vae.latent_channels;
   Tensor moments = Tensor::Host(
       {total, height / factor, width / factor, 2 * int64_t{config.vae.latent_channels}},
@@ -75,34 +95,35 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
   const auto pass = [&](int64_t index, int worker) -> absl::Status {
     std::optional<Worker>& at = workers[worker];
     if (!at) {
-      DENOISED_ASSIGN_OR_RETURN(
-          Tensor block, backend.Allocate({static_cast<int64_t>(measuring.peak())}, DType::kU8,
-                                         "activations of the autoencoder"));
-      DENOISED_ASSIGN_OR_RETURN(Tensor x, backend.Allocate(shape, DType::kF32, "pictures"));
-      at.emplace(Worker{Arena(std::move(block)), std::move(x)});
+      DENOISED_ASSIGN_OR_RETURN(at, open());
     }
-    std::vector<float> pixels(shape.elements());
-    const int64_t each = height * width * channels;
-    for (int64_t n = 0; n < kRows; ++n) {
-      const int64_t row = std::min(index * kRows + n, total - 1);
-      const uint8_t* from = pictures.as<uint8_t>() + row % count * each;
-      for (int64_t i = 0; i < each; ++i) {
-        const int64_t c = i % channels, w = i / channels % width, line = i / channels / width;
-        const int64_t column = row < count ? w : width - 1 - w;
-        pixels[n * each + i] =
-            static_cast<float>(from[(line * width + column) * channels + c]) / 127.5f - 1.0f;
-      }
+    // Samples without noise; behind the last picture it is repeated.
+    const size_t each = pictures.bytes() / static_cast<size_t>(count);
+    std::vector<uint8_t> pixels(static_cast<size_t>(pass_rows) * each);
+    std::vector<SampleRow> plan(static_cast<size_t>(pass_rows));
+    for (int64_t n = 0; n < pass_rows; ++n) {
+      const int64_t row = std::min(index * pass_rows + n, total - 1);
+      std::copy_n(pictures.as<uint8_t>() + row % count * static_cast<int64_t>(each), each,
+                  pixels.data() + n * static_cast<int64_t>(each));
+      plan[n] = {.image = n, .flip = row < count ? 0 : 1, .signal = 1, .noise = 0};
     }
-    backend.Upload(pixels.data(), at->x.bytes(), at->x);
+    backend.Upload(pixels.data(), pixels.size(), at->pictures);
+    backend.Upload(plan.data(), plan.size() * sizeof(SampleRow), at->rows);
+    backend.MakeSamples({.images = at->pictures,
+                         .rows = at->rows,
+                         .step = at->step,
+                         .x = at->x,
+                         .target = at->target,
+                         .condition = at->condition});
     DENOISED_ASSIGN_OR_RETURN(
         const Tensor done,
         backend.Download(encode(backend, *model, parameters, fixed, at->arena, at->x)));
-    std::copy_n(done.as<float>(), std::min(kRows, total - index * kRows) * latent,
-                moments.as<float>() + index * kRows * latent);
+    std::copy_n(done.as<float>(), std::min(pass_rows, total - index * pass_rows) * latent,
+                moments.as<float>() + index * pass_rows * latent);
     return absl::OkStatus();
   };
-  const int64_t chunk_rows = backend.chunk_rows();  // of a run that goes on afterwards
-  backend.SetChunkRows(kRows);
+  const int64_t chunk_rows = backend.chunk_rows();  // restored afterwards for the caller's run
+  backend.SetChunkRows(pass_rows);
   backend.ForEachPass(passes, [&](int64_t index, int worker) {
     const absl::Status status = pass(index, worker);
     MutexLock lock(&mutex);
@@ -114,7 +135,7 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
   return moments;
 }
 
-/// diffusers clamps the logarithm so.
+/// diffusers clamps the logarithm to these bounds.
 double DeviationOf(float log_variance) {
   return std::exp(0.5 * std::clamp(static_cast<double>(log_variance), -30.0, 20.0));
 }
@@ -139,7 +160,6 @@ absl::StatusOr<AutoencoderWeights> ReadAutoencoder(const AutoencoderKLConfig& co
 absl::StatusOr<Tensor> EncodePosteriors(Backend& backend, const AutoencoderKLConfig& config,
                                         const AutoencoderWeights& weights, const Tensor& pictures,
                                         bool mirrored) {
-  DENOISED_RETURN_IF_ERROR(CheckTrainsTextToImage(backend));
   DENOISED_ASSIGN_OR_RETURN(Tensor moments, Moments(backend, config, weights, pictures, mirrored));
   const int64_t channels = config.vae.latent_channels;
   for (int64_t i = 0; i < moments.elements(); i += 2 * channels) {

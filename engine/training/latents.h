@@ -14,18 +14,17 @@ using AutoencoderWeights = std::map<std::string, Tensor>;
 absl::StatusOr<AutoencoderWeights> ReadAutoencoder(const AutoencoderKLConfig& config,
                                                    const Weights& weights);
 
-/// What an autoencoder that is not trained any more makes of pictures, U8 [M, H, W, C]: F32 [M,
+/// Encodes pictures, U8 [M, H, W, C], with an autoencoder that is no longer trained: F32 [M,
 /// H / factor, W / factor, 2 · latent_channels] on the host, mean before deviation, scaled as the
 /// network over latents reads them. With `mirrored` the pictures, mirrored left to right, follow:
-/// [2M, …]. InvalidArgument if the edges are no multiples of the factor; Unimplemented where the
-/// backend lacks the ops.
+/// [2M, …]. InvalidArgument if the edges are no multiples of the factor.
 absl::StatusOr<Tensor> EncodePosteriors(Backend& backend, const AutoencoderKLConfig& config,
                                         const AutoencoderWeights& weights, const Tensor& pictures,
                                         bool mirrored);
 
-/// Folds mean and deviation of each latent channel over `pictures` (U8 [M, H, W, C]) into the 1×1
-/// convolutions beside, so that latents have mean 0 and variance 1 where scaling_factor is 1.
-/// InvalidArgument without quant_conv and post_quant_conv.
+/// Measures mean and deviation of each latent channel over `pictures` (U8 [M, H, W, C]) and folds
+/// them into quant_conv and post_quant_conv, so that with scaling_factor 1 latents have mean 0 and
+/// variance 1. InvalidArgument if the autoencoder lacks these convolutions.
 absl::Status StandardizeLatents(Backend& backend, const AutoencoderKLConfig& config,
                                 const Tensor& pictures, AutoencoderWeights* weights);
 

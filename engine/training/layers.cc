@@ -365,7 +365,7 @@ Tensor ResnetBlock::Forward(Pass& pass, const Tensor& x, const Tensor& skip, con
   }
   const int64_t n = input.dim(0), h = input.dim(1), w = input.dim(2), c = input.dim(3);
   Tensor normed = norm1_.Forward(pass, input, {}, &kept->norm1);
-  kept->input = input;  // as the residual or the shortcut reads it
+  kept->input = input;  // for the residual or the shortcut
   if (options_.resample == Resample::kUp) {
     kept->input = pass.New({n, 2 * h, 2 * w, c});
     pass.backend.Upsample2x(input, kept->input);
@@ -389,7 +389,7 @@ Tensor ResnetBlock::Forward(Pass& pass, const Tensor& x, const Tensor& skip, con
                             .geometry = conv2_.Same(),
                             .residual = residual,
                             .scale = static_cast<float>(1 / options_.output_scale_factor)});
-  // The shortcut's weights need its input; a plain residual needs nothing.
+  // The gradients of the shortcut's weights need its input; a plain residual needs nothing.
   if (!has_shortcut()) kept->input = {};
   return out;
 }

@@ -11,8 +11,8 @@
 #include "engine/training/parameters.h"
 
 /// The modules of a network, each with an explicit backward pass. A module declares its parameters
-/// when it is made, and packs their values after every update. Forward() leaves what its twin needs
-/// in a struct of its own, Kept; Backward() takes that, writes the gradients of the module's
+/// when it is made, and packs their values after every update. Forward() stores what Backward()
+/// needs in the module's struct Kept. Backward() takes that, writes the gradients of the module's
 /// parameters into Pass::gradient and returns the gradient of its input. Modules are immutable
 /// during passes, so several passes may use one at a time.
 
@@ -29,7 +29,7 @@ struct Pass {
   Tensor step;            // I32 [1]
   uint64_t seed = 0;
   float dropout = 0;
-  /// Outputs of group norms are computed again in the backward pass instead of kept.
+  /// The backward pass recomputes the outputs of group norms instead of keeping them.
   bool recompute_norms = false;
 
   Tensor New(const Shape& shape) { return arena.New(shape, backend.activation_dtype()); }
@@ -41,23 +41,23 @@ struct Pass {
     DENOISED_CHECK(parameters[index].trained, "{} is fixed", parameters[index].name);
     return parameters.Part(gradient, index);
   }
-  /// `a` in F32, or as an activation; `a` itself when it is already.
+  /// `a` converted to F32, or to the activation dtype; `a` itself if it has that dtype.
   Tensor ToF32(const Tensor& a) { return Converted(a, DType::kF32); }
   Tensor ToActivation(const Tensor& a) { return Converted(a, backend.activation_dtype()); }
-  /// out = a·scale; a itself when the scale is 1.
+  /// out = a·scale; `a` itself if the scale is 1.
   Tensor Scaled(const Tensor& a, float scale);
 
  private:
   Tensor Converted(const Tensor& a, DType dtype);
 };
 
-/// Where a module declares its parameters: a prefix of their names.
+/// Declares a module's parameters under a prefix of their names.
 class Declare {
  public:
   Declare(Backend& backend, Parameters& parameters) : Declare(backend, parameters, "") {}
   Declare operator/(std::string_view name) const;
   Declare operator/(int index) const { return *this / std::to_string(index); }
-  /// The same, where nothing is trained: such a module has a forward pass only.
+  /// The same for a module that is not trained and has only a forward pass.
   Declare Frozen() const {
     Declare frozen = *this;
     frozen.trained_ = false;
@@ -109,7 +109,8 @@ class Conv2d {
 
 struct LinearOptions {
   bool bias = true;
-  /// Of normally distributed weights beside biases of 0, as transformers begins; else as PyTorch.
+  /// If set, initial weights are normally distributed and biases 0, as in transformers. Otherwise
+  /// they are PyTorch's.
   std::optional<double> deviation;
 };
 
@@ -190,7 +191,7 @@ class TimestepEmbedding {
   Linear linear_1_, linear_2_;
 };
 
-/// diffusers' Attention of UNet2DModel: group norm, self-attention, residual, division.
+/// diffusers' Attention in UNet2DModel: group norm, self-attention, residual, division.
 class SelfAttention {
  public:
   struct Options {

@@ -192,7 +192,7 @@ nlohmann::json Objective::SchedulerConfig() const {
   const char* const prediction = options_.kind == Kind::kEpsilon ? "epsilon"
                                  : options_.kind == Kind::kV     ? "v_prediction"
                                                                  : "sample";
-  if (options_.learned_variance)  // of diffusers' schedulers, DDPM draws from such a variance
+  if (options_.learned_variance)  // DDPM is diffusers' scheduler that samples with it
     return {{"_class_name", "DDPMScheduler"},
             {"beta_start", options_.beta_start},
             {"beta_end", options_.beta_end},

@@ -30,10 +30,10 @@ struct ObjectiveOptions {
   /// The network predicts its variance too, as "learned_range" of 2102.09672: twice the channels.
   bool learned_variance = false;
   double variance_weight = 1e-3;  // λ of L_vlb
-  /// kV: plain v weights the image's error by SNR + 1 (2202.00512); at most this + 1.
+  /// kV: plain v weights the image's error by SNR + 1 (2202.00512); the SNR is capped at this.
   std::optional<double> cap_snr;
 
-  // kFlow: σ is uniform in (0, 1), or the logistic function of a normal number (2403.03206).
+  // kFlow: σ is uniform in (0, 1), or the logistic function of a normal random number (2403.03206).
   bool logit_normal = true;
 };
 
@@ -49,11 +49,11 @@ class Objective {
   /// own random numbers.
   void Plan(uint64_t seed, uint32_t step, uint32_t sample, SampleRow* row) const;
 
-  /// VarianceLossArgs::weight: L_vlb is the sum over all timesteps of L in bits, and one timestep
-  /// is drawn.
+  /// VarianceLossArgs::weight. L_vlb is the sum of L over all timesteps, in bits; a sample has one
+  /// random timestep.
   double VarianceWeight() const;
 
-  /// The scheduler_config.json with which diffusers and the server sample such a network.
+  /// The scheduler_config.json with which diffusers and the server sample the trained network.
   nlohmann::json SchedulerConfig() const;
 
  private:

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kAlignment = 16;  // elements
 
-/// FNV-1a: which random numbers are a parameter's own.
+/// FNV-1a. Selects the random numbers of a parameter by its name.
 uint64_t HashOf(const std::string& name) {
   uint64_t hash = 0xcbf29ce484222325u;
   for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;

@@ -10,7 +10,7 @@
 
 namespace denoised::training {
 
-/// How a parameter begins: as PyTorch's modules make it.
+/// The initial values of a parameter, as in PyTorch's modules.
 struct Initial {
   enum class Kind { kUniform, kNormal, kConstant } kind = Kind::kConstant;
   double value = 0;  // half the width (1/√fan-in), the standard deviation, or the constant
@@ -22,17 +22,17 @@ struct Initial {
 
 struct Parameter {
   std::string name;  // in the checkpoint: "conv_in.weight"
-  Shape shape;       // as there
+  Shape shape;       // in the checkpoint
   Initial initial;
   bool trained = true;  // false: fixed from the start (Fourier frequencies)
-  bool served = true;   // false: not part of the network that is sampled, nor of its files
-  int64_t offset = 0;   // first element in the flat tensor of all trained, or of all fixed ones
+  bool served = true;   // false: not part of the served network, nor of its files
+  int64_t offset = 0;   // first element in the flat tensor of all trained, or all fixed, parameters
 };
 
 /// The parameters of a network in the order in which its modules declared them. Master weights,
 /// gradient, moments and averages are one flat F32 tensor each; a parameter is a part of it, in the
-/// checkpoint's own shape, that begins at a multiple of 64 bytes. What lies between parts is 0 and
-/// stays 0.
+/// checkpoint's own shape, that begins at a multiple of 64 bytes. The gaps between parts are 0 and
+/// stay 0.
 class Parameters {
  public:
   /// Returns its index.
@@ -46,7 +46,7 @@ class Parameters {
   int64_t fixed_elements() const { return fixed_; }
   /// The first one that is not fixed.
   int first_trained() const;
-  /// Without the gaps.
+  /// Elements without the gaps.
   int64_t count() const;
 
   /// The part of `flat` that is parameter `index`, in its shape.
@@ -54,11 +54,11 @@ class Parameters {
 
   /// Fills host tensors with initial values, which depend on (seed, name, element) alone.
   void Initialize(uint64_t seed, const Tensor& trained, const Tensor& fixed) const;
-  /// Fills those that are served from a checkpoint instead: those whose names begin with `prefix`,
-  /// which the checkpoint does not have. NotFound or InvalidArgument as Weights::Get().
+  /// Fills the served parameters from a checkpoint instead: those whose names begin with `prefix`.
+  /// The checkpoint's names lack the prefix. NotFound or InvalidArgument as Weights::Get().
   absl::Status Load(const Weights& weights, const Tensor& trained, const Tensor& fixed,
                     const std::string& prefix = "") const;
-  /// Views of host tensors by checkpoint name, of those that are served.
+  /// Views of the served parameters in host tensors, by checkpoint name.
   std::map<std::string, Tensor> Named(const Tensor& trained, const Tensor& fixed) const;
 
  private:

@@ -6,7 +6,7 @@
 namespace denoised::training {
 namespace {
 
-/// Samples that a thread takes at a time.
+/// How many samples a thread takes at a time.
 constexpr int64_t kBlock = 8;
 
 }  // namespace

@@ -10,20 +10,21 @@
 
 namespace denoised::training {
 
-/// Prepares the batches of coming steps on threads of its own while one step is made. What is in a
-/// batch depends on its step alone, so threads and timing change no bits.
+/// Prepares the next batch on threads of its own during a step. A batch depends on its step alone,
+/// so threads and timing change no bits.
 class Prefetcher {
  public:
   /// Writes `sample` of `step` to `to`. Called by several threads at a time, in any order.
   using Prepare = std::function<void(int64_t step, int64_t sample, uint8_t* to)>;
 
-  /// A batch is `samples` of `bytes` each; two batches are in memory. Nothing is prepared before
-  /// the first Take().
+  /// A batch is `samples` samples of `bytes` bytes each. Two batches are in memory. Nothing is
+  /// prepared before the first Take().
   Prefetcher(int threads, int64_t samples, int64_t bytes, Prepare prepare);
   ~Prefetcher();
 
-  /// Waits for the batch of `step`, which stays until the next call, and has the next one prepared.
-  /// Usually the step after the last one; any other starts anew. One thread calls it.
+  /// Waits for the batch of `step` and starts preparing the next one. The result is valid until the
+  /// next call. `step` is usually one more than in the last call; any other step starts afresh.
+  /// Only one thread may call it.
   const uint8_t* Take(int64_t step);
 
   static size_t MemoryFor(int64_t samples, int64_t bytes) {
@@ -44,7 +45,7 @@ class Prefetcher {
   int64_t next_step_ = 0, next_sample_ = 0;
   int64_t busy_ = 0;  // threads that prepare
   bool paused_ = true, stop_ = false;
-  std::vector<std::thread> threads_;  // last: they use all of the above
+  std::vector<std::thread> threads_;  // last, since they use all members above
 };
 
 }  // namespace denoised::training

@@ -7,13 +7,14 @@
 
 #include "engine/core/philox.h"
 
-/// The random numbers of training. Each is a function of (seed, purpose, step, sample, element) and
-/// of nothing else, so a run that is repeated or resumed, with any accumulation and any number of
-/// ranks, draws the same numbers. `sample` counts within the global batch of a step.
+/// The random numbers of training. Each is a function of (seed, purpose, step, sample, element)
+/// alone. So a run draws the same numbers when it is repeated or resumed, with any accumulation and
+/// any number of ranks. `sample` counts within the global batch of a step.
 
 namespace denoised::training {
 
-/// The low byte of Philox's last word, which is 0 in serving. A dropout layer has its number above.
+/// The low byte of Philox's last word, which is 0 in serving. The bytes above have the number of a
+/// dropout layer.
 enum class Purpose : uint32_t {
   kNoise = 1,    // ε of a sample's pixels
   kLevel = 2,    // its noise level or timestep
@@ -22,9 +23,9 @@ enum class Purpose : uint32_t {
   kDropout = 5,
   kOrder = 6,      // the permutation of an epoch
   kInitial = 7,    // weights
-  kPosterior = 8,  // a latent of what an autoencoder makes of a picture
+  kPosterior = 8,  // a latent from the distribution that an autoencoder predicts
   kCaption = 9,    // which of a picture's captions
-  kPicture = 10,   // which picture, where they have weights
+  kPicture = 10,   // which picture, if pictures have weights
 };
 
 /// Four random words: `block` counts elements in fours.
@@ -38,8 +39,8 @@ DENOISED_HOST_DEVICE inline float UniformOf(uint32_t bits) {
   return static_cast<float>(bits >> 8) * 0x1p-24f;
 }
 
-/// A permutation of [0, count) that depends on (seed, epoch) alone: nothing of it is stored. A
-/// Feistel network of six rounds over the next power of four, walked until it is below `count`.
+/// A permutation of [0, count) that depends on (seed, epoch) alone, so it is not stored. A Feistel
+/// network of six rounds over the next power of four, applied until the result is below `count`.
 inline int64_t Permute(uint64_t seed, uint32_t epoch, int64_t count, int64_t index) {
   int bits = 1;
   while ((int64_t{1} << (2 * bits)) < count) ++bits;
@@ -58,8 +59,8 @@ inline int64_t Permute(uint64_t seed, uint32_t epoch, int64_t count, int64_t ind
   return static_cast<int64_t>(value);
 }
 
-/// A picture with the probability of its weight. `cumulative` are sums of weights, the last of
-/// which is above 0.
+/// Draws a picture with a probability proportional to its weight. `cumulative` are the cumulative
+/// sums of the weights; the last is above 0.
 inline int64_t DrawWeighted(uint64_t seed, uint32_t step, uint32_t sample,
                             const std::vector<double>& cumulative) {
   const Philox4 bits = Draw(seed, Purpose::kPicture, step, sample, 0);

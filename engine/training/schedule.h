@@ -17,7 +17,7 @@ struct RateSchedule {
   int64_t warmup_steps = 0;
   int64_t reference_steps = 10000;  // kInverseSqrt
 
-  /// Of step `step` (from 0) of `steps`.
+  /// The rate of step `step` (from 0) of `steps`.
   double At(int64_t step, int64_t steps) const;
 };
 
@@ -30,10 +30,10 @@ struct AverageOptions {
   } kind = Kind::kDecay;
   double value = 0.999;
 
-  /// "decay_0.999", "power_0.05": the name of its folder.
+  /// The name of its folder: "decay_0.999", "power_0.05".
   std::string Name() const;
   absl::Status Check() const;
-  /// d at the update that makes step `step` (from 1).
+  /// d in the update of step `step` (from 1).
   double DecayAt(int64_t step) const;
 };
 

@@ -11,7 +11,7 @@
 namespace denoised::training {
 namespace {
 
-/// Samples of a diffusion objective, as a network reads them.
+/// The samples of a diffusion objective, as a network reads them.
 struct Noised {
   Tensor x, target, condition, label, image;
 };
@@ -223,13 +223,6 @@ struct ShapeOf {
 };
 
 }  // namespace
-
-absl::Status CheckTrainsTextToImage(const Backend& backend) {
-  if (backend.trains_text_to_image()) return absl::OkStatus();
-  return Unimplemented(
-      "text to image and autoencoders cannot be trained on {} yet; use --device cpu",
-      backend.name());
-}
 
 Shape SampleShape(const NetworkConfig& config) { return std::visit(ShapeOf(), config); }
 

@@ -17,7 +17,7 @@ namespace denoised::training {
 struct TextToImageConfig {
   UNet2DConditionConfig unet;
   ClipTextConfig text;
-  bool train_text = true;  // false: the text encoder stays as it was loaded
+  bool train_text = true;  // false: the text encoder does not change
 };
 
 /// An AutoencoderKL and its loss: mean |error| + edges · (errors of the differences of neighbours
@@ -31,11 +31,8 @@ struct AutoencoderConfig {
 /// What a run trains.
 using NetworkConfig = std::variant<UNet2DConfig, TextToImageConfig, AutoencoderConfig>;
 
-/// [height, width, channels] of what a step draws: pixels, or latents.
+/// [height, width, channels] of a sample: pixels, or latents.
 Shape SampleShape(const NetworkConfig& config);
-
-/// Unimplemented, with the remedy, where the backend lacks the ops of all but a UNet2DConfig.
-absl::Status CheckTrainsTextToImage(const Backend& backend);
 
 /// What the host says of every sample, a row each. Undefined: the network does not read it.
 struct Samples {
@@ -46,7 +43,7 @@ struct Samples {
   Tensor tokens;     // I32 [N, tokens], of text to image
   Tensor positions;  // I32 [N, tokens]: 0, 1, …
 
-  /// of(member) for each.
+  /// Calls of(member) for each member.
   template <typename Function>
   Samples Map(const Function& of) const {
     return {of(rows), of(timesteps), of(vectors), of(augment), of(tokens), of(positions)};
@@ -55,7 +52,7 @@ struct Samples {
 
 /// The samples of a pass.
 struct TaskInput {
-  Tensor images;  // U8 pictures; of text to image posteriors, see SamplesArgs
+  Tensor images;  // U8 pictures; for text to image posteriors, see SamplesArgs
   Samples samples;
   float scale = 1;            // of the gradient: 1 / samples of the global batch
   float variance_weight = 0;  // of a learned variance, see VarianceLossArgs
@@ -67,7 +64,7 @@ struct TaskInput {
 class Task {
  public:
   virtual ~Task() = default;
-  /// Declares the parameters. `augment_labels` is of a UNet2DConfig, see UNet2D::Make().
+  /// Declares the parameters. `augment_labels` applies to a UNet2DConfig, see UNet2D::Make().
   /// InvalidArgument names what cannot be trained.
   static absl::StatusOr<std::unique_ptr<Task>> Make(Backend& backend, Parameters& parameters,
                                                     const NetworkConfig& config,

@@ -15,10 +15,11 @@
 namespace denoised::training {
 namespace {
 
-/// Behind a gradient: the loss, and how many ranks want to stop, which ride along; and a gap.
+/// Elements after a gradient, which are exchanged with it: the loss, the number of ranks that want
+/// to stop, and padding.
 constexpr int64_t kLossElements = 16;
 constexpr int kMaxAverages = 8;
-/// Where pictures turn out not to fit the device's memory.
+/// The error if the pictures do not fit into the device's memory.
 constexpr int kDefaultPrefetchThreads = 2;
 
 bool IsDdpm(ObjectiveOptions::Kind kind) {
@@ -26,12 +27,12 @@ bool IsDdpm(ObjectiveOptions::Kind kind) {
   return kind == Kind::kEpsilon || kind == Kind::kV || kind == Kind::kX0;
 }
 
-/// What a step draws from.
+/// The pictures or posteriors that a step draws from.
 const Tensor& PicturesOf(const Dataset& dataset) {
   return dataset.posteriors ? dataset.posteriors : dataset.images;
 }
 
-/// Augmented pictures are made anew for every step. Posteriors are small and stay in memory.
+/// Augmented pictures differ in every step. Posteriors are small and stay in memory.
 bool Prefetches(const TrainerOptions& options, const Dataset& dataset) {
   return !dataset.posteriors && (options.prefetch_threads > 0 || options.augment > 0);
 }
@@ -77,7 +78,7 @@ absl::StatusOr<Samples> NewSamples(Backend& backend, const NetworkConfig& config
   return samples;
 }
 
-/// What a pass takes, by one that is only counted.
+/// The memory and work of a pass, by counting.
 struct PassCount {
   int64_t parameters = 0, trained_elements = 0;
   size_t activation_bytes = 0;
@@ -147,7 +148,7 @@ absl::Status CheckPictures(const Shape& sample, const Tensor& images) {
   return absl::OkStatus();
 }
 
-/// What only a UNet2DModel has.
+/// Options that only a UNet2DModel supports.
 absl::Status CheckNoPixelOptions(const char* what, const TrainerOptions& options) {
   if (options.augment > 0)
     return InvalidArgument("augment is {}, which {} cannot be trained with; use 0", options.augment,
@@ -269,18 +270,6 @@ absl::Status CheckDatasetOf(const TextToImageConfig& config, const TrainerOption
   return absl::OkStatus();
 }
 
-absl::Status CheckBackend(const Backend& backend, const NetworkConfig& config,
-                          const TrainerOptions& options) {
-  if (!std::holds_alternative<UNet2DConfig>(config))
-    DENOISED_RETURN_IF_ERROR(CheckTrainsTextToImage(backend));
-  if (options.objective.learned_variance && !backend.trains_variance())
-    return Unimplemented(
-        "out_channels is twice in_channels, a learned variance, which cannot be trained on {} yet; "
-        "make them equal, or use --device cpu",
-        backend.name());
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 absl::Status TrainerOptions::Check(int ranks) const {
@@ -322,7 +311,7 @@ absl::Status TrainerOptions::Check(int ranks) const {
   return absl::OkStatus();
 }
 
-/// Adds gradients of passes as they come, in the order of the tree. Passes end on any thread.
+/// Adds the gradients of passes as they arrive, in the order of the tree. Passes end on any thread.
 class Trainer::Tree {
  public:
   Tree(Backend& backend, int64_t elements) : backend_(backend), elements_(elements) {}
@@ -338,7 +327,7 @@ class Trainer::Tree {
     }
     return backend_.Allocate({elements_}, DType::kF32, "a gradient");
   }
-  /// The sum over the `leaf`-th pass. Whoever completes a pair adds it and goes up.
+  /// Takes the sum of pass `leaf`. The call that completes a pair adds it and continues upwards.
   void Add(int64_t leaf, Tensor sum) {
     for (int level = 0;; ++level, leaf /= 2) {
       Tensor other;
@@ -366,7 +355,7 @@ class Trainer::Tree {
     leaves_ = leaves;
     for (auto& [node, tensor] : waiting_) free_.push_back(std::move(tensor));
     waiting_.clear();
-    // The same tensors for the same passes in every step: a recording has their addresses.
+    // The same passes use the same tensors in every step, since a recording has their addresses.
     std::sort(free_.begin(), free_.end(),
               [](const Tensor& a, const Tensor& b) { return a.data() < b.data(); });
   }
@@ -413,7 +402,6 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Make(Backend& backend, Exchang
                                                        const Dataset& dataset) {
   DENOISED_RETURN_IF_ERROR(options.Check(exchange.ranks()));
   DENOISED_RETURN_IF_ERROR(CheckDataset(config, options, dataset));
-  DENOISED_RETURN_IF_ERROR(CheckBackend(backend, config, options));
   DENOISED_ASSIGN_OR_RETURN(Objective objective, Objective::Make(options.objective));
   std::unique_ptr<Trainer> trainer(
       new Trainer(backend, exchange, config, options, std::move(objective), dataset));
@@ -428,7 +416,6 @@ absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkC
                                           int ranks) {
   DENOISED_RETURN_IF_ERROR(options.Check(ranks));
   DENOISED_RETURN_IF_ERROR(CheckDataset(config, options, dataset));
-  DENOISED_RETURN_IF_ERROR(CheckBackend(backend, config, options));
   TrainerPlan plan;
   const int64_t local_chunks = options.chunks / ranks;
   const int64_t pass_chunks = backend.PassChunks(local_chunks / options.accumulation);
@@ -449,7 +436,7 @@ absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkC
   const auto leaves = static_cast<uint64_t>(options.chunks / pass_chunks);
   const auto levels = static_cast<int64_t>(std::bit_width(leaves));
   int64_t copies = 3 + static_cast<int64_t>(options.averages.size()) + workers - 1 + levels;
-  // Beside the masters a GPU has packed weights, for both directions.
+  // A GPU also has packed weights, for both directions.
   if (backend.device() != denoised::Device::kCpu)
     copies += backend.activation_dtype() == DType::kF32 ? 2 : 1;
   plan.weight_bytes = static_cast<size_t>(pass.trained_elements * copies) * sizeof(float);
@@ -556,7 +543,7 @@ int64_t Trainer::PictureOf(int64_t step, int64_t local_sample) const {
   return Permute(options_.seed, static_cast<uint32_t>(at / pictures), pictures, at % pictures);
 }
 
-/// On a thread of the prefetcher.
+/// Runs on a thread of the prefetcher.
 void Trainer::PreparePicture(int64_t step, int64_t local_sample, uint8_t* to) const {
   const Tensor& all = dataset_.images;
   const int64_t bytes = static_cast<int64_t>(all.bytes()) / all.dim(0);
@@ -755,7 +742,7 @@ absl::Status Trainer::AddOtherRanks() {
     if (backend_.device() == denoised::Device::kCpu) {
       DENOISED_RETURN_IF_ERROR(exchange_.Swap(sum_, received_, partner));
     } else {
-      // Exchanges swap memory of the host.
+      // Exchanges swap host memory.
       DENOISED_ASSIGN_OR_RETURN(const Tensor mine, backend_.Download(sum_));
       const Tensor theirs = Tensor::Host(mine.shape(), DType::kF32);
       DENOISED_RETURN_IF_ERROR(exchange_.Swap(mine, theirs, partner));

@@ -23,15 +23,15 @@ struct TrainerOptions {
   ObjectiveOptions objective;
   RateSchedule rate;
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.01;
-  double clip = 1;  // of the gradient's norm; 0: none
+  double clip = 1;  // the largest norm of the gradient; 0: no clipping
   std::vector<AverageOptions> averages = {{}};
   double dropout = 0;        // in the resnets
-  double class_dropout = 0;  // the share of samples that are shown null_class, or no caption
+  double class_dropout = 0;  // the share of samples that get null_class, or the empty caption
   int null_class = -1;
   bool flip = false;   // half of the samples are mirrored
   double augment = 0;  // probability of each of EDM's augmentations (augment.h); 0: none
-  /// 0: the pictures lie in the device's memory. Otherwise this many threads copy those of the next
-  /// step while one is made. The bits do not depend on it.
+  /// 0: all pictures are in the device's memory. Otherwise this many threads copy those of the next
+  /// step during the current one. The bits do not depend on it.
   int prefetch_threads = 0;
   bool recompute_norms = false;  // less memory, a little slower
 
@@ -44,13 +44,13 @@ struct Dataset {
   Tensor images;                // U8 [M, H, W, C] on the host; may be a mapped file
   std::vector<int32_t> labels;  // one each, or empty
   Tensor vectors;               // F32 [M, D] on the host: a class vector each; or undefined
-  /// [M]: how often each picture is drawn beside the others; not all 0. Empty: in turns, each once
-  /// an epoch.
+  /// [M]: the relative frequency of each picture; not all 0. Empty: each picture comes once per
+  /// epoch.
   std::vector<double> weights;
 
-  // Of text to image, instead:
-  /// F32 [M, h, w, 2C] on the host: what the autoencoder makes of each picture, as the network
-  /// reads it; mean, then deviation. With flip [2M, …]: the mirrored pictures follow.
+  // For text to image, instead of images and labels:
+  /// F32 [M, h, w, 2C] on the host: the encoded pictures, as the network reads them; mean, then
+  /// deviation. With flip [2M, …]: the mirrored pictures follow.
   Tensor posteriors;
   Tensor tokens;  // I32 [captions + 1, tokens] on the host; the last is the empty caption
   std::vector<int32_t> first_caption;  // [M + 1]: picture i has those from [i] to [i + 1]
@@ -61,7 +61,7 @@ struct Dataset {
 };
 
 struct StepReport {
-  int64_t step = 0;  // how many steps have been made
+  int64_t step = 0;  // how many steps are done
   double loss = 0;   // mean over the batch
   double gradient_norm = 0;
   double rate = 0;
@@ -69,7 +69,7 @@ struct StepReport {
   bool stop = false;     // some rank wants to stop: all learn it at the same step
 };
 
-/// What a run is at one moment, apart from its configuration. Host tensors; averages by
+/// The state of a run, without its configuration. Host tensors; averages in the order of
 /// TrainerOptions::averages.
 struct TrainerState {
   int64_t step = 0;
@@ -79,28 +79,27 @@ struct TrainerState {
   std::vector<Tensor> averages;
 };
 
-/// How much a run takes, from a pass that is only counted.
+/// The memory and work of a run, from a pass that only counts.
 struct TrainerPlan {
   int64_t parameters = 0;
   int64_t pass_rows = 0;        // samples of a pass
   size_t weight_bytes = 0;      // masters, gradients, moments, averages
   size_t activation_bytes = 0;  // of all passes at one time, without scratch memory of ops
-  size_t dataset_bytes = 0;     // what of the pictures is in memory
+  size_t dataset_bytes = 0;     // of the pictures that are in memory
   double step_flops = 0;        // of a whole step
 };
 
-/// Makes steps: plans samples, runs passes, adds gradients up as a tree, over ranks too, and
-/// updates the weights. Everything that a step does depends on (options, dataset, state) alone. Not
-/// thread-safe.
+/// Runs steps: plans samples, runs passes, adds gradients as a tree, also over ranks, and updates
+/// the weights. A step depends on (options, dataset, state) alone. Not thread-safe.
 class Trainer {
  public:
-  /// `backend` and `exchange` must outlive it. InvalidArgument where options, network and dataset
-  /// do not belong together; ResourceExhausted.
+  /// `backend` and `exchange` must outlive it. InvalidArgument if options, network and dataset do
+  /// not fit together; ResourceExhausted.
   static absl::StatusOr<std::unique_ptr<Trainer>> Make(Backend& backend, Exchange& exchange,
                                                        const NetworkConfig& config,
                                                        const TrainerOptions& options,
                                                        const Dataset& dataset);
-  /// Without memory: what a run on `backend` takes.
+  /// The memory and work of a run on `backend`, without allocating it.
   static absl::StatusOr<TrainerPlan> Plan(const Backend& backend, const NetworkConfig& config,
                                           const TrainerOptions& options, const Dataset& dataset,
                                           int ranks);
@@ -117,7 +116,7 @@ class Trainer {
   absl::Status Restore(const TrainerState& state);
   /// Starts from a checkpoint's weights instead of random ones; averages too.
   absl::Status LoadWeights(const Weights& weights) { return LoadWeights("", weights); }
-  /// Those parameters alone whose names begin with `prefix`, which the checkpoint does not have.
+  /// The same for the parameters whose names begin with `prefix`; the checkpoint's names lack it.
   absl::Status LoadWeights(const std::string& prefix, const Weights& weights);
 
   /// For tests: multiplies the first parameter's gradient in the next step.
@@ -137,7 +136,7 @@ class Trainer {
   void PlanSample(int64_t local_sample);
   void UploadSamples();
   void RunPass(int64_t pass, Arena& arena, const Tensor& gradient) const;
-  /// Enqueues the rank's passes; their sum is sum_ then.
+  /// Enqueues the rank's passes, whose sum goes to sum_.
   absl::Status RunPasses();
   void Update();
   absl::Status AddOtherRanks();

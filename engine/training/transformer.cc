@@ -6,7 +6,7 @@
 namespace denoised::training {
 namespace {
 
-// Not in the config: Transformer2DModel and BasicTransformerBlock have these as their defaults.
+// Not in the config: the defaults of Transformer2DModel and BasicTransformerBlock.
 constexpr double kGroupNormEps = 1e-6;
 constexpr double kLayerNormEps = 1e-5;
 constexpr int kFeedForwardFactor = 4;

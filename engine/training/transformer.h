@@ -7,7 +7,7 @@
 
 namespace denoised::training {
 
-/// Attention between sequences that are already projected: softmax(q kᵀ / √dim) v per head.
+/// Attention between projected sequences: softmax(q kᵀ / √dim) v per head.
 struct HeadAttention {
   int heads = 1;
   bool causal = false;
@@ -24,7 +24,7 @@ struct HeadAttention {
   AttentionArgs Args(const Kept& kept) const;
 };
 
-/// diffusers' BasicTransformerBlock: self-attention, attention to text states, GEGLU, each behind a
+/// diffusers' BasicTransformerBlock: self-attention, attention to text states, GEGLU, each after a
 /// layer norm and with a residual.
 class TransformerBlock {
  public:
@@ -38,8 +38,8 @@ class TransformerBlock {
   void Pack(const Masters& masters) const;
   /// x [N, tokens, C], states [N, text tokens, text_features].
   Tensor Forward(Pass& pass, const Tensor& x, const Tensor& states, Kept* kept) const;
-  /// Returns dx; adds to `dstates` (whose first user sets it); null: not wanted. `dout` stays as it
-  /// is.
+  /// Returns dx. Adds to `dstates`, which the first user sets; null: not wanted. `dout` does not
+  /// change.
   Tensor Backward(Pass& pass, const Kept& kept, const Tensor& states, const Tensor& dout,
                   Tensor* dstates) const;
 
@@ -57,13 +57,13 @@ class Transformer2D {
     int channels = 0, heads = 1, depth = 1;
     int text_features = 0;
     int groups = 32;
-    bool linear_projection = false;  // else 1×1 convolutions
+    bool linear_projection = false;  // false: 1×1 convolutions
   };
   struct Kept {
     GroupNorm::Kept norm;
     Tensor normed;  // only if it is not recomputed
     std::vector<TransformerBlock::Kept> blocks;
-    Tensor tokens;  // what proj_out reads
+    Tensor tokens;  // the input of proj_out
   };
   Transformer2D(const Declare& declare, const Options& options);
   void Pack(const Masters& masters) const;

@@ -15,7 +15,7 @@ struct UNet2D::KeptLevel {
 struct UNet2D::Kept {
   TimestepEmbedding::Kept time, label;
   Tensor embedding, activated;  // before and after the activation that all resnets apply
-  Tensor centered;              // what conv_in reads
+  Tensor centered;              // the input of conv_in
   std::vector<KeptLevel> down, up;
   ResnetBlock::Kept mid_resnets[2];
   SelfAttention::Kept mid_attention;
@@ -146,7 +146,7 @@ void UNet2D::Build(const Declare& declare) {
     if (config_.add_attention) {
       SelfAttention::Options attention = AttentionOf(channels.back());
       attention.output_scale_factor = config_.mid_block_scale_factor;
-      // Unlike elsewhere, the mid block's attention has no norm with scale_shift, unless asked for.
+      // With scale_shift, the mid block's attention has no norm unless the config asks for one.
       attention.groups = config_.attn_norm_num_groups;
       if (!attention.groups && !config_.scale_shift) attention.groups = *config_.norm_num_groups;
       mid_attention_.emplace(mid / "attentions" / 0, attention);
@@ -332,8 +332,8 @@ void UNet2D::Backward(Pass& pass, const NetworkInput& input, KeptPointer kept_po
   d = norm_out_.Backward(pass, kept.norm_out, d, {}, nullptr);
   kept.norm_out = {};
 
-  // The gradients of the skips come off the up path in the order in which the down path, walked
-  // backwards, takes them.
+  // The up path yields the gradients of the skips in the order in which the down path, traversed
+  // backwards, needs them.
   std::vector<Tensor> dskips;
   Tensor dtime;
   for (size_t i = up_.size(); i-- > 0;) {
@@ -357,7 +357,7 @@ void UNet2D::Backward(Pass& pass, const NetworkInput& input, KeptPointer kept_po
       dskips.push_back(std::move(dskip));
     }
   }
-  // The up path took the last skip first, so its gradient is the last that came off.
+  // The up path took the last skip first, so its gradient is the last one.
   if (!mid_resnets_.empty()) {
     d = mid_resnets_[1].Backward(pass, kept.mid_resnets[1], time, d, nullptr, &dtime);
     kept.mid_resnets[1] = {};
@@ -368,8 +368,8 @@ void UNet2D::Backward(Pass& pass, const NetworkInput& input, KeptPointer kept_po
     d = mid_resnets_[0].Backward(pass, kept.mid_resnets[0], time, d, nullptr, &dtime);
     kept.mid_resnets[0] = {};
   }
-  // d flows back along the path; what a skip received is added where the skip left it. Never in
-  // place: d may be the gradient that its own maker still reads.
+  // d flows back along the path, and a skip's gradient is added where the skip branched off. Never
+  // in place: the module that returned d may still read it.
   const auto join = [&] {
     const Tensor skip = std::move(dskips.back());
     dskips.pop_back();

@@ -10,7 +10,7 @@
 
 namespace denoised::training {
 
-/// What a network reads, a row per sample.
+/// The inputs of a network, one row per sample.
 struct NetworkInput {
   Tensor x;          // [N, H, W, C]
   Tensor condition;  // F32 [N]: timestep or c_noise
@@ -20,15 +20,15 @@ struct NetworkInput {
   Tensor augment;    // [N, augment_labels], see UNet2D::Make()
 };
 
-/// diffusers' UNet2DModel in everything that serving supports (engine/models/unet2d.h), with its
+/// diffusers' UNet2DModel, as far as serving supports it (engine/models/unet2d.h), with its
 /// backward pass. Declares its parameters by their checkpoint names when it is made. Immutable
 /// during passes.
 class UNet2D {
  public:
-  /// With `augment_labels`, the network reads so many numbers of each sample: EDM's conditional
+  /// With `augment_labels`, the network reads this many numbers for each sample: EDM's conditional
   /// augmentation. A linear map without bias, "map_augment.weight", adds them to the projected
   /// timestep. They are 0 when sampling, so the served network has no such map and is a plain
-  /// UNet2DModel. InvalidArgument if group norms do not divide the channels, or heads do not.
+  /// UNet2DModel. InvalidArgument if groups or heads do not divide the channels.
   static absl::StatusOr<std::unique_ptr<UNet2D>> Make(Backend& backend, Parameters& parameters,
                                                       const UNet2DConfig& config,
                                                       int augment_labels = 0);
@@ -36,7 +36,7 @@ class UNet2D {
   /// Lays out the weights for the kernels; call after every change of the master weights.
   void Pack(const Masters& masters) const;
 
-  /// What Forward() leaves for Backward().
+  /// What Backward() needs from Forward().
   struct Kept;
   struct KeptDeleter {
     void operator()(Kept* kept) const;
@@ -46,7 +46,7 @@ class UNet2D {
   /// F32 [N, H, W, out_channels]. `kept` receives what Backward() needs.
   Tensor Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept) const;
   /// Writes the gradients of all parameters into pass.gradient; doutput is F32 and may be
-  /// overwritten. `kept` is freed bit by bit.
+  /// overwritten. `kept` is freed piece by piece.
   void Backward(Pass& pass, const NetworkInput& input, KeptPointer kept,
                 const Tensor& doutput) const;
 

@@ -12,7 +12,7 @@ struct UNet2DCondition::KeptLevel {
 struct UNet2DCondition::Kept {
   TimestepEmbedding::Kept time;
   Tensor embedding, activated;  // before and after the activation that all resnets apply
-  Tensor centered;              // what conv_in reads
+  Tensor centered;              // the input of conv_in
   std::vector<KeptLevel> down, up;
   ResnetBlock::Kept mid_resnets[2];
   Transformer2D::Kept mid_transformer;
@@ -234,8 +234,8 @@ void UNet2DCondition::Backward(Pass& pass, const Input& input, KeptPointer kept_
     from->resnets[i] = {};
   };
 
-  // The gradients of the skips come off the up path in the order in which the down path, walked
-  // backwards, takes them.
+  // The up path yields the gradients of the skips in the order in which the down path, traversed
+  // backwards, needs them.
   std::vector<Tensor> dskips;
   for (size_t i = up_.size(); i-- > 0;) {
     KeptLevel from = std::move(kept.up[i]);
@@ -255,7 +255,7 @@ void UNet2DCondition::Backward(Pass& pass, const Input& input, KeptPointer kept_
   kept.mid_transformer = {};
   d = mid_resnets_[0].Backward(pass, kept.mid_resnets[0], time, d, nullptr, &dtime);
   kept.mid_resnets[0] = {};
-  // Never in place: d may be the gradient that its own maker still reads.
+  // Never in place: the module that returned d may still read it.
   const auto join = [&] {
     const Tensor skip = std::move(dskips.back());
     dskips.pop_back();

@@ -10,7 +10,7 @@
 
 namespace denoised::training {
 
-/// diffusers' UNet2DConditionModel as Stable Diffusion 1 and 2 have it, with its backward pass.
+/// diffusers' UNet2DConditionModel as in Stable Diffusion 1 and 2, with its backward pass.
 /// Declares its parameters by their checkpoint names. Immutable during passes.
 class UNet2DCondition {
  public:
@@ -26,7 +26,7 @@ class UNet2DCondition {
                                                                const UNet2DConditionConfig& config);
   void Pack(const Masters& masters) const;
 
-  /// What Forward() leaves for Backward().
+  /// What Backward() needs from Forward().
   struct Kept;
   struct KeptDeleter {
     void operator()(Kept* kept) const;
@@ -35,8 +35,8 @@ class UNet2DCondition {
 
   /// F32 [N, h, w, out_channels].
   Tensor Forward(Pass& pass, const Input& input, KeptPointer* kept) const;
-  /// Writes the gradients of all parameters, and that of the states into `dstates`; null: not
-  /// wanted. `kept` is freed bit by bit.
+  /// Writes the gradients of all parameters, and the gradient of the states into `dstates`; null:
+  /// not wanted. `kept` is freed piece by piece.
   void Backward(Pass& pass, const Input& input, KeptPointer kept, const Tensor& doutput,
                 Tensor* dstates) const;
 

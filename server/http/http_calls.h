@@ -14,7 +14,7 @@
 
 namespace denoised {
 
-/// Of a call that `exchange` carries.
+/// The origin of the call that `request` makes.
 CallOrigin OriginOf(const HttpRequest& request);
 
 class HttpUnaryCall final : public UnaryCall {

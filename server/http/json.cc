@@ -14,6 +14,9 @@
 #include <cmath>
 #include <map>
 #include <memory>
+#include <optional>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "engine/core/mutex.h"
@@ -31,8 +34,9 @@ namespace pb = google::protobuf;
 
 constexpr char kPrefix[] = "type.googleapis.com";
 
-/// What protobuf's JSON functions ask for the types of a message and of all that it holds, each
-/// time. Describing a type anew takes longer than all the rest.
+/// Resolves types for protobuf's JSON functions, which ask for the type of a message and of every
+/// message in it, each time. It caches them, since describing a type takes longer than all the
+/// rest.
 class CachedTypes final : public pb::util::TypeResolver {
  public:
   pb::util::Status ResolveMessageType(const std::string& url, pb::Type* type) override {
@@ -55,7 +59,7 @@ class CachedTypes final : public pb::util::TypeResolver {
     if (it == known->end()) {
       Type resolved;
       const pb::util::Status status = resolve(url, &resolved);
-      if (!status.ok()) return status;  // an Any of a client may name anything: not remembered
+      if (!status.ok()) return status;  // not cached: a client's Any may name anything
       it = known->emplace(url, std::move(resolved)).first;
     }
     *type = it->second;
@@ -78,16 +82,16 @@ std::string Url(const pb::Message& message) {
   return std::string(kPrefix) + "/" + message.GetDescriptor()->full_name();
 }
 
-/// Stands for the bytes that protobuf would take 80 ns each to encode: 24 bytes, so that their
-/// base64 has no padding, which nobody can guess.
+/// A placeholder for bytes, since protobuf takes 80 ns to encode each. Its 24 bytes are random, so
+/// nobody can guess them, and their base64 has no padding.
 std::string Marker(size_t index) {
   static const std::string* const secret = new std::string(RandomHex(16));
   return fmt::format("{}{:08x}", *secret, index);
 }
 
-/// Takes large bytes out of a message, in the order in which they are printed.
+/// Takes large `bytes` fields out of a message, in the order in which they are printed.
 void TakeBytes(pb::Message* message, std::vector<std::string>* taken) {
-  // Its bytes are a message, which is printed as one.
+  // The bytes of an Any are a message and are printed as one.
   if (message->GetDescriptor()->full_name() == "google.protobuf.Any") return;
   constexpr size_t kLarge = 256;
   const pb::Reflection& reflection = *message->GetReflection();
@@ -111,7 +115,7 @@ void TakeBytes(pb::Message* message, std::vector<std::string>* taken) {
   }
 }
 
-/// Puts back the bytes that were taken out of the text of a message.
+/// Replaces the placeholders in the text of a message by the bytes that were taken out.
 void PutBytes(pb::Message* message, TakenBytes* taken) {
   const pb::Reflection& reflection = *message->GetReflection();
   std::vector<const pb::FieldDescriptor*> fields;
@@ -132,7 +136,7 @@ void PutBytes(pb::Message* message, TakenBytes* taken) {
   }
 }
 
-/// "(params.steps): invalid value …" and "(params) stepps: Cannot find field." of protobuf as a
+/// Protobuf's "(params.steps): invalid value …" or "(params) stepps: Cannot find field.", as a
 /// field and what is wrong with it.
 FieldViolation Violation(const std::string& problem) {
   std::string line = problem.substr(0, problem.find('\n'));
@@ -164,7 +168,7 @@ FieldViolation Violation(const std::string& problem) {
   return {field, rest.substr(std::min<size_t>(2, rest.size()))};
 }
 
-/// Without what is no UTF-8, as protobuf and JSON want it.
+/// The text with invalid UTF-8 replaced, as protobuf and JSON require.
 std::string Printable(std::string text) {
   for (char& c : text) {
     if (static_cast<unsigned char>(c) < 0x20) c = ' ';
@@ -172,66 +176,111 @@ std::string Printable(std::string text) {
   return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-/// How deep JSON is and how many values it has, found before any is kept. (A callback of parse()
-/// could tell too, but with one the library takes quadratic time for a list of objects.)
-struct Measure final : nlohmann::json_sax<nlohmann::json> {
-  static constexpr int kMaxDepth = 32;
+/// Checks of a text what its parsers leave open: that it is not nested too deeply, has not too many
+/// values and gives no key twice, of which they would take the last. Nothing of it is kept. (A
+/// callback of parse() could tell the same, but with one the library takes quadratic time for a
+/// list of objects.)
+class Checks final : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  std::optional<FieldViolation> problem;
+
+  bool null() override { return Value(); }
+  bool boolean(bool) override { return Value(); }
+  bool number_integer(int64_t) override { return Value(); }
+  bool number_unsigned(uint64_t) override { return Value(); }
+  bool number_float(double, const std::string&) override { return Value(); }
+  bool string(std::string&) override { return Value(); }
+  bool binary(nlohmann::json::binary_t&) override { return Value(); }
+  bool start_object(size_t) override { return Enter(true); }
+  bool end_object() override { return Leave(); }
+  bool start_array(size_t) override { return Enter(false); }
+  bool end_array() override { return Leave(); }
+  bool key(std::string& key) override {
+    Open& object = open_.back();
+    object.key = key;
+    if (!object.keys.insert(JsonName(key)).second) return Refuse(Path(), "is given twice");
+    return Count();
+  }
+  bool parse_error(size_t, const std::string&, const nlohmann::json::exception& error) override {
+    // "[json.exception.parse_error.101] parse error at line 1, column 2: …"
+    const std::string_view what = error.what();
+    const size_t bracket = what.find("] ");
+    return Refuse(
+        "body", "is no JSON: " +
+                    std::string(what.substr(bracket == std::string_view::npos ? 0 : bracket + 2)));
+  }
+
+ private:
+  static constexpr size_t kMaxDepth = 32;
   static constexpr int64_t kMaxValues = 1 << 20;  // each takes many times the memory of its text
 
-  bool Count() { return ++values <= kMaxValues; }
-  bool Enter() {
-    deep = ++depth > kMaxDepth;
-    return !deep && Count();
+  /// An object or a list that has not ended.
+  struct Open {
+    bool is_object;
+    std::string key;             // the latest
+    std::set<std::string> keys;  // as JsonName() has them
+    int64_t index = -1;          // of the latest value of a list
+  };
+
+  /// The one name of a field of a message, which may be given as class_label and as classLabel.
+  static std::string JsonName(const std::string& key) {
+    std::string name;
+    bool capital = false;
+    for (const char c : key) {
+      if (c != '_') name += capital ? absl::ascii_toupper(static_cast<unsigned char>(c)) : c;
+      capital = c == '_';
+    }
+    return name;
   }
-  bool Leave() {
-    --depth;
-    return true;
+  /// Of the latest key: "params.conditions[2].text".
+  std::string Path() const {
+    std::string path;
+    for (const Open& each : open_) {
+      if (!each.is_object) {
+        path += fmt::format("[{}]", each.index);
+      } else {
+        path += (path.empty() ? "" : ".") + each.key;
+      }
+    }
+    return path;
   }
-  bool null() override { return Count(); }
-  bool boolean(bool) override { return Count(); }
-  bool number_integer(int64_t) override { return Count(); }
-  bool number_unsigned(uint64_t) override { return Count(); }
-  bool number_float(double, const std::string&) override { return Count(); }
-  bool string(std::string&) override { return Count(); }
-  bool binary(nlohmann::json::binary_t&) override { return Count(); }
-  bool start_object(size_t) override { return Enter(); }
-  bool key(std::string&) override { return Count(); }
-  bool end_object() override { return Leave(); }
-  bool start_array(size_t) override { return Enter(); }
-  bool end_array() override { return Leave(); }
-  bool parse_error(size_t, const std::string&, const nlohmann::json::exception&) override {
+  bool Refuse(std::string field, std::string description) {
+    problem = {std::move(field), std::move(description)};
     return false;
   }
+  bool Count() {
+    return ++values_ <= kMaxValues ||
+           Refuse("body", fmt::format("has more than {} values", kMaxValues));
+  }
+  bool Value() {
+    if (!open_.empty()) ++open_.back().index;
+    return Count();
+  }
+  bool Enter(bool is_object) {
+    if (!Value()) return false;
+    open_.push_back({.is_object = is_object});
+    return open_.size() <= kMaxDepth ||
+           Refuse("body", fmt::format("is nested deeper than {}", kMaxDepth));
+  }
+  bool Leave() {
+    open_.pop_back();
+    return true;
+  }
 
-  bool deep = false;
-  int depth = 0;
-  int64_t values = 0;
+  std::vector<Open> open_;
+  int64_t values_ = 0;
 };
 
-/// Whether values are not too many and not too deep. What is no JSON passes up to where it is none.
-grpc::Status CheckValues(const std::string& text, bool* is_json = nullptr) {
-  Measure measure;
-  const bool parsed = nlohmann::json::sax_parse(text, &measure);
-  if (is_json != nullptr) *is_json = parsed;
-  if (measure.deep) {
-    return InvalidFields({{"body", fmt::format("is nested deeper than {}", Measure::kMaxDepth)}},
-                         "");
-  }
-  if (measure.values > Measure::kMaxValues) {
-    return InvalidFields({{"body", fmt::format("has more than {} values", Measure::kMaxValues)}},
-                         "");
-  }
-  return grpc::Status::OK;
+grpc::Status Check(const std::string& text) {
+  Checks checks;
+  nlohmann::json::sax_parse(text, &checks);
+  return checks.problem ? InvalidFields({*checks.problem}, "") : grpc::Status::OK;
 }
 
 grpc::Status Parse(const std::string& text, pb::Message* message) {
-  // A value takes two bytes of text and protobuf 200 ns, so 64 MiB could hold a worker for seconds.
-  if (static_cast<int64_t>(text.size() / 2) > Measure::kMaxValues) {
-    bool is_json = false;
-    if (grpc::Status status = CheckValues(text, &is_json); !status.ok()) return status;
-    // Protobuf reads more than JSON, which was not counted.
-    if (!is_json) return InvalidFields({{"body", "is no JSON"}}, "");
-  }
+  // What is checked has few values, so protobuf, which takes 200 ns for each, cannot hold a worker
+  // for seconds. It reads more than JSON, too.
+  if (grpc::Status status = Check(text); !status.ok()) return status;
   std::string binary;
   const auto status = pb::util::JsonToBinaryString(Types(), Url(*message), text, &binary);
   if (!status.ok()) return InvalidFields({Violation(std::string(status.message()))}, "");
@@ -297,7 +346,7 @@ TakenBytes::TakenBytes(const std::string& text) {
     if (given.starts_with("data:")) given.remove_prefix(given.find(',') + 1);
     std::string bytes;
     if (given.size() < kLarge || given.size() % kGroup != 0 || !FromBase64(given, &bytes)) continue;
-    // absl passes over white space and over bits beyond the last byte; others decide on these.
+    // absl ignores white space and bits after the last byte; leave such text to protobuf.
     const size_t last = (bytes.size() - 1) / 3 * 3;
     if (last / 3 * kGroup + kGroup != given.size() ||
         ToBase64(bytes.substr(last)) != given.substr(given.size() - kGroup)) {
@@ -329,24 +378,14 @@ grpc::Status FromJson(const std::string& text, pb::Message* message) {
     PutBytes(message, &taken);
     if (taken.all_back()) return grpc::Status::OK;
   }
-  // Other fields may hold such text too, and errors show what was sent.
+  // Other fields may contain a placeholder's text, and errors show what was sent.
   message->Clear();
   return Parse(text, message);
 }
 
 grpc::Status ParseJson(const std::string& text, nlohmann::json* json) {
-  if (grpc::Status status = CheckValues(text); !status.ok()) return status;
-  try {
-    *json = nlohmann::json::parse(text);
-  } catch (const nlohmann::json::exception& error) {
-    // "[json.exception.parse_error.101] parse error at line 1, column 2: …"
-    const std::string_view what = error.what();
-    const size_t bracket = what.find("] ");
-    return InvalidFields(
-        {{"body", "is no JSON: " + std::string(what.substr(
-                                       bracket == std::string_view::npos ? 0 : bracket + 2))}},
-        "");
-  }
+  if (grpc::Status status = Check(text); !status.ok()) return status;
+  *json = nlohmann::json::parse(text);
   return grpc::Status::OK;
 }
 
@@ -423,14 +462,14 @@ HttpReply ErrorReply(int code, const grpc::Status& status) {
     const double seconds =
         static_cast<double>(retry.retry_delay().seconds()) + retry.retry_delay().nanos() / 1e9;
     reply.headers.emplace_back("Retry-After", std::to_string(static_cast<int>(std::ceil(seconds))));
-    // What OpenAI's clients prefer, as it has no need to be whole seconds.
+    // OpenAI's clients prefer this one, since it need not be whole seconds.
     reply.headers.emplace_back("Retry-After-Ms",
                                std::to_string(static_cast<int>(std::ceil(seconds * 1000))));
   }
   const bool has_retry_after =
       reply.headers.size() > 1 && reply.headers.back().first == "Retry-After-Ms";
   if (code == 503 && !has_retry_after) reply.headers.emplace_back("Retry-After", "1");
-  // OpenAI's clients repeat every 429 but this.
+  // OpenAI's clients retry every 429 without this header.
   if (code == 429 && !has_retry_after) reply.headers.emplace_back("X-Should-Retry", "false");
   if (code == 401) reply.headers.emplace_back("WWW-Authenticate", "Bearer");
   return reply;

@@ -40,10 +40,11 @@ class TakenBytes {
   size_t put_back_ = 0;
 };
 
-/// INVALID_ARGUMENT names the field at fault, or "body" when the text is no JSON.
+/// INVALID_ARGUMENT names the field at fault, such as a key that is given twice, or "body" when the
+/// text is no JSON, or nested too deeply.
 grpc::Status FromJson(const std::string& text, google::protobuf::Message* message);
 
-/// Reads JSON for code that looks into it. INVALID_ARGUMENT as FromJson. Nesting is bounded.
+/// Reads JSON for code that looks into it. INVALID_ARGUMENT as FromJson.
 grpc::Status ParseJson(const std::string& text, nlohmann::json* json);
 
 /// Base64 as RFC 4648 has it in section 4.

@@ -23,7 +23,7 @@ struct HttpRequest {
   std::string method;                          // "GET"
   std::string path;                            // as it was sent, without the query
   std::string query;                           // as it was sent, without '?'
-  std::map<std::string, std::string> headers;  // names in lower case; of several the first
+  std::map<std::string, std::string> headers;  // names in lower case; a repeated one: the first
   std::string body;
   std::string peer;                      // as gRPC writes addresses
   std::vector<std::string> certificate;  // names in the client's verified certificate
@@ -32,13 +32,13 @@ struct HttpRequest {
   // What HttpHandler::Admit found.
   const Route* route = nullptr;
   std::map<std::string, std::string> parameters;  // of the query
-  std::vector<std::string> arguments;             // what stands for the {} of the route's path
+  std::vector<std::string> arguments;             // the values of the {} in the route's path
   std::shared_ptr<const Caller> caller;
   std::optional<std::chrono::steady_clock::time_point> deadline;
   std::optional<uint64_t> max_body_bytes;                          // below the port's own bound
   std::vector<std::pair<std::string, std::string>> reply_headers;  // of any reply: CORS
 
-  /// Of a header, whose name is in lower case; empty when there is none.
+  /// The value of a header, whose name is in lower case; empty if there is none.
   std::string_view Header(const std::string& name) const {
     const auto it = headers.find(name);
     return it == headers.end() ? std::string_view() : std::string_view(it->second);
@@ -51,29 +51,28 @@ struct HttpReply {
   std::string body = {};
 };
 
-/// One request and its reply. Its methods may be called from any thread, each reply being made
-/// once: Reply, or Begin, any number of times Write, and End. Parts are sent in the order of the
-/// calls; they are kept in memory until they are sent.
-/// Callbacks come on threads of the port and must not block.
+/// One request and its reply. The reply is made once: by Reply, or by Begin, any number of Writes,
+/// and End. Parts are sent in the order of the calls and stay in memory until they are sent.
+/// Methods may be called from any thread. Callbacks run on the port's threads and must not block.
 class Exchange {
  public:
-  /// `ok`: the client's system, or ours, has taken all of it. Else the client has gone.
+  /// `ok`: the operating system of the client, or ours, has all bytes. False: the client has gone.
   using Done = std::function<void(bool ok)>;
 
   virtual ~Exchange() = default;
 
   const HttpRequest& request() const { return request_; }
-  /// The body, once; its memory no longer counts as that of an upload.
+  /// The body; call it once. Its memory no longer counts as an upload's.
   virtual std::string TakeBody() = 0;
 
   virtual void Reply(HttpReply reply, Done done = {}) = 0;
-  /// A reply in parts. `keep_alive` is sent when there was nothing else to send for a while.
+  /// A reply in parts. `keep_alive` is sent when nothing else was sent for a while.
   virtual void Begin(HttpReply head, std::string keep_alive) = 0;
   virtual void Write(std::string part, Done done) = 0;
   virtual void End(Done done) = 0;
 
-  /// `stop` is called once, soon, when the client has gone or the request's deadline has passed
-  /// before the end of the reply. A late request is to be replied to all the same.
+  /// `stop` is called once if the client goes or the request's deadline passes before the end of
+  /// the reply, soon after that. A late request needs a reply all the same.
   virtual void OnStop(std::function<void()> stop) = 0;
   virtual bool late() const = 0;
 
@@ -82,15 +81,16 @@ class Exchange {
   HttpRequest request_;
 };
 
-/// What answers the requests of a port. Thread-safe.
+/// Answers the requests of a port. Thread-safe.
 class HttpHandler {
  public:
   virtual ~HttpHandler() = default;
-  /// The headers of a request are there, but not its body. A reply: refused, the body is not read.
+  /// Called when the headers of a request have arrived, and its body has not. If it returns a
+  /// reply, the request is refused and its body is not read.
   virtual std::optional<HttpReply> Admit(HttpRequest* head) = 0;
   /// A request that was admitted. Must not block.
   virtual void Serve(std::shared_ptr<Exchange> exchange) = 0;
-  /// What is replied to what is no request that can be read.
+  /// The reply to bytes that are not a valid request.
   virtual HttpReply Malformed(int code, const std::string& problem) = 0;
 };
 

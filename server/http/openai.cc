@@ -167,7 +167,10 @@ class Reader {
     json fields = *given;
     if (fields.is_string()) {
       const grpc::Status status = ParseJson(given->get<std::string>(), &fields);
-      if (!status.ok()) return InvalidFields({{"denoised", "is text that is no JSON"}}, "");
+      if (FieldOf(status) == "body") {
+        return InvalidFields({{"denoised", "is text that is no JSON"}}, "");
+      }
+      if (!status.ok()) return RefuseExtensions(status);
     }
     if (!fields.is_object()) {
       return InvalidFields({{"denoised", "is no object, such as {\"seed\": 1}"}}, "");
@@ -194,19 +197,21 @@ class Reader {
     if (fields.empty()) return grpc::Status::OK;
     grpc::Status status =
         FromJson(fields.dump(-1, ' ', false, json::error_handler_t::replace), &params_);
-    if (!status.ok()) {
-      google::rpc::Status rpc;
-      google::rpc::BadRequest bad;
-      rpc.ParseFromString(status.error_details());
-      for (const auto& detail : rpc.details()) {
-        if (!detail.UnpackTo(&bad)) continue;
-        for (const auto& violation : bad.field_violations()) {
-          Violate("denoised." + violation.field(), "{}", violation.description());
-        }
+    return status.ok() ? grpc::Status::OK : RefuseExtensions(status);
+  }
+
+  /// `status` is of the object `denoised` alone.
+  grpc::Status RefuseExtensions(const grpc::Status& status) {
+    google::rpc::Status rpc;
+    google::rpc::BadRequest bad;
+    rpc.ParseFromString(status.error_details());
+    for (const auto& detail : rpc.details()) {
+      if (!detail.UnpackTo(&bad)) continue;
+      for (const auto& violation : bad.field_violations()) {
+        Violate("denoised." + violation.field(), "{}", violation.description());
       }
-      return InvalidFields(violations_, "");
     }
-    return grpc::Status::OK;
+    return InvalidFields(violations_, "");
   }
 
   static json Take(json* object, const char* name) {

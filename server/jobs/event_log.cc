@@ -9,7 +9,9 @@ void EventLog::Push(Event event) {
   event.set_sequence(++sequence_);
   event.set_request_id(request_id_);
   uint64_t replaced = 0;
-  if (event.has_progress()) {
+  if (event.has_queued()) {
+    replaced = std::exchange(queued_, sequence_);
+  } else if (event.has_progress()) {
     replaced = std::exchange(progress_, sequence_);
   } else if (event.has_preview()) {
     replaced = std::exchange(previews_[event.preview().image().index()], sequence_);

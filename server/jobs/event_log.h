@@ -10,10 +10,10 @@
 
 namespace denoised {
 
-/// The events of a job, for readers at different paces. The log keeps only the latest progress and
-/// the latest preview of each image, so a slow or late reader skips what is outdated. Other events
-/// stay until Forget. All readers see the same sequence numbers. A gap in the numbers means that a
-/// newer event replaced an older one. Not synchronised.
+/// The events of a job, for readers at different paces. The log keeps only the latest place in
+/// the queue, the latest progress and the latest preview of each image, so a slow or late reader
+/// skips what is outdated. Other events stay until Forget. All readers see the same sequence
+/// numbers. A gap in the numbers means that a newer event replaced an older one. Not synchronised.
 class EventLog {
  public:
   using Event = v1::StreamGenerateResponse;
@@ -29,7 +29,7 @@ class EventLog {
 
   /// The number of the last event, 0 before the first.
   uint64_t last_sequence() const { return sequence_; }
-  /// Of all events that are kept.
+  /// Bytes of all events that are kept.
   size_t bytes() const { return bytes_; }
 
  private:
@@ -39,7 +39,8 @@ class EventLog {
   const std::string request_id_;
   Events events_;
   uint64_t sequence_ = 0;
-  uint64_t progress_ = 0;             // number of the latest; 0: none
+  uint64_t queued_ = 0;               // number of the latest; 0: none
+  uint64_t progress_ = 0;             // likewise
   std::map<int, uint64_t> previews_;  // numbers of the latest, by image
   size_t bytes_ = 0;
 };

@@ -120,7 +120,8 @@ void Generation::Start(const JobRequest& request) {
     MutexLock lock(&mutex_);
     id_ = *id;
     cancelled = cancelled_;
-    Accept(estimate);
+    LogQueued(estimate);
+    accepted_ = true;
     ScheduleDelivery();
   }
   TellWatchers();
@@ -245,7 +246,7 @@ size_t Generation::bytes() const {
   return log_.bytes();
 }
 
-void Generation::Accept(const Estimate& estimate) {
+void Generation::LogQueued(const Estimate& estimate) {
   EventLog::Event event;
   v1::QueuedEvent& queued = *event.mutable_queued();
   *queued.mutable_params() = params_;
@@ -256,7 +257,12 @@ void Generation::Accept(const Estimate& estimate) {
   if (estimate.total_seconds) queued.set_estimated_total_seconds(*estimate.total_seconds);
   queued.set_traceparent(origin_.traceparent);
   log_.Push(std::move(event));
-  accepted_ = true;
+}
+
+void Generation::OnQueued(const Estimate& estimate) {
+  MutexLock lock(&mutex_);
+  inbox_.queued = estimate;
+  ScheduleDelivery();
 }
 
 void Generation::OnStarted() {
@@ -394,6 +400,7 @@ void Generation::Deliver() {
 }
 
 void Generation::Write(Inbox inbox, std::vector<v1::PreviewEvent> previews) {
+  if (inbox.queued && !inbox.started) LogQueued(*inbox.queued);
   if (inbox.started) {
     queued_seconds_ = *inbox.started;
     started_ = std::chrono::system_clock::now();

@@ -57,7 +57,8 @@ class GenerationWatcher {
 ///   order,
 ///                      and notifies the watchers; each watcher reads at its own pace
 ///
-/// The inbox keeps only the latest progress and the latest preview of each image. Thread-safe.
+/// The inbox keeps only the latest place in the queue, the latest progress and the latest preview
+/// of each image. Thread-safe.
 class Generation final : public JobListener, public std::enable_shared_from_this<Generation> {
  public:
   using Clock = std::chrono::steady_clock;
@@ -126,6 +127,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   /// Bytes of the events in the log.
   size_t bytes() const;
 
+  void OnQueued(const Estimate& estimate) override;
   void OnStarted() override;
   void OnProgress(int done, int total) override;
   void OnStage(int image, Stage stage, double seconds) override;
@@ -142,12 +144,15 @@ class Generation final : public JobListener, public std::enable_shared_from_this
     int evaluation;
   };
   struct Inbox {
+    std::optional<Estimate> queued;
     std::optional<double> started;  // seconds queued
     std::optional<Progress> progress;
     std::map<int, Preview> previews;  // by image
     std::vector<v1::Image> images;
 
-    bool empty() const { return !started && !progress && previews.empty() && images.empty(); }
+    bool empty() const {
+      return !queued && !started && !progress && previews.empty() && images.empty();
+    }
   };
   struct Watching {
     std::shared_ptr<GenerationWatcher> watcher;
@@ -157,7 +162,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   /// The client's status if the engine refused the job.
   grpc::Status Refusal(const absl::Status& status, const Estimate& estimate) const;
   /// Logs QueuedEvent, always the first event.
-  void Accept(const Estimate& estimate) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LogQueued(const Estimate& estimate) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Whether another preview of this image would exceed the rate limit.
   bool IsTooSoon(int image) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Encode(const ImageResult& image);

@@ -13,7 +13,7 @@
 
 namespace denoised {
 
-/// The lower of two limits of which 0 is none.
+/// The lower of two limits; 0 means no limit.
 int LowerLimit(int a, int b);
 
 /// Limits of one client, below those of the server. 0: only the server's limit.

@@ -40,7 +40,7 @@ TraceContext TraceContext::Continue(std::string_view traceparent) {
         IsHex(flags)) {
       context.trace_id = trace;
       context.parent_id = parent;
-      // Of the flags only "sampled" has a meaning in version 00.
+      // In version 00, only the flag "sampled" has a meaning.
       context.flags = (flags[1] - (flags[1] >= 'a' ? 'a' - 10 : '0')) & 1 ? "01" : "00";
       return context;
     }

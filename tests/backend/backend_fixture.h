@@ -174,7 +174,8 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
     return std::move(packed).value();
   }
   std::unique_ptr<PackedLinear> PackGatedLinear(const Array& weight, const Array& bias) {
-    auto packed = backend_->PackGatedLinear(ToHost(weight, DType::kF32), HostOptional(bias));
+    auto packed = backend_->PackLinear({ToHost(weight, DType::kF32)}, {HostOptional(bias)}, {},
+                                       /*gated=*/true);
     EXPECT_TRUE(packed.ok()) << packed.status();
     return std::move(packed).value();
   }

@@ -125,21 +125,20 @@ TEST_P(BatchInvarianceTest, Conv2d) {
     const auto conv = [&](bool with_add, const std::vector<Tensor>& in, int64_t rows) {
       Conv2dArgs args{.x = in[0],
                       .weight = packed.get(),
-                      .upsample2x = s.upsample,
                       .stride = s.stride,
                       .pad_top = pad,
                       .pad_left = pad,
                       .pad_bottom = pad,
                       .pad_right = pad,
-                      .scale = 0.7071f,
-                      .activation = Activation::kSilu};
-      if (with_add) args.add = in[1];
-      if (s.c2 > 0) args.x2 = in[3];
+                      .prologue = {.upsample2x = s.upsample},
+                      .epilogue = {.scale = 0.7071f, .activation = Activation::kSilu}};
+      if (with_add) args.epilogue.add = in[1];
+      if (s.c2 > 0) args.prologue.x2 = in[3];
       if (shortcut) {
-        args.shortcut = {.x = in[2], .weight = shortcut.get()};
-        if (s.shortcut2 > 0) args.shortcut.x2 = in.back();
+        args.epilogue.shortcut = {.x = in[2], .weight = shortcut.get()};
+        if (s.shortcut2 > 0) args.epilogue.shortcut.x2 = in.back();
       } else {
-        args.residual = in[2];
+        args.epilogue.residual = in[2];
       }
       args.out = Output({rows, out_height, out_width, s.out});
       backend().Conv2d(args);
@@ -166,7 +165,8 @@ TEST_P(BatchInvarianceTest, Linear) {
             fmt::format("linear {} {} to {}", Name(dtype), row.ToString(), out_features);
         ExpectInvariant(what.c_str(), {{row, dtype}, {out_row, activation()}},
                         [&](const std::vector<Tensor>& in, int64_t rows) {
-                          LinearArgs args{.x = in[0], .weight = packed.get(), .residual = in[1]};
+                          LinearArgs args{
+                              .x = in[0], .weight = packed.get(), .epilogue = {.residual = in[1]}};
                           args.out = Output(WithRows(rows, out_row));
                           backend().Linear(args);
                           return args.out;
@@ -199,11 +199,11 @@ TEST_P(BatchInvarianceTest, GroupNorm) {
     ExpectInvariant(("group norm " + s.row.ToString()).c_str(), inputs,
                     [&](const std::vector<Tensor>& in, int64_t rows) {
                       GroupNormArgs args{.x = in[0],
-                                         .gamma = gamma,
-                                         .beta = beta,
-                                         .groups = s.groups,
-                                         .scale_shift = in[1],
-                                         .activation = Activation::kSilu};
+                                         .norm = {.gamma = gamma,
+                                                  .beta = beta,
+                                                  .groups = s.groups,
+                                                  .scale_shift = in[1],
+                                                  .activation = Activation::kSilu}};
                       if (s.c2 > 0) args.x2 = in[2];
                       args.out = Output(WithRows(rows, out_row));
                       backend().GroupNorm(args);
@@ -298,10 +298,11 @@ TEST_P(BatchInvarianceTest, LayerNormGatesAndCodes) {
     ExpectInvariant("gated linear", {{{tokens, in}, activation()}},
                     [&](const std::vector<Tensor>& inputs, int64_t rows) {
                       const Tensor out = Output({rows, tokens, features});
-                      backend().GatedLinear({.x = inputs[0],
-                                             .weight = packed.get(),
-                                             .scratch = Output({rows, tokens, 2 * features}),
-                                             .out = out});
+                      const Tensor ungated = Output({rows, tokens, 2 * features});
+                      backend().Linear({.x = inputs[0],
+                                        .weight = packed.get(),
+                                        .epilogue = {.ungated = ungated},
+                                        .out = out});
                       return out;
                     });
   }

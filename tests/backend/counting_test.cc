@@ -23,13 +23,12 @@ TEST_F(CountingTest, ConvolutionsAndTheirBytes) {
   EXPECT_EQ(backend_.weight_bytes(), 64u * 48 * 16 * 2 + 64 * 4) << "four kernels of 2×2";
   const Tensor x = New({2, 8, 8, 32}), x2 = New({2, 8, 8, 16}), out = New({2, 16, 16, 64});
   backend_.Conv2d({.x = x,
-                   .x2 = x2,
                    .weight = packed->get(),
-                   .upsample2x = true,
                    .pad_top = 1,
                    .pad_left = 1,
                    .pad_bottom = 1,
                    .pad_right = 1,
+                   .prologue = {.x2 = x2, .upsample2x = true},
                    .out = out});
   EXPECT_EQ(backend_.work().flops, 2.0 * 2 * 16 * 16 * 64 * 48 * 9);
   EXPECT_EQ(backend_.work().bytes, 2.0 * (2 * 8 * 8 * 48 + 64 * 48 * 9 + 2 * 16 * 16 * 64));
@@ -42,7 +41,8 @@ TEST_F(CountingTest, AShortcutBelongsToItsConvolution) {
   ASSERT_TRUE(packed.ok() && shortcut.ok());
   Conv2dArgs args{.x = New({2, 8, 8, 64}), .weight = packed->get()};
   args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
-  args.shortcut = {.x = New({2, 8, 8, 32}), .x2 = New({2, 8, 8, 16}), .weight = shortcut->get()};
+  args.epilogue.shortcut = {
+      .x = New({2, 8, 8, 32}), .x2 = New({2, 8, 8, 16}), .weight = shortcut->get()};
   args.out = New({2, 8, 8, 64});
   backend_.Conv2d(args);
   const double inputs = 64 * 9 + 48, pixels = 2 * 8 * 8;
@@ -86,14 +86,15 @@ TEST_F(CountingTest, OpsBoundByMemory) {
   EXPECT_EQ(
       bytes([&] { backend_.LayerNorm({.x = x, .gamma = channels, .beta = channels, .out = x}); }),
       2 * 160 * 2 + 2 * 16 * 4);
-  const auto gated = backend_.PackGatedLinear(Host({24, 16}), Tensor());
+  const auto gated = backend_.PackLinear({Host({24, 16})}, {}, {}, /*gated=*/true);
   ASSERT_TRUE(gated.ok()) << gated.status();
-  EXPECT_EQ(
-      bytes([&] {
-        backend_.GatedLinear(
-            {.x = x, .weight = gated->get(), .scratch = New({2, 5, 24}), .out = New({2, 5, 12})});
-      }),
-      (160 + 24 * 16 + 120) * 2);
+  EXPECT_EQ(bytes([&] {
+              backend_.Linear({.x = x,
+                               .weight = gated->get(),
+                               .epilogue = {.ungated = New({2, 5, 24})},
+                               .out = New({2, 5, 12})});
+            }),
+            (160 + 24 * 16 + 120) * 2);
   EXPECT_EQ(backend_.work().flops, 2.0 * 10 * 16 * 24);
   const Tensor pixels = New({2, 5, 16}, DType::kF32);
   EXPECT_EQ(bytes([&] {
@@ -111,17 +112,21 @@ TEST_F(CountingTest, OpsBoundByMemory) {
             (320 + 160 + 160 + 2 * 16) * 4);
 }
 
-// Which decides whether a tensor is needed between the two.
-TEST_F(CountingTest, MakesTheNormsThatTheBackendInWhosePlaceItIsWouldMake) {
-  struct Makes : CountingBackend {
-    using CountingBackend::CountingBackend;
-    bool MakesOutputNorm(const Conv2dArgs& args) override { return args.out.dim(0) == 2; }
-  } makes(Device::kCuda, DType::kBF16);
-  Backend& real = makes;
-  CountingBackend counting(real);
-  EXPECT_EQ(counting.activation_dtype(), DType::kBF16);
-  EXPECT_TRUE(counting.MakesOutputNorm({.out = New({2, 8, 8, 64})}));
-  EXPECT_FALSE(counting.MakesOutputNorm({.out = New({3, 8, 8, 64})}));
+TEST_F(CountingTest, ANormOfTheInputIsAnOp) {
+  auto packed = backend_.PackConv2d(Host({64, 48, 1, 1}), {}, false);
+  ASSERT_TRUE(packed.ok()) << packed.status();
+  const Tensor channels = New({48}, DType::kF32);
+  Conv2dArgs args{.x = New({2, 8, 8, 32}),
+                  .weight = packed->get(),
+                  .prologue = {.x2 = New({2, 8, 8, 16}),
+                               .norm = {.gamma = channels, .beta = channels, .groups = 8},
+                               .normed = New({2, 8, 8, 48})},
+                  .out = New({2, 8, 8, 64})};
+  backend_.Conv2d(args);
+  EXPECT_EQ(backend_.work().ops, 2);
+  EXPECT_EQ(backend_.work().flops, 2.0 * 2 * 8 * 8 * 64 * 48);
+  EXPECT_EQ(backend_.work().bytes,
+            2.0 * (2 * 8 * 8 * (3 * 48 + 64) + 64 * 48) + 2 * 48 * sizeof(float));
 }
 
 TEST_F(CountingTest, AGraphCountsAtEachLaunch) {
@@ -165,30 +170,40 @@ TEST_F(CountingDeathTest, ChecksWhatBackendsCheck) {
       "x is F32, must be BF16");
   auto shortcut = backend_.PackConv2d(Host({48, 16, 1, 1}), {}, false);
   Conv2dArgs args{.x = x, .weight = packed->get(), .out = New({2, 6, 6, 64})};
-  args.shortcut = {.x = New({2, 6, 6, 16}), .weight = shortcut->get()};
+  args.epilogue.shortcut = {.x = New({2, 6, 6, 16}), .weight = shortcut->get()};
   EXPECT_DEATH(backend_.Conv2d(args), "a kernel of 1 and 48 outputs, must be 1 and 64");
   auto fitting = backend_.PackConv2d(Host({64, 16, 1, 1}), {}, false);
-  args.shortcut.weight = fitting->get();
-  args.shortcut.x = New({2, 8, 8, 16});
+  args.epilogue.shortcut.weight = fitting->get();
+  args.epilogue.shortcut.x = New({2, 8, 8, 16});
   EXPECT_DEATH(backend_.Conv2d(args), "shortcut.x is \\[2, 8, 8, 16\\], must be \\[2, 6, 6, 16\\]");
-  args.shortcut.x = New({2, 6, 6, 8});
+  args.epilogue.shortcut.x = New({2, 6, 6, 8});
   EXPECT_DEATH(backend_.Conv2d(args), "the shortcut has 8 channels, its weight 16");
-  args.shortcut.x = New({2, 6, 6, 16});
+  args.epilogue.shortcut.x = New({2, 6, 6, 16});
   auto biased = backend_.PackConv2d(Host({64, 16, 1, 1}), Host({64}), false);
-  args.shortcut.weight = biased->get();
+  args.epilogue.shortcut.weight = biased->get();
   EXPECT_DEATH(backend_.Conv2d(args), "a shortcut with a bias");
-  args.residual = New({2, 6, 6, 64});
+  args.epilogue.residual = New({2, 6, 6, 64});
   EXPECT_DEATH(backend_.Conv2d(args), "both a residual and a shortcut");
   EXPECT_DEATH(backend_.Add(Host({4}), 1, {}, 0, Activation::kNone, New({4})), "wrong device");
   EXPECT_DEATH(backend_.Resample2x(Resample::kNearestUp, x, New({2, 16, 8, 48})), "out is");
   EXPECT_DEATH(backend_.LayerNorm({.x = New({2, 16}), .gamma = New({8}, DType::kF32)}),
                "gamma is \\[8\\], must be \\[16\\]");
-  const auto gated = backend_.PackGatedLinear(Host({32, 8}), Tensor());
+  const auto gated = backend_.PackLinear({Host({32, 8})}, {}, {}, /*gated=*/true);
   ASSERT_TRUE(gated.ok()) << gated.status();
-  EXPECT_DEATH(
-      backend_.GatedLinear(
-          {.x = New({2, 8}), .weight = gated->get(), .scratch = New({2, 32}), .out = New({2, 32})}),
-      "out is \\[2, 32\\], must be");
+  LinearArgs linear{.x = New({2, 8}), .weight = gated->get(), .out = New({2, 32})};
+  linear.epilogue.ungated = New({2, 32});
+  EXPECT_DEATH(backend_.Linear(linear), "out is \\[2, 32\\], must be");
+  linear.epilogue.activation = Activation::kSilu;
+  EXPECT_DEATH(backend_.Linear(linear), "a gate beside another epilogue");
+  Conv2dArgs normed{.x = x, .weight = packed->get(), .out = New({2, 6, 6, 64})};
+  normed.prologue.norm = {.gamma = New({48}, DType::kF32), .beta = New({48}, DType::kF32)};
+  EXPECT_DEATH(backend_.Conv2d(normed), "48 channels in 32 groups");
+  normed.prologue.norm.groups = 8;
+  EXPECT_DEATH(backend_.Conv2d(normed), "out is undefined");
+  normed.prologue.norm = {};
+  Norm after{.gamma = New({48}, DType::kF32), .groups = 8};
+  normed.epilogue.norm = &after;
+  EXPECT_DEATH(backend_.Conv2d(normed), "gamma is \\[48\\], must be \\[64\\]");
   EXPECT_DEATH(backend_.NearestCode(New({2, 3}), New({9, 3}, DType::kF32), New({2, 3})),
                "x is BF16, must be F32");
   EXPECT_DEATH(

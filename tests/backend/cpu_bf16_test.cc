@@ -78,10 +78,10 @@ class CpuBf16Test : public testing::Test {
     const int64_t edge = upsample ? 36 : 18;
     const Tensor out = Tensor::Host({count, edge, edge, 48}, DType::kF32);
     Conv2dArgs args{.x = Random({5, 18, 18, 32}, 3).Slice(begin, count), .weight = packed.get()};
-    if (!upsample) args.x2 = Random({5, 18, 18, 24}, 4).Slice(begin, count);
-    args.upsample2x = upsample;
+    if (!upsample) args.prologue.x2 = Random({5, 18, 18, 24}, 4).Slice(begin, count);
+    args.prologue.upsample2x = upsample;
     args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
-    args.residual = Random({5, edge, edge, 48}, 5).Slice(begin, count);
+    args.epilogue.residual = Random({5, edge, edge, 48}, 5).Slice(begin, count);
     args.out = out;
     backend.Conv2d(args);
     EXPECT_TRUE(backend.status().ok()) << backend.status();

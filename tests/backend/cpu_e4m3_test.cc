@@ -106,14 +106,12 @@ TEST_P(CpuE4m3, Convolutions) {
       const auto shortcut =
           backend_->PackConv2d(shortcut_weight, {}, false, {.input_scale = 0x1p-6f}).value();
       Conv2dArgs args{.x = x,
-                      .x2 = x2,
                       .weight = packed.get(),
                       .stride = c.stride,
-                      .add = add,
-                      .scale = 0.7f,
-                      .activation = Activation::kSilu};
+                      .prologue = {.x2 = x2},
+                      .epilogue = {.add = add, .scale = 0.7f, .activation = Activation::kSilu}};
       args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = c.kernel / 2;
-      if (c.shortcut) args.shortcut = {.x = shortcut_x, .weight = shortcut.get()};
+      if (c.shortcut) args.epilogue.shortcut = {.x = shortcut_x, .weight = shortcut.get()};
       args.out = Tensor::Host({2, out_edge, out_edge, 40}, DType::kF32);
       backend_->Conv2d(args);
       ASSERT_TRUE(backend_->status().ok()) << backend_->status();
@@ -146,8 +144,7 @@ TEST_P(CpuE4m3, LinearsOverTokens) {
       backend_->PackLinear({weight, second}, {bias, bias2}, {.input_scale = scale}).value();
   LinearArgs args{.x = x,
                   .weight = packed.get(),
-                  .residual = residual,
-                  .scale = 0.5f,
+                  .epilogue = {.residual = residual, .scale = 0.5f},
                   .out = Tensor::Host({3, 50, 96}, DType::kF32)};
   backend_->Linear(args);
   Array both({96, 64}), biases({96});
@@ -165,10 +162,11 @@ TEST_P(CpuE4m3, GatedLinears) {
   const Tensor x = Random({2, 40, 32}, 1), weight = Random({96, 32}, 2, 0.2f),
                bias = Random({96}, 3);
   const float scale = 0x1p-6f;
-  const auto packed = backend_->PackGatedLinear(weight, bias, {.input_scale = scale}).value();
+  const auto packed =
+      backend_->PackLinear({weight}, {bias}, {.input_scale = scale}, /*gated=*/true).value();
   const Tensor scratch = Tensor::Host({2, 40, 96}, DType::kF32),
                out = Tensor::Host({2, 40, 48}, DType::kF32);
-  backend_->GatedLinear({.x = x, .weight = packed.get(), .scratch = scratch, .out = out});
+  backend_->Linear({.x = x, .weight = packed.get(), .epilogue = {.ungated = scratch}, .out = out});
   const Array both =
       reference::Linear({}, Rounded(x, scale), RoundedWeight(weight), ToArray(bias), Array());
   Array expected({2, 40, 48});
@@ -221,9 +219,10 @@ TEST(CpuObserver, SeesTheInputsOfLayersWithAName) {
                  backend->PackConv2d(Random({8, 6, 1, 1}, 2), {}, false, {.name = "b"}).value();
   const auto linear = backend->PackLinear({Random({8, 4}, 3)}, {}, {.name = "c"}).value(),
              nameless = backend->PackLinear({Random({8, 4}, 3)}, {}).value();
-  Conv2dArgs args{
-      .x = Random({1, 3, 3, 8}, 4), .x2 = Random({1, 3, 3, 4}, 5), .weight = conv.get()};
-  args.shortcut = {.x = Random({1, 3, 3, 6}, 6), .weight = shortcut.get()};
+  Conv2dArgs args{.x = Random({1, 3, 3, 8}, 4),
+                  .weight = conv.get(),
+                  .prologue = {.x2 = Random({1, 3, 3, 4}, 5)}};
+  args.epilogue.shortcut = {.x = Random({1, 3, 3, 6}, 6), .weight = shortcut.get()};
   args.out = Tensor::Host({1, 3, 3, 8}, DType::kF32);
   backend->Conv2d(args);
   const Tensor x = Random({1, 5, 4}, 7), out = Tensor::Host({1, 5, 8}, DType::kF32);

@@ -104,20 +104,20 @@ TEST_F(CpuRowsTest, PartsHaveTheBitsOfRowsTogether) {
     const Tensor normed = Tensor::Host(image, DType::kF32);
     const Tensor qkv = Tensor::Host({count, kEdge * kEdge, 3 * kChannels}, DType::kF32);
     backend_->Linear({.x = time.Slice(begin, count), .weight = network.vectors.get(), .out = add});
-    backend_->Conv2d({.x = source,
-                      .weight = network.conv.get(),
-                      .pad_top = 1,
-                      .pad_left = 1,
-                      .pad_bottom = 1,
-                      .pad_right = 1,
-                      .add = add,
-                      .shortcut = {.x = source, .weight = network.half.get()},
-                      .out = convolved});
+    backend_->Conv2d(
+        {.x = source,
+         .weight = network.conv.get(),
+         .pad_top = 1,
+         .pad_left = 1,
+         .pad_bottom = 1,
+         .pad_right = 1,
+         .epilogue = {.add = add, .shortcut = {.x = source, .weight = network.half.get()}},
+         .out = convolved});
     backend_->GroupNorm({.x = convolved,
-                         .gamma = network.gamma,
-                         .beta = network.beta,
-                         .groups = 8,
-                         .activation = Activation::kSilu,
+                         .norm = {.gamma = network.gamma,
+                                  .beta = network.beta,
+                                  .groups = 8,
+                                  .activation = Activation::kSilu},
                          .out = normed});
     backend_->Linear({.x = normed.Reshape({count, kEdge * kEdge, kChannels}),
                       .weight = network.tokens.get(),

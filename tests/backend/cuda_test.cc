@@ -146,8 +146,9 @@ class CudaConv2dTest : public CudaTest {
                                 1 / std::sqrt(static_cast<double>(channels * c.kernel * c.kernel)));
     const Array bias = Random({c.outputs}, DType::kF32);
     const Array add = Random({c.rows, c.outputs});
-    Conv2dArgs args{
-        .upsample2x = c.upsample2x, .stride = c.stride, .activation = Activation::kSilu};
+    Conv2dArgs args{.stride = c.stride,
+                    .prologue = {.upsample2x = c.upsample2x},
+                    .epilogue = {.activation = Activation::kSilu}};
     args.pad_top = args.pad_left = args.pad_bottom = args.pad_right =
         static_cast<int>(c.kernel / 2);
     const int64_t size = (c.size * (c.upsample2x ? 2 : 1) - 1) / c.stride + 1;
@@ -156,8 +157,8 @@ class CudaConv2dTest : public CudaTest {
     const auto packed = PackConv2d(weight, bias, c.upsample2x);
     args.weight = packed.get();
     args.x = Upload(x);
-    args.x2 = UploadOptional(x2);
-    if (with_add) args.add = Upload(add);
+    args.prologue.x2 = UploadOptional(x2);
+    if (with_add) args.epilogue.add = Upload(add);
     const bool has_shortcut = c.shortcut > 0;
     const Array shortcut_x = has_shortcut ? Random({c.rows, size, size, c.shortcut}) : Array(),
                 shortcut_x2 = c.shortcut2 > 0 ? Random({c.rows, size, size, c.shortcut2}) : Array();
@@ -166,10 +167,10 @@ class CudaConv2dTest : public CudaTest {
                      : Array();
     const auto shortcut = has_shortcut ? PackConv2d(shortcut_weight, Array()) : nullptr;
     if (has_shortcut) {
-      args.shortcut = {
+      args.epilogue.shortcut = {
           .x = Upload(shortcut_x), .x2 = UploadOptional(shortcut_x2), .weight = shortcut.get()};
     } else {
-      args.residual = Upload(residual);
+      args.epilogue.residual = Upload(residual);
     }
     args.out = Output(residual.shape);
     backend().Conv2d(args);
@@ -179,11 +180,13 @@ class CudaConv2dTest : public CudaTest {
     // Alone, a row is a smaller grid, which the launcher gives smaller tiles.
     Conv2dArgs alone = args;
     alone.x = args.x.Slice(c.rows - 1, 1);
-    if (args.x2) alone.x2 = args.x2.Slice(c.rows - 1, 1);
-    if (with_add) alone.add = args.add.Slice(c.rows - 1, 1);
-    if (args.residual) alone.residual = args.residual.Slice(c.rows - 1, 1);
-    if (has_shortcut) alone.shortcut.x = args.shortcut.x.Slice(c.rows - 1, 1);
-    if (args.shortcut.x2) alone.shortcut.x2 = args.shortcut.x2.Slice(c.rows - 1, 1);
+    if (args.prologue.x2) alone.prologue.x2 = args.prologue.x2.Slice(c.rows - 1, 1);
+    if (with_add) alone.epilogue.add = args.epilogue.add.Slice(c.rows - 1, 1);
+    if (args.epilogue.residual)
+      alone.epilogue.residual = args.epilogue.residual.Slice(c.rows - 1, 1);
+    if (has_shortcut) alone.epilogue.shortcut.x = args.epilogue.shortcut.x.Slice(c.rows - 1, 1);
+    if (args.epilogue.shortcut.x2)
+      alone.epilogue.shortcut.x2 = args.epilogue.shortcut.x2.Slice(c.rows - 1, 1);
     alone.out = Output({1, size, size, c.outputs});
     backend().Conv2d(alone);
     ExpectSameBits(alone.out, out, c.rows - 1);
@@ -194,15 +197,15 @@ class CudaConv2dTest : public CudaTest {
     Conv2dArgs expected = args;
     expected.weight = cpu_weight.get();
     expected.x = UploadToCpu(x);
-    if (x2.defined()) expected.x2 = UploadToCpu(x2);
-    if (with_add) expected.add = UploadToCpu(add);
+    if (x2.defined()) expected.prologue.x2 = UploadToCpu(x2);
+    if (with_add) expected.epilogue.add = UploadToCpu(add);
     std::unique_ptr<PackedConv2d> cpu_shortcut;
     if (has_shortcut) {
       cpu_shortcut = cpu_->PackConv2d(ToHost(shortcut_weight, DType::kF32), {}, false).value();
-      expected.shortcut = {.x = UploadToCpu(shortcut_x), .weight = cpu_shortcut.get()};
-      if (shortcut_x2.defined()) expected.shortcut.x2 = UploadToCpu(shortcut_x2);
+      expected.epilogue.shortcut = {.x = UploadToCpu(shortcut_x), .weight = cpu_shortcut.get()};
+      if (shortcut_x2.defined()) expected.epilogue.shortcut.x2 = UploadToCpu(shortcut_x2);
     } else {
-      expected.residual = UploadToCpu(residual);
+      expected.epilogue.residual = UploadToCpu(residual);
     }
     expected.out = cpu_->Allocate(residual.shape, DType::kF32, "a test").value();
     cpu_->Conv2d(expected);
@@ -234,7 +237,7 @@ TEST_P(CudaConv2dTest, ShortcutsOfEveryTile) {
   for (const ConvCase& c : kShortcutCases) Run(c);
 }
 
-TEST_P(CudaTest, NormConv2dHasTheBitsOfItsParts) {
+TEST_P(CudaTest, NormsOfInputsHaveTheBitsOfGroupNorms) {
   struct {
     int64_t rows, height, width, channels, channels2, outputs;
     bool scale_shift;
@@ -258,35 +261,42 @@ TEST_P(CudaTest, NormConv2dHasTheBitsOfItsParts) {
     const Array weight = Random({c.outputs, channels, 3, 3}, activation(),
                                 1 / std::sqrt(static_cast<double>(channels * 9)));
     const auto packed = PackConv2d(weight, Random({c.outputs}, DType::kF32));
-    GroupNormArgs norm{.x = Upload(Random({c.rows, c.height, c.width, c.channels})),
-                       .gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
-                       .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
-                       .groups = 8,
-                       .activation = Activation::kSilu};
-    if (c.channels2 > 0) norm.x2 = Upload(Random({c.rows, c.height, c.width, c.channels2}));
+    Norm norm{.gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
+              .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
+              .groups = 8,
+              .activation = Activation::kSilu};
     if (c.scale_shift) norm.scale_shift = Upload(Random({c.rows, 2 * channels}));
-    norm.out = Output({c.rows, c.height, c.width, channels});
-    Conv2dArgs conv{
-        .x = norm.out, .weight = packed.get(), .add = Upload(Random({c.rows, c.outputs}))};
+    const Shape in = {c.rows, c.height, c.width, channels};
+    Conv2dArgs conv{.x = Upload(Random({c.rows, c.height, c.width, c.channels})),
+                    .weight = packed.get(),
+                    .pad_top = 1,
+                    .pad_left = 1,
+                    .pad_bottom = 1,
+                    .pad_right = 1,
+                    .prologue = {.norm = norm, .normed = Output(in)},
+                    .epilogue = {.add = Upload(Random({c.rows, c.outputs}))},
+                    .out = Output({c.rows, c.height, c.width, c.outputs})};
+    if (c.channels2 > 0)
+      conv.prologue.x2 = Upload(Random({c.rows, c.height, c.width, c.channels2}));
     std::unique_ptr<PackedConv2d> shortcut;
     if (c.shortcut > 0) {
       shortcut = PackConv2d(Random({c.outputs, c.shortcut + c.shortcut2, 1, 1}, activation(), 0.1),
                             Array());
-      conv.shortcut = {.x = Upload(Random({c.rows, c.height, c.width, c.shortcut})),
-                       .weight = shortcut.get()};
+      conv.epilogue.shortcut = {.x = Upload(Random({c.rows, c.height, c.width, c.shortcut})),
+                                .weight = shortcut.get()};
     } else {
-      conv.residual = Upload(Random({c.rows, c.height, c.width, c.outputs}));
+      conv.epilogue.residual = Upload(Random({c.rows, c.height, c.width, c.outputs}));
     }
     if (c.shortcut2 > 0) {
-      conv.shortcut.x2 = Upload(Random({c.rows, c.height, c.width, c.shortcut2}));
+      conv.epilogue.shortcut.x2 = Upload(Random({c.rows, c.height, c.width, c.shortcut2}));
     }
-    conv.pad_top = conv.pad_left = conv.pad_bottom = conv.pad_right = 1;
-    conv.out = Output({c.rows, c.height, c.width, c.outputs});
-    backend().NormConv2d(norm, conv);
+    backend().Conv2d(conv);
     const auto together = Bytes(conv.out);
-    norm.out = conv.x = Output({c.rows, c.height, c.width, channels});
+    const Tensor normed = Output(in);
+    backend().GroupNorm({.x = conv.x, .x2 = conv.prologue.x2, .norm = norm, .out = normed});
+    conv.x = normed;
+    conv.prologue = {};
     conv.out = Output({c.rows, c.height, c.width, c.outputs});
-    backend().GroupNorm(norm);
     backend().Conv2d(conv);
     EXPECT_FALSE(std::isnan(Read(conv.out).at(0)));
     EXPECT_TRUE(together == Bytes(conv.out))
@@ -309,41 +319,45 @@ TEST_P(CudaTest, OutputNormsHaveTheBitsOfGroupNorms) {
     const auto packed = PackConv2d(Random({c.outputs, c.channels, 3, 3}, activation(),
                                           1 / std::sqrt(static_cast<double>(c.channels * 9))),
                                    Random({c.outputs}, DType::kF32));
-    const GroupNormArgs before{.x = Upload(Random(in)),
-                               .gamma = Upload(Random({c.channels}, DType::kF32), DType::kF32),
-                               .beta = Upload(Random({c.channels}, DType::kF32), DType::kF32),
-                               .groups = 8,
-                               .activation = Activation::kSilu,
-                               .out = Output(in)};
-    Conv2dArgs conv{.x = before.out,
+    const auto norm_of = [&](int64_t channels, int groups) {
+      return Norm{.gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
+                  .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
+                  .groups = groups,
+                  .activation = Activation::kSilu};
+    };
+    Norm after = norm_of(c.outputs, c.groups);
+    Conv2dArgs conv{.x = Upload(Random(in)),
                     .weight = packed.get(),
-                    .add = Upload(Random({c.rows, c.outputs})),
-                    .output_norm = {.gamma = Upload(Random({c.outputs}, DType::kF32), DType::kF32),
-                                    .beta = Upload(Random({c.outputs}, DType::kF32), DType::kF32),
-                                    .groups = c.groups}};
-    conv.pad_top = conv.pad_left = conv.pad_bottom = conv.pad_right = 1;
-    conv.out = Output(out);
-    const bool makes = backend().MakesOutputNorm(conv);
-    EXPECT_EQ(makes, c.small && on_hopper()) << in.ToString() << " to " << out.ToString();
-    if (!makes) continue;
-    backend().NormConv2d(before, conv);
-    const Tensor together = conv.out;
-    conv.out = Output(out);
-    backend().GroupNorm(before);
+                    .pad_top = 1,
+                    .pad_left = 1,
+                    .pad_bottom = 1,
+                    .pad_right = 1,
+                    .prologue = {.norm = norm_of(c.channels, 8), .normed = Output(in)},
+                    .epilogue = {.add = Upload(Random({c.rows, c.outputs})), .norm = &after},
+                    .out = Output(out)};
     backend().Conv2d(conv);
-    EXPECT_TRUE(Bytes(conv.out) == Bytes(together)) << in.ToString();
-    const GroupNormArgs after{.x = Output(out),
-                              .gamma = conv.output_norm.gamma,
-                              .beta = conv.output_norm.beta,
-                              .groups = c.groups,
-                              .activation = Activation::kSilu,
-                              .out = Output(out)};
-    conv.output_norm = {};
-    conv.out = after.x;
-    backend().NormConv2d(before, conv);
-    backend().GroupNorm(after);
-    EXPECT_FALSE(std::isnan(Read(after.out).at(0)));
-    EXPECT_TRUE(Bytes(after.out) == Bytes(together)) << in.ToString();
+    EXPECT_EQ(after.applied, c.small && on_hopper()) << in.ToString() << " to " << out.ToString();
+    if (!after.applied) continue;
+    const Tensor together = conv.out;
+
+    const Tensor normed = Output(in);
+    backend().GroupNorm({.x = conv.x, .norm = conv.prologue.norm, .out = normed});
+    Conv2dArgs plain = conv;
+    plain.x = normed;
+    plain.prologue = {};
+    plain.out = Output(out);
+    after.applied = false;
+    backend().Conv2d(plain);
+    EXPECT_TRUE(after.applied && Bytes(plain.out) == Bytes(together)) << in.ToString();
+
+    conv.epilogue.norm = nullptr;
+    conv.out = Output(out);
+    backend().Conv2d(conv);
+    after.applied = false;
+    const Tensor apart = Output(out);
+    backend().GroupNorm({.x = conv.out, .norm = after, .out = apart});
+    EXPECT_FALSE(std::isnan(Read(apart).at(0)));
+    EXPECT_TRUE(Bytes(apart) == Bytes(together)) << in.ToString();
   }
 }
 
@@ -487,10 +501,10 @@ TEST_P(CudaTest, GroupNormOfManyChunksAndSources) {
                 beta = Random({channels}, DType::kF32);
     GroupNormArgs args{.x = Upload(x),
                        .x2 = UploadOptional(x2),
-                       .gamma = Upload(gamma, DType::kF32),
-                       .beta = Upload(beta, DType::kF32),
-                       .groups = c.groups,
-                       .activation = Activation::kSilu};
+                       .norm = {.gamma = Upload(gamma, DType::kF32),
+                                .beta = Upload(beta, DType::kF32),
+                                .groups = c.groups,
+                                .activation = Activation::kSilu}};
     args.out = Output({c.rows, c.size, c.size, channels});
     backend().GroupNorm(args);
     EXPECT_LT(Error(Read(args.out), reference::GroupNorm(args, x, x2, gamma, beta, {})),
@@ -531,13 +545,14 @@ TEST_P(CudaTest, GroupNormOfEveryPlan) {
                   beta = Random({channels}, DType::kF32);
       const Array scales =
           scale_shift ? Random({c.rows, 2 * channels}, activation(), 0.5) : Array();
-      GroupNormArgs args{.x = Upload(x),
-                         .x2 = UploadOptional(x2),
-                         .gamma = Upload(gamma, DType::kF32),
-                         .beta = Upload(beta, DType::kF32),
-                         .groups = c.groups,
-                         .activation = scale_shift ? Activation::kNone : Activation::kSilu};
-      args.scale_shift = UploadOptional(scales);
+      GroupNormArgs args{
+          .x = Upload(x),
+          .x2 = UploadOptional(x2),
+          .norm = {.gamma = Upload(gamma, DType::kF32),
+                   .beta = Upload(beta, DType::kF32),
+                   .groups = c.groups,
+                   .activation = scale_shift ? Activation::kNone : Activation::kSilu}};
+      args.norm.scale_shift = UploadOptional(scales);
       args.out = Output({c.rows, c.height, c.width, channels});
       backend().GroupNorm(args);
       EXPECT_LT(Error(Read(args.out), reference::GroupNorm(args, x, x2, gamma, beta, scales)),
@@ -546,7 +561,7 @@ TEST_P(CudaTest, GroupNormOfEveryPlan) {
       const Tensor out = args.out;
       args.x = args.x.Slice(c.rows - 1, 1);
       if (args.x2) args.x2 = args.x2.Slice(c.rows - 1, 1);
-      if (args.scale_shift) args.scale_shift = args.scale_shift.Slice(c.rows - 1, 1);
+      if (args.norm.scale_shift) args.norm.scale_shift = args.norm.scale_shift.Slice(c.rows - 1, 1);
       args.out = Output({1, c.height, c.width, channels});
       backend().GroupNorm(args);
       ExpectSameBits(args.out, out, c.rows - 1);
@@ -620,11 +635,13 @@ TEST_P(CudaTest, GraphsReplayWhatWasRecorded) {
   const Tensor x = Upload(Random({2, 8, 8, 256})), norm = Output({2, 8, 8, 256}),
                attended = Output({2, 64, 256}), out = Output({2, 8, 8, 256});
   const auto body = [&] {
-    backend().GroupNorm({.x = x, .gamma = gamma, .beta = beta, .groups = 32, .out = norm});
+    backend().GroupNorm(
+        {.x = x, .norm = {.gamma = gamma, .beta = beta, .groups = 32}, .out = norm});
     const Tensor tokens = norm.Reshape({2, 64, 256});
     backend().Attention(
         {.q = tokens, .k = tokens, .v = tokens, .heads = 2, .scale = 0.2f, .out = attended});
-    Conv2dArgs conv{.x = attended.Reshape({2, 8, 8, 256}), .weight = packed.get(), .residual = x};
+    Conv2dArgs conv{
+        .x = attended.Reshape({2, 8, 8, 256}), .weight = packed.get(), .epilogue = {.residual = x}};
     conv.pad_top = conv.pad_left = conv.pad_bottom = conv.pad_right = 1;
     conv.out = out;
     backend().Conv2d(conv);
@@ -650,19 +667,17 @@ TEST_P(CudaTest, TunedGraphsHaveTheSameBits) {
   const Tensor gamma = Upload(Random({128}, DType::kF32), DType::kF32);
   const Tensor y = Output({6, 16, 16, 256}), out = Output({6, 16, 16, 384});
   const auto enqueue = [&](Backend& on) {
-    on.NormConv2d({.x = x,
-                   .gamma = gamma,
-                   .beta = gamma,
-                   .groups = 8,
-                   .activation = Activation::kSilu,
-                   .out = normed},
-                  {.x = normed,
-                   .weight = packed.get(),
-                   .pad_top = 1,
-                   .pad_left = 1,
-                   .pad_bottom = 1,
-                   .pad_right = 1,
-                   .out = y});
+    on.Conv2d(
+        {.x = x,
+         .weight = packed.get(),
+         .pad_top = 1,
+         .pad_left = 1,
+         .pad_bottom = 1,
+         .pad_right = 1,
+         .prologue =
+             {.norm = {.gamma = gamma, .beta = gamma, .groups = 8, .activation = Activation::kSilu},
+              .normed = normed},
+         .out = y});
     on.Linear({.x = y, .weight = linear.get(), .out = out});
   };
   enqueue(backend());

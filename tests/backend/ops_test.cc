@@ -38,9 +38,9 @@ class Conv2dTest : public OnBackend {
     c.weight = Random({out, c1 + c2, kernel, kernel}, activation(), 1 / std::sqrt(fan_in));
     if (bias) c.bias = Random({out}, DType::kF32);
     if (add) c.add = Random({rows, out});
-    c.packed = PackConv2d(c.weight, c.bias, geometry.upsample2x);
+    c.packed = PackConv2d(c.weight, c.bias, geometry.prologue.upsample2x);
     c.args.weight = c.packed.get();
-    const int64_t up = geometry.upsample2x ? 2 : 1;
+    const int64_t up = geometry.prologue.upsample2x ? 2 : 1;
     const int64_t out_height =
         (height * up + geometry.pad_top + geometry.pad_bottom - kernel) / geometry.stride + 1;
     const int64_t out_width =
@@ -48,9 +48,9 @@ class Conv2dTest : public OnBackend {
     const Shape out_shape = {rows, out_height, out_width, out};
     if (residual) c.residual = Random(out_shape);
     c.args.x = Upload(c.x);
-    c.args.x2 = UploadOptional(c.x2);
-    if (add) c.args.add = UploadAsColumns(c.add, 3 * out, out);
-    c.args.residual = UploadOptional(c.residual);
+    c.args.prologue.x2 = UploadOptional(c.x2);
+    if (add) c.args.epilogue.add = UploadAsColumns(c.add, 3 * out, out);
+    c.args.epilogue.residual = UploadOptional(c.residual);
     c.args.out = Output(out_shape);
     return c;
   }
@@ -64,9 +64,9 @@ class Conv2dTest : public OnBackend {
     shortcut.weight =
         Random({out[3], c1 + c2, 1, 1}, activation(), 1 / std::sqrt(static_cast<double>(c1 + c2)));
     shortcut.packed = PackConv2d(shortcut.weight, Array());
-    c->args.shortcut = {.x = Upload(shortcut.x),
-                        .x2 = UploadOptional(shortcut.x2),
-                        .weight = shortcut.packed.get()};
+    c->args.epilogue.shortcut = {.x = Upload(shortcut.x),
+                                 .x2 = UploadOptional(shortcut.x2),
+                                 .weight = shortcut.packed.get()};
   }
 
   double ErrorOf(const Case& c) {
@@ -95,13 +95,13 @@ TEST_P(Conv2dTest, ModelShapes) {
   };
   for (const auto& s : shapes) {
     const int pad = s.kernel / 2;
-    Conv2dArgs geometry{.upsample2x = s.upsample,
-                        .stride = s.stride,
+    Conv2dArgs geometry{.stride = s.stride,
                         .pad_top = pad,
                         .pad_left = pad,
                         .pad_bottom = pad,
                         .pad_right = pad,
-                        .activation = Activation::kSilu};
+                        .prologue = {.upsample2x = s.upsample},
+                        .epilogue = {.activation = Activation::kSilu}};
     const Case c =
         Make(geometry, 2, s.height, s.height, s.c1, s.c2, s.out, s.kernel, true, true, true);
     EXPECT_LT(ErrorOf(c), Tolerance(kTolerance))
@@ -119,7 +119,11 @@ TEST_P(Conv2dTest, ShortcutsOfModels) {
       {2, 8, 8, 128, 0, 160, 128, 0},    {2, 8, 8, 64, 0, 32, 16, 0},
   };
   for (const auto& s : shapes) {
-    Case c = Make({.pad_top = 1, .pad_left = 1, .pad_bottom = 1, .pad_right = 1, .scale = 0.7071f},
+    Case c = Make({.pad_top = 1,
+                   .pad_left = 1,
+                   .pad_bottom = 1,
+                   .pad_right = 1,
+                   .epilogue = {.scale = 0.7071f}},
                   s.rows, s.height, s.width, s.c1, s.c2, s.out, 3, true, true, false);
     AddShortcut(&c, s.shortcut, s.shortcut2);
     EXPECT_LT(ErrorOf(c), Tolerance(kTolerance))
@@ -127,29 +131,84 @@ TEST_P(Conv2dTest, ShortcutsOfModels) {
   }
 }
 
+// Whoever applies them: the second norm belongs to the first convolution or to the second.
+TEST_P(Conv2dTest, NormsOfInputsAndResults) {
+  struct {
+    int64_t rows, size, c1, c2, hidden, out;
+    bool upsample, scale_shift;
+    Activation activation;
+  } shapes[] = {{2, 8, 256, 0, 256, 128, false, false, Activation::kSilu},
+                {3, 8, 64, 32, 64, 64, false, false, Activation::kSilu},
+                {2, 16, 64, 64, 128, 128, true, true, Activation::kSilu},
+                {1, 5, 12, 4, 24, 7, false, false, Activation::kMish}};
+  for (const auto& s : shapes) {
+    const Conv2dArgs same{.pad_top = 1, .pad_left = 1, .pad_bottom = 1, .pad_right = 1};
+    Conv2dArgs geometry = same;
+    geometry.prologue.upsample2x = s.upsample;
+    Case first = Make(geometry, s.rows, s.size, s.size, s.c1, s.c2, s.hidden, 3, true, true, false);
+    const int64_t size = s.upsample ? 2 * s.size : s.size;
+    Case second = Make(same, s.rows, size, size, s.hidden, 0, s.out, 3, true, false, true);
+    const auto norm_of = [&](int64_t channels, Array* gamma, Array* beta) {
+      *gamma = Random({channels}, DType::kF32, 0.3, 1);
+      *beta = Random({channels}, DType::kF32);
+      return Norm{.gamma = Upload(*gamma, DType::kF32),
+                  .beta = Upload(*beta, DType::kF32),
+                  .groups = 4,
+                  .activation = s.activation};
+    };
+    Array gamma1, beta1, gamma2, beta2;
+    const Norm norm1 = norm_of(s.c1 + s.c2, &gamma1, &beta1);
+    Norm norm2 = norm_of(s.hidden, &gamma2, &beta2);
+    const Array scale_shift = s.scale_shift ? Random({s.rows, 2 * s.hidden}) : Array();
+    norm2.scale_shift = UploadOptional(scale_shift);
+
+    first.args.prologue.norm = norm1;
+    first.args.prologue.normed = Output({s.rows, s.size, s.size, s.c1 + s.c2});
+    first.args.epilogue.norm = &norm2;
+    backend().Conv2d(first.args);
+    second.args.x = first.args.out;
+    second.args.prologue.norm = norm2;
+    second.args.prologue.normed = Output(first.args.out.shape());
+    backend().Conv2d(second.args);
+
+    Array in = reference::GroupNorm({.norm = norm1}, first.x, first.x2, gamma1, beta1, {});
+    Array hidden = reference::Conv2d(first.args, in, {}, first.weight, first.bias, first.add, {});
+    const auto expected = [&](const Array& values) {
+      return reference::Conv2d(
+          second.args,
+          reference::GroupNorm({.norm = norm2}, values, {}, gamma2, beta2, scale_shift), {},
+          second.weight, second.bias, {}, second.residual);
+    };
+    const Array actual = Read(second.args.out);
+    EXPECT_LT(Error(actual, expected(hidden)), 4 * Tolerance(kTolerance)) << s.size;
+    norm2.eps = 10;
+    EXPECT_GT(Error(actual, expected(hidden)), 4 * Tolerance(kTolerance)) << "the test cannot fail";
+  }
+}
+
 TEST_P(Conv2dTest, AResidualInItsOwnPlace) {
   Case c = Make({.pad_top = 1, .pad_left = 1, .pad_bottom = 1, .pad_right = 1}, 3, 9, 8, 64, 0, 128,
                 3, true, false, true);
-  backend().Copy(c.args.residual, c.args.out);
-  c.args.residual = c.args.out;
+  backend().Copy(c.args.epilogue.residual, c.args.out);
+  c.args.epilogue.residual = c.args.out;
   EXPECT_LT(ErrorOf(c), Tolerance(kTolerance));
 }
 
 TEST_P(Conv2dTest, AnyShapeAndFusion) {
   for (int i = 0; i < 60; ++i) {
     Conv2dArgs geometry;
-    geometry.upsample2x = RandomInt(0, 3) == 0;
-    const int64_t kernel = geometry.upsample2x ? 3 : RandomInt(0, 2) * 2 + 1;
+    geometry.prologue.upsample2x = RandomInt(0, 3) == 0;
+    const int64_t kernel = geometry.prologue.upsample2x ? 3 : RandomInt(0, 2) * 2 + 1;
     const auto pad = [&] {
-      return geometry.upsample2x ? 1 : static_cast<int>(RandomInt(0, kernel / 2));
+      return geometry.prologue.upsample2x ? 1 : static_cast<int>(RandomInt(0, kernel / 2));
     };
-    geometry.stride = geometry.upsample2x ? 1 : static_cast<int>(RandomInt(1, 2));
+    geometry.stride = geometry.prologue.upsample2x ? 1 : static_cast<int>(RandomInt(1, 2));
     geometry.pad_top = pad();
     geometry.pad_left = pad();
     geometry.pad_bottom = pad();
     geometry.pad_right = pad();
-    geometry.scale = Coin() ? 1.0f : 0.7071f;
-    geometry.activation = kActivations[RandomInt(0, std::size(kActivations) - 1)];
+    geometry.epilogue.scale = Coin() ? 1.0f : 0.7071f;
+    geometry.epilogue.activation = kActivations[RandomInt(0, std::size(kActivations) - 1)];
     // Half of them in eights, which is what fast kernels are for.
     const bool eights = Coin();
     const auto channels = [&] { return eights ? 8 * RandomInt(1, 25) : RandomInt(1, 70); };
@@ -259,11 +318,11 @@ TEST_P(LinearTest, AnyShapeAndFusion) {
     LinearArgs args;
     args.x = Upload(x, x_f32 ? DType::kF32 : activation());
     args.weight = packed.get();
-    args.activation = kActivations[RandomInt(0, std::size(kActivations) - 1)];
-    args.scale = Coin() ? 1.0f : 0.7071f;
+    args.epilogue.activation = kActivations[RandomInt(0, std::size(kActivations) - 1)];
+    args.epilogue.scale = Coin() ? 1.0f : 0.7071f;
     const Array no_residual = reference::Linear(args, x, weight, bias, {});
     const Array residual = Coin() ? Random(no_residual.shape) : Array();
-    args.residual = UploadOptional(residual);
+    args.epilogue.residual = UploadOptional(residual);
     args.out = Output(no_residual.shape, out_f32 ? DType::kF32 : activation());
     backend().Linear(args);
     EXPECT_LT(Error(Read(args.out), reference::Linear(args, x, weight, bias, residual)),
@@ -281,10 +340,10 @@ TEST_P(LinearTest, OneVectorASample) {
       const Array bias = Coin() ? Random({out}, DType::kF32) : Array();
       const auto packed = PackLinear(weight, bias);
       LinearArgs args{.x = Upload(x), .weight = packed.get()};
-      args.activation = kActivations[RandomInt(0, std::size(kActivations) - 1)];
-      args.scale = Coin() ? 1.0f : 0.7071f;
+      args.epilogue.activation = kActivations[RandomInt(0, std::size(kActivations) - 1)];
+      args.epilogue.scale = Coin() ? 1.0f : 0.7071f;
       const Array residual = Coin() ? Random({rows, out}) : Array();
-      args.residual = UploadOptional(residual);
+      args.epilogue.residual = UploadOptional(residual);
       args.out = Output({rows, out}, out_f32 ? DType::kF32 : activation());
       backend().Linear(args);
       EXPECT_LT(Error(Read(args.out), reference::Linear(args, x, weight, bias, residual)),
@@ -386,12 +445,12 @@ TEST_P(GroupNormTest, AnyShapeAndFusion) {
     GroupNormArgs args;
     args.x = Upload(x);
     args.x2 = UploadOptional(x2);
-    args.gamma = Upload(gamma, DType::kF32);
-    args.beta = Upload(beta, DType::kF32);
-    args.groups = groups;
-    args.eps = Coin() ? 1e-5f : 1e-6f;
-    if (scale_shift.defined()) args.scale_shift = UploadAsColumns(scale_shift, channels, 3);
-    args.activation = kActivations[RandomInt(0, std::size(kActivations) - 1)];
+    args.norm.gamma = Upload(gamma, DType::kF32);
+    args.norm.beta = Upload(beta, DType::kF32);
+    args.norm.groups = groups;
+    args.norm.eps = Coin() ? 1e-5f : 1e-6f;
+    if (scale_shift.defined()) args.norm.scale_shift = UploadAsColumns(scale_shift, channels, 3);
+    args.norm.activation = kActivations[RandomInt(0, std::size(kActivations) - 1)];
     args.out = Output(shape(channels));
     backend().GroupNorm(args);
     EXPECT_LT(Error(Read(args.out), reference::GroupNorm(args, x, x2, gamma, beta, scale_shift)),
@@ -403,10 +462,10 @@ TEST_P(GroupNormTest, AnyShapeAndFusion) {
 TEST_P(GroupNormTest, AMeanFarFromZeroKeepsItsVariance) {
   const Array x = Random({2, 16, 16, 64}, activation(), 1, 100);
   const Array gamma = Random({64}, DType::kF32, 0.3, 1), beta = Random({64}, DType::kF32);
-  GroupNormArgs args{.x = Upload(x),
-                     .gamma = Upload(gamma, DType::kF32),
-                     .beta = Upload(beta, DType::kF32),
-                     .groups = 32};
+  GroupNormArgs args{
+      .x = Upload(x),
+      .norm = {
+          .gamma = Upload(gamma, DType::kF32), .beta = Upload(beta, DType::kF32), .groups = 32}};
   args.out = Output(x.shape);
   backend().GroupNorm(args);
   // The mean itself is rounded to fp32: 100·2⁻²⁴ of a standard deviation of one. Measured 1.5e-6.
@@ -418,10 +477,10 @@ TEST_P(GroupNormTest, AConstantImageBecomesBeta) {
   Array x({1, 8, 8, 32});
   std::fill(x.values.begin(), x.values.end(), 3.0);
   const Array gamma = Random({32}, DType::kF32, 0.3, 1), beta = Random({32}, DType::kF32);
-  GroupNormArgs args{.x = Upload(x),
-                     .gamma = Upload(gamma, DType::kF32),
-                     .beta = Upload(beta, DType::kF32),
-                     .groups = 8};
+  GroupNormArgs args{
+      .x = Upload(x),
+      .norm = {
+          .gamma = Upload(gamma, DType::kF32), .beta = Upload(beta, DType::kF32), .groups = 8}};
   args.out = Output(x.shape);
   backend().GroupNorm(args);
   EXPECT_LT(Error(Read(args.out), reference::GroupNorm(args, x, {}, gamma, beta, {})),
@@ -432,18 +491,18 @@ TEST_P(GroupNormTest, TheTestCanFail) {
   const Array x = Random({1, 4, 4, 32}, activation(), 0.02);
   const Array gamma = Random({32}, DType::kF32, 0.3, 1), beta = Random({32}, DType::kF32);
   GroupNormArgs args{.x = Upload(x),
-                     .gamma = Upload(gamma, DType::kF32),
-                     .beta = Upload(beta, DType::kF32),
-                     .groups = 8,
-                     .eps = 1e-5f};
+                     .norm = {.gamma = Upload(gamma, DType::kF32),
+                              .beta = Upload(beta, DType::kF32),
+                              .groups = 8,
+                              .eps = 1e-5f}};
   args.out = Output(x.shape);
   backend().GroupNorm(args);
   const Array actual = Read(args.out);
-  args.eps = 1e-4f;
+  args.norm.eps = 1e-4f;
   EXPECT_GT(Error(actual, reference::GroupNorm(args, x, {}, gamma, beta, {})),
             Tolerance(kTolerance));
-  args.eps = 1e-5f;
-  args.groups = 32;
+  args.norm.eps = 1e-5f;
+  args.norm.groups = 32;
   EXPECT_GT(Error(actual, reference::GroupNorm(args, x, {}, gamma, beta, {})),
             10 * Tolerance(kTolerance));
 }
@@ -828,10 +887,10 @@ TEST_P(LinearTest, Gated) {
     const Array bias = Coin() ? Random({2 * s.features}, DType::kF32) : Array();
     const auto packed = PackGatedLinear(weight, bias);
     const Tensor out = Output(with(s.features));
-    backend().GatedLinear({.x = Upload(x),
-                           .weight = packed.get(),
-                           .scratch = Output(with(2 * s.features)),
-                           .out = out});
+    backend().Linear({.x = Upload(x),
+                      .weight = packed.get(),
+                      .epilogue = {.ungated = Output(with(2 * s.features))},
+                      .out = out});
     const Array linear = reference::Linear({}, x, weight, bias, {});
     // Values and gates are rounded to bf16, then their product: thrice the error of one rounding.
     EXPECT_LT(Error(Read(out), reference::GegluGate(linear, out.shape())),

@@ -67,7 +67,7 @@ inline Array Conv2d(const Conv2dArgs& args, const Array& x, const Array& x2,
                     const Array& weight_oihw, const Array& bias, const Array& add,
                     const Array& residual) {
   const Array in = Concat(x, x2);
-  const int64_t up = args.upsample2x ? 2 : 1, kernel = weight_oihw.shape[2];
+  const int64_t up = args.prologue.upsample2x ? 2 : 1, kernel = weight_oihw.shape[2];
   const int64_t height = in.shape[1] * up, width = in.shape[2] * up, channels = in.shape[3];
   const int64_t out_channels = weight_oihw.shape[0];
   const int64_t out_height = (height + args.pad_top + args.pad_bottom - kernel) / args.stride + 1;
@@ -92,7 +92,7 @@ inline Array Conv2d(const Conv2dArgs& args, const Array& x, const Array& x2,
           }
           if (add.defined()) sum += add.at(n * out_channels + o);
           if (residual.defined()) sum += residual.at(at);
-          out.at(at) = Activate(args.activation, sum * args.scale);
+          out.at(at) = Activate(args.epilogue.activation, sum * args.epilogue.scale);
         }
       }
     }
@@ -113,7 +113,7 @@ inline Array Linear(const LinearArgs& args, const Array& x, const Array& weight_
       double sum = bias.defined() ? bias.at(o) : 0;
       for (int64_t i = 0; i < in; ++i) sum += x.at(r * in + i) * weight_oi.at(o * in + i);
       if (residual.defined()) sum += residual.at(r * out + o);
-      y.at(r * out + o) = Activate(args.activation, sum * args.scale);
+      y.at(r * out + o) = Activate(args.epilogue.activation, sum * args.epilogue.scale);
     }
   }
   return y;
@@ -123,10 +123,10 @@ inline Array GroupNorm(const GroupNormArgs& args, const Array& x, const Array& x
                        const Array& gamma, const Array& beta, const Array& scale_shift) {
   const Array in = Concat(x, x2);
   const int64_t rows = in.shape[0], channels = in.shape[-1];
-  const int64_t pixels = in.shape.elements() / rows / channels, size = channels / args.groups;
+  const int64_t pixels = in.shape.elements() / rows / channels, size = channels / args.norm.groups;
   Array out(in.shape);
   for (int64_t n = 0; n < rows; ++n) {
-    for (int64_t g = 0; g < args.groups; ++g) {
+    for (int64_t g = 0; g < args.norm.groups; ++g) {
       const auto at = [&](int64_t p, int64_t c) {
         return (n * pixels + p) * channels + g * size + c;
       };
@@ -142,13 +142,13 @@ inline Array GroupNorm(const GroupNormArgs& args, const Array& x, const Array& x
       for (int64_t p = 0; p < pixels; ++p) {
         for (int64_t c = 0; c < size; ++c) {
           const int64_t channel = g * size + c;
-          double y = (in.at(at(p, c)) - mean) / std::sqrt(variance + args.eps);
+          double y = (in.at(at(p, c)) - mean) / std::sqrt(variance + args.norm.eps);
           y = y * gamma.at(channel) + beta.at(channel);
           if (scale_shift.defined()) {
             const int64_t row = n * 2 * channels;
             y = y * (1 + scale_shift.at(row + channel)) + scale_shift.at(row + channels + channel);
           }
-          out.at(at(p, c)) = Activate(args.activation, y);
+          out.at(at(p, c)) = Activate(args.norm.activation, y);
         }
       }
     }

@@ -18,6 +18,15 @@ namespace denoised {
 /// Collects what a job tells from other threads, and holds it against the contract.
 class Collector : public JobListener {
  public:
+  void OnQueued(const Estimate&) override {
+    std::lock_guard lock(mutex_);
+    EXPECT_FALSE(started_ || status_) << "it does not wait any more";
+  }
+  void OnStarted() override {
+    std::lock_guard lock(mutex_);
+    EXPECT_FALSE(started_ || status_);
+    started_ = true;
+  }
   void OnProgress(int done, int total) override {
     std::lock_guard lock(mutex_);
     EXPECT_GT(done, progress_);
@@ -111,6 +120,7 @@ class Collector : public JobListener {
   std::optional<absl::Status> status_;
   JobTiming timing_;
   int progress_ = 0, previews_ = 0;
+  bool started_ = false;
 };
 
 }  // namespace denoised

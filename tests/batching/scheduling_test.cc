@@ -373,6 +373,8 @@ TEST(Estimates, OfMoreRowsThanWereMeasuredGoOnAtTheSamePace) {
   EXPECT_EQ(seconds(16), 1.125);
   admission.Measured(*lane, 16, -1);  // captured alone
   EXPECT_EQ(seconds(16), 1.125);
+  for (int i = 0; i < 2; ++i) admission.Measured(*lane, 2, 9.0);
+  EXPECT_EQ(seconds(16), 0.375) << "two rows were disturbed, because four take less";
   admission.Measured(*lane, 16, 1.0);
   EXPECT_EQ(seconds(16), 1.0);
 }
@@ -390,6 +392,65 @@ TEST(Estimates, AreOfTheBucketThatRowsArePaddedTo) {
       admission.Enter(1, simulation.Job({.steps = 2, .count = 5}), simulation.clock.now, &estimate)
           .ok());
   EXPECT_EQ(*estimate.total_seconds, 1.5) << "five rows are eight";
+}
+
+// Another program takes the cores for one of the evaluations of warm-up, or for all of them.
+TEST(Estimates, OutliveABusyWarmUp) {
+  const auto estimate = [](Simulation& simulation) {
+    Estimate estimate;
+    const auto heard = simulation.TrySubmit({.steps = 20}, &estimate);
+    simulation.RunAll();
+    EXPECT_TRUE((*heard)->done->ok());
+    return *estimate.total_seconds;
+  };
+  constexpr double kCost = 0.01, kBusy = 25 * kCost;
+  for (int disturbed = 1; disturbed <= 3; ++disturbed) {
+    int launched = 0;  // number 0 captures
+    Simulation simulation(
+        {.cost = [&](int) { return launched++ == disturbed ? kBusy : kCost; }, .warm_up = true});
+    EXPECT_GE(launched, 3);
+    EXPECT_NEAR(estimate(simulation), 20 * kCost, 1e-6) << "evaluation " << disturbed;
+  }
+  bool busy = true;
+  Simulation simulation({.cost = [&](int) { return busy ? kBusy : kCost; }, .warm_up = true});
+  busy = false;
+  simulation.Submit({.steps = 2});
+  simulation.RunAll();
+  EXPECT_NEAR(estimate(simulation), 20 * kCost, 1e-6) << "two evaluations are enough";
+  // Nor does a disturbance later on count.
+  busy = true;
+  simulation.Submit({.steps = 2});
+  simulation.RunAll();
+  busy = false;
+  EXPECT_NEAR(estimate(simulation), 20 * kCost, 1e-6);
+}
+
+// What was measured of one row at warm-up is not believed when sixteen take less.
+TEST(Estimates, OutliveABusyWarmUpAlsoAtOtherRows) {
+  bool busy = true;
+  Simulation simulation(
+      {.cost = [&](int rows) { return (busy ? 25 : 1) * (0.01 + 0.001 * rows); }, .warm_up = true});
+  busy = false;
+  simulation.Submit({.steps = 2, .count = 16});
+  simulation.RunAll();
+  for (const int count : {1, 4}) {
+    Estimate estimate;
+    const auto heard = simulation.TrySubmit({.steps = 20, .count = count}, &estimate);
+    EXPECT_LE(*estimate.total_seconds, 20 * 0.026 + 1e-6) << "as sixteen rows at most";
+    simulation.RunAll();
+  }
+}
+
+// A model that takes long loads as soon as one evaluation has been measured.
+TEST(Estimates, WarmUpMeasuresLongEvaluationsOnce) {
+  int launched = 0;
+  Simulation simulation({.cost =
+                             [&](int) {
+                               ++launched;
+                               return 5.0;
+                             },
+                         .warm_up = true});
+  EXPECT_EQ(launched, 2) << "one of them captures";
 }
 
 TEST(Estimates, SlotsMayBeWhatADeviceLacks) {
@@ -442,6 +503,76 @@ TEST(Estimates, ADeadlineThatCannotBeMetIsRefusedAtOnce) {
   ASSERT_TRUE(quick.ok()) << "a short job goes first: " << quick.status();
   simulation.RunAll();
   EXPECT_TRUE((*quick)->done->ok());
+}
+
+double Seconds(FakeClock::TimePoint::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
+TEST(Places, MoveAsTheQueueDoes) {
+  constexpr double kEvaluation = 0.1, kJob = 24 * kEvaluation;
+  Simulation simulation({.slots = 1, .cost = [](int) { return kEvaluation; }});
+  std::vector<std::shared_ptr<Heard>> jobs;
+  for (int i = 0; i < 6; ++i) jobs.push_back(simulation.Submit({.steps = 12, .count = 2}));
+  simulation.RunAll();
+  for (int i = 0; i < 6; ++i) {
+    const auto& places = jobs[i]->places;
+    std::vector<int> ahead;
+    for (const auto& [time, estimate] : places) {
+      if (ahead.empty() || ahead.back() != estimate.jobs_ahead)
+        ahead.push_back(estimate.jobs_ahead);
+      EXPECT_NEAR(Seconds(jobs[i]->ended.value() - time), *estimate.total_seconds, kJob)
+          << "job " << i << " behind " << estimate.jobs_ahead;
+    }
+    std::vector<int> expected;
+    for (int j = i; j > 0; --j) expected.push_back(j);
+    if (i > 0) expected.push_back(0);
+    EXPECT_EQ(ahead, expected) << "job " << i;
+    for (size_t j = 1; j < places.size(); ++j) {
+      EXPECT_GE(Seconds(places[j].first - places[j - 1].first), 1) << "once a second";
+      EXPECT_LT(places[j].second.images_ahead, places[j - 1].second.images_ahead);
+      EXPECT_LT(*places[j].second.start_seconds, *places[j - 1].second.start_seconds);
+    }
+  }
+}
+
+TEST(Places, AreToldOnlyWhenTheyChange) {
+  Simulation simulation({.slots = 1, .cost = [](int) { return 0.1; }});
+  simulation.Submit({.steps = 1000});
+  simulation.Step();  // it waits no more
+  const auto waiting = simulation.Submit({.steps = 1000});
+  for (int i = 0; i < 100; ++i) simulation.Step();
+  EXPECT_EQ(waiting->places.size(), 0u);
+  // Shorter jobs that come later go first.
+  simulation.Submit({.steps = 20, .count = 2});
+  for (int i = 0; i < 15; ++i) simulation.Step();
+  ASSERT_EQ(waiting->places.size(), 1u);
+  EXPECT_EQ(waiting->places[0].second.jobs_ahead, 2) << "and the one that was parked for them";
+  simulation.End(simulation.last_id, EndReason::kCancelled);
+  for (int i = 0; i < 15; ++i) simulation.Step();
+  ASSERT_EQ(waiting->places.size(), 2u);
+  EXPECT_EQ(waiting->places[1].second.jobs_ahead, 0);
+  EXPECT_EQ(waiting->places[1].second.images_ahead, 0);
+}
+
+TEST(Places, OfManyJobsAreToldAFewAtATime) {
+  Simulation simulation({.slots = 1, .cost = [](int) { return 0.1; }});
+  std::vector<std::shared_ptr<Heard>> jobs;
+  for (int i = 0; i < 300; ++i) jobs.push_back(simulation.Submit({.steps = 10}));
+  const auto told = [&] {
+    size_t places = 0;
+    for (const auto& heard : jobs) places += heard->places.size();
+    return places;
+  };
+  for (size_t before = 0; before < 299; before = told()) {
+    simulation.Step();
+    ASSERT_GT(told(), before) << "the walk goes on after each evaluation";
+    EXPECT_LE(told() - before, 64u);
+  }
+  for (int i = 1; i < 300; ++i) {
+    ASSERT_EQ(jobs[i]->places.size(), 1u) << i;
+    EXPECT_EQ(jobs[i]->places[0].second.jobs_ahead, i - 1) << "one has its slot";
+  }
 }
 
 TEST(Limits, AJobMayHaveMoreEvaluationsThanAnIntHolds) {

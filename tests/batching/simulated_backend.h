@@ -33,6 +33,8 @@ class SimulatedBackend final : public Backend {
 
   /// May block; an error is the device's, and final.
   std::function<absl::Status()> fault;
+  /// When set, called by Synchronize, as before a model's memory is freed. May block.
+  std::function<void()> wait;
   /// False: rows are computed together, as on a GPU, so that memory does not depend on the cores.
   bool splits_rows = true;
   /// Null: decoding takes no time.
@@ -77,8 +79,9 @@ class SimulatedBackend final : public Backend {
   }
   absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(const std::vector<Tensor>& weights_oi,
                                                            const std::vector<Tensor>& biases,
-                                                           const E4m3Layer& e4m3) override {
-    return cpu_->PackLinear(weights_oi, biases, e4m3);
+                                                           const E4m3Layer& e4m3,
+                                                           bool gated) override {
+    return cpu_->PackLinear(weights_oi, biases, e4m3, gated);
   }
   absl::StatusOr<Tensor> PackVector(const Tensor& values) override {
     return cpu_->PackVector(values);
@@ -86,10 +89,12 @@ class SimulatedBackend final : public Backend {
 
   void Conv2d(const Conv2dArgs& args) override { cpu_->Conv2d(args); }
   void Linear(const LinearArgs& args) override { cpu_->Linear(args); }
+  void Gate(const Tensor& values_and_gates, const Tensor& out) override {
+    cpu_->Gate(values_and_gates, out);
+  }
   void GroupNorm(const GroupNormArgs& args) override { cpu_->GroupNorm(args); }
   void LayerNorm(const LayerNormArgs& args) override { cpu_->LayerNorm(args); }
   void Attention(const AttentionArgs& args) override { cpu_->Attention(args); }
-  void GatedLinear(const GatedLinearArgs& args) override { cpu_->GatedLinear(args); }
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
     cpu_->NearestCode(x, codebook, out);
   }
@@ -139,7 +144,10 @@ class SimulatedBackend final : public Backend {
   std::unique_ptr<Marker> Mark() override {
     return std::make_unique<SimulatedMarker>(clock_->now, status());
   }
-  absl::Status Synchronize() override { return status(); }
+  absl::Status Synchronize() override {
+    if (wait) wait();
+    return status();
+  }
   absl::Status status() const override { return status_.ok() ? cpu_->status() : status_; }
 
  private:

@@ -21,6 +21,7 @@ struct Heard {
   std::optional<FakeClock::TimePoint> first_preview, ended;
   int submitted_at = 0;  // evaluations launched before
   std::optional<int> started_at, ended_at;
+  std::vector<std::pair<FakeClock::TimePoint, Estimate>> places;  // of OnQueued
   std::vector<int> progress;
   std::vector<std::pair<int, int>> previews;  // image, evaluation
   std::map<int, std::vector<float>> images;
@@ -246,6 +247,10 @@ class Simulation : public EngineObserver {
    public:
     Recorder(Simulation* simulation, std::shared_ptr<Heard> heard)
         : simulation_(simulation), heard_(std::move(heard)) {}
+    void OnQueued(const Estimate& estimate) override {
+      DENOISED_CHECK(!heard_->started_at && !heard_->done);
+      heard_->places.emplace_back(simulation_->clock.now, estimate);
+    }
     void OnStarted() override { heard_->started_at = simulation_->evaluations; }
     void OnProgress(int done, int total) override {
       DENOISED_CHECK(done <= total);

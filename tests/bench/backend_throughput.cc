@@ -22,6 +22,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <random>
 
@@ -149,19 +150,20 @@ absl::Status Conv(Backend& backend, Meter& meter, Resampling resampling, bool fu
   if (fused) {
     DENOISED_ASSIGN_OR_RETURN(residuals, op.Activations(y));
   }
-  Conv2dArgs args{.weight = weight.get(), .upsample2x = resampling == Resampling::kUp};
+  Conv2dArgs args{.weight = weight.get(),
+                  .prologue = {.upsample2x = resampling == Resampling::kUp}};
   args.pad_bottom = args.pad_right = 1;
   if (resampling == Resampling::kDown) {  // diffusers' Downsample2D with padding 0
     args.stride = 2;
   } else {
     args.pad_top = args.pad_left = 1;
   }
-  if (fused) args.activation = Activation::kSilu;
+  if (fused) args.epilogue.activation = Activation::kSilu;
   CountFlop(meter, y.elements() * in * 9);
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
     args.out = Copy(ys, i, y);
-    if (fused) args.residual = Copy(residuals, i, y);
+    if (fused) args.epilogue.residual = Copy(residuals, i, y);
     backend.Conv2d(args);
   });
 }
@@ -186,29 +188,60 @@ absl::Status ConvShortcut(Backend& backend, Meter& meter) {
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   Conv2dArgs args{.weight = weight.get()};
   args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
-  args.shortcut.weight = shortcut_weight.get();
+  args.epilogue.shortcut.weight = shortcut_weight.get();
   CountFlop(meter, y.elements() * (in * 9 + shortcut));
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
-    args.shortcut.x = Copy(skips, i, skip);
+    args.epilogue.shortcut.x = Copy(skips, i, skip);
     args.out = Copy(ys, i, y);
     backend.Conv2d(args);
   });
 }
 
 /// rows, tokens, in, out; with a bias
-absl::Status Linear(Backend& backend, Meter& meter) {
+absl::Status Linear(Backend& backend, Meter& meter, bool with_residual) {
   const int64_t in = meter.range(2), out = meter.range(3);
   const Shape x{meter.range(0), meter.range(1), in}, y{meter.range(0), meter.range(1), out};
   Op op(backend);
-  op.RotateFor((x.elements() + y.elements()) *
+  op.RotateFor((x.elements() + y.elements() * (with_residual ? 2 : 1)) *
                static_cast<int64_t>(SizeOf(backend.activation_dtype())));
   DENOISED_ASSIGN_OR_RETURN(const auto weight, backend.PackLinear({Op::Parameters({out, in}, in)},
                                                                   {Op::Parameters({out}, 1)}));
   DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
+  Tensor residuals;
+  if (with_residual) {
+    DENOISED_ASSIGN_OR_RETURN(residuals, op.Activations(y));
+  }
   LinearArgs args{.weight = weight.get()};
   CountFlop(meter, y.elements() * in);
+  return op.Measure(meter, [&](int64_t i) {
+    args.x = Copy(xs, i, x);
+    args.out = Copy(ys, i, y);
+    if (with_residual) args.epilogue.residual = Copy(residuals, i, y);
+    backend.Linear(args);
+  });
+}
+
+/// rows, tokens, in, features: GEGLU with a bias, so twice as many outputs as features
+absl::Status GatedLinear(Backend& backend, Meter& meter) {
+  const int64_t in = meter.range(2), features = meter.range(3);
+  const Shape x{meter.range(0), meter.range(1), in}, y{meter.range(0), meter.range(1), features},
+      both{meter.range(0), meter.range(1), 2 * features};
+  Op op(backend);
+  op.RotateFor((x.elements() + y.elements()) *
+               static_cast<int64_t>(SizeOf(backend.activation_dtype())));
+  DENOISED_ASSIGN_OR_RETURN(const auto weight,
+                            backend.PackLinear({Op::Parameters({2 * features, in}, in)},
+                                               {Op::Parameters({2 * features}, 1)}, {},
+                                               /*gated=*/true));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
+  LinearArgs args{.weight = weight.get()};
+  DENOISED_ASSIGN_OR_RETURN(
+      args.epilogue.ungated,
+      backend.Allocate(both, backend.activation_dtype(), "a benchmark's values and gates"));
+  CountFlop(meter, both.elements() * in);
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
     args.out = Copy(ys, i, y);
@@ -239,6 +272,54 @@ absl::Status Attention(Backend& backend, Meter& meter) {
   });
 }
 
+/// rows, heads, tokens, dim, keys; a set of keys and values for each row, as prompts are
+absl::Status CrossAttention(Backend& backend, Meter& meter) {
+  const int64_t rows = meter.range(0), heads = meter.range(1), tokens = meter.range(2),
+                dim = meter.range(3), keys = meter.range(4), width = heads * dim;
+  const Shape q{rows, tokens, width}, kv{rows, keys, 2 * width};
+  Op op(backend);
+  op.RotateFor(2 * q.elements() * static_cast<int64_t>(SizeOf(backend.activation_dtype())));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor qs, op.Activations(q));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor kvs, op.Activations(kv));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(q));
+  AttentionArgs args{.heads = static_cast<int>(heads),
+                     .scale = 1 / std::sqrt(static_cast<float>(dim))};
+  std::vector<int32_t> sets(static_cast<size_t>(rows));
+  std::iota(sets.begin(), sets.end(), 0);
+  DENOISED_ASSIGN_OR_RETURN(args.key_set,
+                            backend.Allocate({rows}, DType::kI32, "a benchmark's sets of keys"));
+  backend.Upload(sets.data(), args.key_set.bytes(), args.key_set);
+  CountFlop(meter, 2 * q.elements() * keys);
+  return op.Measure(meter, [&](int64_t i) {
+    const Tensor one = Copy(kvs, i, kv);
+    args.q = Copy(qs, i, q);
+    args.k = one.Columns(0, width);
+    args.v = one.Columns(width, width);
+    args.out = Copy(ys, i, q);
+    backend.Attention(args);
+  });
+}
+
+/// rows, tokens, channels. Bytes: each value read once and written once.
+absl::Status LayerNorm(Backend& backend, Meter& meter) {
+  const int64_t channels = meter.range(2);
+  const Shape x{meter.range(0), meter.range(1), channels};
+  const int64_t bytes = 2 * x.elements() * static_cast<int64_t>(SizeOf(backend.activation_dtype()));
+  Op op(backend);
+  op.RotateFor(bytes);
+  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(x));
+  LayerNormArgs args;
+  DENOISED_ASSIGN_OR_RETURN(args.gamma, backend.PackVector(Op::Parameters({channels}, 1)));
+  DENOISED_ASSIGN_OR_RETURN(args.beta, backend.PackVector(Op::Parameters({channels}, 1)));
+  meter.Count("B/s", static_cast<double>(bytes));
+  return op.Measure(meter, [&](int64_t i) {
+    args.x = Copy(xs, i, x);
+    args.out = Copy(ys, i, x);
+    backend.LayerNorm(args);
+  });
+}
+
 /// rows, size, channels; 32 groups, SiLU. Bytes: each value read once and written once.
 absl::Status GroupNorm(Backend& backend, Meter& meter) {
   const int64_t channels = meter.range(2);
@@ -248,9 +329,9 @@ absl::Status GroupNorm(Backend& backend, Meter& meter) {
   op.RotateFor(bytes);
   DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(x));
-  GroupNormArgs args{.activation = Activation::kSilu};
-  DENOISED_ASSIGN_OR_RETURN(args.gamma, backend.PackVector(Op::Parameters({channels}, 1)));
-  DENOISED_ASSIGN_OR_RETURN(args.beta, backend.PackVector(Op::Parameters({channels}, 1)));
+  GroupNormArgs args{.norm = {.activation = Activation::kSilu}};
+  DENOISED_ASSIGN_OR_RETURN(args.norm.gamma, backend.PackVector(Op::Parameters({channels}, 1)));
+  DENOISED_ASSIGN_OR_RETURN(args.norm.beta, backend.PackVector(Op::Parameters({channels}, 1)));
   meter.Count("B/s", static_cast<double>(bytes));
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
@@ -474,7 +555,7 @@ void RegisterAll(Backend& backend, Registry* registry) {
                       {16, 1024, 1280, 10240},
                       // the ceiling's
                       {8, 1024, 8192, 8192}},
-                     [&backend](Meter& meter) { return Linear(backend, meter); });
+                     [&backend](Meter& meter) { return Linear(backend, meter, false); });
   registry->Register("attention", {"rows", "heads", "tokens", "dim"},
                      {{64, 1, 256, 256},
                       {1, 1, 256, 256},
@@ -493,6 +574,43 @@ void RegisterAll(Backend& backend, Registry* registry) {
                       {16, 20, 1024, 64},
                       {1, 1, 4096, 512}},
                      [&backend](Meter& meter) { return Attention(backend, meter); });
+  // What a transformer block of Stable Diffusion 1.5 or XL also has; no peer measures these.
+  registry->Register("linear_residual", {"rows", "tokens", "in", "out"},
+                     {{2, 4096, 320, 320},
+                      {2, 4096, 1280, 320},
+                      {2, 1024, 640, 640},
+                      {2, 1024, 2560, 640},
+                      {2, 1024, 1280, 1280},
+                      {2, 1024, 5120, 1280}},
+                     [&backend](Meter& meter) { return Linear(backend, meter, true); });
+  registry->Register("gated_linear", {"rows", "tokens", "in", "features"},
+                     {{2, 4096, 320, 1280},
+                      {16, 4096, 320, 1280},
+                      {2, 1024, 640, 2560},
+                      {16, 1024, 640, 2560},
+                      {2, 256, 1280, 5120},
+                      {16, 256, 1280, 5120},
+                      {2, 4096, 640, 2560},
+                      {2, 1024, 1280, 5120},
+                      {16, 1024, 1280, 5120}},
+                     [&backend](Meter& meter) { return GatedLinear(backend, meter); });
+  registry->Register("cross_attention", {"rows", "heads", "tokens", "dim", "keys"},
+                     {{2, 8, 4096, 40, 77},
+                      {16, 8, 4096, 40, 77},
+                      {2, 8, 1024, 80, 77},
+                      {2, 8, 256, 160, 77},
+                      {2, 10, 4096, 64, 77},
+                      {2, 20, 1024, 64, 77},
+                      {16, 20, 1024, 64, 77}},
+                     [&backend](Meter& meter) { return CrossAttention(backend, meter); });
+  registry->Register("layer_norm", {"rows", "tokens", "channels"},
+                     {{2, 4096, 320},
+                      {16, 4096, 320},
+                      {2, 1024, 640},
+                      {2, 256, 1280},
+                      {2, 4096, 640},
+                      {2, 1024, 1280}},
+                     [&backend](Meter& meter) { return LayerNorm(backend, meter); });
   registry->Register("group_norm_silu", {"rows", "size", "channels"},
                      {{64, 32, 128},
                       {64, 16, 256},

@@ -44,8 +44,8 @@ void BM_Conv2d(benchmark::State& state) {
                   .pad_left = pad,
                   .pad_bottom = pad,
                   .pad_right = pad};
-  args.add = Random({rows, out});
-  args.residual = Random({rows, height, height, out});
+  args.epilogue.add = Random({rows, out});
+  args.epilogue.residual = Random({rows, height, height, out});
   args.out = Random({rows, height, height, out});
   Cpu().Conv2d(args);
   for (auto _ : state) Cpu().Conv2d(args);
@@ -75,10 +75,10 @@ BENCHMARK(BM_Conv2d)
 void BM_GroupNormSilu(benchmark::State& state) {
   const int64_t rows = state.range(0), height = state.range(1), channels = state.range(2);
   GroupNormArgs args{.x = Random({rows, height, height, channels}),
-                     .gamma = Random({channels}),
-                     .beta = Random({channels}),
-                     .groups = 32,
-                     .activation = Activation::kSilu};
+                     .norm = {.gamma = Random({channels}),
+                              .beta = Random({channels}),
+                              .groups = 32,
+                              .activation = Activation::kSilu}};
   args.out = Random(args.x.shape());
   for (auto _ : state) Cpu().GroupNorm(args);
   state.SetBytesProcessed(static_cast<int64_t>(state.iterations() * args.x.bytes() * 2));

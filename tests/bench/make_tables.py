@@ -160,12 +160,12 @@ def verdict(values, bar, old=False, searched=True):
     return MET if statistics.median(values) >= bar else MISS
 
 
-def holds(condition):
-    return MET if condition else MISS
+def holds(condition, old=False):
+    return verdict([float(condition)], 1, old)
 
 
-def at_most(value, bar):
-    return verdict([-value], -bar)
+def at_most(value, bar, old=False):
+    return verdict([-value], -bar, old)
 
 
 def worst_of(verdicts):
@@ -187,6 +187,13 @@ def count_misses(verdicts):
     return ["", summary(verdicts) + "."]
 
 
+def shown_label(row, label):
+    """Runs of 2026-11-24 called every convolution by PyTorch cuDNN's; all but "conv" are eager."""
+    if label == "cuDNN, PyTorch's choice" and arguments(row["name"])[0] != "conv":
+        return "PyTorch, eager"
+    return label
+
+
 class Compared:
     """A row beside its fastest peer, and the cells of a table that say so."""
 
@@ -194,11 +201,12 @@ class Compared:
         context = (row or {}).get("context", context)
         best = best_of(row) if row else None
         self.measured = bool(best)
-        self.label, self.theirs, self.ratio = best or ("–", None, None)
+        label, self.theirs, self.ratio = best or ("–", None, None)
+        self.label = shown_label(row, label) if best else label
         self.ours = ours_of(row) if row else None
         self.searched = not row or row.get("searched", True)
         self.not_tried = row.get("not_tried", 0) if row else 0
-        self.ratios = ratios_of(row["peers"][self.label]) if best else []
+        self.ratios = ratios_of(row["peers"][label]) if best else []
         self.planned = context.get("rounds", 1)
         self.verdict = verdict(self.ratios, bar, is_old(context, row) if row else False,
                                self.searched)
@@ -376,9 +384,11 @@ def train(data):
         mib, reserved = ours.get("MiB_device"), theirs.get("MiB_reserved")
         share = mib / reserved if mib and reserved else None
         first, bar = ours.get("first_step_seconds"), FIRST_STEP_BARS.get(name)
-        all_three = [each.verdict, at_most(share, TRAIN_MEMORY_BAR) if share else NOT_MEASURED]
+        old = is_old((row or {}).get("context", file["context"]))
+        all_three = [each.verdict,
+                     at_most(share, TRAIN_MEMORY_BAR, old) if share else NOT_MEASURED]
         if bar:
-            all_three.append(at_most(first, bar) if first else NOT_MEASURED)
+            all_three.append(at_most(first, bar, old) if first else NOT_MEASURED)
         verdicts += all_three
         speed = ours["flop"] / each.ours * 1e-9 if each.measured and "flop" in ours else None
         rows.append([
@@ -424,7 +434,8 @@ def loop(data):
             continue
         forward, whole = statistics.median(alone), ours_of(row)
         more, bar = whole / forward - 1, LOOP_BARS.get(row["name"])
-        verdicts.append(at_most(more, bar) if bar else "")
+        old = is_old(row.get("context", data("models")["context"]))
+        verdicts.append(at_most(more, bar, old) if bar else "")
         rows.append([*row["name"].split("/rows:"), f"{number(forward, 4)} ms",
                      f"{number(whole, 4)} ms", percent(more, 1), f"≤ {percent(bar)}" if bar else "",
                      verdicts[-1]])
@@ -566,7 +577,7 @@ def cpu(data):
     """The CPU backend beside an older one; see cpu_rows.py."""
     file = data("cpu")
     found = {row["name"]: row for row in file["rows"]}
-    idle = found["idle"]["after"]
+    idle, old = found["idle"]["after"], is_old(file["context"])
 
     def ratios(over, under):
         return [a / b for a, b in zip(over, under) if a and b]
@@ -579,18 +590,18 @@ def cpu(data):
         row = found.get(name)
         before, after = (row["before"], row["after"]) if row else ([], [])
         all_ratios = ratios(before, after)
-        verdicts.append(verdict(all_ratios, bar) if bar else "")
+        verdicts.append(verdict(all_ratios, bar, old) if bar else "")
         rows.append([what, *(f"{number(statistics.median(side))} ms" if side else "–"
                              for side in (before, after)),
                      spread(all_ratios) if all_ratios else "–",
                      f"≥ {bar}×" if bar else "", verdicts[-1]])
     slower = ratios(found["busy"]["after"], idle) if "busy" in found else []
-    verdicts.append(verdict([-each for each in slower], -CPU_BUSY_BAR))
+    verdicts.append(verdict([-each for each in slower], -CPU_BUSY_BAR, old))
     rows.append([f"busy over idle; before {spread(ratios(found['busy']['before'], found['idle']['before']))}"
                  if slower else "busy over idle", "", "", spread(slower) if slower else "–",
                  f"≤ {CPU_BUSY_BAR}×", verdicts[-1]])
     faster = ratios(idle, found["bf16"]["after"]) if "bf16" in found else []
-    verdicts.append(verdict(faster, CPU_BF16_BAR) if faster else "")
+    verdicts.append(verdict(faster, CPU_BF16_BAR, old) if faster else "")
     rows.append(["`--cpu-dtype bf16`: fp32 over bf16, idle", "", "",
                  spread(faster) if faster else "this CPU has no bf16",
                  f"≥ {CPU_BF16_BAR}×", verdicts[-1]])
@@ -623,7 +634,7 @@ def start(data):
         first, *later = [run["serving_seconds"] for run in each["runs"]]
         bar = START_BARS[each["model"]]
         rows.append([f"{each['model']}, {each['weights_bytes'] >> 20} MiB of weights",
-                     f"{first:.2f} s", f"≤ {bar} s", at_most(first, bar),
+                     f"{first:.2f} s", f"≤ {bar} s", at_most(first, bar, is_old(file["context"])),
                      f"{statistics.median(later):.2f} s" if later else "–"])
     return origin(file["context"]) + table(
         ["Model", "First start", "Bar", "", "Later starts"], rows)
@@ -637,7 +648,7 @@ def weights(data):
         rates = [row.get("gb_per_s") or 1e-9 * row["bytes"] / row["seconds"] for row in some]
         rows.append([model, f"{1e-6 * some[0]['bytes']:.0f} MB",
                      ", ".join(f"{rate:.1f}" for rate in rates),
-                     f"≥ {WEIGHTS_BAR}", verdict(rates, WEIGHTS_BAR)])
+                     f"≥ {WEIGHTS_BAR}", verdict(rates, WEIGHTS_BAR, is_old(file["context"]))])
     return origin(file["context"]) + table(["Model", "Weights", "GB/s", "Bar", ""], rows)
 
 
@@ -683,7 +694,8 @@ def splits(data):
         ["Model", "Rows", "By shape", "Any", "Cost", "Of an evaluation"], rows)
 
 
-def saturation_rows(figures, where):
+def saturation_rows(file, where):
+    figures = file["figures"]["saturation"]
     shares = [ours / bare for bare, ours in zip(figures["engine_images_per_second"],
                                                 figures["server_images_per_second"])]
     bare = statistics.median(figures["engine_images_per_second"])
@@ -691,56 +703,58 @@ def saturation_rows(figures, where):
     return [[f"Images/s at saturation, {where}", f"≥ {percent(SATURATION_BAR)} of the engine's",
              f"{percent(statistics.median(shares), 1)} ({percent(min(shares), 1)} to "
              f"{percent(max(shares), 1)}): {number(served, 4)} of {number(bare, 4)}",
-             verdict(shares, SATURATION_BAR)]]
+             verdict(shares, SATURATION_BAR, is_old(file["context"]))]]
 
 
-def storm_rows(figures, where):
+def storm_rows(file, where):
+    figures, old = file["figures"]["storm"], is_old(file["context"])
     return [[f"{figures['cancelled']:,} requests cancelled at random moments, {where}",
              "nothing left behind", f"{figures['left_inside']:.0f} images left",
-             holds(figures["left_inside"] == 0 and figures["cancelled"] >= 10_000)],
+             holds(figures["left_inside"] == 0 and figures["cancelled"] >= 10_000, old)],
             [f"{figures['compared']} of the {figures['survived']:,} survivors, drawn again by an idle "
              "server", "equal bytes", f"{figures['differ']} differ",
-             holds(figures["differ"] == 0)]]
+             holds(figures["differ"] == 0, old)]]
 
 
 def serving(data):
     gpu, cpu, storm, long = (data(name) for name in ("serving", "serving-cpu", "serving-storm",
                                                      "serving-soak"))
-    rows = saturation_rows(gpu["figures"]["saturation"], "GPU")
-    batching = gpu["figures"]["batching"]
+    rows = saturation_rows(gpu, "GPU")
+    batching, old = gpu["figures"]["batching"], is_old(gpu["context"])
     step, request = batching["step"], batching["request"]
     p99 = [mode["latency_seconds"]["p99"] for mode in (step, request)]
     p50 = [mode["latency_seconds"]["p50"] for mode in (step, request)]
     rate = [mode["images_per_second"] for mode in (step, request)]
     rows += [["Batching by step over batching by request, 80 % load: p99", f"≤ {P99_BAR}",
               f"{p99[0] / p99[1]:.2f}: {seconds(p99[0])} of {seconds(p99[1])} (p50 "
-              f"{seconds(p50[0])} and {seconds(p50[1])})", holds(p99[0] <= P99_BAR * p99[1])],
+              f"{seconds(p50[0])} and {seconds(p50[1])})", holds(p99[0] <= P99_BAR * p99[1], old)],
              ["the same: images/s", "≥ 1", f"{rate[0] / rate[1]:.2f}: {number(rate[0])} and "
-              f"{number(rate[1])}", holds(rate[0] >= rate[1])],
+              f"{number(rate[1])}", holds(rate[0] >= rate[1], old)],
              ["the same: first preview after the queue", f"< {PREVIEW_BAR} evaluations",
               f"{batching['first_preview_evaluations']:.1f}",
-              holds(batching["first_preview_evaluations"] < PREVIEW_BAR)]]
-    rows += storm_rows(storm["figures"]["storm"], "GPU")
-    figures = cpu["figures"]
-    rows += saturation_rows(figures["saturation"], "CPU backend")
+              holds(batching["first_preview_evaluations"] < PREVIEW_BAR, old)]]
+    rows += storm_rows(storm, "GPU")
+    figures, old = cpu["figures"], is_old(cpu["context"])
+    rows += saturation_rows(cpu, "CPU backend")
     spent = figures["overhead"]
     extra = spent.get("extra_seconds", spent["server_cpu_seconds"] + spent["client_cpu_seconds"] -
                       spent["engine_cpu_seconds"])
     rows += [["CPU time of a unary request of one step: server + client − engine alone",
               f"≤ {seconds(OVERHEAD_BAR)}", f"{seconds(extra)} = "
               f"{1e3 * spent['server_cpu_seconds']:.2f} + {1e3 * spent['client_cpu_seconds']:.2f} − "
-              f"{1e3 * spent['engine_cpu_seconds']:.2f}", holds(extra <= OVERHEAD_BAR)],
+              f"{1e3 * spent['engine_cpu_seconds']:.2f}", holds(extra <= OVERHEAD_BAR, old)],
              ["1,000 streams at any time, with previews", "no error",
               f"{figures['streams']['succeeded']:,} requests, {figures['streams']['failed']} failed",
-              holds(figures["streams"]["failed"] == 0)]]
-    rows += storm_rows(figures["storm"], "CPU backend")
+              holds(figures["streams"]["failed"] == 0, old)]]
+    rows += storm_rows(cpu, "CPU backend")
     soak = long["figures"]["soak"]
     first, last = soak["idle"][0], soak["idle"][-1]
     left = 1024 * (last["heap_kib"] - first["heap_kib"]) / (last["images"] - first["images"])
     rows += [[f"Soak: {soak['minutes']} minutes with 64 requests in flight",
               f"no error, ≤ {HEAP_BAR} bytes of heap left by an image",
               f"{soak['images']:,} images, {soak['failed']} failed; {left:+.2f} bytes "
-              "left by an image", holds(soak["failed"] == 0 and left <= HEAP_BAR)]]
+              "left by an image",
+              holds(soak["failed"] == 0 and left <= HEAP_BAR, is_old(long["context"]))]]
     return origin(*(file["context"] for file in (gpu, storm, cpu, long))) + table(
         ["Benchmark", "Bar", "Measured", ""], rows)
 
@@ -808,7 +822,8 @@ def http(data):
             extra = [a - b for a, b in zip(spent[door], spent["gRPC"])]
             rows.append(["", door, f"{1e3 * statistics.median(spent[door]):.2f} ms",
                          f"{1e3 * statistics.median(extra):+.2f} ms ({1e3 * min(extra):+.2f} to "
-                         f"{1e3 * max(extra):+.2f})", verdict([-each for each in extra], -HTTP_BAR)])
+                         f"{1e3 * max(extra):+.2f})", verdict([-each for each in extra], -HTTP_BAR,
+                                                              is_old(file["context"]))])
     return origin(file["context"] | {"rounds": file["figures"]["http"]["rounds"]}) + table(
         ["Request", "Door", "CPU time of the server", f"beyond gRPC, bar {1e3 * HTTP_BAR:.1f} ms", ""],
         rows)
@@ -824,13 +839,14 @@ def event_streams(data):
     completed = sum(each["completed"] for each in rounds)
     errors = sum(each["errors"] for each in rounds)
     left, error = found["heap_bytes_per_event"], found["error"]
+    old = is_old(file["context"])
     rows = [[f"{len(rounds)} rounds of {found['streams']} streams at once, {found['slow']} of them with "
              f"slow readers, {sum(each['previews'] for each in rounds):,} previews", "no error",
              f"{completed:,} completed, {errors} errors",
-             holds(errors == 0 and completed == found["streams"] * len(rounds))],
+             holds(errors == 0 and completed == found["streams"] * len(rounds), old)],
             ["heap that an event leaves, fitted after the first quarter", f"≤ {EVENT_BAR} bytes",
              f"{left:+.1f} ± {error:.1f} bytes of {sum(each['events'] for each in rounds):,} events",
-             holds(left - 2 * error <= EVENT_BAR and error <= EVENT_BAR)],
+             holds(left - 2 * error <= EVENT_BAR and error <= EVENT_BAR, old)],
             ["resident memory, mean of the earlier and the later half after it", "",
              f"{first / 1024:.1f} MiB and {second / 1024:.1f} MiB", ""],
             ["CPU time of a round", "",
@@ -867,10 +883,11 @@ def scheduling_host(data):
 
 def page(data):
     file = data("page")
+    old = is_old(file["context"])
 
     def row(what, values, bar=None, unit=" ms"):
         return [what, *(f"{f(values):.0f}{unit}" for f in (min, statistics.median, max)), "" if bar is None else f"≤ {bar}{unit}",
-                verdict([-value for value in values], None if bar is None else -bar)]
+                verdict([-value for value in values], None if bar is None else -bar, old)]
 
     rows = [row(what, [each[name] for each in file["loads"]], bar) for name, what, bar in (
         ("first_paint", "First Contentful Paint", None), ("dom_content_loaded", "DOMContentLoaded", None),
@@ -883,7 +900,7 @@ def page(data):
         rows.append(row(f"First preview on the screen, {pictures}: after the click",
                         [each["milliseconds"] for each in some]))
     rows.append(["Size of the page", "", f"{file['page_bytes']:,} bytes", "", f"≤ {PAGE_BAR:,} bytes",
-                 holds(file["page_bytes"] <= PAGE_BAR)])
+                 holds(file["page_bytes"] <= PAGE_BAR, old)])
     return origin(file["context"]) + table(["", "Least", "Median", "Most", "Bar", ""], rows)
 
 
@@ -908,13 +925,13 @@ def headline(data):
                             "cuDNN and what follows"),
                            ("linear", "linear layers", "cuBLAS and cuBLASLt"),
                            ("attention", "attention", "the best of SDPA")):
-        ratios = [best_of(row)[2] for row in data("ops")["rows"]
-                  if arguments(row["name"])[0] == op and best_of(row)]
-        rows.append([f"{what}, {len(ratios)} shapes", peer,
+        found = [each for _, each in compared_ops(data, OP_BARS[op], op).values()]
+        ratios = [each.ratio for each in found if each.measured and each.searched]
+        shapes = f"{len(found)}" if len(ratios) == len(found) else f"{len(ratios)} of {len(found)}"
+        rows.append([f"{what}, {shapes} shapes", peer,
                      f"{times(min(ratios))} to {times(max(ratios))}, median "
-                     f"{times(statistics.median(ratios))}",
-                     summary([each.verdict for _, each in compared_ops(
-                         data, OP_BARS[op], op).values()])])
+                     f"{times(statistics.median(ratios))}" if ratios else "–",
+                     summary([each.verdict for each in found])])
     return origin(*(context for name in ("digits", "models", "ops")
                     for context in contexts_of(data(name)))) + table(
         ["What", "Beside", RATIO, "Bars"], rows)

@@ -146,6 +146,51 @@ class DifferenceTest(unittest.TestCase):
         self.assertEqual(make_tables.Compared(row, 0.9, {"source": "x"}).verdict, make_tables.OLD)
         self.assertIn("²", make_tables.Compared(row | {"not_tried": 2}, 0.9, {}).cell())
 
+    def test_figures_of_the_old_method_get_no_verdict_in_any_table(self):
+        def count(change):
+            for path in self.data.glob("*.json"):
+                if "context" in json.loads(path.read_text()):
+                    self.change(path.stem, change)
+            text = "".join(make_tables.made((DOCS / name).read_text(), self.data)
+                           for name in ("benchmarks.md", "http.md"))
+            cells = re.findall(r"(?<=\| )[^|\n]*(?= \|)", text)
+            return {each: sum(cell.endswith(each) for cell in cells)
+                    for each in (make_tables.MET, make_tables.MISS, make_tables.NOISE,
+                                 make_tables.OLD)}
+
+        new = count(lambda figures: figures["context"].pop("source", None))
+        self.assertEqual(new[make_tables.OLD], 0)
+        self.assertGreater(new[make_tables.MET], 50)
+        old = count(lambda figures: figures["context"].update(source="an older page"))
+        self.assertEqual({each for each in old if old[each]}, {make_tables.OLD})
+
+    def test_without_a_search_nothing_is_called_cudnn_but_a_convolution_alone(self):
+        def unsearched(figures):
+            for row in figures["rows"]:
+                if row["name"].startswith("conv"):
+                    row["searched"] = False
+                    row["peers"] = {"cuDNN, PyTorch's choice": {"pairs": [[1.0, 77.0]]}}
+
+        self.change("ops", unsearched)
+        text = self.remake()
+        fused, other = (re.findall(r"77\.0 \| ([^|]*) \| 77\.00×", text.split(
+            f"<!-- table: {name} -->")[1].split("<!-- end -->")[0])
+            for name in ("convolutions", "other-convolutions"))
+        self.assertEqual(set(fused + other), {"PyTorch, eager"})
+        self.assertGreater(min(len(fused), len(other)), 10)
+
+    def test_the_summary_leaves_out_what_was_not_searched(self):
+        def add(figures):
+            rows = [row for row in figures["rows"] if row["name"].startswith("conv/")]
+            for row in rows:
+                row["searched"] = False
+                row["peers"] = {"cuDNN": {"pairs": [[1.0, 77.0]]}}
+            rows[0] |= {"searched": True, "peers": {"cuDNN": {"pairs": [[1.0, 1.5]]}}}
+
+        self.change("ops", add)
+        self.assertRegex(self.remake(), r"\| 3×3 convolutions, 1 of \d+ shapes \| cuDNN \| "
+                                        r"1\.50× to 1\.50×, median 1\.50× \|")
+
 
 class PipelinesTest(unittest.TestCase):
     def table(self, **files):

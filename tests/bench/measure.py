@@ -69,6 +69,7 @@ MOST_COMPILERS = 3  # of max-autotune side by side: more would all end late
 AUTOTUNED = "max-autotune, one graph"
 DIGITS, DIGIT_STEPS = 16, 10
 LOCK = pathlib.Path(tempfile.gettempdir()) / "denoised-bench.lock"
+PEERLESS_OPS = ("linear_residual", "gated_linear", "cross_attention", "layer_norm")
 SECONDS_AFTER_SEARCH = 60
 SECONDS_OF_AN_OP = 2.5  # to measure it and its peer, at most
 START_SECONDS, MEASURE_SECONDS, PREPARE_SECONDS = 180, 60, 120  # that a worker may take
@@ -524,7 +525,8 @@ def ops(session):
     program = [sys.executable, args.fake] if args.fake else [session.program("backend-throughput")]
     listed = subprocess.run([*program, "--list"], check=True, capture_output=True,
                             text=True).stdout.split()
-    names = [name for name in listed if args.ops in name and name not in searched_in(args.without)]
+    names = [name for name in listed if args.ops in name and name not in searched_in(args.without)
+             and name.split("/")[0] not in PEERLESS_OPS]
     count = min(args.processes, len(names))
     # An op of a shape goes where the same convolution was searched.
     shapes = list(dict.fromkeys(name.split("/", 1)[1] for name in names))

@@ -258,6 +258,27 @@ class PlansTest(unittest.TestCase):
         self.assertIn("none was tried", found["error"])
 
 
+class LabelsTest(unittest.TestCase):
+    """peer_ops.py's convolutions with fake libraries."""
+
+    def test_only_a_convolution_alone_is_called_cudnn_without_a_search(self):
+        torch = mock.MagicMock()
+        fakes = {"torch": torch, "torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional,
+                 "torch.nn.attention": torch.nn.attention, "peer": mock.MagicMock(),
+                 "cudnn": mock.MagicMock(), "cudnn_plans": mock.MagicMock()}
+        fakes["peer"].copies_for.return_value = 1
+        labels = {}
+        with mock.patch.dict(sys.modules, fakes):
+            import peer_ops
+            for op in ("conv", "conv_bias_residual_silu", "conv_shortcut", "conv_down", "conv_up"):
+                shape = {"rows": 1, "size": 8, "in": 32, "out": 32}
+                shape |= {"shortcut": 64} if op == "conv_shortcut" else {}
+                labels[op], _ = peer_ops.Convolutions(None, op, **shape).candidates()
+        self.assertEqual(list(labels.pop("conv")), ["cuDNN, PyTorch's choice"])
+        for op, found in labels.items():
+            self.assertEqual(list(found), ["PyTorch, eager"], op)
+
+
 class RequestsTest(unittest.TestCase):
     """`denoise` is a program that answers as it does."""
 

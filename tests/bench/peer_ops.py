@@ -14,8 +14,9 @@ Requests, each with the name of an op as backend-throughput lists them:
   variant NAME   one way to time cuDNN on [8, 256, 128, 128]; see variant()
 
 All in bf16, channels last, in CUDA graphs, over activations that rotate through more memory than
-the last cache holds. A candidate that refuses a shape is left out. Without nvidia-cudnn-frontend
-cuDNN is what PyTorch takes of it.
+the last cache holds. A candidate that refuses a shape is left out. Without nvidia-cudnn-frontend, or
+without a search, a convolution's only peer is PyTorch: its choice of cuDNN's engines for a convolution
+alone, eager for one with more around it.
 """
 import argparse
 import contextlib
@@ -126,6 +127,10 @@ class Convolutions:
         written = self.rows * self.out_size**2 * self.cout
         return 2 * (read + written * (2 if self.fused else 1))
 
+    def label_of_pytorch(self):
+        """Only a convolution alone is one kernel of cuDNN; around the others PyTorch adds its own."""
+        return "cuDNN, PyTorch's choice" if self.op == "conv" else "PyTorch, eager"
+
     def by_pytorch(self, x, residual=None, skip=None):
         if self.op == "conv_down":
             return F.conv2d(F.pad(x, (0, 1, 0, 1)), self.weight, stride=2)
@@ -147,7 +152,7 @@ class Convolutions:
                 base["x"] = F.interpolate(tensors["x"], scale_factor=2.0, mode="nearest")
             sum_of_shortcut = image(*out[:3]) if self.shortcut else None
         if self.op == "conv":
-            self.functions["cuDNN, PyTorch's choice"] = self.by_pytorch
+            self.functions[self.label_of_pytorch()] = self.by_pytorch
         else:
             self.functions["torch.compile"] = peer.compiled(self.by_pytorch, **tensors)
         down = {"before": (0, 0), "after": (1, 1), "stride": (2, 2)} if self.op == "conv_down" else {}
@@ -181,7 +186,7 @@ class Convolutions:
 
     def candidates(self):
         if not self.functions:  # there was no time to search
-            self.functions["cuDNN, PyTorch's choice"] = self.by_pytorch
+            self.functions[self.label_of_pytorch()] = self.by_pytorch
         copies = peer.copies_for(self.bytes())
         sets = {name: alike(copies, tensor) for name, tensor in self.activations().items()}
 

@@ -24,6 +24,7 @@
 #include "engine/backend/counting.h"
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/device.h"
+#include "engine/backend/decompose.h"
 #include "engine/core/config_reader.h"
 #include "engine/models/unet2d.h"
 
@@ -53,36 +54,37 @@ class Recorder : public CountingBackend {
  public:
   Recorder() : CountingBackend(Device::kCuda, DType::kBF16) {}
 
-  void Conv2d(const Conv2dArgs& args) override {
-    CountingBackend::Conv2d(args);
-    Product product{.add = static_cast<bool>(args.add),
-                    .residual = static_cast<bool>(args.residual),
-                    .x2 = static_cast<bool>(args.x2),
+  void Conv2d(const Conv2dArgs& asked) override {
+    CountingBackend::Conv2d(asked);
+    const Conv2dArgs args = IsToBeApplied(asked.prologue.norm) ? OfNormedInput(asked) : asked;
+    Product product{.add = static_cast<bool>(args.epilogue.add),
+                    .residual = static_cast<bool>(args.epilogue.residual),
+                    .x2 = static_cast<bool>(args.prologue.x2),
                     .fp32_out = args.out.dtype() == DType::kF32};
     Conv2dLaunch& launch = product.launch;
     const auto extent = [](const Tensor& tensor, int i) { return static_cast<int>(tensor.dim(i)); };
     launch.channels = extent(args.x, 3);
-    launch.channels2 = args.x2 ? extent(args.x2, 3) : 0;
+    launch.channels2 = args.prologue.x2 ? extent(args.prologue.x2, 3) : 0;
     launch.height = extent(args.x, 1), launch.width = extent(args.x, 2);
     launch.out_height = extent(args.out, 1), launch.out_width = extent(args.out, 2);
     launch.kernel = args.weight->kernel;
     launch.stride = args.stride;
     launch.pad_top = args.pad_top, launch.pad_left = args.pad_left;
-    launch.upsample2x = args.upsample2x;
+    launch.upsample2x = args.prologue.upsample2x;
     launch.outputs = args.weight->out_channels;
-    launch.activation = args.activation;
+    launch.activation = args.epilogue.activation;
     Note(product);
   }
   void Linear(const LinearArgs& args) override {
     CountingBackend::Linear(args);
-    Product product{.residual = static_cast<bool>(args.residual),
+    Product product{.residual = static_cast<bool>(args.epilogue.residual),
                     .fp32_out = args.out.dtype() == DType::kF32};
     Conv2dLaunch& launch = product.launch;
     launch.channels = args.weight->in_features;
     launch.height = launch.out_height = 1;
     launch.width = launch.out_width = static_cast<int>(RowsOf(args.x.shape()).tokens);
     launch.outputs = args.weight->out_features;
-    launch.activation = args.activation;
+    launch.activation = args.epilogue.activation;
     if (launch.width > 1) Note(product);  // embeddings have a kernel of their own
   }
 

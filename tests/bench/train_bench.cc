@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of training a UNet2DModel as denoise-train makes them: EDM, clipping, AdamW, one average,
-// on random pictures.
+// Steps of training a network as denoise-train makes them: clipping, AdamW, one average, on random
+// pictures. A UNet2DModel with EDM; or of a StableDiffusionPipeline its autoencoder, or its UNet
+// (v-prediction) with the text encoder.
 //
 //   train-bench --config=DIR/config.json --batch=128 [--device=cuda] [--chunks=8]
 //               [--recompute-norms] [--autotune=DIRECTORY] [--steps=3] [--turns]
+//   train-bench --pipeline=models/emoji-64 --stage=diffusion|vae --batch=256 …
 //
 // Prints one line of JSON for each of --steps. A step's time is the host's, from its plan to its
 // loss. The first prepares kernels, the second measures and records them; a profiler sees most in
@@ -33,7 +35,7 @@ double Since(Clock::time_point begin) {
 }
 
 struct Options {
-  std::string config, device = "cuda", autotune;
+  std::string config, pipeline, stage = "diffusion", device = "cuda", autotune;
   int64_t batch = 0, chunks = 8, steps = 3;
   bool recompute_norms = false, turns = false;
 };
@@ -47,6 +49,10 @@ absl::StatusOr<Options> Parse(int argc, char** argv) {
                       value = argument.substr(std::min(equals + 1, argument.size()));
     if (flag == "--config") {
       options.config = value;
+    } else if (flag == "--pipeline") {
+      options.pipeline = value;
+    } else if (flag == "--stage") {
+      options.stage = value;
     } else if (flag == "--device") {
       options.device = value;
     } else if (flag == "--autotune") {
@@ -65,25 +71,66 @@ absl::StatusOr<Options> Parse(int argc, char** argv) {
       return InvalidArgument("unknown flag '{}'; see the head of train_bench.cc", argument);
     }
   }
-  if (options.config.empty() || options.batch < 1)
-    return InvalidArgument("--config or --batch is missing");
+  if (options.config.empty() == options.pipeline.empty() || options.batch < 1)
+    return InvalidArgument("give --batch, and --config or --pipeline");
+  if (options.stage != "diffusion" && options.stage != "vae")
+    return InvalidArgument("--stage is '{}'; use diffusion or vae", options.stage);
   if (options.device != "cuda" && options.device != "cpu")
     return InvalidArgument("--device is '{}'; use cuda or cpu", options.device);
   return options;
 }
 
-/// Noise: what pictures show does not matter for speed.
-Dataset RandomPictures(const UNet2DConfig& config) {
+absl::StatusOr<NetworkConfig> ReadNetwork(const Options& options) {
+  const auto read = [&](const std::string& part) {
+    return ReadJsonFile(options.pipeline + "/" + part + "/config.json");
+  };
+  if (options.pipeline.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json, ReadJsonFile(options.config));
+    return UNet2DConfig::Parse(json, options.config);
+  }
+  DENOISED_ASSIGN_OR_RETURN(const nlohmann::json vae_json, read("vae"));
+  DENOISED_ASSIGN_OR_RETURN(const nlohmann::json unet_json, read("unet"));
+  DENOISED_ASSIGN_OR_RETURN(const nlohmann::json text_json, read("text_encoder"));
+  TextToImageConfig network;
+  DENOISED_ASSIGN_OR_RETURN(network.unet, UNet2DConditionConfig::Parse(unet_json, "unet"));
+  DENOISED_ASSIGN_OR_RETURN(network.text,
+                            ClipTextConfig::Parse(text_json, "text_encoder", "CLIPTextModel"));
+  if (options.stage == "diffusion") return network;
+  AutoencoderConfig autoencoder;
+  DENOISED_ASSIGN_OR_RETURN(autoencoder.vae, AutoencoderKLConfig::Parse(vae_json, "vae"));
+  autoencoder.sample_height = network.unet.sample_height * autoencoder.vae.vae.factor();
+  autoencoder.sample_width = network.unet.sample_width * autoencoder.vae.vae.factor();
+  return autoencoder;
+}
+
+/// Noise: what pictures show does not matter for speed. Captions are of four words, behind which
+/// they are padded.
+Dataset RandomPictures(const NetworkConfig& config) {
   constexpr int64_t kPictures = 2048;
+  const Shape sample = SampleShape(config);
   Dataset dataset;
-  dataset.images = Tensor::Host(
-      {kPictures, config.sample_height, config.sample_width, config.in_channels}, DType::kU8);
   std::mt19937 random(0);
+  if (const auto* const text_to_image = std::get_if<TextToImageConfig>(&config)) {
+    const ClipTextConfig& text = text_to_image->text;
+    dataset.posteriors =
+        Tensor::Host({kPictures, sample[0], sample[1], 2 * sample[2]}, DType::kF32);
+    for (float& value : dataset.posteriors.span<float>())
+      value = static_cast<float>(random() % 1024) / 1024;
+    const int64_t width = text.max_position_embeddings;
+    dataset.tokens = Tensor::Host({kPictures + 1, width}, DType::kI32);
+    for (int64_t i = 0; i < dataset.tokens.elements(); ++i)
+      dataset.tokens.as<int32_t>()[i] =
+          i % width < 5 ? static_cast<int32_t>(random() % text.vocab_size) : text.vocab_size - 1;
+    for (int32_t i = 0; i <= kPictures; ++i) dataset.first_caption.push_back(i);
+    return dataset;
+  }
+  dataset.images = Tensor::Host({kPictures, sample[0], sample[1], sample[2]}, DType::kU8);
   for (size_t i = 0; i < dataset.images.bytes(); ++i)
     dataset.images.as<uint8_t>()[i] = static_cast<uint8_t>(random());
-  if (config.condition == ClassCondition::kLabel) {
+  const auto* const pixels = std::get_if<UNet2DConfig>(&config);
+  if (pixels != nullptr && pixels->condition == ClassCondition::kLabel) {
     for (int64_t i = 0; i < kPictures; ++i)
-      dataset.labels.push_back(static_cast<int32_t>(random() % config.num_class_embeds));
+      dataset.labels.push_back(static_cast<int32_t>(random() % pixels->num_class_embeds));
   }
   return dataset;
 }
@@ -92,8 +139,7 @@ class Bench {
  public:
   static absl::StatusOr<std::unique_ptr<Bench>> Open(const Options& options) {
     std::unique_ptr<Bench> bench(new Bench);
-    DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json, ReadJsonFile(options.config));
-    DENOISED_ASSIGN_OR_RETURN(bench->config_, UNet2DConfig::Parse(json, options.config));
+    DENOISED_ASSIGN_OR_RETURN(bench->config_, ReadNetwork(options));
     bench->dataset_ = RandomPictures(bench->config_);
     DENOISED_ASSIGN_OR_RETURN(bench->backend_,
                               options.device == "cuda"
@@ -103,6 +149,7 @@ class Bench {
     bench->options_.chunks = options.chunks;
     bench->options_.recompute_norms = options.recompute_norms;
     bench->options_.rate.rate = 1e-4;
+    if (!options.pipeline.empty()) bench->options_.objective.kind = ObjectiveOptions::Kind::kV;
     return bench;
   }
 
@@ -158,7 +205,7 @@ class Bench {
   }
 
  private:
-  UNet2DConfig config_;
+  NetworkConfig config_;
   Dataset dataset_;
   TrainerOptions options_;
   std::unique_ptr<Backend> backend_;

@@ -437,13 +437,15 @@ TEST_F(CliTest, RetriesAServerThatDrains) {
 
 TEST_F(CliTest, ShowsPreviewsOnATerminal) {
   server_.SetEvaluationTime(milliseconds(70));  // slower than the view redraws
+  server_.SetPlaces({3, 1});
   const auto result =
       RunOnTerminal(Command({"generate", "-n", "2", "-p", "-o", Path("x.png")}),
                     {"COLORTERM=truecolor", "TERM=xterm", "LC_ALL=C.UTF-8", "NO_COLOR="});
   EXPECT_EQ(result.exit_code, 0) << result.out;
   EXPECT_THAT(result.out, HasSubstr("▀"));
   EXPECT_THAT(result.out, HasSubstr("\x1b[38;2;"));
-  EXPECT_THAT(result.out, HasSubstr("queued: 3 images are in front"));
+  EXPECT_THAT(result.out, HasSubstr("queued: 3 images are in front, starts in 3 min 00 s"));
+  EXPECT_THAT(result.out, HasSubstr("queued: 1 image is in front, starts in 1 min 00 s"));
   EXPECT_THAT(result.out, HasSubstr("8/8 evaluations"));
   EXPECT_THAT(result.out, HasSubstr(Path("x-1.png")));
   const size_t hide = result.out.find("\x1b[?25l"), show = result.out.rfind("\x1b[?25h");

@@ -41,6 +41,7 @@ struct Heard {
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<std::string> events;
+  std::vector<int> places;  // images in front
   std::vector<Image> images;
   std::optional<absl::Status> done;
 
@@ -52,6 +53,8 @@ struct Heard {
                   std::lock_guard lock(mutex);
                   events.push_back(kNames[event.index()]);
                   if (const auto* image = std::get_if<Image>(&event)) images.push_back(*image);
+                  if (const auto* queued = std::get_if<Queued>(&event))
+                    places.push_back(queued->images_ahead);
                   changed.notify_all();
                 },
             .on_done =
@@ -327,6 +330,29 @@ TEST_F(ConnectionTest, StreamTellsEverythingInOrder) {
   EXPECT_EQ(heard.images[1].seed, 6u);
   EXPECT_EQ(heard.images[1].mime_type, "image/png");
   EXPECT_TRUE(heard.done->ok());
+}
+
+TEST_F(ConnectionTest, StreamTellsWhenThePlaceChanges) {
+  server_.SetPlaces({3, 1, 1, 2});
+  Heard heard;
+  ASSERT_TRUE(client_.StreamGenerate({}, {}, heard.Listener())->Wait().ok());
+  EXPECT_THAT(heard.places, ElementsAre(3, 1, 2));
+  // Another server has its own queue. Once the request has started, no place is news.
+  server_.BreakNext(1, 2, Draining());
+  Heard twice;
+  ASSERT_TRUE(client_.StreamGenerate({}, {}, twice.Listener())->Wait().ok());
+  EXPECT_THAT(twice.places, ElementsAre(3, 1, 3, 1, 2));
+  server_.BreakNext(1, 5, Draining());
+  Heard begun;
+  ASSERT_TRUE(client_.StreamGenerate({}, {}, begun.Listener())->Wait().ok());
+  EXPECT_THAT(begun.places, ElementsAre(3, 1, 2));
+  // Places that go to and fro are no reason to try for ever.
+  const int before = server_.generations();
+  server_.BreakNext(100, 4, Draining());
+  Heard never;
+  EXPECT_EQ(client_.StreamGenerate({}, {}, never.Listener())->Wait().code(),
+            absl::StatusCode::kUnavailable);
+  EXPECT_EQ(server_.generations(), before + 5);
 }
 
 TEST_F(ConnectionTest, StreamRetriesBeforeItsFirstEvent) {

@@ -276,8 +276,10 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
   if (grpc::Status status = Admit(*context, params); !status.ok()) return status;
   const v1::GenerationParams effective = Effective(params);
   uint64_t sequence = 0, last = UINT64_MAX;
+  std::vector<int> places;
   {
     std::lock_guard lock(mutex_);
+    places = places_;
     if (breaks_ > 0) {
       --breaks_;
       last = break_after_;
@@ -297,8 +299,11 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
   v1::StreamGenerateResponse queued;
   *queued.mutable_queued()->mutable_params() = effective;
   *queued.mutable_queued()->mutable_run() = RunOf(effective);
-  queued.mutable_queued()->set_images_ahead(3);
-  if (!write(queued)) return broken();
+  for (const int place : places) {
+    queued.mutable_queued()->set_images_ahead(place);
+    queued.mutable_queued()->set_estimated_start_seconds(place * 60);
+    if (!write(queued)) return broken();
+  }
   v1::StreamGenerateResponse started;
   started.mutable_started()->set_queued_seconds(0.25);
   if (!write(started)) return broken();

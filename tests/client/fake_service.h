@@ -35,6 +35,11 @@ class FakeServer : public v1::ImageGeneration::Service {
   void BreakNext(int count, uint64_t events, const grpc::Status& status);
   /// Pause between the evaluations of a stream.
   void SetEvaluationTime(std::chrono::milliseconds time) { evaluation_time_ = time; }
+  /// Streams tell these numbers of images ahead, one after the other, before they start.
+  void SetPlaces(const std::vector<int>& places) {
+    std::lock_guard lock(mutex_);
+    places_ = places;
+  }
   /// Unary replies carry images of so many bytes of noise instead of pictures.
   void SetImageBytes(size_t bytes) { image_bytes_ = bytes; }
   /// Streams end with OK but without their last event.
@@ -76,6 +81,7 @@ class FakeServer : public v1::ImageGeneration::Service {
   mutable std::mutex mutex_;
   int failures_ = 0;
   grpc::Status failure_;
+  std::vector<int> places_ = {3};
   int breaks_ = 0;
   uint64_t break_after_ = 0;  // events
   grpc::Status break_;

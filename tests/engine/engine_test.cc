@@ -591,6 +591,10 @@ class FailingDevice : public ::testing::Test {
                        auto backend = std::make_unique<SimulatedBackend>(std::move(cpu), &clock_,
                                                                          [](int) { return 0.001; });
                        backend->fault = [this] { return Fault(); };
+                       backend->wait = [this] {
+                         std::unique_lock lock(mutex_);
+                         released_.wait(lock, [this] { return !hang_wait_; });
+                       };
                        return backend;
                      });
     EXPECT_TRUE(engine.ok()) << engine.status();
@@ -615,7 +619,7 @@ class FailingDevice : public ::testing::Test {
   }
   void Release() {
     std::lock_guard lock(mutex_);
-    hang_ = false;
+    hang_ = hang_wait_ = false;
     released_.notify_all();
   }
   std::shared_ptr<Collector> Submit() {
@@ -639,7 +643,8 @@ class FailingDevice : public ::testing::Test {
   FakeClock clock_;
   std::mutex mutex_;
   std::condition_variable released_;
-  bool hang_ = false;
+  bool hang_ = false;                   // every launch
+  bool hang_wait_ = false;              // waiting for the device
   std::chrono::milliseconds delay_{0};  // before every launch
   absl::Status error_;
   std::unique_ptr<Engine> engine_;
@@ -680,6 +685,19 @@ TEST_F(FailingDevice, ALoadThatDoesNotReturnIsAnError) {
   EXPECT_EQ(engine_->Find("second")->state, ModelState::kFailed);
   ExpectAllTold({}, kWhy);
   EXPECT_TRUE(engine_->Close("digits").ok()) << "it asks nothing of a lost device";
+}
+
+TEST_F(FailingDevice, ARemovalThatDoesNotReturnIsAnError) {
+  Open(/*watchdog_seconds=*/4);
+  ASSERT_TRUE(engine_->Open("second", kDigits).ok());
+  {
+    std::lock_guard lock(mutex_);
+    hang_wait_ = true;
+  }
+  const auto job = Submit();
+  EXPECT_TRUE(engine_->Close("second").ok()) << "it asks nothing more of a lost device";
+  EXPECT_EQ(engine_->Find("second"), nullptr);
+  ExpectAllTold({job}, "a part of loading or removing a model did not return within 4 s");
 }
 
 TEST_F(FailingDevice, EvaluationsThatAreSlowButReturnAreNone) {

@@ -398,6 +398,45 @@ class PageTest(unittest.TestCase):
         b.wait_for_state("cancelled")
         self.assertEqual(call(self.port, f"/v1/jobs/{job}")["job"]["state"], "JOB_STATE_CANCELLED")
 
+    def test_a_cancel_that_fails_is_no_cancel(self):
+        b = self.browser
+        b.js("""const {fetch} = window;
+            window.fetch = (path, options) => !/cancel$/.test(path) || !window.refusal ? fetch(path, options)
+              : window.refusal === "lost" ? Promise.reject(new TypeError("lost"))
+              : Promise.resolve(new Response(JSON.stringify({error: {status: "UNAVAILABLE", message: "no time"}}),
+                  {status: 503}));
+            window.refusal = "busy";""")
+        b.draw(count=64, steps=1000)
+        b.wait("document.querySelector('.tile[data-state=emerging]')")
+        job = b.js("return document.querySelector('.card').dataset.job")
+        for refusal, message in (("busy", "No time."), ("lost", "The server cannot be reached.")):
+            b.js("window.refusal = arguments[0]", refusal)
+            b.click("Cancel", ".card")
+            b.wait(f"document.querySelector('.card .status').textContent.includes('Not cancelled: {message}')")
+            self.assertEqual(b.js("return document.querySelector('.card').dataset.state"), "running")
+            b.wait("document.getElementById('live').textContent.startsWith('Not cancelled')")
+        self.assertEqual(call(self.port, f"/v1/jobs/{job}")["job"]["state"], "JOB_STATE_RUNNING")
+        b.js("window.refusal = ''")
+        b.click("Cancel", ".card")
+        b.wait_for_state("cancelled")
+        self.assertEqual(end_of(self.port, job), "JOB_STATE_CANCELLED")
+
+    def test_a_cancel_without_a_server_says_so(self):
+        proxy = self.through_proxy()
+        b = self.browser
+        b.draw(count=64, steps=1000)
+        b.wait("document.querySelector('.tile[data-state=emerging]')")
+        job = b.js("return document.querySelector('.card').dataset.job")
+        proxy.listener.shutdown(socket.SHUT_RDWR)  # close() alone would let one more connection in
+        proxy.cut()
+        b.wait_for_state("waiting")
+        b.click("Cancel", ".card")
+        b.wait_for_state("failed")
+        self.assertIn("may still draw", b.js("return document.querySelector('.card .wrong').textContent"))
+        self.assertEqual(call(self.port, f"/v1/jobs/{job}")["job"]["state"], "JOB_STATE_RUNNING")
+        cancel(self.port, job)
+        b.problems()  # of connections that are refused
+
     def test_leaving_the_page_cancels(self):
         b = self.browser
         b.draw(count=64, steps=1000)
@@ -569,19 +608,32 @@ class PageTest(unittest.TestCase):
         b.draw(count=64, steps=1000)  # as much as theirs: less would be drawn before them
         b.wait_for_state("queued")
         job = b.js("return document.querySelector('.card').dataset.job")
-        with ask(port, f"/v1/jobs/{job}/events") as reply:
-            queued = next(json.loads(line[5:]) for line in reply if line.startswith(b"data:"))["queued"]
-        # One picture is being drawn; 63 of its request and 64 of the other one wait.
-        text = b.js("return document.querySelector('.card .status').textContent")
-        self.assertEqual((queued["images_ahead"], text.split(",")[0]), (127, "Queued with 2 requests (127 pictures)"))
+
+        def look():
+            """What the server tells, and the page shows: the same, unless the queue moves in between."""
+            for _ in range(100):
+                with ask(port, f"/v1/jobs/{job}/events") as reply:
+                    queued = next(json.loads(line[5:]) for line in reply if line.startswith(b"data:"))["queued"]
+                text = b.js("return document.querySelector('.card .status').textContent")
+                if f"({queued['images_ahead']} picture" in text:
+                    return queued, text
+            raise AssertionError(f"{queued} is not {text}")
+
+        # One picture is being drawn; at first 63 of its request and 64 of the other one wait.
+        queued, text = look()
+        self.assertTrue(64 < queued["images_ahead"] <= 127, queued)
+        self.assertEqual(text.split(" (")[0], "Queued behind 2 requests")
         # The times count down from what the server said, and are rounded to a unit or a tenth of one.
         units = {"s": 1, "min": 60, "h": 3600, "days": 86400}
         for word, field in (("starts", "estimated_start_seconds"), ("done", "estimated_total_seconds")):
             number, unit = re.search(rf"{word} in ([\d.]+) (\w+)", text).groups()
             self.assertLessEqual((float(number) - 0.5) * units[unit], queued[field])
         self.assertEqual(b.js("return document.getElementById('live').textContent").strip(), "In the queue")
-        for other in others:
-            cancel(port, other)
+        # The place moves.
+        cancel(port, others[1])
+        b.wait("document.querySelector('.card .status').textContent.startsWith('Queued behind 1 request (')")
+        self.assertLess(look()[0]["images_ahead"], 64)
+        cancel(port, others[0])
         b.wait_for_state("running")
         b.click("Cancel", ".card")
         b.wait_for_state("cancelled")

@@ -134,6 +134,25 @@ class StreamTest(unittest.TestCase):
         self.assertIsNone(state.ended(unavailable()), "lost after the last event")
         self.assertEqual([i.index for i in state.result()], [0, 1])
 
+    def test_the_place_in_the_queue(self):
+        state = self.state()
+
+        def told(*places):
+            events = [state.received(self.event(1, queued={"position": place, "images_ahead": 2 * place}))
+                      for place in places]
+            return [event and event.position for event in events]
+
+        self.assertEqual(told(3, 1, 1, 2), [3, 1, None, 2])
+        # Places that go to and fro are no reason to try for ever.
+        self.assertIsNotNone(state.ended(unavailable()))
+        self.assertEqual(told(3, 1), [3, 1])
+        self.assertIsNotNone(state.ended(unavailable()))
+        self.assertEqual(told(3), [3])
+        with self.assertRaises(denoised.Unavailable):
+            state.ended(unavailable())
+        state.received(self.event(2, started={}))
+        self.assertEqual(told(0), [None], "it does not wait any more")
+
     def test_a_watch_goes_on_after_the_last_event(self):
         state = self.state(pb.WatchJobRequest(request_id="job"))
         self.assertEqual(state.call(), ("WatchJob", pb.WatchJobRequest(request_id="job")))

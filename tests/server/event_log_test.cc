@@ -13,6 +13,11 @@ Event Progress(int done) {
   event.mutable_progress()->set_evaluations_done(done);
   return event;
 }
+Event Queued(int position) {
+  Event event;
+  event.mutable_queued()->set_position(position);
+  return event;
+}
 Event Preview(int index, int evaluation) {
   Event event;
   event.mutable_preview()->set_evaluation(evaluation);
@@ -34,6 +39,9 @@ std::string ReadAll(const EventLog& log, uint64_t sequence = 0) {
     sequence = event->sequence();
     text += (text.empty() ? "" : " ") + std::to_string(sequence) + ":";
     switch (event->event_case()) {
+      case Event::kQueued:
+        text += "queued" + std::to_string(event->queued().position());
+        break;
       case Event::kProgress:
         text += "progress" + std::to_string(event->progress().evaluations_done());
         break;
@@ -74,6 +82,17 @@ TEST(EventLogTest, ASlowReaderGetsTheLatestOfEachAndEveryImage) {
   }
   EXPECT_EQ(ReadAll(log),
             "151:image2 299:progress100 300:preview0@100 301:preview1@100 302:image3");
+}
+
+TEST(EventLogTest, OnlyTheLatestPlaceIsKept) {
+  EventLog log("r");
+  log.Push(Queued(2));
+  log.Push(Queued(1));
+  EXPECT_EQ(ReadAll(log), "2:queued1");
+  log.Forget(2);
+  log.Push(Queued(0));
+  log.Push(Event());
+  EXPECT_EQ(ReadAll(log), "3:queued0 4:other");
 }
 
 TEST(EventLogTest, NoPreviewAfterItsImage) {

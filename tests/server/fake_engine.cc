@@ -260,6 +260,13 @@ std::vector<DeviceState> FakeEngine::Devices() const {
   return {{"fake:0", "no device at all", health_[0]}, {"fake:1", "no device at all", health_[1]}};
 }
 
+void FakeEngine::TellPlaces(const Estimate& estimate) {
+  std::lock_guard lock(mutex_);
+  for (const auto& job : jobs_) {
+    if (job->admitted == 0) job->listener->OnQueued(estimate);
+  }
+}
+
 void FakeEngine::Pause(bool paused) {
   std::lock_guard lock(mutex_);
   paused_ = paused;

@@ -65,6 +65,8 @@ class FakeEngine : public Engine {
   void set_evaluation_cost(std::chrono::microseconds cost) { cost_ = cost.count(); }
   /// While paused nothing is admitted or evaluated.
   void Pause(bool paused);
+  /// Tells every job that waits that its place is this.
+  void TellPlaces(const Estimate& estimate);
   /// What Close says from now on, though it closes; NotFound is said all the same.
   void set_close_error(const absl::Status& error);
   /// As FakeEngineOptions::broken, from now on.

@@ -72,16 +72,22 @@ class StrictWatcher : public GenerationWatcher {
   void set_on_end(std::function<void()> on_end) { on_end_ = std::move(on_end); }
   int previews() const { return previews_; }
   int progresses() const { return progresses_; }
+  std::vector<int> places() {
+    std::lock_guard lock(mutex_);
+    return places_;
+  }
   const std::map<int, std::string>& images() const { return images_; }
   const v1::CompletedEvent& completed() const { return completed_; }
 
  private:
   void Check(const EventLog::Event& event) {
     EXPECT_GT(event.sequence(), sequence_);
-    EXPECT_EQ(sequence_ == 0, event.has_queued());
+    EXPECT_TRUE(sequence_ > 0 || event.has_queued());
     sequence_ = event.sequence();
     if (event.has_queued()) {
+      EXPECT_FALSE(started_) << "it does not wait any more";
       count_ = event.queued().params().count();
+      places_.push_back(event.queued().position());
       return;
     }
     EXPECT_EQ(!started_, event.has_started());
@@ -119,6 +125,7 @@ class StrictWatcher : public GenerationWatcher {
   uint64_t sequence_ = 0;
   bool started_ = false;
   int count_ = 0, progress_ = 0, progresses_ = 0, previews_ = 0;
+  std::vector<int> places_;
   std::map<int, std::string> images_;
   v1::CompletedEvent completed_;
   std::function<void()> on_end_;
@@ -215,6 +222,23 @@ TEST_F(GenerationTest, DeliversInOrder) {
   const grpc::Status status = call->Wait();
   EXPECT_TRUE(status.ok()) << status.error_message();
   EXPECT_GT(call->watcher->previews(), 0);
+}
+
+TEST_F(GenerationTest, PlacesInTheQueueAreToldUntilItStarts) {
+  engine_.Pause(true);
+  const auto call = Begin(Params("a"));
+  std::vector<int> places = {0};
+  for (const int place : {3, 2, 1}) {
+    engine_.TellPlaces({.jobs_ahead = place});
+    places.push_back(place);
+    EXPECT_TRUE(Eventually([&] { return call->watcher->places() == places; })) << place;
+  }
+  // Who comes late is told the latest alone.
+  const auto late = Begin(Params("a"));
+  EXPECT_TRUE(Eventually([&] { return late->watcher->places() == std::vector{1}; }));
+  engine_.Pause(false);
+  EXPECT_TRUE(call->Wait().ok());
+  EXPECT_TRUE(late->Wait().ok());
 }
 
 class PreviewLimitTest : public GenerationTest {

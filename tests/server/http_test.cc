@@ -202,6 +202,17 @@ TEST_F(HttpTest, WhatIsNoMessageIsRefusedByField) {
   EXPECT_THAT(error(R"({"params": {"steps": "many"}})"), HasSubstr("params.steps: "));
   EXPECT_THAT(error(R"({"params": {"sampler": "ddim"}})"), HasSubstr("params.sampler: "));
   EXPECT_THAT(error(R"({"params": {"steps": 3)"), HasSubstr("body: is no JSON"));
+  EXPECT_THAT(error("{'params': {}}"), HasSubstr("body: is no JSON"));
+  EXPECT_EQ(error(R"({"params": {"steps": 3, "count": 1, "steps": 4}})"),
+            "params.steps: is given twice");
+  EXPECT_EQ(error(R"({"params": {"noise_schedule": 1, "noiseSchedule": 1}})"),
+            "params.noiseSchedule: is given twice");
+  EXPECT_EQ(error(R"({"params": {"conditions": [{"class_label": 1},
+                                                {"class_label": 1, "class_label": 1}]}})"),
+            "params.conditions[1].class_label: is given twice");
+  EXPECT_EQ(error(R"({"params": {"init_image": {"encoded": ")" + std::string(4096, 'A') +
+                  R"(", "encoded": ""}}})"),
+            "params.init_image.encoded: is given twice");
   EXPECT_THAT(error("[1]"), HasSubstr("body: "));
   EXPECT_THAT(error("\xff\xfe"), HasSubstr("body: "));
   EXPECT_THAT(error(std::string(100'000, '[')), HasSubstr("body: "));
@@ -235,6 +246,33 @@ TEST_F(HttpTest, AStreamTellsTheStoryInOrder) {
   EXPECT_EQ(names.back(), "completed");
   EXPECT_THAT(names, ::testing::Contains("preview"));
   EXPECT_THAT(names, ::testing::Contains("progress"));
+}
+
+TEST_F(HttpTest, ThePlaceInTheQueueMoves) {
+  Start();
+  engine_->Pause(true);
+  HttpClient stream = Stream("POST", "/v1/generate?stream=true",
+                             R"({"params": {"steps": 5, "request_id": "mine"}})");
+  ASSERT_EQ(stream.ReadHead().code, 200);
+  json first = stream.ReadEvent()->Json();
+  EXPECT_EQ(first["queued"]["position"], 0);
+  for (const int place : {2, 1}) {
+    engine_->TellPlaces({.jobs_ahead = place, .images_ahead = 10 * place, .start_seconds = 0.5});
+    const auto event = stream.ReadEvent();
+    EXPECT_EQ(event->name, "queued");
+    json expected = first["queued"];
+    expected["position"] = place;
+    expected["images_ahead"] = 10 * place;
+    expected["estimated_start_seconds"] = 0.5;
+    EXPECT_EQ(event->Json()["queued"], expected) << "all that the first one tells, too";
+  }
+  HttpClient late = Stream("GET", "/v1/jobs/mine/events?after_sequence=0");
+  ASSERT_EQ(late.ReadHead().code, 200);
+  const auto latest = late.ReadEvent();
+  EXPECT_EQ(latest->id, "3");
+  EXPECT_EQ(latest->Json()["queued"]["position"], 1);
+  engine_->Pause(false);
+  for (HttpClient* each : {&stream, &late}) EXPECT_EQ(each->ReadEvent()->name, "started");
 }
 
 TEST_F(HttpTest, AClientThatGoesFreesTheDevice) {
@@ -481,6 +519,11 @@ TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
       {R"({"prompt": "1", "denoised": {"strength": 0.5}})", "denoised.strength: "},
       {R"({"prompt": "1", "denoised": {"output": {"format": 4}}})", "denoised.output.format: "},
       {R"({"prompt": "1", "denoised": []})", "denoised: is no object"},
+      {R"({"prompt": "1", "n": 1, "prompt": "2"})", "prompt: is given twice"},
+      {R"({"prompt": "1", "denoised": {"seed": 1, "seed": 1}})", "denoised.seed: is given twice"},
+      {R"({"prompt": "1", "denoised": "{\"seed\": 1, \"seed\": 1}"})",
+       "denoised.seed: is given twice"},
+      {R"({"prompt": "1", "denoised": "{"})", "denoised: is text that is no JSON"},
       {R"("a")", "body: is no JSON object"},
       {R"({)", "body: is no JSON"},
   };

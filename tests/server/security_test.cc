@@ -21,7 +21,9 @@ namespace {
 
 using namespace std::chrono_literals;
 using grpc::StatusCode;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 constexpr char kLocal[] = "DNS:localhost,IP:127.0.0.1";
 
@@ -359,6 +361,65 @@ TEST_F(SecurityTest, ModelsAreChangedByAdminsAlone) {
   EXPECT_EQ(alias("nobody").error_code(), StatusCode::UNAUTHENTICATED);
   const grpc::Status done = alias(ops.value);
   EXPECT_TRUE(done.ok()) << done.error_message();
+}
+
+TEST_F(SecurityTest, ChangesOfModelsAreLoggedWithCallerAndTarget) {
+  const Token ops("ops"), studio("studio");
+  config_.security.clients = directory_.Write(
+      "clients.json", R"({"ops": {"token_sha256": [")" + ops.digest + R"("], "admin": true},
+                          "studio": {"token_sha256": [")" +
+                          studio.digest + "\"]}}");
+  Start();
+  const auto stub = v1::ModelAdmin::NewStub(Connect());
+  // The line about a change, from "models" on.
+  const auto logged = [&](const std::string& token, const auto& change) {
+    grpc::ClientContext context;
+    Prepare(&context, Bearer(token));
+    log::Configure(log::Format::kText, log::Level::kInfo);
+    testing::internal::CaptureStderr();
+    change(&context);
+    const std::string text = testing::internal::GetCapturedStderr();
+    log::Configure(log::Format::kText, log::Level::kError);
+    std::smatch line;
+    return std::regex_search(text, line, std::regex("models (not )?changed .*")) ? line.str()
+                                                                                 : "none: " + text;
+  };
+  const auto load = [&](grpc::ClientContext* context) {
+    v1::LoadModelRequest request;
+    request.set_name("faces");
+    request.set_version("7");
+    request.set_directory(testing::TempDir());
+    v1::LoadModelResponse response;
+    stub->LoadModel(context, request, &response).ok();
+  };
+  const auto alias = [&](grpc::ClientContext* context) {
+    v1::SetAliasRequest request;
+    request.set_alias("numbers");
+    request.set_target("digits");
+    v1::SetAliasResponse response;
+    stub->SetAlias(context, request, &response).ok();
+  };
+  const auto unload = [&](grpc::ClientContext* context) {
+    v1::UnloadModelRequest request;
+    request.set_name("faces@7");
+    v1::UnloadModelResponse response;
+    stub->UnloadModel(context, request, &response).ok();
+  };
+  EXPECT_THAT(logged(studio.value, load),
+              AllOf(StartsWith("models not changed change=load client=studio peer="),
+                    HasSubstr(" code=PERMISSION_DENIED model=faces@7 directory=")));
+  EXPECT_THAT(logged(ops.value, load),
+              AllOf(StartsWith("models changed change=load client=ops peer="),
+                    HasSubstr(" code=OK model=faces@7 directory=" + testing::TempDir())));
+  EXPECT_THAT(logged(ops.value, alias),
+              AllOf(StartsWith("models changed change=alias client=ops peer="),
+                    HasSubstr(" code=OK model=digits alias=numbers")));
+  EXPECT_THAT(logged(ops.value, unload),
+              AllOf(StartsWith("models changed change=unload client=ops peer="),
+                    HasSubstr(" code=OK model=faces@7")));
+  EXPECT_THAT(logged(ops.value, unload),
+              AllOf(StartsWith("models not changed change=unload client=ops peer="),
+                    HasSubstr(" code=NOT_FOUND model=faces@7 error=")));
 }
 
 TEST_F(SecurityTest, JobsAreSeenByTheirClientAlone) {

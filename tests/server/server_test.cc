@@ -338,6 +338,12 @@ TEST_F(ServerTest, CancelJobEndsItForEverybodyWhoWatches) {
   watch.set_request_id(id);
   auto watching = stub_->WatchJob(&watch_context, watch);
   ASSERT_TRUE(watching->Read(&event) && event.has_queued());
+  engine_->TellPlaces({.jobs_ahead = 7, .images_ahead = 9});
+  for (auto* reader : {stream.get(), watching.get()}) {
+    ASSERT_TRUE(reader->Read(&event) && event.has_queued());
+    EXPECT_EQ(event.queued().position(), 7);
+    EXPECT_EQ(event.queued().images_ahead(), 9);
+  }
 
   v1::GetJobRequest get;
   get.set_request_id(id);

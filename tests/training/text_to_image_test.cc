@@ -103,10 +103,21 @@ TrainerOptions PictureOptions() {
   return options;
 }
 
-Trained Train(const NetworkConfig& config, const TrainerOptions& options, const Dataset& dataset,
-              int steps, Exchange& exchange, const TrainerState* from = nullptr) {
-  return Train(*OpenForTest("cpu"), exchange, config, options, dataset, steps, from);
-}
+/// Cases of each backend.
+class TextToImageTrainer : public testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override {
+    if (GetParam() != "cpu") DENOISED_NEEDS_GPU();
+  }
+  static Trained Train(const NetworkConfig& config, const TrainerOptions& options,
+                       const Dataset& dataset, int steps, Exchange& exchange,
+                       const TrainerState* from = nullptr) {
+    return training::Train(*OpenForTest(GetParam()), exchange, config, options, dataset, steps,
+                           from);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Backends, TextToImageTrainer, testing::ValuesIn(kBackends),
+                         [](const auto& instance) { return instance.param; });
 
 struct Case {
   const char* name;
@@ -120,7 +131,7 @@ std::vector<Case> Cases() {
           {"autoencoder", Autoencoder(), PictureOptions(), Pictures()}};
 }
 
-TEST(TextToImageTrainer, BitsDependOnTheRunAlone) {
+TEST_P(TextToImageTrainer, BitsDependOnTheRunAlone) {
   for (const Case& of : Cases()) {
     SCOPED_TRACE(of.name);
     const auto sole = NewSoleExchange();
@@ -247,7 +258,7 @@ TEST(TaskGradients, AgreeWithFiniteDifferences) {
   }
 }
 
-TEST(TextToImageTrainer, LossFalls) {
+TEST_P(TextToImageTrainer, LossFalls) {
   for (Case& of : Cases()) {
     SCOPED_TRACE(of.name);
     const auto sole = NewSoleExchange();
@@ -257,7 +268,7 @@ TEST(TextToImageTrainer, LossFalls) {
   }
 }
 
-TEST(TextToImageTrainer, AFrozenTextEncoderStaysAsItIs) {
+TEST_P(TextToImageTrainer, AFrozenTextEncoderStaysAsItIs) {
   const auto sole = NewSoleExchange();
   const Trained one = Train(TextToImage(false), Options(), Captioned(), 1, *sole),
                 two = Train(TextToImage(false), Options(), Captioned(), 2, *sole),
@@ -268,7 +279,7 @@ TEST(TextToImageTrainer, AFrozenTextEncoderStaysAsItIs) {
             both.state.trained.elements());
 }
 
-TEST(TextToImageTrainer, EmptyCaptionsAreSharedByAll) {
+TEST_P(TextToImageTrainer, EmptyCaptionsAreSharedByAll) {
   // With every caption empty, other captions change nothing.
   const auto sole = NewSoleExchange();
   TrainerOptions options = Options();
@@ -284,7 +295,7 @@ TEST(TextToImageTrainer, EmptyCaptionsAreSharedByAll) {
   EXPECT_NE(with.reports[0].loss, before.reports[0].loss);
 }
 
-TEST(TextToImageTrainer, RefusesWhatDoesNotBelongTogether) {
+TEST(TextToImage, RefusesWhatDoesNotBelongTogether) {
   auto backend = OpenCpuBackend();
   ASSERT_TRUE(backend.ok());
   const auto exchange = NewSoleExchange();
@@ -320,8 +331,15 @@ absl::StatusOr<AutoencoderWeights> VaeWeights() {
   return ReadAutoencoder(Autoencoder().vae, Weights(std::move(tensors), "vae"));
 }
 
+class Latents : public TextToImageTrainer {
+ protected:
+  bool bf16() const { return GetParam() == "cuda_bf16"; }
+};
+INSTANTIATE_TEST_SUITE_P(Backends, Latents, testing::ValuesIn(kBackends),
+                         [](const auto& instance) { return instance.param; });
+
 /// The golden's picture has other values than 256 levels; these are the nearest.
-TEST(Latents, AreThoseOfDiffusers) {
+TEST_P(Latents, AreThoseOfDiffusers) {
   const auto io =
       Safetensors::Open(DENOISED_SOURCE_DIR "/tests/models/latent/sd2/goldens.safetensors");
   ASSERT_TRUE(io.ok()) << io.status();
@@ -331,12 +349,11 @@ TEST(Latents, AreThoseOfDiffusers) {
   for (int64_t i = 0; i < image.elements(); ++i)
     pictures.as<uint8_t>()[i] = static_cast<uint8_t>(
         std::lround(std::clamp((image.as<float>()[i] + 1) * 127.5f, 0.0f, 255.0f)));
-  auto backend = OpenCpuBackend();
-  ASSERT_TRUE(backend.ok());
+  const auto backend = OpenForTest(GetParam());
   const auto weights = VaeWeights();
   ASSERT_TRUE(weights.ok()) << weights.status();
   const auto posteriors =
-      EncodePosteriors(**backend, Autoencoder().vae, *weights, pictures, /*mirrored=*/true);
+      EncodePosteriors(*backend, Autoencoder().vae, *weights, pictures, /*mirrored=*/true);
   ASSERT_TRUE(posteriors.ok()) << posteriors.status();
   ASSERT_EQ(posteriors->shape(), Shape({2 * image.dim(0), 8, 8, 8}));
   std::vector<float> mean, deviation, expected_mean, expected_deviation;
@@ -350,28 +367,29 @@ TEST(Latents, AreThoseOfDiffusers) {
       expected_deviation.push_back(std::exp(0.5f * value) * 0.18215f);
     }
   }
-  EXPECT_LE(RelativeError(mean, expected_mean), 0.02);
-  EXPECT_LE(RelativeError(deviation, expected_deviation), 0.02);
+  // The autoencoder in bf16 is about as far off as the levels.
+  const double tolerance = bf16() ? 0.04 : 0.02;
+  EXPECT_LE(RelativeError(mean, expected_mean), tolerance);
+  EXPECT_LE(RelativeError(deviation, expected_deviation), tolerance);
   // Mirrored pictures have other latents.
   const Tensor other = posteriors->Slice(image.dim(0), image.dim(0));
   EXPECT_GT(RelativeError(other.span<float>(), posteriors->Slice(0, image.dim(0)).ToFloats()), 0.1);
 }
 
-TEST(Latents, AreStandardisedInTheConvolutionsBeside) {
-  auto backend = OpenCpuBackend();
-  ASSERT_TRUE(backend.ok());
-  (*backend)->SetChunkRows(3);
+TEST_P(Latents, AreStandardisedInTheConvolutionsBeside) {
+  const auto backend = OpenForTest(GetParam());
+  backend->SetChunkRows(3);
   auto weights = VaeWeights();
   ASSERT_TRUE(weights.ok()) << weights.status();
   AutoencoderKLConfig config = Autoencoder().vae;
   const Tensor pictures = Tensor::Host({9, 16, 16, 3}, DType::kU8);
   for (int64_t i = 0; i < pictures.elements(); ++i)
     pictures.as<uint8_t>()[i] = static_cast<uint8_t>(i * i % 251);
-  ASSERT_TRUE(StandardizeLatents(**backend, config, pictures, &*weights).ok());
-  EXPECT_EQ((*backend)->chunk_rows(), 3);
+  ASSERT_TRUE(StandardizeLatents(*backend, config, pictures, &*weights).ok());
+  EXPECT_EQ(backend->chunk_rows(), 3);
   config.vae.scaling_factor = 1;
   const auto posteriors =
-      EncodePosteriors(**backend, config, *weights, pictures, /*mirrored=*/false);
+      EncodePosteriors(*backend, config, *weights, pictures, /*mirrored=*/false);
   ASSERT_TRUE(posteriors.ok()) << posteriors.status();
   for (int c = 0; c < 4; ++c) {
     double sum = 0, square = 0;
@@ -381,8 +399,9 @@ TEST(Latents, AreStandardisedInTheConvolutionsBeside) {
       sum += at[0];
       square += at[0] * at[0] + at[4] * at[4];
     }
-    EXPECT_NEAR(sum / static_cast<double>(pixels), 0, 1e-4);
-    EXPECT_NEAR(square / static_cast<double>(pixels), 1, 1e-3);
+    // The folded weights are rounded anew to bf16.
+    EXPECT_NEAR(sum / static_cast<double>(pixels), 0, bf16() ? 2e-2 : 1e-4);
+    EXPECT_NEAR(square / static_cast<double>(pixels), 1, bf16() ? 2e-2 : 1e-3);
   }
 }
 

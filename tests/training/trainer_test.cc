@@ -176,14 +176,14 @@ TEST(Trainer, EveryObjectiveLearns) {
   }
 }
 
-TEST(Trainer, ALearnedVarianceLearns) {
+TEST_P(TrainerBits, ALearnedVarianceLearns) {
   UNet2DConfig config = TinyConfig();
   config.out_channels = 2;
   TrainerOptions options = Options();
   options.objective.kind = ObjectiveOptions::Kind::kEpsilon;
   options.objective.learned_variance = true;
   const auto train = [&](int steps) {
-    return Train(On{}, options, steps, *NewSoleExchange(), nullptr, config);
+    return Train(on(), options, steps, *NewSoleExchange(), nullptr, config);
   };
   const int steps = StepsToLearn(60);
   const Trained run = train(steps);

@@ -159,31 +159,25 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
 void Conv2d(const Conv2dArgs& args, Scratch& scratch) {
   const auto& weight = static_cast<const CpuConv2d&>(*args.weight);
   if (args.out.elements() == 0) return;
-  const int64_t up = args.upsample2x ? 2 : 1;
+  const Prologue& prologue = args.prologue;
+  const Epilogue& epilogue = args.epilogue;
+  const int64_t up = prologue.upsample2x ? 2 : 1;
   ConvolutionCall call;
   call.geometry = {args.x.dim(1) * up, args.x.dim(2) * up, args.stride,   args.pad_top,
                    args.pad_left,      args.pad_bottom,    args.pad_right};
   call.rows = args.x.dim(0);
   call.x = args.x.as<float>();
-  if (args.x2) call.x2 = args.x2.as<float>();
+  if (prologue.x2) call.x2 = prologue.x2.as<float>();
   call.c1 = args.x.dim(3);
-  call.upsample2x = args.upsample2x;
+  call.upsample2x = prologue.upsample2x;
   call.bias = weight.bias.data();
-  if (args.add) {
-    call.add = args.add.as<float>();
-    call.add_stride = args.add.row_stride();
+  if (epilogue.add) {
+    call.add = epilogue.add.as<float>();
+    call.add_stride = epilogue.add.row_stride();
   }
-  if (args.residual) call.residual = args.residual.as<float>();
-  if (args.shortcut.weight != nullptr) {
-    Conv2d({.x = args.shortcut.x,
-            .x2 = args.shortcut.x2,
-            .weight = args.shortcut.weight,
-            .out = args.out},
-           scratch);
-    call.residual = args.out.as<float>();
-  }
-  call.scale = args.scale;
-  call.activation = args.activation;
+  if (epilogue.residual) call.residual = epilogue.residual.as<float>();
+  call.scale = epilogue.scale;
+  call.activation = epilogue.activation;
   call.out = args.out.as<float>();
   RunConvolution(*weight.convolution, call, scratch);
 }

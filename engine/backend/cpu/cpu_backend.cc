@@ -12,6 +12,7 @@
 #include "engine/backend/cpu/ops.h"
 #include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cpu/row_parts.h"
+#include "engine/backend/decompose.h"
 #include "engine/core/mutex.h"
 
 namespace denoised {
@@ -140,16 +141,19 @@ class CpuBackend final : public Backend {
 
   absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(const std::vector<Tensor>& weights_oi,
                                                            const std::vector<Tensor>& biases,
-                                                           const E4m3Layer& e4m3) override {
-    DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases));
+                                                           const E4m3Layer& e4m3,
+                                                           bool gated) override {
+    DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases, gated));
     return Pack([&] {
       std::vector<float> weight = Concatenated(weights_oi);
       const int in = static_cast<int>(weights_oi[0].dim(1));
       const int out = static_cast<int>(weight.size() / in);
       const bool has_bias = !biases.empty() && biases[0];
       std::vector<float> bias = has_bias ? Concatenated(biases) : std::vector<float>(out);
-      return std::make_unique<cpu::CpuLinear>(engine_, std::move(weight), std::move(bias), out, in,
-                                              dtype_, e4m3);
+      auto packed = std::make_unique<cpu::CpuLinear>(engine_, std::move(weight), std::move(bias),
+                                                     out, in, dtype_, e4m3);
+      packed->gated = gated;
+      return packed;
     });
   }
 
@@ -160,20 +164,24 @@ class CpuBackend final : public Backend {
 
   void Conv2d(const Conv2dArgs& args) override {
     Check(args, kRules);
-    DENOISED_CHECK(!args.output_norm.gamma, "what MakesOutputNorm() denies");
+    const Conv2dArgs plain = WithoutShortcut(*this, WithoutNorm(*this, args));
     Enqueue([&] {
-      Observe(args.weight->e4m3, {args.x, args.x2});
-      if (args.shortcut.weight != nullptr)
-        Observe(args.shortcut.weight->e4m3, {args.shortcut.x, args.shortcut.x2});
-      cpu::Conv2d(args, scratch());
+      Observe(plain.weight->e4m3, {plain.x, plain.prologue.x2});
+      cpu::Conv2d(plain, scratch());
     });
   }
   void Linear(const LinearArgs& args) override {
     Check(args, kRules);
+    const LinearArgs plain = WithoutNorm(*this, args);
+    if (plain.epilogue.ungated) return LinearThenGate(*this, plain);
     Enqueue([&] {
-      Observe(args.weight->e4m3, {args.x});
-      cpu::Linear(args, scratch());
+      Observe(plain.weight->e4m3, {plain.x});
+      cpu::Linear(plain, scratch());
     });
+  }
+  void Gate(const Tensor& values_and_gates, const Tensor& out) override {
+    CheckGate(values_and_gates, out, kRules);
+    Enqueue([&] { cpu::GegluGate(values_and_gates, out, scratch()); });
   }
   void GroupNorm(const GroupNormArgs& args) override {
     Check(args, kRules);
@@ -186,14 +194,6 @@ class CpuBackend final : public Backend {
   void Attention(const AttentionArgs& args) override {
     Check(args, kRules);
     Enqueue([&] { cpu::Attention(args, scratch()); });
-  }
-  void GatedLinear(const GatedLinearArgs& args) override {
-    Check(args, kRules);
-    Enqueue([&] {
-      Observe(args.weight->e4m3, {args.x});
-      cpu::Linear({.x = args.x, .weight = args.weight, .out = args.scratch}, scratch());
-      cpu::GegluGate(args.scratch, args.out, scratch());
-    });
   }
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
     CheckNearestCode(x, codebook, out, kRules);

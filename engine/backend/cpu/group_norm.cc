@@ -28,10 +28,10 @@ struct Coefficients {
 /// scale_shift into one mean, slope and offset per channel.
 void FoldRow(const GroupNormArgs& args, int64_t row, int64_t chunks, int64_t pixels,
              int64_t channels, const double* sums, const Coefficients& to) {
-  const int64_t group_channels = channels / args.groups;
-  const float* scale = args.scale_shift
-                           ? args.scale_shift.as<float>() + row * args.scale_shift.row_stride()
-                           : nullptr;
+  const int64_t group_channels = channels / args.norm.groups;
+  const float* scale = args.norm.scale_shift ? args.norm.scale_shift.as<float>() +
+                                                   row * args.norm.scale_shift.row_stride()
+                                             : nullptr;
   const float* shift = scale != nullptr ? scale + channels : nullptr;
   const double count = static_cast<double>(group_channels) * static_cast<double>(pixels);
   for (int64_t begin = 0; begin < channels; begin += group_channels) {
@@ -45,12 +45,12 @@ void FoldRow(const GroupNormArgs& args, int64_t row, int64_t chunks, int64_t pix
     }
     const double mean = sum / count;
     const double variance = std::max(0.0, square / count - mean * mean);
-    const double reciprocal = 1.0 / std::sqrt(variance + args.eps);
+    const double reciprocal = 1.0 / std::sqrt(variance + args.norm.eps);
     for (int64_t c = begin; c < begin + group_channels; ++c) {
       const float gain = scale != nullptr ? 1.0f + scale[c] : 1.0f;
       to.mean[c] = static_cast<float>(mean);
-      to.slope[c] = static_cast<float>(reciprocal) * args.gamma.as<float>()[c] * gain;
-      to.offset[c] = args.beta.as<float>()[c] * gain + (shift != nullptr ? shift[c] : 0.0f);
+      to.slope[c] = static_cast<float>(reciprocal) * args.norm.gamma.as<float>()[c] * gain;
+      to.offset[c] = args.norm.beta.as<float>()[c] * gain + (shift != nullptr ? shift[c] : 0.0f);
     }
   }
 }
@@ -97,7 +97,7 @@ void GroupNorm(const GroupNormArgs& args, Scratch& scratch) {
       Normalize(x2 + pixel * c2, length, c2, k.mean + c1, k.slope + c1, k.offset + c1, to + c1,
                 channels);
     }
-    Activate(args.activation, to, length * channels);
+    Activate(args.norm.activation, to, length * channels);
   };
 
   // Both ways compute the same chunks. By rows where there are enough for all threads, since a row

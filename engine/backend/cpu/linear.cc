@@ -44,7 +44,7 @@ void OverVectors(const LinearArgs& args, const CpuLinear& weight) {
   const int64_t rows = args.x.dim(0), in = weight.in_features, out = weight.out_features;
   const float* x = args.x.as<float>();
   const float* w = weight.PlainWeight();
-  const float* residual = args.residual ? args.residual.as<float>() : nullptr;
+  const float* residual = args.epilogue.residual ? args.epilogue.residual.as<float>() : nullptr;
   float* y = args.out.as<float>();
   ParallelFor((out + kOutputs - 1) / kOutputs, [&](int64_t unit, int) {
     const int64_t begin = unit * kOutputs, end = std::min(out, begin + kOutputs);
@@ -55,8 +55,9 @@ void OverVectors(const LinearArgs& args, const CpuLinear& weight) {
     }
     for (int64_t n = 0; n < rows; ++n) {
       const int64_t at = n * out + begin;
-      AddScale(y + at, residual != nullptr ? residual + at : nullptr, args.scale, end - begin);
-      Activate(args.activation, y + at, end - begin);
+      AddScale(y + at, residual != nullptr ? residual + at : nullptr, args.epilogue.scale,
+               end - begin);
+      Activate(args.epilogue.activation, y + at, end - begin);
     }
   });
 }
@@ -74,9 +75,9 @@ void Linear(const LinearArgs& args, Scratch& scratch) {
   call.x = args.x.as<float>();
   call.c1 = shape.features;
   call.bias = weight.bias().data();
-  if (args.residual) call.residual = args.residual.as<float>();
-  call.scale = args.scale;
-  call.activation = args.activation;
+  if (args.epilogue.residual) call.residual = args.epilogue.residual.as<float>();
+  call.scale = args.epilogue.scale;
+  call.activation = args.epilogue.activation;
   call.out = args.out.as<float>();
   RunConvolution(weight.OverTokens(), call, scratch);
 }

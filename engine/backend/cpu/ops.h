@@ -64,6 +64,7 @@ struct ConvolutionCall {
 
 void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scratch& scratch);
 
+/// Without norms, shortcuts and gates: decompose.h.
 void Conv2d(const Conv2dArgs& args, Scratch& scratch);
 void Linear(const LinearArgs& args, Scratch& scratch);
 void GroupNorm(const GroupNormArgs& args, Scratch& scratch);

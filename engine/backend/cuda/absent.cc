@@ -12,7 +12,7 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
       options.number);
 }
 
-CUstream_st* StreamOf(Backend&) { return nullptr; }
+const cuda::Queue* QueueOf(Backend&) { return nullptr; }
 
 int CudaDeviceCount() { return 0; }
 

@@ -189,6 +189,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
     const int query = first_query + warp_query + lane / 4 + 8 * r;
     if (query >= attention.tokens) continue;
+    if (warp_dim + lane % 4 == 0)
+      StoreLogSumExp(attention, image, head, query, maximum[r] * attention.scale, sum[r]);
     const float inverse = 1.0f / sum[r];
     auto* to = static_cast<__nv_bfloat16*>(attention.out.data) +
                (query_row + query) * attention.out.stride +
@@ -235,6 +237,7 @@ cudaError_t LaunchWith(const AttentionLaunch& attention, const Queue& queue) {
 /// S where the wide one's blocks would leave multiprocessors empty.
 template <typename S, typename Wide>
 cudaError_t LaunchWidest(const AttentionLaunch& attention, const Queue& queue) {
+  static_assert(S::kKeys == Wide::kKeys, "the choice follows the batch, the bits the tile of keys");
   const int64_t blocks = int64_t{(attention.tokens + Wide::kQueries - 1) / Wide::kQueries} *
                          attention.heads * attention.images;
   const bool fills =

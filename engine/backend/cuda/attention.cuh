@@ -17,4 +17,12 @@ __device__ inline int KeyCount(const AttentionLaunch& attention, int64_t set) {
   return max(1, min(attention.key_counts[set], attention.key_tokens));
 }
 
+/// Of a query whose weights were exp(score − maximum), if it is wanted; `score` is scaled.
+__device__ inline void StoreLogSumExp(const AttentionLaunch& attention, int64_t image, int head,
+                                      int query, float maximum, float sum) {
+  if (attention.log_sum_exp == nullptr) return;
+  attention.log_sum_exp[(image * attention.heads + head) * attention.tokens + query] =
+      maximum + logf(sum);
+}
+
 }  // namespace denoised::cuda

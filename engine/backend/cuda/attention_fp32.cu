@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (!active) return;
+  if (lane == 0) StoreLogSumExp(attention, blockIdx.z, blockIdx.y, query, maximum, sum);
 #pragma unroll
   for (int i = 0; i < kLaneColumns; ++i) {
     const int d = i * 32 + lane;

@@ -186,6 +186,9 @@ __device__ inline void WriteOutput(const AttentionLaunch& attention, const Step&
     sum += __shfl_xor_sync(~0u, sum, 2);
     const float inverse = 1.0f / sum;
     const int row = query + lane / 4 + 8 * r;
+    if (row < attention.tokens && step.part == 0 && lane % 4 == 0)
+      StoreLogSumExp(attention, step.image, step.head, row, softmax.maximum[r] * attention.scale,
+                     sum);
     auto* to = static_cast<__nv_bfloat16*>(attention.out.data) +
                (static_cast<int64_t>(step.image) * attention.tokens + row) * attention.out.stride +
                static_cast<int64_t>(step.head) * attention.dim;
@@ -554,7 +557,7 @@ cudaError_t LoadTiles() {
 
 }  // namespace
 
-bool SuitsHopper(const AttentionLaunch& attention) {
+bool SuitsHopper(const AttentionLayer& attention) {
   // With a scale that is not positive the greatest score would not have the greatest weight.
   const auto suits = [](const Rows& rows) { return rows.element == Element::kBf16 && rows.vector; };
   return !attention.fp32 && attention.dim % 8 == 0 && !attention.causal &&
@@ -575,6 +578,8 @@ cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue&
   // Many short heads are a matter of latency: several small blocks hide each other's, or a block
   // whose steps are whole heads, with room for keys and values of two. The bits depend on the tile
   // of keys, hence on the row's shape alone.
+  static_assert(Dim64Whole::kKeys == Dim64Short::kKeys);
+  static_assert(Dim256Halves::kKeys == Dim256::kKeys && Dim256Quarters::kKeys == Dim256::kKeys);
   if (dim <= 64 && attention.tokens <= 256) {
     const bool whole = attention.tokens > 3 * kQueryTile &&
                        int64_t{attention.images} * attention.heads >= 2 * queue.multiprocessors;

@@ -40,9 +40,10 @@ struct Tile {
   static constexpr bool kStaged = !kSpec.StoresOneByOne();
   static constexpr int kBox = kN % 64 == 0 ? 64 : 32;  // outputs: 128 or 64 bytes, swizzled
   static constexpr int kAcross = kN / kBox, kBoxes = kRows * kAcross;  // of a consumer
-  // Gated layers have half as many boxes across.
+  // Gated layers have half as many outputs: half as many boxes across, or boxes of half the width.
   static constexpr bool kGates = kSpec.FusesGate();
-  static_assert(!kGates || (kBox == 64 && kAcross % 2 == 0));
+  static constexpr int kGatedBox = kAcross % 2 == 0 ? kBox : kBox / 2;
+  static constexpr int kGatedAcross = kN / 2 / kGatedBox;
   static constexpr int kBoxBytes = 64 * kBox * 2;
   static constexpr int kStagingBytes = kStaged ? kGroups * kBoxes * kBoxBytes : 0;
   static constexpr int kThreads = kSpec.kernel.threads;
@@ -183,15 +184,16 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
                                      int stride, int rank, int pixels_on) {
   for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
     const TileAt tile = TileOf<T>(params, index, rank);
-    const int gated = T::kGates && conv.gated ? 2 : 1;
+    const bool gated = T::kGates && conv.gated;
+    const int box_outputs = gated ? T::kGatedBox : T::kBox, outputs_per = gated ? 2 : 1;
     const auto for_boxes = [&](const auto& what) {
 #pragma unroll 1
       for (int box = 0; box < T::kBoxes; ++box) {
         const int across = box % T::kAcross;
-        if (across >= T::kAcross / gated) continue;
+        if (gated && across >= T::kGatedAcross) continue;
         const int m = tile.m0 + pixels_on + box / T::kAcross * 64;
-        const int n = tile.n0 / gated + across * T::kBox;
-        what(box, n, m, m < params.grid.pixels && n < conv.outputs / gated);
+        const int n = tile.n0 / outputs_per + across * box_outputs;
+        what(box, n, m, m < params.grid.pixels && n < conv.outputs / outputs_per);
       }
     };
     uint32_t bytes = 0;
@@ -454,7 +456,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             if (conv.gated) {
 #pragma unroll
               for (int i = 0; i < T::kRows; ++i) {
-                StageGatedEpilogue<T::kBox>(
+                StageGatedEpilogue<T::kGatedBox>(
                     from[i], [&](int box) { return epilogue.Box(i * T::kAcross + box); },
                     [&](int box) { epilogue.Commit(i * T::kAcross + box); });
               }
@@ -528,8 +530,10 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   CUresult result = EncodeDepth(&params, conv, params.part, encode);
   const bool in_boxes = T::kStaged && params.grid.phases == 1;
   if (result == CUDA_SUCCESS && in_boxes) {
-    result = EncodeRows(&params.out, conv.out, conv.gated ? conv.outputs / 2 : conv.outputs,
-                        params.grid.pixels, T::kBox, 64);
+    result = conv.gated
+                 ? EncodeRows(&params.out, conv.out, conv.outputs / 2, params.grid.pixels,
+                              T::kGatedBox, 64)
+                 : EncodeRows(&params.out, conv.out, conv.outputs, params.grid.pixels, T::kBox, 64);
   }
   if (result == CUDA_SUCCESS && in_boxes && conv.residual.data != nullptr) {
     result =
@@ -555,10 +559,10 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
 
 }  // namespace
 
-bool SuitsHopper(const Conv2dLaunch& conv) {
+bool SuitsHopper(const ConvLayer& conv) {
   return conv.x.element == Element::kBf16 && HasVectorInputs(conv) &&
          conv.input_factors == nullptr && conv.pad_top < 128 && conv.pad_left < 128 &&
-         SuitsShortcut(LayerOf(conv));
+         SuitsShortcut(conv);
 }
 
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,

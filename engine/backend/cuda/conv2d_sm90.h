@@ -29,17 +29,6 @@ struct HopperPlan {
   int cluster = 1;
 };
 
-/// All that decides the splits of k, and so the bits of a result. The number of images is not among
-/// it, so it cannot.
-struct ConvLayer {
-  int channels = 0, channels2 = 0, outputs = 0, kernel = 1;
-  int out_height = 0, out_width = 0;
-  bool upsample2x = false;
-  bool vector_outputs = false;                         // HasVectorOutputs()
-  bool has_shortcut = false, vector_shortcut = false;  // TMA can read the shortcut's sources
-  int shortcut_channels = 0, shortcut_channels2 = 0;
-};
-ConvLayer LayerOf(const Conv2dLaunch& conv);
 /// Steps along k of one output, those of a shortcut included.
 int StepsOf(const ConvLayer& layer);
 int SplitsOf(const ConvLayer& layer);
@@ -47,21 +36,21 @@ int SplitsOf(const ConvLayer& layer);
 /// split.
 bool SuitsShortcut(const ConvLayer& layer);
 /// Whether TMA can read the sources: bf16 in multiples of eight channels, aligned.
-bool SuitsHopper(const Conv2dLaunch& conv);
+bool SuitsHopper(const ConvLayer& conv);
 /// Whether it is a 3×3 convolution with bf16 outputs of images that halo tiles cover with little
 /// waste.
-bool SuitsHaloTile(const Conv2dLaunch& conv);
+bool SuitsHaloTile(const ConvLayer& conv);
 /// Whether a 64×64 tile holds whole groups of whole images of conv.output_norm, and the epilogue
 /// does nothing else.
-bool SuitsOutputNorm(const Conv2dLaunch& conv);
-/// Whether the layer's gate can be part of the launch: by the layer's shape alone.
-bool SuitsGate(const Conv2dLaunch& conv);
+bool SuitsOutputNorm(const ConvLayer& conv);
+/// Whether the layer's gate can be part of the launch.
+bool SuitsGate(const ConvLayer& conv);
 struct HopperCandidate {
   HopperPlan plan;
   double microseconds = 0;  // expected for a launch
 };
 /// All plans for `conv`, the cheapest first; SuitsHopper() or SuitsHaloTile() must hold. `splits`
-/// depends on the shape of one image alone and is the same in all plans, so all give the same bits.
+/// is the same in all plans, so all give the same bits.
 std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Queue& queue);
 /// The name of a plan, unique among those of one launch; everything about a launch that affects its
 /// speed, in words.

@@ -376,7 +376,7 @@ int64_t BlocksOf(const Conv2dLaunch& conv, int quad, int subtiles) {
 }
 
 /// Few pixels and many channels.
-bool HasSplitK(const Conv2dLaunch& conv) {
+bool HasSplitK(const ConvLayer& conv) {
   return conv.height <= kSubtileEdge && conv.width <= kSubtileEdge && !conv.upsample2x &&
          conv.channels + conv.channels2 >= 2 * kSplits * kDepth;
 }
@@ -473,7 +473,7 @@ std::string NameOf(const Choice& choice) {
 
 }  // namespace
 
-bool SuitsConv3x3(const Conv2dLaunch& conv) {
+bool SuitsConv3x3(const ConvLayer& conv) {
   const int up = conv.upsample2x ? 2 : 1;
   return conv.kernel == 3 && conv.stride == 1 && conv.pad_top == 1 && conv.pad_left == 1 &&
          conv.out_height == up * conv.height && conv.out_width == up * conv.width &&

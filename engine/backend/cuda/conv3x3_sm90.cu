@@ -568,8 +568,8 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   const int m_tiles = tiles_x * tiles_y * groups;
   const bool split_over_cluster = T::kSplitsOverCluster && plan.cluster > 1;
   static_assert(!T::kSplitsOverCluster || kMinStepsSplitOverCluster >= 2 * T::kStages);
-  if (split_over_cluster && (plan.splits != 2 || plan.cluster != 2 ||
-                             StepsOf(LayerOf(conv)) < kMinStepsSplitOverCluster)) {
+  if (split_over_cluster &&
+      (plan.splits != 2 || plan.cluster != 2 || StepsOf(conv) < kMinStepsSplitOverCluster)) {
     return cudaErrorInvalidValue;
   }
   const int shared = split_over_cluster ? 1 : T::kCluster;
@@ -629,14 +629,14 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
 
 }  // namespace
 
-bool SuitsHaloTile(const Conv2dLaunch& conv) {
+bool SuitsHaloTile(const ConvLayer& conv) {
   return conv.kernel == 3 && conv.stride == 1 && conv.pad_top == 1 && conv.pad_left == 1 &&
          !conv.upsample2x && conv.out_height == conv.height && conv.out_width == conv.width &&
          conv.height % kSubtileEdge == 0 &&
          (conv.width % (2 * kSubtileEdge) == 0 || conv.width == kSubtileEdge) &&
          conv.outputs % 64 == 0 && InVectors(conv.x) && InVectors(conv.x2) &&
          conv.channels % 8 == 0 && conv.channels2 % 8 == 0 && HasVectorOutputs(conv) &&
-         SuitsShortcut(LayerOf(conv));
+         SuitsShortcut(conv);
 }
 
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,

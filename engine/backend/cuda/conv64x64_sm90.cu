@@ -595,7 +595,7 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
 using Kernel = void(Conv2dLaunch, Params);
 
 /// Channels of a group of conv.output_norm, or 0.
-int NormRunOf(const Conv2dLaunch& conv) {
+int NormRunOf(const ConvLayer& conv) {
   return conv.output_norm.gamma != nullptr ? conv.outputs / conv.output_norm.groups : 0;
 }
 
@@ -634,8 +634,8 @@ cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Que
   const int norm_run = NormRunOf(conv);
   const int norm_bytes = norm_run > 0 ? kOutputs * sizeof(float2) >> params.log_cluster : 0;
   const int64_t tiles = int64_t{params.grid.phases} * params.m_tiles.value * params.n_tiles.value;
-  const bool alone = tiles * plan.cluster <= queue.multiprocessors &&
-                     StepsOf(LayerOf(conv)) > kManySteps * plan.cluster;
+  const bool alone =
+      tiles * plan.cluster <= queue.multiprocessors && StepsOf(conv) > kManySteps * plan.cluster;
   const int others = U::kAllHaloTileBytes + U::kBarriers * 8 + norm_bytes +
                      SlotsOf(params.log_splits, params.log_cluster) * SlotBytes(params.log_cluster);
   params.stages =
@@ -684,7 +684,7 @@ cudaError_t Load() {
 
 }  // namespace
 
-bool SuitsOutputNorm(const Conv2dLaunch& conv) {
+bool SuitsOutputNorm(const ConvLayer& conv) {
   const int64_t image_pixels = int64_t{conv.out_height} * conv.out_width;
   const int groups = conv.output_norm.groups, split = NormRunOf(conv);
   return HasVectorOutputs(conv) && conv.residual.data == nullptr &&

@@ -21,7 +21,7 @@ __device__ inline void Interleave(int slot, const Do& what) {
 }
 
 /// Outputs that FinishVector makes, with at most one of add and residual beside them.
-inline bool FinishesInVectors(const Conv2dLaunch& conv) {
+inline bool FinishesInVectors(const ConvLayer& conv) {
   return HasVectorOutputs(conv) && (conv.add.data == nullptr || conv.residual.data == nullptr);
 }
 

@@ -335,7 +335,7 @@ __device__ inline void StageEpilogueAs(const Conv2dLaunch& conv,
   }
 }
 /// The same for a gated layer: accumulators are eight values, their eight gates, the next eight
-/// values, and so on, so there are half as many boxes. Values and gates are rounded before the
+/// values, and so on, so there are half as many outputs. Values and gates are rounded before the
 /// product, as they are where the gate is a kernel of its own.
 template <int kBox, int kAccumulators, typename Begin, typename End>
 __device__ inline void StageGatedEpilogue(const float (&accumulators)[kAccumulators],
@@ -396,7 +396,7 @@ inline Grid GridOf(const Conv2dLaunch& conv) {
   return grid;
 }
 
-/// [pixels, channels] in boxes of `columns` (32 or 64, swizzled) × `rows`.
+/// [pixels, channels] in boxes of `columns` (16, 32 or 64, swizzled) × `rows`.
 inline CUresult EncodeRows(CUtensorMap* map, const Rows& pixels_of, int channels, int64_t pixels,
                            int columns, int rows) {
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(pixels)};
@@ -406,7 +406,9 @@ inline CUresult EncodeRows(CUtensorMap* map, const Rows& pixels_of, int channels
   return GetTensorMapEncoders().tiled(
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, pixels_of.data, dims, strides, box, element_strides,
       CU_TENSOR_MAP_INTERLEAVE_NONE,
-      columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      columns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+      : columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                      : CU_TENSOR_MAP_SWIZZLE_32B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
@@ -464,7 +466,7 @@ CUresult EncodeDepth(Params* params, const Conv2dLaunch& conv, int outputs_at_on
   params->depth.windowed = params->chunks + ChunksOf(conv.channels2);
   const int taps = EdgeTaps(conv) * EdgeTaps(conv);
   params->depth.taps = FastDivmod(taps);
-  params->depth.steps = FastDivmod(StepsOf(LayerOf(conv)));
+  params->depth.steps = FastDivmod(StepsOf(conv));
   CUresult result = encode(&params->x, conv.x, conv.channels, false);
   if (result == CUDA_SUCCESS && conv.x2.data != nullptr) {
     result = encode(&params->x2, conv.x2, conv.channels2, false);

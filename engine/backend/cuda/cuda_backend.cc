@@ -12,6 +12,7 @@
 #include "engine/backend/cuda/transfer.h"
 #include "engine/backend/cuda/tuner.h"
 #include "engine/backend/cuda/weights.h"
+#include "engine/backend/decompose.h"
 
 /// backend.h on CUDA: validates the arguments, turns tensors into pointers and sizes, and enqueues
 /// the kernels of launch.h on one stream.
@@ -242,30 +243,20 @@ class CudaBackend final : public Backend {
 
   absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(const std::vector<Tensor>& weights_oi,
                                                            const std::vector<Tensor>& biases,
-                                                           const E4m3Layer& e4m3) override {
-    DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases));
+                                                           const E4m3Layer& e4m3,
+                                                           bool gated) override {
+    DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases, gated));
     DENOISED_CHECK(e4m3.input_scale == 0, "what MultipliesE4m3() denies");
     auto packed = std::make_unique<CudaLinear>();
     for (const Tensor& weight : weights_oi) packed->out_features += Extent(weight, 0);
     packed->in_features = Extent(weights_oi.front(), 1);
-    DENOISED_ASSIGN_OR_RETURN(packed->weight,
-                              PackWeights(weights_oi, /*in_phases=*/false, "a linear layer"));
-    DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias(biases), "a linear layer's bias"));
-    return packed;
-  }
-
-  absl::StatusOr<std::unique_ptr<PackedLinear>> PackGatedLinear(const Tensor& weight_oi,
-                                                                const Tensor& bias,
-                                                                const E4m3Layer& e4m3) override {
-    DENOISED_RETURN_IF_ERROR(CheckLinearWeights({weight_oi}, {bias}));
-    DENOISED_CHECK(e4m3.input_scale == 0, "what MultipliesE4m3() denies");
-    auto packed = std::make_unique<CudaLinear>();
-    packed->out_features = Extent(weight_oi, 0);
-    packed->in_features = Extent(weight_oi, 1);
-    DENOISED_ASSIGN_OR_RETURN(packed->weight, PackWeights({weight_oi}, /*in_phases=*/false,
-                                                          "a gated linear layer", /*gated=*/true));
-    DENOISED_ASSIGN_OR_RETURN(packed->bias,
-                              ToDevice(PackGatedBias(bias), "a gated linear layer's bias"));
+    packed->gated = gated;
+    DENOISED_ASSIGN_OR_RETURN(
+        packed->weight, PackWeights(weights_oi, /*in_phases=*/false, "a linear layer", gated));
+    DENOISED_ASSIGN_OR_RETURN(
+        packed->bias,
+        ToDevice(gated && !biases.empty() ? PackGatedBias(biases.front()) : PackBias(biases),
+                 "a linear layer's bias"));
     return packed;
   }
 
@@ -275,82 +266,50 @@ class CudaBackend final : public Backend {
   }
 
   void Conv2d(const Conv2dArgs& args) override {
+    Check(args, rules());
     context_->Use();
-    EnqueueConvolution(LaunchOf(args), "Conv2d");
-  }
-
-  void NormConv2d(const GroupNormArgs& norm_args, const Conv2dArgs& conv_args) override {
-    DENOISED_CHECK(conv_args.x.data() == norm_args.out.data() && !conv_args.x2);
-    context_->Use();
-    const GroupNormLaunch norm = LaunchOf(norm_args);
-    const Conv2dLaunch conv = LaunchOf(conv_args);
-    if (!CanFuse(norm, conv)) {
-      EnqueueNorm(norm);
-      EnqueueConvolution(conv, "NormConv2d");
-      return;
+    const bool norms = IsToBeApplied(args.prologue.norm);
+    Conv2dLaunch conv = LaunchOf(norms ? OfNormedInput(args) : args);
+    if (!HasHopperKernel(conv) && args.epilogue.shortcut.weight != nullptr)
+      return Conv2d(WithoutShortcut(*this, args));
+    const GroupNormLaunch before = norms ? LaunchOf(InputNormOf(args)) : GroupNormLaunch();
+    if (norms && !CanFuse(before, conv)) return Conv2d(WithoutNorm(*this, args));
+    if (Norm* norm = args.epilogue.norm; norm != nullptr && FuseOutputNorm(*norm, &conv))
+      norm->applied = true;
+    if (norms) {
+      EnqueueNormed(before, conv);
+    } else {
+      EnqueueConvolution(conv, "Conv2d");
     }
-    const GroupNormLaunch factors = WithFactors(norm);
-    Conv2dLaunch fused = conv;
-    fused.x = norm.x;
-    fused.x2 = norm.x2;
-    fused.channels = norm.channels;
-    fused.channels2 = norm.channels2;
-    fused.input_factors = factors.factors;
-    Candidates candidates;
-    for (const HopperCandidate& candidate : HopperCandidates(fused, queue_)) {
-      candidates.push_back(
-          {"fused norm, " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
-             const cudaError_t error = MakeFactors(factors);
-             return error == cudaSuccess ? LaunchConv2dHopper(fused, candidate.plan, queue_)
-                                         : error;
-           }});
-    }
-    for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
-      candidates.push_back({NameOf(candidate.plan), candidate.microseconds, [=, this] {
-                              const cudaError_t error = LaunchNorm(norm);
-                              return error == cudaSuccess
-                                         ? LaunchConv2dHopper(conv, candidate.plan, queue_)
-                                         : error;
-                            }});
-    }
-    // Of two candidates with the same tile the fused one goes first.
-    std::stable_sort(
-        candidates.begin(), candidates.end(),
-        [](const Candidate& a, const Candidate& b) { return a.microseconds < b.microseconds; });
-    std::vector<Operand> operands = OperandsOf(fused);
-    AddOperand(&operands, norm.scale_shift, norm.images, 2 * (norm.channels + norm.channels2));
-    EnqueueFastest(
-        fmt::format("{} groups{} of {}", norm.groups,
-                    norm.scale_shift.data != nullptr ? ", scaled," : "", Describe(fused)),
-        candidates, std::move(operands), "NormConv2d");
-  }
-
-  bool MakesOutputNorm(const Conv2dArgs& args) override {
-    if (args.shortcut.weight != nullptr) return false;
-    context_->Use();
-    Conv2dLaunch conv = LaunchOf(args);
-    if (!HasHopperKernel(conv) || !SuitsOutputNorm(conv)) return false;
-    GroupNormLaunch norm;
-    norm.x = norm.out = conv.out;
-    norm.channels = conv.outputs;
-    norm.images = conv.images;
-    norm.pixels = conv.out_height * conv.out_width;
-    norm.groups = conv.output_norm.groups;
-    norm.activation = Activation::kSilu;
-    conv.output_norm = {};  // only if the fastest tile without it can fuse it
-    return SuitsGroupNormCluster(norm, queue_) &&
-           SpecOf(HopperCandidates(conv, queue_).front().plan.tile).FusesOutputNorm();
   }
 
   void Linear(const LinearArgs& args) override {
+    Check(args, rules());
     context_->Use();
-    EnqueueConvolution(LaunchOf(args), "Linear");
+    if (IsToBeApplied(args.prologue.norm)) return Linear(WithoutNorm(*this, args));
+    if (!args.epilogue.ungated) return EnqueueConvolution(LaunchOf(args), "Linear");
+    const Conv2dLaunch plain = LaunchOf(WithoutGate(args));
+    Conv2dLaunch gated = plain;
+    gated.gated = true;
+    gated.out = View(args.out);
+    if (!HasHopperKernel(plain) || !SuitsGate(gated)) return LinearThenGate(*this, args);
+    Writes(args.out);
+    EnqueueGated(gated, plain);
+  }
+
+  void Gate(const Tensor& values_and_gates, const Tensor& out) override {
+    CheckGate(values_and_gates, out, rules());
+    Writes(out);
+    context_->Use();
+    context_->Record(
+        LaunchGegluGate(View(values_and_gates), RowCount(out), Extent(out, -1), View(out), queue_),
+        "Gate");
   }
 
   void GroupNorm(const GroupNormArgs& args) override {
-    const GroupNormLaunch norm = LaunchOf(args);
+    Check(args, rules());
     context_->Use();
-    EnqueueNorm(norm);
+    context_->Record(LaunchNorm(LaunchOf(args)), "GroupNorm");
   }
 
   void LayerNorm(const LayerNormArgs& args) override {
@@ -384,50 +343,6 @@ class CudaBackend final : public Backend {
     Writes(args.out);
     context_->Use();
     context_->Record(LaunchAttention(attention, queue_), "Attention");
-  }
-
-  void GatedLinear(const GatedLinearArgs& args) override {
-    Check(args, rules());
-    Writes(args.out);
-    context_->Use();
-    const Conv2dLaunch plain =
-        LaunchOf(LinearArgs{.x = args.x, .weight = args.weight, .out = args.scratch});
-    // By views: candidates may outlive this call, and a tensor would keep its memory from the
-    // arena.
-    const Rows values_and_gates = View(args.scratch), to = View(args.out);
-    const int rows = RowCount(args.out), features = Extent(args.out, -1);
-    const auto gate = [=, this] {
-      return LaunchGegluGate(values_and_gates, rows, features, to, queue_);
-    };
-    Conv2dLaunch fused = plain;
-    fused.gated = true;
-    fused.out = to;
-    if (!HasHopperKernel(plain) || !SuitsGate(fused)) {
-      EnqueueConvolution(plain, "GatedLinear");
-      context_->Record(gate(), "GatedLinear");
-      return;
-    }
-    Candidates candidates;
-    for (const HopperCandidate& candidate : HopperCandidates(fused, queue_)) {
-      candidates.push_back({"gated, " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
-                              return LaunchConv2dHopper(fused, candidate.plan, queue_);
-                            }});
-    }
-    // The gate's pass reads two features and writes one, of two bytes.
-    constexpr double kPassLaunch = 2.5, kPassBytesPerMicrosecond = 3.6e6;
-    const double pass =
-        kPassLaunch + 6.0 * static_cast<double>(args.out.elements()) / kPassBytesPerMicrosecond;
-    for (const HopperCandidate& candidate : HopperCandidates(plain, queue_)) {
-      candidates.push_back({NameOf(candidate.plan), candidate.microseconds + pass, [=, this] {
-                              const cudaError_t error =
-                                  LaunchConv2dHopper(plain, candidate.plan, queue_);
-                              return error == cudaSuccess ? gate() : error;
-                            }});
-    }
-    std::stable_sort(
-        candidates.begin(), candidates.end(),
-        [](const Candidate& a, const Candidate& b) { return a.microseconds < b.microseconds; });
-    EnqueueFastest(Describe(fused), candidates, OperandsOf(plain), "GatedLinear");
   }
 
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
@@ -616,7 +531,7 @@ class CudaBackend final : public Backend {
   }
 
   absl::Status status() const override { return context_->status(); }
-  cudaStream_t stream() const { return queue_.stream; }
+  const Queue& queue() const { return queue_; }
 
  private:
   TensorRules rules() const { return {Device::kCuda, activation_dtype()}; }
@@ -690,13 +605,13 @@ class CudaBackend final : public Backend {
   }
 
   Conv2dLaunch LaunchOf(const Conv2dArgs& args) {
-    Check(args, rules());
     const auto& weight = static_cast<const CudaConv2d&>(*args.weight);
+    const Tensor& x2 = args.prologue.x2;
     Conv2dLaunch conv;
     conv.x = View(args.x);
-    conv.x2 = View(args.x2);
+    conv.x2 = View(x2);
     conv.channels = Extent(args.x, 3);
-    conv.channels2 = args.x2 ? Extent(args.x2, 3) : 0;
+    conv.channels2 = x2 ? Extent(x2, 3) : 0;
     conv.images = Extent(args.x, 0);
     conv.height = Extent(args.x, 1);
     conv.width = Extent(args.x, 2);
@@ -706,24 +621,24 @@ class CudaBackend final : public Backend {
     conv.stride = args.stride;
     conv.pad_top = args.pad_top;
     conv.pad_left = args.pad_left;
-    conv.upsample2x = args.upsample2x;
+    conv.upsample2x = args.prologue.upsample2x;
     conv.outputs = weight.out_channels;
-    conv.add = View(args.add);
-    conv.residual = View(args.residual);
-    conv.scale = args.scale;
-    conv.activation = args.activation;
-    conv.output_norm = {Floats(args.output_norm.gamma), Floats(args.output_norm.beta),
-                        args.output_norm.groups, args.output_norm.eps};
-    conv.out = View(args.out);
-    Writes(args.out);
-    AddWeight(&conv, weight.weight, weight.bias);
-    if (args.shortcut.weight != nullptr) AddShortcut(&conv, args);
+    conv.add = View(args.epilogue.add);
+    if (const Conv2dShortcut& shortcut = args.epilogue.shortcut; shortcut.weight != nullptr) {
+      const Tensor& matrix = static_cast<const CudaConv2d&>(*shortcut.weight).weight;
+      conv.shortcut.x = View(shortcut.x);
+      conv.shortcut.x2 = View(shortcut.x2);
+      conv.shortcut.channels = Extent(shortcut.x, 3);
+      conv.shortcut.channels2 = shortcut.x2 ? Extent(shortcut.x2, 3) : 0;
+      conv.shortcut.weight = matrix.data();
+      conv.shortcut.weight_stride = Extent(matrix, 1);
+    }
+    AddLayer(&conv, weight.weight, weight.bias, args.epilogue, args.out);
     return conv;
   }
 
   /// A 1×1 convolution over images of as many pixels as a row has tokens.
   Conv2dLaunch LaunchOf(const LinearArgs& args) {
-    Check(args, rules());
     const auto& weight = static_cast<const CudaLinear&>(*args.weight);
     Conv2dLaunch conv;
     conv.x = View(args.x);
@@ -735,40 +650,36 @@ class CudaBackend final : public Backend {
     conv.height = conv.out_height = 1;
     conv.width = conv.out_width = static_cast<int>(shape.tokens);
     conv.outputs = weight.out_features;
-    conv.residual = View(args.residual);
-    conv.scale = args.scale;
-    conv.activation = args.activation;
-    conv.out = View(args.out);
-    Writes(args.out);
-    AddWeight(&conv, weight.weight, weight.bias);
+    AddLayer(&conv, weight.weight, weight.bias, args.epilogue, args.out);
     return conv;
   }
 
-  /// As part of `conv` where its kernel can do that; else as a launch of its own, whose result
-  /// becomes the residual of `conv`.
-  void AddShortcut(Conv2dLaunch* conv, const Conv2dArgs& args) {
-    const Conv2dShortcut& shortcut = args.shortcut;
-    const auto& weight = static_cast<const CudaConv2d&>(*shortcut.weight);
-    conv->shortcut.x = View(shortcut.x);
-    conv->shortcut.x2 = View(shortcut.x2);
-    conv->shortcut.channels = Extent(shortcut.x, 3);
-    conv->shortcut.channels2 = shortcut.x2 ? Extent(shortcut.x2, 3) : 0;
-    conv->shortcut.weight = weight.weight.data();
-    conv->shortcut.weight_stride = Extent(weight.weight, 1);
-    if (HasHopperKernel(*conv)) return;
-    Conv2d({.x = shortcut.x, .x2 = shortcut.x2, .weight = shortcut.weight, .out = args.out});
-    conv->shortcut = {};
-    conv->residual = conv->out;
+  /// What convolutions and linears share.
+  void AddLayer(Conv2dLaunch* conv, const Tensor& weight, const Tensor& bias,
+                const Epilogue& epilogue, const Tensor& out) {
+    conv->weight = weight.data();
+    conv->weight_stride = Extent(weight, 1);
+    conv->weight_element = fp32_ ? Element::kF32 : Element::kBf16;
+    conv->bias = Floats(bias);
+    conv->residual = View(epilogue.residual);
+    conv->scale = epilogue.scale;
+    conv->activation = epilogue.activation;
+    conv->out = View(out);
+    Writes(out);
+    const int64_t images = conv->images;
+    DENOISED_CHECK(images * conv->height * conv->width <= INT32_MAX &&
+                       images * conv->out_height * conv->out_width <= INT32_MAX - 128,
+                   "{} images of {}×{} to {}×{}", images, conv->height, conv->width,
+                   conv->out_height, conv->out_width);
   }
 
   /// Whether one of Hopper's kernels computes it.
-  bool HasHopperKernel(const Conv2dLaunch& conv) const {
+  bool HasHopperKernel(const ConvLayer& conv) const {
     return queue_.hopper && !SuitsRowLinear(conv) && !SuitsFewInputs(conv) &&
            !SuitsFewOutputs(conv) && SuitsHopper(conv);
   }
 
   GroupNormLaunch LaunchOf(const GroupNormArgs& args) {
-    Check(args, rules());
     GroupNormLaunch norm;
     norm.x = View(args.x);
     norm.x2 = View(args.x2);
@@ -779,12 +690,12 @@ class CudaBackend final : public Backend {
     const RowShape shape = denoised::RowsOf(args.x.shape());
     norm.images = static_cast<int>(shape.rows);
     norm.pixels = static_cast<int>(shape.tokens);
-    norm.gamma = Floats(args.gamma);
-    norm.beta = Floats(args.beta);
-    norm.groups = args.groups;
-    norm.eps = args.eps;
-    norm.scale_shift = View(args.scale_shift);
-    norm.activation = args.activation;
+    norm.gamma = Floats(args.norm.gamma);
+    norm.beta = Floats(args.norm.beta);
+    norm.groups = args.norm.groups;
+    norm.eps = args.norm.eps;
+    norm.scale_shift = View(args.norm.scale_shift);
+    norm.activation = args.norm.activation;
     norm.out = View(args.out);
     Writes(args.out);
     norm.workspace = norm_memory_.get();
@@ -795,15 +706,13 @@ class CudaBackend final : public Backend {
   }
 
   /// Whether group_norm_pieces.cu can make the factors.
-  bool InPieces(const GroupNormLaunch& norm) const {
-    return queue_.hopper && SuitsGroupNormPieces(norm);
-  }
+  bool InPieces(const NormLayer& norm) const { return queue_.hopper && SuitsGroupNormPieces(norm); }
   /// Whether both `out` and the factors can be made in one pass; they have the same bits then.
-  bool InOnePass(const GroupNormLaunch& norm) const {
+  bool InOnePass(const NormLayer& norm) const {
     return SuitsGroupNormCluster(norm, queue_) || (InPieces(norm) && SuitsGroupNormStream(norm));
   }
   /// Whether factors can be made, and `out` from them.
-  bool HasFactors(const GroupNormLaunch& norm) const {
+  bool HasFactors(const NormLayer& norm) const {
     return InOnePass(norm) || InPieces(norm) || SuitsGroupNormFactors(norm);
   }
   cudaError_t LaunchOnePass(const GroupNormLaunch& norm) const {
@@ -816,7 +725,7 @@ class CudaBackend final : public Backend {
     return LaunchGroupNormCluster(norm, queue_);
   }
   /// As many images as there is memory for factors, and a grid allows.
-  static int ImagesAtOnce(const GroupNormLaunch& norm) {
+  static int ImagesAtOnce(const NormLayer& norm) {
     return static_cast<int>(std::min<size_t>(
         65535, kNormFactorBytes / (2 * sizeof(float) * (norm.channels + norm.channels2))));
   }
@@ -838,20 +747,6 @@ class CudaBackend final : public Backend {
            // The steps along k of x and x2 must be those of the normalised tensor.
            (norm.channels2 == 0 || norm.channels % kStep == 0);
   }
-
-  void AddWeight(Conv2dLaunch* conv, const Tensor& weight, const Tensor& bias) {
-    conv->weight = weight.data();
-    conv->weight_stride = Extent(weight, 1);
-    conv->weight_element = fp32_ ? Element::kF32 : Element::kBf16;
-    conv->bias = Floats(bias);
-    const int64_t images = conv->images;
-    DENOISED_CHECK(images * conv->height * conv->width <= INT32_MAX &&
-                       images * conv->out_height * conv->out_width <= INT32_MAX - 128,
-                   "{} images of {}×{} to {}×{}", images, conv->height, conv->width,
-                   conv->out_height, conv->out_width);
-  }
-
-  void EnqueueNorm(const GroupNormLaunch& norm) { context_->Record(LaunchNorm(norm), "GroupNorm"); }
 
   cudaError_t LaunchNorm(const GroupNormLaunch& norm) const {
     if (InOnePass(norm)) return LaunchOnePass(norm);
@@ -876,9 +771,99 @@ class CudaBackend final : public Backend {
                                   kNormWorkspaceBytes + kNormFactorBytes);
   }
 
+  /// Lets `conv` make SiLU of the norm of its result, if that has the bits of the norm's own kernel
+  /// and the fastest tile can do it.
+  bool FuseOutputNorm(const Norm& norm, Conv2dLaunch* conv) const {
+    if (norm.activation != Activation::kSilu || norm.scale_shift || !HasHopperKernel(*conv) ||
+        conv->shortcut.x.data != nullptr) {
+      return false;
+    }
+    GroupNormLaunch alone;
+    alone.x = alone.out = conv->out;
+    alone.channels = conv->outputs;
+    alone.images = conv->images;
+    alone.pixels = conv->out_height * conv->out_width;
+    alone.groups = norm.groups;
+    alone.activation = norm.activation;
+    Conv2dLaunch fused = *conv;
+    fused.output_norm = {Floats(norm.gamma), Floats(norm.beta), norm.groups, norm.eps};
+    if (!SuitsOutputNorm(fused) || !SuitsGroupNormCluster(alone, queue_) ||
+        !SpecOf(HopperCandidates(*conv, queue_).front().plan.tile).FusesOutputNorm()) {
+      return false;
+    }
+    *conv = fused;
+    return true;
+  }
+
+  /// The tiles that normalise their input in shared memory, and the norm's kernel before any tile.
+  void EnqueueNormed(const GroupNormLaunch& norm, const Conv2dLaunch& conv) {
+    const GroupNormLaunch factors = WithFactors(norm);
+    Conv2dLaunch fused = conv;
+    fused.x = norm.x;
+    fused.x2 = norm.x2;
+    fused.channels = norm.channels;
+    fused.channels2 = norm.channels2;
+    fused.input_factors = factors.factors;
+    Candidates candidates;
+    for (const HopperCandidate& candidate : HopperCandidates(fused, queue_)) {
+      candidates.push_back(
+          {"fused norm, " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
+             const cudaError_t error = MakeFactors(factors);
+             return error == cudaSuccess ? LaunchConv2dHopper(fused, candidate.plan, queue_)
+                                         : error;
+           }});
+    }
+    for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
+      candidates.push_back({NameOf(candidate.plan), candidate.microseconds, [=, this] {
+                              const cudaError_t error = LaunchNorm(norm);
+                              return error == cudaSuccess
+                                         ? LaunchConv2dHopper(conv, candidate.plan, queue_)
+                                         : error;
+                            }});
+    }
+    std::vector<Operand> operands = OperandsOf(fused);
+    AddOperand(&operands, norm.scale_shift, norm.images, 2 * (norm.channels + norm.channels2));
+    EnqueueFastest(
+        fmt::format("{} groups{} of {}", norm.groups,
+                    norm.scale_shift.data != nullptr ? ", scaled," : "", Describe(fused)),
+        Sorted(std::move(candidates)), std::move(operands), "Conv2d");
+  }
+
+  /// The tiles that have a gate in their epilogue, and the gate's kernel after any tile.
+  void EnqueueGated(const Conv2dLaunch& gated, const Conv2dLaunch& plain) {
+    const int features = gated.outputs / 2;
+    const int rows = gated.images * gated.width;
+    Candidates candidates;
+    for (const HopperCandidate& candidate : HopperCandidates(gated, queue_)) {
+      candidates.push_back({"gated, " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
+                              return LaunchConv2dHopper(gated, candidate.plan, queue_);
+                            }});
+    }
+    // The gate's pass reads two features and writes one, of two bytes.
+    constexpr double kPassLaunch = 2.5, kPassBytesPerMicrosecond = 3.6e6;
+    const double pass =
+        kPassLaunch + 6.0 * static_cast<double>(rows) * features / kPassBytesPerMicrosecond;
+    for (const HopperCandidate& candidate : HopperCandidates(plain, queue_)) {
+      candidates.push_back(
+          {NameOf(candidate.plan), candidate.microseconds + pass, [=, this] {
+             const cudaError_t error = LaunchConv2dHopper(plain, candidate.plan, queue_);
+             return error == cudaSuccess
+                        ? LaunchGegluGate(plain.out, rows, features, gated.out, queue_)
+                        : error;
+           }});
+    }
+    EnqueueFastest(Describe(gated), Sorted(std::move(candidates)), OperandsOf(plain), "Linear");
+  }
+
+  /// The cheapest first; of those that cost the same, the one that fuses.
+  static Candidates Sorted(Candidates candidates) {
+    std::stable_sort(
+        candidates.begin(), candidates.end(),
+        [](const Candidate& a, const Candidate& b) { return a.microseconds < b.microseconds; });
+    return candidates;
+  }
+
   void EnqueueConvolution(const Conv2dLaunch& conv, const char* op) {
-    DENOISED_CHECK(conv.output_norm.gamma == nullptr || HasHopperKernel(conv), "{}: no output_norm",
-                   op);
     if (HasHopperKernel(conv)) {
       Candidates candidates;
       for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
@@ -1041,8 +1026,8 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
                                              hopper);
 }
 
-CUstream_st* StreamOf(Backend& cuda_backend) {
-  return static_cast<cuda::CudaBackend&>(cuda_backend).stream();
+const cuda::Queue* QueueOf(Backend& cuda_backend) {
+  return &static_cast<cuda::CudaBackend&>(cuda_backend).queue();
 }
 
 int CudaDeviceCount() {

@@ -143,18 +143,19 @@ __device__ inline float SiluOfHalf(float h) {
   return fmaf(h, tanh, h);
 }
 
-/// x · Φ(x), exact to 2e-7·|x|: Φ by the rational approximation of erfc in Abramowitz and Stegun,
-/// Handbook of Mathematical Functions, 7.1.26, which also keeps the tail below zero. Of fast
-/// instructions only, since it runs in epilogues.
+/// x · Φ(x) = max(x, 0) − |x| · Φ(−|x|), exact to 6e-7. log₂ Φ(−|x|) is nearly a parabola: this
+/// polynomial, fitted on [0, 6], keeps Φ to a relative error of 6e-6 there, and falls beyond. Of
+/// few instructions, since it runs in epilogues.
 __device__ inline float Gelu(float x) {
-  const float z = fabsf(x) * 0.7071067811865476f;
-  const float t = __fdividef(1.0f, fmaf(0.3275911f, z, 1.0f));
-  float polynomial = fmaf(t, 1.061405429f, -1.453152027f);
-  polynomial = fmaf(t, polynomial, 1.421413741f);
-  polynomial = fmaf(t, polynomial, -0.284496736f);
-  polynomial = fmaf(t, polynomial, 0.254829592f);
-  const float half_erfc = 0.5f * t * polynomial * Exp2(z * z * -1.4426950408889634f);
-  return x * (x < 0 ? half_erfc : 1.0f - half_erfc);
+  const float z = fabsf(x);
+  float power = fmaf(z, -1.8348100467510734e-6f, 6.159825326684795e-5f);
+  power = fmaf(z, power, -9.305244096836514e-4f);
+  power = fmaf(z, power, 8.507888617503248e-3f);
+  power = fmaf(z, power, -5.396006288645466e-2f);
+  power = fmaf(z, power, -4.5846440177158954e-1f);
+  power = fmaf(z, power, -1.1512510401478169f);
+  power = fmaf(z, power, -0.9999952953195468f);
+  return fmaf(-z, Exp2(power), fmaxf(x, 0.0f));
 }
 
 __device__ inline float Activate(Activation activation, float x) {

@@ -250,7 +250,7 @@ struct Cut {
   int pixels = 0, parts = 0;
 };
 /// Gives each CTA enough to read, in rows of memory that are long enough.
-Cut CutOf(const GroupNormLaunch& norm) {
+Cut CutOf(const NormLayer& norm) {
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
   const int least = std::lcm(group_channels, 8);
   // Groups of odd numbers of channels have no neighbours to add up.
@@ -444,7 +444,7 @@ cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue) {
   return vector ? Launch<8, Element::kF32>(norm, queue) : Launch<1, Element::kF32>(norm, queue);
 }
 
-bool SuitsGroupNormFactors(const GroupNormLaunch& norm) {
+bool SuitsGroupNormFactors(const NormLayer& norm) {
   return CutOf(norm).channels > 0 && HasVectors(norm) && norm.x.element == Element::kBf16 &&
          norm.out.element == Element::kBf16 &&
          (norm.activation == Activation::kNone || norm.activation == Activation::kSilu);

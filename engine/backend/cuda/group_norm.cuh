@@ -36,12 +36,12 @@ constexpr int kMaxCluster = 16;
 inline int RunOf(int group_channels) { return std::gcd(group_channels, kVector); }
 
 /// Sources and outputs in whole vectors, of whatever elements.
-inline bool HasVectors(const GroupNormLaunch& norm) {
+inline bool HasVectors(const NormLayer& norm) {
   return norm.x.vector && norm.channels % kVector == 0 && norm.out.vector &&
          (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % kVector == 0));
 }
 /// Bf16 in whole vectors, groups of an even number of channels, activation none or SiLU.
-inline bool SuitsOnePass(const GroupNormLaunch& norm) {
+inline bool SuitsOnePass(const NormLayer& norm) {
   return HasVectors(norm) && norm.x.element == Element::kBf16 &&
          norm.out.element == Element::kBf16 &&
          (norm.scale_shift.data == nullptr || norm.scale_shift.element == Element::kBf16) &&
@@ -144,7 +144,7 @@ __device__ inline void SumGroups(int groups, int bits, int warp, int warps, int 
     if (group < groups) take(sums, group, part);
   }
 }
-/// Of leaves [leaf][stride], of which each group has `runs`.
+/// The sums of each group over its `runs` leaves; `leaves` is [leaf][stride].
 template <typename Take>
 __device__ inline void SumLeaves(const SumTree& tree, const Sums* leaves, int stride, int runs,
                                  int groups, int warp, int warps, int lane, Take take) {

@@ -243,7 +243,7 @@ Kernel* KernelOf(int vectors, int run) {
 
 int Threads(const Plan& plan) { return kQuad * plan.line_vectors * plan.lines; }
 
-Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int lines, int vectors) {
+Plan MakePlan(const NormLayer& norm, int slice_channels, int lines, int vectors) {
   const int channels = norm.channels + norm.channels2;
   Plan plan;
   plan.group_channels = channels / norm.groups;
@@ -269,7 +269,7 @@ bool Possible(const Plan& plan, int max_blocks) {
 
 /// The fewest channels of whole vectors and groups that cut all of them evenly, from `least` on;
 /// `sectors`: of whole sectors of memory (32 bytes) where that can be.
-int SliceChannels(const GroupNormLaunch& norm, int least, bool sectors) {
+int SliceChannels(const NormLayer& norm, int least, bool sectors) {
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
   int unit = std::lcm(group_channels, sectors ? 2 * kVector : kVector);
   if (channels % unit != 0) unit = std::lcm(group_channels, kVector);
@@ -279,7 +279,7 @@ int SliceChannels(const GroupNormLaunch& norm, int least, bool sectors) {
 }
 
 /// Blocks of about 128 threads, and larger ones where there would be more than a cluster has.
-Plan Fit(const GroupNormLaunch& norm, int least_channels, bool sectors, int vectors, int threads,
+Plan Fit(const NormLayer& norm, int least_channels, bool sectors, int vectors, int threads,
          int max_blocks) {
   const int slice_channels = SliceChannels(norm, least_channels, sectors);
   Plan plan = MakePlan(norm, slice_channels, 1, vectors);
@@ -295,7 +295,7 @@ Plan Fit(const GroupNormLaunch& norm, int least_channels, bool sectors, int vect
 }
 
 /// With `vectors` a thread, or none (no vectors).
-Plan FitCluster(const GroupNormLaunch& norm, int vectors) {
+Plan FitCluster(const NormLayer& norm, int vectors) {
   const bool many = vectors == kMaxVectors;
   for (const Plan& plan : {Fit(norm, many ? 64 : 32, many, vectors, 288, kMaxCluster),
                            Fit(norm, 32, many, vectors, kMaxThreads, kMaxCluster),
@@ -305,7 +305,7 @@ Plan FitCluster(const GroupNormLaunch& norm, int vectors) {
   return {};
 }
 /// The same where a slice is a block's, of `least_channels` or as many as fit.
-Plan FitBlock(const GroupNormLaunch& norm, int vectors, int least_channels) {
+Plan FitBlock(const NormLayer& norm, int vectors, int least_channels) {
   for (int least = least_channels; least >= kVector; least /= 2) {
     const Plan plan = Fit(norm, least, /*sectors=*/least > kVector, vectors, kMaxThreads, 1);
     if (Possible(plan, 1)) return plan;
@@ -313,15 +313,17 @@ Plan FitBlock(const GroupNormLaunch& norm, int vectors, int least_channels) {
   return {};
 }
 
-/// None (no vectors) where an image does not fit or has odd channels, however many there are: bits
-/// are the same with any plan, but not with another kernel.
-///
-/// Few images are soonest done by many threads that keep little; what fills the device moves most
-/// with eight vectors a thread and slices of 128 bytes.
-Plan PlanOf(const GroupNormLaunch& norm, const Queue& queue) {
+/// For what fills the device, which moves most with eight vectors a thread and slices of 128 bytes.
+/// None (no vectors) where an image does not fit or has odd channels: then this kernel is not for
+/// the layer, since bits are the same with any plan, but not with another kernel.
+Plan PlanOfMany(const NormLayer& norm, const Queue& queue) {
   if (!SuitsOnePass(norm)) return {};
-  const Plan of_many =
-      queue.hopper ? FitCluster(norm, kMaxVectors) : FitBlock(norm, kMaxVectors, 64);
+  return queue.hopper ? FitCluster(norm, kMaxVectors) : FitBlock(norm, kMaxVectors, 64);
+}
+
+/// Few images are soonest done by many threads that keep little.
+Plan PlanOf(const GroupNormLaunch& norm, const Queue& queue) {
+  const Plan of_many = PlanOfMany(norm, queue);
   if (of_many.vectors == 0) return {};
 
   const int64_t vectors = int64_t{norm.images} * norm.pixels *
@@ -342,8 +344,8 @@ Plan PlanOf(const GroupNormLaunch& norm, const Queue& queue) {
 
 }  // namespace
 
-bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue) {
-  return PlanOf(norm, queue).vectors > 0;
+bool SuitsGroupNormCluster(const NormLayer& norm, const Queue& queue) {
+  return PlanOfMany(norm, queue).vectors > 0;
 }
 
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue) {

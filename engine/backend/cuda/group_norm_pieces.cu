@@ -121,7 +121,7 @@ size_t NodeBytes(const GroupNormLaunch& norm, const Plan& plan) {  // of an imag
   return sizeof(Sums) * plan.pieces * norm.groups;
 }
 
-Plan MakePlan(const GroupNormLaunch& norm) {
+Plan MakePlan(const NormLayer& norm) {
   Plan plan;
   const int channels = norm.channels + norm.channels2;
   plan.group_channels = channels / norm.groups;
@@ -145,7 +145,7 @@ Plan MakePlan(const GroupNormLaunch& norm) {
 
 }  // namespace
 
-bool SuitsGroupNormPieces(const GroupNormLaunch& norm) {
+bool SuitsGroupNormPieces(const NormLayer& norm) {
   if (!SuitsOnePass(norm)) return false;
   const Plan plan = MakePlan(norm);
   return plan.pieces <= kMaxPieces && SharedBytes(plan) <= kMaxSharedBytes;

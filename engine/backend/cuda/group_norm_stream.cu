@@ -630,14 +630,13 @@ int TaggedSumsBytes(const Plan& plan, int teams) {
 }
 
 /// `most_blocks`: a power of two.
-Plan MakePlan(const GroupNormLaunch& norm, int slice_channels, int most_blocks, bool cluster) {
+Plan MakePlan(const NormLayer& norm, int slice_channels, int most_blocks, bool cluster) {
   const int channels = norm.channels + norm.channels2;
   Plan plan;
   plan.group_channels = FastDivmod(channels / norm.groups);
   plan.slice_channels = slice_channels;
   plan.slice_groups = slice_channels / plan.group_channels;
   plan.slices = FastDivmod(channels / slice_channels);
-  plan.tiles = norm.images * plan.slices.value;
   plan.vectors = slice_channels / kVector;
   const int line_reducers = kQuad * plan.vectors, line_normalisers = plan.vectors;
   plan.leaf_lines = plan.pixel_lines = 1;
@@ -763,23 +762,19 @@ double CostOf(const Plan& plan, int tiles) {
       (plan.cluster ? 1 : kThroughGlobal) * (HasSectors(plan.piece_channels) ? 1 : kSlowRows);
   return (tiles + 1.0) * (PartOf(plan) + kTileElements) * slower;
 }
-/// The plan whose busiest team ends first; no teams where no plan suits, however many images there
-/// are.
-Choice Choose(const GroupNormLaunch& norm) {
-  Choice choice;
-  if (!SuitsOnePass(norm)) return choice;
+/// Calls take(plan, teams) for each plan that suits the layer.
+template <typename Take>
+void ForEachPlan(const NormLayer& norm, const Take& take) {
+  if (!SuitsOnePass(norm)) return;
   const int channels = norm.channels + norm.channels2;
   const int granule = std::lcm(channels / norm.groups, kVector);
-  double least = std::numeric_limits<double>::max();
   const auto consider = [&](int slice, int blocks, bool cluster) {
     const Plan plan = MakePlan(norm, slice, blocks, cluster);
     const int teams = Suits(plan) ? TeamsOf(plan) : 0;
     if (teams == 0 ||
         (!cluster && sizeof(LaunchCounter) + TaggedSumsBytes(plan, teams) > kFlagBytes))
       return;
-    const int tiles = (plan.tiles + teams - 1) / teams;
-    const double cost = CostOf(plan, tiles);
-    if (cost < least) least = cost, choice = {plan, teams, tiles};
+    take(plan, teams);
   };
   for (int slice = granule; slice <= channels; slice += granule) {
     if (channels % slice != 0) continue;
@@ -788,6 +783,17 @@ Choice Choose(const GroupNormLaunch& norm) {
       consider(slice, blocks, false);
     }
   }
+}
+/// The plan whose busiest team ends first; no teams where none suits.
+Choice Choose(const GroupNormLaunch& norm) {
+  Choice choice;
+  double least = std::numeric_limits<double>::max();
+  ForEachPlan(norm, [&](Plan plan, int teams) {
+    plan.tiles = norm.images * plan.slices.value;
+    const int tiles = (plan.tiles + teams - 1) / teams;
+    const double cost = CostOf(plan, tiles);
+    if (cost < least) least = cost, choice = {plan, teams, tiles};
+  });
   return choice;
 }
 
@@ -812,7 +818,11 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNor
 
 }  // namespace
 
-bool SuitsGroupNormStream(const GroupNormLaunch& norm) { return Choose(norm).teams > 0; }
+bool SuitsGroupNormStream(const NormLayer& norm) {
+  bool suits = false;
+  ForEachPlan(norm, [&](const Plan&, int) { suits = true; });
+  return suits;
+}
 
 /// As measured: where teams have at least three work tiles each, about equally many, of more than
 /// one CTA. Two are enough where group_norm_cluster.cu is slow: where a group's channels neither

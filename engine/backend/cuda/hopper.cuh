@@ -332,6 +332,16 @@ DENOISED_WGMMA_FROM_ZERO(128, 64, 64, 65, 66)
 DENOISED_WGMMA_FROM_ZERO(160, 80, 80, 81, 82)
 DENOISED_WGMMA_FROM_ZERO(192, 96, 96, 97, 98)
 
+/// Both from shared memory with m and n innermost, by their TransposedDescriptors.
+__device__ inline void WgmmaTransposed(float (&d)[96], uint64_t x, uint64_t y, bool add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" DENOISED_LIST_96
+      "}, %96, %97, add, 1, 1, 1, 1;\n}"
+      : DENOISED_SUMS_96(d, 0)
+      : "l"(x), "l"(y), "r"(static_cast<int>(add)));
+}
+
 /// x from registers, in the layout of accumulators, two to a word; y [16, n] with n innermost, by
 /// its TransposedDescriptor.
 #define DENOISED_WGMMA_REGISTERS(n, r, x0, x1, x2, x3, y0)                                      \

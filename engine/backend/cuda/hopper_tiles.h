@@ -72,9 +72,9 @@ struct HopperTileSpec {
   }
   /// Whether the tile can compute the norm after it (Conv2dLaunch::output_norm).
   constexpr bool FusesOutputNorm() const { return !IsPersistent(); }
-  /// Whether the tile has an epilogue for Conv2dLaunch::gated: pairs of boxes of 64 outputs.
+  /// Whether the tile has an epilogue for Conv2dLaunch::gated.
   constexpr bool FusesGate() const {
-    return loader == Loader::kIm2col && IsPersistent() && n % 128 == 0 && kernel.consumers == 2;
+    return loader == Loader::kIm2col && IsPersistent() && n >= 128;
   }
   /// Whether the epilogue stores outputs one by one, of any dtype, alignment, number and
   /// activation. All other tiles need HasVectorOutputs().

@@ -163,7 +163,7 @@ __device__ inline void FinishTile(const Conv2dLaunch& conv, const Plane& plane, 
 }
 
 /// Sources that 16-byte loads of eight channels can read.
-inline bool HasVectorInputs(const Conv2dLaunch& conv) {
+inline bool HasVectorInputs(const ConvLayer& conv) {
   return conv.x.vector && conv.channels % 8 == 0 &&
          (conv.x2.data == nullptr || (conv.x2.vector && conv.channels2 % 8 == 0));
 }

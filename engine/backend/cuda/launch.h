@@ -56,10 +56,12 @@ struct OutputNorm {
 
 /// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
 ///   out = act((conv(concat(x, x2)) + bias + add + residual + shortcut) · scale)
-struct Conv2dLaunch {
+/// A layer is all of a launch but the number of images. What decides bits takes a layer, and so
+/// cannot see that number.
+struct ConvLayer {
   Rows x, x2;  // [images · height · width, channels] and channels2
   int channels = 0, channels2 = 0;
-  int images = 0, height = 0, width = 0;  // of x, before upsampling
+  int height = 0, width = 0;  // of x, before upsampling
   int out_height = 0, out_width = 0;
   int kernel = 1, stride = 1, pad_top = 0, pad_left = 0;
   bool upsample2x = false;
@@ -86,6 +88,9 @@ struct Conv2dLaunch {
   /// separate LaunchGroupNormCluster. For LaunchConv2dHopper and what SuitsOutputNorm().
   OutputNorm output_norm;
   Rows out;  // [images · out_height · out_width, outputs]
+};
+struct Conv2dLaunch : ConvLayer {
+  int images = 0;
   // For Conv3x3Candidates() of small images: partial sums of split-K. Without it, or where it is
   // too small, the candidates that need it are left out.
   void* workspace = nullptr;
@@ -97,7 +102,7 @@ inline bool InVectors(const Rows& rows) {
   return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
 }
 /// Outputs, and what is added to them, are bf16 in vectors of eight.
-inline bool HasVectorOutputs(const Conv2dLaunch& conv) {
+inline bool HasVectorOutputs(const ConvLayer& conv) {
   return conv.outputs % 8 == 0 && InVectors(conv.out) && InVectors(conv.add) &&
          InVectors(conv.residual) &&
          (conv.activation == Activation::kNone || conv.activation == Activation::kSilu);
@@ -116,21 +121,21 @@ struct ConvCandidate {
 std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queue& queue);
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
 /// 3×3 from halo tiles on mma.sync: for what SuitsConv3x3().
-bool SuitsConv3x3(const Conv2dLaunch& conv);
+bool SuitsConv3x3(const ConvLayer& conv);
 std::vector<ConvCandidate> Conv3x3Candidates(const Conv2dLaunch& conv, const Queue& queue);
 /// Few inputs under a window, or few outputs: for what SuitsFewInputs(), SuitsFewOutputs().
-bool SuitsFewInputs(const Conv2dLaunch& conv);
+bool SuitsFewInputs(const ConvLayer& conv);
 cudaError_t LaunchConv2dFewInputs(const Conv2dLaunch& conv, const Queue& queue);
-bool SuitsFewOutputs(const Conv2dLaunch& conv);
+bool SuitsFewOutputs(const ConvLayer& conv);
 cudaError_t LaunchConv2dFewOutputs(const Conv2dLaunch& conv, const Queue& queue);
 /// Linear over images of one pixel, fast for few of them: for what SuitsRowLinear().
-bool SuitsRowLinear(const Conv2dLaunch& linear);
+bool SuitsRowLinear(const ConvLayer& linear);
 cudaError_t LaunchRowLinear(const Conv2dLaunch& linear, const Queue& queue);
 
-struct GroupNormLaunch {
+struct NormLayer {
   Rows x, x2;  // [images · pixels, channels] and channels2
   int channels = 0, channels2 = 0;
-  int images = 0, pixels = 0;
+  int pixels = 0;
   const float* gamma = nullptr;  // [channels + channels2]
   const float* beta = nullptr;
   int groups = 1;
@@ -138,6 +143,9 @@ struct GroupNormLaunch {
   Rows scale_shift;  // [images, 2 · (channels + channels2)], or null
   Activation activation = Activation::kNone;
   Rows out;  // [images · pixels, channels + channels2]
+};
+struct GroupNormLaunch : NormLayer {
+  int images = 0;
   /// [images, 2, channels + channels2]: factors, then offsets: out = act(x · factor + offset). Both
   /// are halved where SiLU follows (SiluOfHalf), as Conv2dLaunch::input_factors wants them. When
   /// not null, LaunchGroupNormCluster writes them instead of `out`. LaunchGroupNorm and
@@ -154,24 +162,23 @@ constexpr int kMaxNormChannels = 6144;
 constexpr int kFlagBytes = 2 << 20;
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
 /// LaunchGroupNormFactors: the factors in two passes, for bf16 images of any size and what
-/// SuitsGroupNormFactors() (by an image's shape alone). LaunchGroupScale: `out` from factors, also
+/// SuitsGroupNormFactors(). LaunchGroupScale: `out` from factors, also
 /// those of the kernels below.
-bool SuitsGroupNormFactors(const GroupNormLaunch& norm);
+bool SuitsGroupNormFactors(const NormLayer& norm);
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue);
 /// `out` or factors in one pass over memory, without a workspace, by clusters on Hopper: for what
 /// SuitsGroupNormCluster(). The bits differ from those of the two passes.
-bool SuitsGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
+bool SuitsGroupNormCluster(const NormLayer& norm, const Queue& queue);
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
-/// `out` with the same bits by a persistent kernel; `out` must not overlap x or x2. Suits: by an
-/// image's shape alone. Prefers: whether this kernel is faster than LaunchGroupNormCluster, or the
-/// only one of the two.
-bool SuitsGroupNormStream(const GroupNormLaunch& norm);
+/// `out` with the same bits by a persistent kernel; `out` must not overlap x or x2. Prefers:
+/// whether this kernel is faster than LaunchGroupNormCluster, or the only one of the two.
+bool SuitsGroupNormStream(const NormLayer& norm);
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);
-/// Factors with the same bits, with a workspace, by CTAs that each read a piece of an image. Suits
-/// and Prefers likewise.
-bool SuitsGroupNormPieces(const GroupNormLaunch& norm);
+/// Factors with the same bits, with a workspace, by CTAs that each read a piece of an image.
+/// Prefers likewise.
+bool SuitsGroupNormPieces(const NormLayer& norm);
 bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 
@@ -179,21 +186,26 @@ cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queu
 cudaError_t LaunchLayerNorm(const Rows& x, const float* gamma, const float* beta, float eps,
                             int64_t tokens, int channels, const Rows& out, const Queue& queue);
 
-struct AttentionLaunch {
+struct AttentionLayer {
   Rows q, k, v;  // [images · tokens, heads · dim]; k, v: [key_sets · key_tokens, heads · dim]
-  int images = 0, tokens = 0, key_tokens = 0;
+  int tokens = 0, key_tokens = 0;
   int heads = 1, dim = 0;
   float scale = 1;
-  int key_sets = 0;                     // as many as images, unless there is a key_set
   const int32_t* key_set = nullptr;     // [images], or null: image n attends to set n
   const int32_t* key_counts = nullptr;  // [key_sets], or null: every set has key_tokens keys
   bool causal = false;                  // query i sees keys 0 to i
   bool fp32 = false;                    // fp32 arithmetic
   Rows out;                             // [images · tokens, heads · dim]
+  /// [images, heads, tokens], or null: of the scaled scores, for the backward pass.
+  float* log_sum_exp = nullptr;
+};
+struct AttentionLaunch : AttentionLayer {
+  int images = 0;
+  int key_sets = 0;  // as many as images, unless there is a key_set
 };
 constexpr int kMaxHeadDim = 512;
 /// Whether an image attends to other keys than all of its own.
-inline bool SelectsKeys(const AttentionLaunch& attention) {
+inline bool SelectsKeys(const AttentionLayer& attention) {
   return attention.key_set != nullptr || attention.key_counts != nullptr || attention.causal;
 }
 /// Integers of key_set and key_counts that are out of range are clamped to it.
@@ -202,7 +214,7 @@ cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue
 cudaError_t LaunchAttentionFp32(const AttentionLaunch& attention, const Queue& queue);
 /// LaunchAttention's kernel for Hopper. SuitsHopper: whether it can read the operands; not for
 /// causal attention, nor for large heads where SelectsKeys().
-bool SuitsHopper(const AttentionLaunch& attention);
+bool SuitsHopper(const AttentionLayer& attention);
 cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue& queue);
 
 struct TimestepEmbeddingLaunch {

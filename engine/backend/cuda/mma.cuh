@@ -27,6 +27,13 @@ __device__ inline void CopyAsync16If(bool wanted, void* to, const void* from, bo
       "l"(from), "r"(valid ? 16 : 0), "r"(static_cast<int>(wanted))
       : "memory");
 }
+/// The same of 4 bytes.
+__device__ inline void CopyAsync4(void* to, const void* from, bool valid) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(address), "l"(from),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 /// Waits until at most `kPending` of this thread's latest groups are pending.
 template <int kPending>
@@ -46,12 +53,14 @@ __device__ inline void LoadMatrices(uint32_t (&r)[4], const __nv_bfloat16* row) 
   LoadMatrices(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
 /// The same, of each matrix's transpose.
-__device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], const __nv_bfloat16* row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+__device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
+               : "r"(row)
                : "memory");
+}
+__device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], const __nv_bfloat16* row) {
+  LoadMatricesTransposed(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
 
 /// c += a · b on 16×8×16: a bf16 row-major, b bf16 column-major (two registers), c fp32. Lane l

@@ -34,25 +34,10 @@ int64_t CtaTilesOf(const ConvLayer& layer, int64_t pixels, int m, int n, int clu
 
 }  // namespace
 
-ConvLayer LayerOf(const Conv2dLaunch& conv) {
-  ConvLayer layer;
-  layer.channels = conv.channels, layer.channels2 = conv.channels2;
-  layer.outputs = conv.outputs, layer.kernel = conv.kernel;
-  layer.out_height = conv.out_height, layer.out_width = conv.out_width;
-  layer.upsample2x = conv.upsample2x;
-  layer.vector_outputs = HasVectorOutputs(conv);
-  const ShortcutLaunch& shortcut = conv.shortcut;
-  layer.has_shortcut = shortcut.x.data != nullptr;
-  layer.vector_shortcut = InVectors(shortcut.x) && InVectors(shortcut.x2) &&
-                          shortcut.channels % 8 == 0 && shortcut.channels2 % 8 == 0;
-  layer.shortcut_channels = shortcut.channels, layer.shortcut_channels2 = shortcut.channels2;
-  return layer;
-}
-
 int StepsOf(const ConvLayer& layer) {
   const int taps = layer.upsample2x ? 4 : layer.kernel * layer.kernel;
   return taps * (ChunksOf(layer.channels) + ChunksOf(layer.channels2)) +
-         ChunksOf(layer.shortcut_channels) + ChunksOf(layer.shortcut_channels2);
+         ChunksOf(layer.shortcut.channels) + ChunksOf(layer.shortcut.channels2);
 }
 
 /// Split-K lets one image fill more of the device, but rules out tiles without it, which costs
@@ -60,7 +45,7 @@ int StepsOf(const ConvLayer& layer) {
 /// split until they fill three quarters of the device. Else only images that fill a quarter or less
 /// are, until they fill a half. Figures: docs/benchmarks.md.
 int SplitsOf(const ConvLayer& layer) {
-  if (!layer.vector_outputs) return 1;  // the tile that stores outputs one by one has no split-K
+  if (!HasVectorOutputs(layer)) return 1;  // the tile that stores outputs one by one has no split-K
   const bool folds_wide = layer.outputs % 192 == 0 || layer.outputs % 160 == 0;
   const int64_t few = folds_wide ? 100 : 33, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = CtaTilesOf(layer, ImagePixels(layer), 64, 64);
@@ -77,20 +62,23 @@ int SplitsOf(const ConvLayer& layer) {
 }
 
 bool SuitsShortcut(const ConvLayer& layer) {
-  return !layer.has_shortcut || (layer.vector_shortcut && !layer.upsample2x && SplitsOf(layer) > 1);
+  const ShortcutLaunch& shortcut = layer.shortcut;
+  if (shortcut.x.data == nullptr) return true;
+  return InVectors(shortcut.x) && InVectors(shortcut.x2) && shortcut.channels % 8 == 0 &&
+         shortcut.channels2 % 8 == 0 && !layer.upsample2x && SplitsOf(layer) > 1;
 }
 
-bool SuitsGate(const Conv2dLaunch& conv) {
+bool SuitsGate(const ConvLayer& conv) {
   return conv.gated && conv.kernel == 1 && !conv.upsample2x && conv.outputs % 16 == 0 &&
          HasVectorOutputs(conv) && conv.add.data == nullptr && conv.residual.data == nullptr &&
          conv.shortcut.x.data == nullptr && conv.activation == Activation::kNone &&
-         conv.scale == 1 && SplitsOf(LayerOf(conv)) == 1;
+         conv.scale == 1 && SplitsOf(conv) == 1;
 }
 
 namespace {
 
 /// Whether the tile can do all that the launch asks, with so many splits.
-bool Suits(const HopperTileSpec& spec, const Conv2dLaunch& conv, int splits, bool halo_tiles) {
+bool Suits(const HopperTileSpec& spec, const ConvLayer& conv, int splits, bool halo_tiles) {
   if (spec.StoresOneByOne() == HasVectorOutputs(conv)) return false;
   if (spec.loader == Loader::kHaloTile && !halo_tiles) return false;
   if (conv.input_factors != nullptr && !spec.FusesInputNorm()) return false;
@@ -100,7 +88,7 @@ bool Suits(const HopperTileSpec& spec, const Conv2dLaunch& conv, int splits, boo
 }
 
 /// Expected microseconds of a launch. `cost`: of the tile's in clusters as the plan has them.
-double MicrosecondsOf(const Conv2dLaunch& conv, const ConvLayer& layer, const HopperPlan& plan,
+double MicrosecondsOf(const ConvLayer& layer, const HopperPlan& plan,
                       const HopperTileCost::Launch& cost, bool splits_over_cluster, int64_t tiles,
                       const Queue& queue) {
   const HopperTileSpec& spec = SpecOf(plan.tile);
@@ -113,29 +101,28 @@ double MicrosecondsOf(const Conv2dLaunch& conv, const ConvLayer& layer, const Ho
   const double step = cost.step * (waves > kFewWaves ? cost.busy : 1) *
                       (beside == 2 ? std::clamp(waves, spec.cost.alone, 1.0) : spec.cost.alone);
   return cost.launch + std::ceil(waves) * (StepsOf(layer) * step / blocks +
-                                           (conv.gated ? kGatedFinish : 1) * cost.finish +
+                                           (layer.gated ? kGatedFinish : 1) * cost.finish +
                                            (splits_each > 1 ? splits_each * spec.cost.fold : 0));
 }
 
 }  // namespace
 
 std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Queue& queue) {
-  const ConvLayer layer = LayerOf(conv);
-  const int steps = StepsOf(layer), splits = SplitsOf(layer);
-  const int64_t pixels = conv.images * ImagePixels(layer);
+  const int steps = StepsOf(conv), splits = SplitsOf(conv);
+  const int64_t pixels = conv.images * ImagePixels(conv);
   const bool halo_tiles = SuitsHaloTile(conv);
   std::vector<HopperCandidate> candidates;
   for (int row = 0; row < kHopperTiles; ++row) {
     const HopperTileSpec& spec = kTiles[row];
     if (!Suits(spec, conv, splits, halo_tiles)) continue;
     const auto tiles_of = [&](int cluster) {
-      return CtaTilesOf(layer, pixels, spec.m, spec.n, cluster);
+      return CtaTilesOf(conv, pixels, spec.m, spec.n, cluster);
     };
     const auto add = [&](int cluster, const HopperTileCost::Launch& cost, bool splits_over_cluster,
                          int64_t tiles) {
       const HopperPlan plan{HopperTile(row), splits, cluster};
       candidates.push_back(
-          {plan, MicrosecondsOf(conv, layer, plan, cost, splits_over_cluster, tiles, queue)});
+          {plan, MicrosecondsOf(conv, plan, cost, splits_over_cluster, tiles, queue)});
     };
     const bool multicasts_free = spec.cost.Multicasts() && tiles_of(1) == tiles_of(2);
     if (conv.outputs <= kFewOutputs || !multicasts_free) {

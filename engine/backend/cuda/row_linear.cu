@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
 // (docs/kernels-measured.md).
 constexpr int kMaxRowOutputs = 8192;
 
-bool SuitsRowLinear(const Conv2dLaunch& linear) {
+bool SuitsRowLinear(const ConvLayer& linear) {
   return linear.out_height * linear.out_width == 1 && linear.kernel == 1 &&
          linear.height * linear.width == 1 && linear.x2.data == nullptr &&
          linear.add.data == nullptr && linear.x.element == Element::kBf16 && linear.x.vector &&

@@ -8,8 +8,8 @@
 #include "engine/backend/cpu/vector_ops.h"
 #include "engine/training/cpu/ops.h"
 
-/// By blocks of queries, so that scores stay in the cache. The backward pass adds to dK and dV
-/// block by block, in order:
+/// Computed in blocks of queries, so that scores stay in the cache. The backward pass adds to dK
+/// and dV block by block, in order:
 ///
 ///   P = softmax(scale·QKᵀ)     Δ = Σ dO·O   dS = P ∘ (dO Vᵀ − Δ)·scale
 ///   dV = Pᵀ dO                 dQ = dS K    dK = dSᵀ Q
@@ -23,7 +23,7 @@ void Check(dnnl_status_t status) {
   if (status != dnnl_success) throw dnnl::error(status, "a matrix product of attention failed");
 }
 
-/// Where head `head` of row `row` of a tensor [N, tokens, heads · dim] begins.
+/// The first element of head `head` of row `row` in a tensor [N, tokens, heads · dim].
 struct View {
   float* data;
   int64_t stride;
@@ -92,7 +92,7 @@ void AttentionBackward(const AttentionBackwardArgs& args) {
                          dp, keys));
         for (int64_t i = 0; i < block; ++i) {
           float* line = p + i * keys;
-          // The softmax again, and more accurately than from lse. Where p is 0, so is dS.
+          // Recomputes the softmax, more accurately than from lse. If p is 0, so is dS.
           Softmax(line, forward.causal ? begin + i + 1 : keys, keys);
           double delta = 0;
           const float* o = out.data + (begin + i) * out.stride;

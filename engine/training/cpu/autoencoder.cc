@@ -10,8 +10,8 @@ namespace {
 constexpr float kLowestLogVariance = -30, kHighestLogVariance = 20;  // diffusers' clamp
 constexpr int kScales = 4;
 
-/// Of one row's scale: adds factor · mean |difference of neighbours| to the loss, and its gradient
-/// to `gradient`. `d` is [height, width, channels].
+/// For one scale of one row: adds factor · mean |difference of neighbours| to the loss, and its
+/// gradient to `gradient`. `d` is [height, width, channels].
 double AddEdges(const std::vector<double>& d, int64_t height, int64_t width, int64_t channels,
                 double factor, std::vector<double>* gradient) {
   double loss = 0;
@@ -51,7 +51,7 @@ double RowLoss(int64_t height, int64_t width, int64_t channels, double edges,
     scales.push_back(std::move(to));
   }
   double loss = 0;
-  std::vector<double> gradient;  // of the scale below
+  std::vector<double> gradient;  // of the next coarser scale
   for (int scale = static_cast<int>(scales.size()) - 1; scale >= 0; --scale) {
     const std::vector<double>& values = scales[scale];
     const int64_t h = height >> scale, w = width >> scale;

@@ -35,7 +35,7 @@ void Double(const float* x, int64_t rows, int64_t height, int64_t width, int64_t
   }
 }
 
-/// Its twin: the sums of each four.
+/// Its backward op: the sums of each group of four pixels.
 void SumFours(const float* d, int64_t rows, int64_t height, int64_t width, int64_t channels,
               float* to) {
   const int64_t line = 2 * width * channels;
@@ -64,7 +64,7 @@ CpuConv2d::Size SizeOf(const Tensor& x, const PackedConv2d& weight, const Conv2d
           .pad_right = g.pad_right};
 }
 
-/// The list of a primitive's arguments: memory that is only an address and a layout.
+/// The arguments of a primitive. Their memory objects hold only an address and a layout.
 class Arguments {
  public:
   explicit Arguments(const dnnl::engine& engine) : engine_(engine) {}
@@ -225,7 +225,7 @@ void Conv2dBackward(const Conv2dBackwardArgs& args, int64_t chunk_rows) {
   if (args.dweight) {
     const auto count = static_cast<size_t>(args.dweight.elements());
     const auto biases = static_cast<size_t>(weight.out_channels);
-    // The bias's gradient rides along: [weights, biases] of each chunk.
+    // The bias's gradient is summed with the weights': [weights, biases] for each chunk.
     std::vector<float> both(count + biases);
     SumChunks(total, rows, count + biases, both.data(), [&](int64_t begin, int64_t, float* to) {
       const float* from = args.x.as<float>() + begin * in;

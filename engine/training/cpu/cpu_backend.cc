@@ -14,6 +14,7 @@
 #include "engine/training/cpu/loops.h"
 #include "engine/training/cpu/ops.h"
 #include "engine/training/random.h"
+#include "engine/training/variance.h"
 
 namespace denoised::training {
 namespace cpu {
@@ -48,8 +49,8 @@ void EmbeddingBackward(const Tensor& index, const Tensor& dout, const Tensor& dt
 
 namespace {
 
-/// What is done for all weights at once is cut into blocks of this many, so that the order of sums
-/// does not depend on the number of threads.
+/// Loops over all weights are cut into blocks of this many, so that the order of sums does not
+/// depend on the number of threads.
 constexpr int64_t kBlock = 1 << 16;
 
 template <typename Body>
@@ -64,42 +65,6 @@ const SampleRow* RowsIn(const Tensor& rows) {
   return reinterpret_cast<const SampleRow*>(rows.as<int32_t>());
 }
 
-/// L of VarianceLossArgs at one pixel, in nats, and its slope over v.
-struct Divergence {
-  double value, slope;
-};
-Divergence DivergenceOf(const SampleRow& row, double difference, double v, double y) {
-  const double low = row.log_variance_min, high = row.log_variance_max;
-  const double log_variance = 0.5 * ((1 + v) * high + (1 - v) * low);
-  const double slope_of_log = 0.5 * (high - low);
-  const double distance = row.mean_factor * difference;
-  if (row.condition != 0) {
-    const double variances = std::exp(low - log_variance);
-    const double squares = distance * distance * std::exp(-log_variance);
-    return {0.5 * (log_variance - low - 1 + variances + squares),
-            0.5 * (1 - variances - squares) * slope_of_log};
-  }
-  // The mass of the normal distribution between the borders of y's level; the first and the last
-  // level reach to infinity. Tails are taken where they are small, so nothing cancels.
-  constexpr double kHalf = 1.0 / 255, kLeast = 1e-12;
-  const double inverse = std::exp(-0.5 * log_variance);
-  const double sign = distance > 0 ? 1 : -1;  // mirrored: the level lies above the mean
-  const bool open_below = y<-0.999, open_above = y> 0.999;
-  const bool open_low = sign > 0 ? open_below : open_above,
-             open_high = sign > 0 ? open_above : open_below;
-  const double from = (sign * distance - kHalf) * inverse, to = (sign * distance + kHalf) * inverse;
-  const auto above = [](double z) { return 0.5 * std::erfc(z * std::numbers::sqrt2 / 2); };
-  const auto density = [](double z) {
-    return std::exp(-0.5 * z * z) * std::numbers::inv_sqrtpi / std::numbers::sqrt2;
-  };
-  const double mass = (open_low ? 1 : above(from)) - (open_high ? 0 : above(to));
-  if (!(mass > kLeast)) return {-std::log(kLeast), 0};
-  // dz/d(ln Σ) = −z/2
-  const double slope_of_mass =
-      -0.5 * ((open_high ? 0 : density(to) * to) - (open_low ? 0 : density(from) * from));
-  return {-std::log(mass), -slope_of_mass / mass * slope_of_log};
-}
-
 class CpuBackend final : public Backend {
  public:
   std::string_view name() const override { return "cpu"; }
@@ -108,7 +73,6 @@ class CpuBackend final : public Backend {
   }
   denoised::Device device() const override { return denoised::Device::kCpu; }
   DType activation_dtype() const override { return DType::kF32; }
-  bool trains_text_to_image() const override { return true; }
 
   void SetChunkRows(int64_t rows) override { chunk_rows_ = rows; }
   int64_t chunk_rows() const override { return chunk_rows_; }
@@ -375,7 +339,6 @@ class CpuBackend final : public Backend {
     }
     SumLoss(args.loss, args.scale, args.sum);
   }
-  bool trains_variance() const override { return true; }
   void VarianceLoss(const VarianceLossArgs& args) override {
     const int64_t rows = args.target.dim(0), channels = args.target.dim(3),
                   count = args.target.elements() / rows;
@@ -413,7 +376,7 @@ class CpuBackend final : public Backend {
     out.as<float>()[0] = static_cast<float>(sum);
   }
   void Accumulate(const Tensor& a, const Tensor& b) override {
-    // Inside a pass this runs on its own thread alone (ParallelFor).
+    // Inside a pass this runs on the pass's thread alone (ParallelFor).
     ForEachBlock(a.elements(), [&](int64_t, int64_t begin, int64_t count) {
       AddTo(a.as<float>() + begin, b.as<float>() + begin, count);
     });
@@ -441,7 +404,7 @@ class CpuBackend final : public Backend {
   }
 
  private:
-  /// sum = scale · Σ loss, as gradients are added.
+  /// sum = scale · Σ loss, in the order of gradients.
   void SumLoss(const Tensor& loss, float scale, const Tensor& to_sum) const {
     if (!to_sum) return;
     SumChunks(loss.dim(0), chunk_rows_, 1, to_sum.as<float>(),
@@ -460,7 +423,7 @@ class CpuBackend final : public Backend {
       std::copy_n(normal.v, std::min<int64_t>(4, count - i), to + i);
     }
   }
-  /// MakeSamples() from posteriors.
+  /// MakeSamples() with posteriors instead of images.
   static void MakeLatents(const SamplesArgs& args) {
     const int64_t channels = args.x.dim(3), count = args.x.elements() / args.x.dim(0);
     std::vector<float> draw(count), noise(count);
@@ -476,6 +439,7 @@ class CpuBackend final : public Backend {
         args.x.as<float>()[n * count + i] = row.signal * y + row.noise * noise[i];
         args.target.as<float>()[n * count + i] =
             row.target_signal * y + row.target_noise * noise[i];
+        if (args.image) args.image.as<float>()[n * count + i] = y;
       }
       args.condition.as<float>()[n] = row.condition;
       if (args.label) args.label.as<int32_t>()[n] = row.label;
@@ -510,7 +474,7 @@ class CpuBackend final : public Backend {
           each(from + w / 2 * channels + c, to + w * channels + c);
     }
   }
-  /// small = scale · the sum of each four of large.
+  /// small = scale · the sums of each group of four pixels of large.
   static void Pool(const Tensor& large, float scale, const Tensor& small) {
     const int64_t width = small.dim(2), channels = small.dim(3), line = 2 * width * channels;
     for (int64_t h = 0; h < small.dim(0) * small.dim(1); ++h) {

@@ -7,8 +7,8 @@
 #include "engine/training/cpu/loops.h"
 #include "engine/training/cpu/ops.h"
 
-/// With x̂ = (x − μ)·rstd, z = (γx̂ + β)(1 + s) + t and dz = dout·act′(z), a row's channel needs
-/// A = Σ dz·(x − μ) and B = Σ dz over its pixels:
+/// With x̂ = (x − μ)·rstd, z = (γx̂ + β)(1 + s) + t and dz = dout·act′(z), each channel of a row
+/// needs A = Σ dz·(x − μ) and B = Σ dz over its pixels:
 ///
 ///   dγ = Σ rows rstd·A·(1 + s)     dβ = Σ rows B·(1 + s)     ds = γ·rstd·A + β·B     dt = B
 ///   dx = rstd·(dz·γ′ − c2 − x̂·c1),   γ′ = γ(1 + s),   c1 = mean of dz·γ′·x̂,   c2 = mean of dz·γ′

@@ -5,8 +5,8 @@
 
 #include "engine/backend/activation.h"
 
-/// The innermost loops of training on the CPU that serving (engine/backend/cpu/vector_ops.h) does
-/// not have. Plain, without threads; no loop lets the compiler reorder a sum.
+/// The innermost loops of training on the CPU, as far as serving (engine/backend/cpu/vector_ops.h)
+/// lacks them. They are plain and use no threads. In none may the compiler reorder a sum.
 
 namespace denoised::training::cpu {
 

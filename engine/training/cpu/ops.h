@@ -9,19 +9,19 @@
 #include "engine/core/mutex.h"
 #include "engine/training/backend.h"
 
-/// The ops of training/backend.h on fp32 host memory. Each runs on the calling thread alone, since
-/// the backend runs one pass on each core: a core's activations then stay near it, and threads meet
-/// once a step. May throw dnnl::error and std::bad_alloc.
+/// The ops of training/backend.h on fp32 host memory. Each runs on the calling thread alone,
+/// because the backend runs one pass on each core: activations then stay in the core's cache, and
+/// threads synchronise once per step. May throw dnnl::error and std::bad_alloc.
 
 namespace denoised::training::cpu {
 
-/// A convolution's master weights and, for each size of its input that was met, oneDNN's primitives
-/// and the weights as they want them. Thread-safe but for Pack().
+/// A convolution's master weights and, for each size of its input so far, oneDNN's primitives and
+/// the weights in their layouts. Thread-safe except for Pack().
 class CpuConv2d final : public PackedConv2d {
  public:
   CpuConv2d(dnnl::engine engine, int in, int out, int kernel, bool upsample);
 
-  /// Lays the master's values out anew for every plan; the next Prepare() does it for new plans.
+  /// Packs the master's values again for every plan; Prepare() packs them for new plans.
   void Pack(const float* weight, const float* bias);
   const float* bias() const { return bias_; }
   bool has_weight() const { return master_ != nullptr; }
@@ -60,11 +60,11 @@ struct CpuLinear final : public PackedLinear {
   std::vector<const float*> weights, biases;  // the masters themselves, by part
 };
 
-/// Memory of the calling thread that lives until the same slot is taken again.
+/// Scratch memory of the calling thread, valid until the same slot is requested again.
 float* ThreadScratch(int slot, size_t count);
 
 /// Calls chunk(first row, rows, to) for each chunk, where `to` has `count` elements, and adds the
-/// results up as a tree in `out`.
+/// results as a tree into `out`.
 template <typename Body>
 void SumChunks(int64_t rows, int64_t chunk_rows, size_t count, float* out, const Body& chunk) {
   if (chunk_rows == 0 || chunk_rows == rows) return chunk(0, rows, out);

@@ -7,8 +7,9 @@
 #include "engine/training/cpu/loops.h"
 #include "engine/training/cpu/ops.h"
 
-/// What text encoders and transformer blocks have beside attention. With x̂ = (x − μ)·rstd and g =
-/// dout·γ, LayerNorm's gradient is dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), means over a token.
+/// The ops of text encoders and transformer blocks other than attention. With x̂ = (x − μ)·rstd and
+/// g = dout·γ, LayerNorm's gradient is dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), with means over a
+/// token.
 
 namespace denoised::training::cpu {
 

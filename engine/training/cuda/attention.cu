@@ -1,103 +1,476 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention needs beside the products of gemm.cu, which make P and dS where their sums are, so
-// that scores are in memory as weights alone, for a few images at a time.
+// The backward pass of attention, without the matrix of scores in memory (FlashAttention, arXiv
+// 2205.14135 and 2307.08691). With the forward pass's log-sum-exp L of each query:
 //
-//   P = exp(scale·QKᵀ − log-sum-exp)    Δ = Σ dO·O   dS = P ∘ (dO Vᵀ − Δ)·scale
-//   dV = Pᵀ dO                          dQ = dS K    dK = dSᵀ Q
+//   P = exp(scale·QKᵀ − L)    Δ = Σ dO·O    dS = P ∘ (dO Vᵀ − Δ)
+//   dQ = scale·dS K           dK = scale·dSᵀ Q    dV = Pᵀ dO
 //
-// Policy. A warp owns a line.
+// Policy. A kernel by queries makes Δ and dQ, then a kernel by keys makes dK and dV: both make P
+// and dS, so that no block adds to another's sums. They are one template. A block owns tokens of
+// one head of one image, queries (Q, dO) or keys (K, V), and walks over the others in order, so the
+// bits of a token depend on its image alone.
+//
+// Tensor cores: each warp owns kTiles · 16 tokens, whose gradients stay in its registers. It makes
+// P and dS of kChunk others at a time, where the sums of one product are the operand of the next.
+// The others come through a ring of two cp.async stages. From 256 dimensions on kSplit warps share
+// their tokens, each with a part of the gradients' columns, and all compute the scores. Dimensions
+// between the listed ones are padded with zeros in shared memory.
+//
+// Plain, in fp32 arithmetic, for any element and any dimension up to kMaxHeadDim: a warp owns one
+// token, and its lanes have one other each, then columns.
+
+#include <algorithm>
 
 #include "engine/backend/cuda/element.cuh"
-#include "engine/training/cuda/launch.h"
+#include "engine/backend/cuda/mma.cuh"
+#include "engine/training/cuda/attention.cuh"
 
 namespace denoised::training::cuda {
 namespace {
 
 using namespace denoised::cuda;
 
-constexpr int kWarps = 8;
+/// Whether a key is seen by a query, both of one image.
+template <bool kOfKeys>
+__device__ inline bool Sees(const Gradient& gradient, int own, int other) {
+  const int key = kOfKeys ? own : other;
+  return (kOfKeys || key < gradient.others.count) &&
+         (!gradient.causal || key <= (kOfKeys ? other : own));
+}
+/// The others that any of `count` own tokens from `first` on sees or is seen by.
+struct Range {
+  int begin, end;
+};
+template <bool kOfKeys>
+__device__ inline Range OthersOf(const Gradient& gradient, int first, int count) {
+  if (!gradient.causal) return {0, gradient.others.count};
+  return kOfKeys ? Range{first, gradient.others.count}
+                 : Range{0, min(gradient.others.count, first + count)};
+}
 
-unsigned BlocksFor(int64_t warps) { return static_cast<unsigned>((warps + kWarps - 1) / kWarps); }
+// Tensor cores.
 
-__device__ void StoreAt(void* data, Element element, int64_t i, float value) {
-  if (element == Element::kBf16) {
-    static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(value);
-  } else {
-    static_cast<float*>(data)[i] = value;
+/// kWarps warps own kTiles · 16 tokens for each kSplit of them.
+template <int kDim_, int kWarps_, int kTiles_, int kOthers_, int kChunk_, int kSplit_ = 1>
+struct Shape {
+  static constexpr int kDim = kDim_, kWarps = kWarps_, kTiles = kTiles_, kOthers = kOthers_,
+                       kChunk = kChunk_, kSplit = kSplit_;
+  static constexpr int kThreads = 32 * kWarps, kOwn = kWarps / kSplit * kTiles * 16;
+  static constexpr int kBlocks = 256 / kThreads;  // that a multiprocessor's registers hold
+  static constexpr int kLine = kDim + 8;  // eight rows of an 8×8 matrix lie in different banks
+  static constexpr int kColumns = kDim / kSplit;
+  static constexpr int kStage = 2 * kOthers * kLine;
+  // After the two stages log-sum-exp and Δ of their queries, which walk where keys own.
+  static constexpr int kSharedBytes = (2 * kOwn * kLine + 2 * kStage) * 2 + 2 * 2 * kOthers * 4;
+  static_assert(kColumns % 16 == 0 && kOthers % kChunk == 0 && kChunk % 16 == 0);
+  static_assert(kSharedBytes <= 99 * 1024, "what consumer chips have");
+};
+
+/// Copies kCount tokens of one head from `begin` on; zeros behind the last and behind the head's
+/// dimensions.
+template <typename S, int kCount>
+__device__ inline void CopyTokens(const Rows& from, int64_t row, int begin, int count,
+                                  int64_t column, int dim, __nv_bfloat16* to) {
+  constexpr int kVectors = S::kDim / 8;
+  const auto* data = static_cast<const __nv_bfloat16*>(from.data);
+#pragma unroll
+  for (int i = threadIdx.x; i < kCount * kVectors; i += S::kThreads) {
+    const int token = begin + i / kVectors, c = i % kVectors * 8;
+    const bool valid = token < count && c < dim;
+    CopyAsync16(to + i / kVectors * S::kLine + c,
+                valid ? data + (row + token) * from.stride + column + c : data, valid);
   }
 }
 
-__global__ void __launch_bounds__(32 * kWarps)
-    SoftmaxKernel(const float* scores, int64_t lines, int tokens, void* p, Element element,
-                  float* log_sum_exp) {
-  const int64_t line = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+/// A warp's part of the gradients of `first`: [kTiles · 16 tokens, kColumns].
+template <typename S>
+__device__ inline void StoreGradient(const Gradient& gradient, const Rows& to, int token,
+                                     int64_t image, int64_t column, int end, float scale,
+                                     const float (&sums)[S::kTiles][S::kColumns / 8][4]) {
   const int lane = threadIdx.x % 32;
-  if (line >= lines) return;
-  const float* from = scores + line * tokens;
-  float largest = -INFINITY;
-  for (int i = lane; i < tokens; i += 32) largest = fmaxf(largest, from[i]);
-  largest = WarpMax(largest);
-  float sum = 0;
-  for (int i = lane; i < tokens; i += 32) sum += expf(from[i] - largest);
-  sum = WarpSum(sum);
-  for (int i = lane; i < tokens; i += 32)
-    StoreAt(p, element, line * tokens + i, expf(from[i] - largest) / sum);
-  if (lane == 0) log_sum_exp[line] = largest + logf(sum);
+#pragma unroll
+  for (int t = 0; t < S::kTiles; ++t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = token + t * 16 + half * 8 + lane / 4;
+      if (at >= gradient.own.count) continue;
+      auto* line = static_cast<__nv_bfloat16*>(to.data) +
+                   (image * gradient.own.count + at) * to.stride + column;
+#pragma unroll
+      for (int c = 0; c < S::kColumns / 8; ++c) {
+        if (c * 8 < end) {
+          *reinterpret_cast<uint32_t*>(line + c * 8 + lane % 4 * 2) =
+              PackBf16(sums[t][c][2 * half] * scale, sums[t][c][2 * half + 1] * scale);
+        }
+      }
+    }
+  }
 }
 
-__global__ void __launch_bounds__(32 * kWarps)
-    DeltaKernel(Rows dout, Rows out, int64_t lines, int tokens, int heads, int dim, float scale,
-                float* delta) {
-  const int64_t line = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  if (line >= lines) return;
-  const int64_t head = line / tokens % heads;
-  const int64_t row = line / tokens / heads * tokens + line % tokens;
-  float sum = 0;
-  for (int c = lane; c < dim; c += 32)
-    sum = fmaf(Load(dout, row, head * dim + c), Load(out, row, head * dim + c), sum);
-  sum = WarpSum(sum);
-  if (lane == 0) delta[line] = scale * sum;
+template <typename S, bool kOfKeys>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    GradientKernel(const __grid_constant__ Gradient gradient) {
+  constexpr int kFragments = S::kChunk / 8;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* const own_first = reinterpret_cast<__nv_bfloat16*>(shared);
+  __nv_bfloat16* const own_second = own_first + S::kOwn * S::kLine;
+  __nv_bfloat16* const ring = own_second + S::kOwn * S::kLine;
+  auto* const numbers = reinterpret_cast<float*>(ring + 2 * S::kStage);
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int begin = blockIdx.x * S::kOwn, head = blockIdx.y;
+  const int64_t image = blockIdx.z;
+  const int64_t column = static_cast<int64_t>(head) * gradient.dim;
+  const int64_t own_row = image * gradient.own.count, other_row = image * gradient.others.count;
+  const int64_t queries =
+      (image * gradient.heads + head) * (kOfKeys ? gradient.others.count : gradient.own.count);
+  const int warp_token = warp / S::kSplit * S::kTiles * 16;
+  const int warp_column = warp % S::kSplit * S::kColumns;
+  const Range range = OthersOf<kOfKeys>(gradient, begin, S::kOwn);
+
+  const auto load = [&](int first, int stage) {
+    __nv_bfloat16* const to = ring + stage * S::kStage;
+    const Tokens& others = gradient.others;
+    CopyTokens<S, S::kOthers>(others.first, other_row, first, others.count, column, gradient.dim,
+                              to);
+    CopyTokens<S, S::kOthers>(others.second, other_row, first, others.count, column, gradient.dim,
+                              to + S::kOthers * S::kLine);
+    if constexpr (kOfKeys) {
+      for (int i = threadIdx.x; i < 2 * S::kOthers; i += S::kThreads) {
+        const float* from = i < S::kOthers ? gradient.log_sum_exp : gradient.delta;
+        const int query = first + i % S::kOthers;
+        const bool valid = query < others.count;
+        CopyAsync4(numbers + stage * 2 * S::kOthers + i, valid ? from + queries + query : from,
+                   valid);
+      }
+    }
+    CommitCopies();
+  };
+
+  // All chunks of the others begin at multiples of a stage, wherever the range does.
+  int first = range.begin / S::kOthers * S::kOthers;
+  CopyTokens<S, S::kOwn>(gradient.own.first, own_row, begin, gradient.own.count, column,
+                         gradient.dim, own_first);
+  CopyTokens<S, S::kOwn>(gradient.own.second, own_row, begin, gradient.own.count, column,
+                         gradient.dim, own_second);
+  load(first, 0);
+  WaitCopies<0>();
+  __syncthreads();
+
+  // Of the 16 × … tiles a lane holds row lane / 4 (half 0) and lane / 4 + 8 (half 1).
+  const float scale_log2 = gradient.scale * kLog2E;  // exp(x) = exp2(x log₂ e)
+  float own_log2[S::kTiles][2], own_delta[S::kTiles][2];
+  if constexpr (!kOfKeys) {
+#pragma unroll
+    for (int t = 0; t < S::kTiles; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = warp_token + t * 16 + half * 8 + lane / 4;
+        const bool valid = begin + token < gradient.own.count;
+        float sum = 0;
+        for (int c = lane % 4 * 8; valid && c < gradient.dim; c += 32) {
+          float dout[8], out[8];
+          UnpackBf16(*reinterpret_cast<const uint4*>(own_second + token * S::kLine + c), dout);
+          LoadVectorOf<Element::kBf16>(
+              gradient.out, (own_row + begin + token) * gradient.out.stride + column + c, out);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) sum = fmaf(dout[i], out[i], sum);
+        }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        own_delta[t][half] = sum;
+        own_log2[t][half] =
+            valid ? gradient.log_sum_exp[queries + begin + token] * kLog2E : INFINITY;
+        if (valid && warp_column + lane % 4 == 0) gradient.delta[queries + begin + token] = sum;
+      }
+    }
+  }
+
+  // Rows of an operand in shared memory as ldmatrix wants them: lane 8i + j names row j of the i-th
+  // 8×8 matrix. In bytes, of which 32 bits are enough.
+  constexpr int kOwnBytes = S::kOwn * S::kLine * 2, kOthersBytes = S::kOthers * S::kLine * 2;
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t own = address + ((warp_token + lane % 16) * S::kLine + lane / 16 * 8) * 2;
+  const uint32_t other_line = ((lane % 8 + lane / 16 * 8) * S::kLine + lane / 8 % 2 * 8) * 2;
+  const uint32_t other_column = (lane % 16 * S::kLine + warp_column + lane / 16 * 8) * 2;
+
+  float sums_first[S::kTiles][S::kColumns / 8][4] = {};
+  float sums_second[kOfKeys ? S::kTiles : 1][kOfKeys ? S::kColumns / 8 : 1][4] = {};
+  for (int stage = 0; first < range.end; first += S::kOthers, stage ^= 1) {
+    WaitCopies<0>();
+    __syncthreads();  // this stage has arrived, and nobody reads the other
+    if (first + S::kOthers < range.end) load(first + S::kOthers, stage ^ 1);
+    uint32_t other = address + 2 * kOwnBytes + stage * 2 * kOthersBytes;
+    // Missing queries need no mask: their operands and numbers are zeros.
+    const bool masked = kOfKeys ? gradient.causal && first < begin + S::kOwn
+                                : first + S::kOthers > gradient.others.count ||
+                                      (gradient.causal && first + S::kOthers > begin + 1);
+#pragma unroll 1
+    for (int chunk = 0; chunk < S::kOthers; chunk += S::kChunk, other += S::kChunk * S::kLine * 2) {
+      float s[S::kTiles][kFragments][4] = {}, dp[S::kTiles][kFragments][4] = {};
+      const auto multiply = [&](uint32_t lines, uint32_t columns, auto& to) {
+#pragma unroll
+        for (int d = 0; d < S::kDim; d += 16) {
+          uint32_t a[S::kTiles][4];
+#pragma unroll
+          for (int t = 0; t < S::kTiles; ++t)
+            LoadMatrices(a[t], lines + (t * 16 * S::kLine + d) * 2);
+#pragma unroll
+          for (int j = 0; j < kFragments; j += 2) {
+            uint32_t b[4];
+            LoadMatrices(b, columns + (j * 8 * S::kLine + d) * 2);
+#pragma unroll
+            for (int t = 0; t < S::kTiles; ++t) {
+              Multiply(to[t][j], a[t], b[0], b[1]);
+              Multiply(to[t][j + 1], a[t], b[2], b[3]);
+            }
+          }
+        }
+      };
+      multiply(own, other + other_line, s);
+      multiply(own + kOwnBytes, other + kOthersBytes + other_line, dp);
+
+      // s becomes P, dp becomes dS.
+#pragma unroll
+      for (int j = 0; j < kFragments; ++j) {
+        float2 log_sum_exp, delta;
+        if constexpr (kOfKeys) {
+          const float* const at = numbers + stage * 2 * S::kOthers + chunk + j * 8 + lane % 4 * 2;
+          log_sum_exp = *reinterpret_cast<const float2*>(at);
+          delta = *reinterpret_cast<const float2*>(at + S::kOthers);
+        }
+#pragma unroll
+        for (int t = 0; t < S::kTiles; ++t) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float log2 = kOfKeys ? (e % 2 == 0 ? log_sum_exp.x : log_sum_exp.y) * kLog2E
+                                       : own_log2[t][e / 2];
+            const float d = kOfKeys ? (e % 2 == 0 ? delta.x : delta.y) : own_delta[t][e / 2];
+            float p = Exp2(fmaf(s[t][j][e], scale_log2, -log2));
+            if (masked &&
+                !Sees<kOfKeys>(gradient, begin + warp_token + t * 16 + e / 2 * 8 + lane / 4,
+                               first + chunk + j * 8 + lane % 4 * 2 + e % 2)) {
+              p = 0;
+            }
+            s[t][j][e] = p;
+            dp[t][j][e] = p * (dp[t][j][e] - d);
+          }
+        }
+      }
+
+      // Two fragments of 8 columns, rounded, are one operand of 16.
+#pragma unroll
+      for (int j = 0; j < kFragments; j += 2) {
+        const auto add = [&](const auto& weights, uint32_t lines, auto& sums) {
+          uint32_t a[S::kTiles][4];
+#pragma unroll
+          for (int t = 0; t < S::kTiles; ++t) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              a[t][i] =
+                  PackBf16(weights[t][j + i / 2][i % 2 * 2], weights[t][j + i / 2][i % 2 * 2 + 1]);
+          }
+#pragma unroll
+          for (int c = 0; c < S::kColumns / 8; c += 2) {
+            uint32_t b[4];
+            LoadMatricesTransposed(b, lines + (j * 8 * S::kLine + c * 8) * 2);
+#pragma unroll
+            for (int t = 0; t < S::kTiles; ++t) {
+              Multiply(sums[t][c], a[t], b[0], b[1]);
+              Multiply(sums[t][c + 1], a[t], b[2], b[3]);
+            }
+          }
+        };
+        if constexpr (kOfKeys) add(s, other + kOthersBytes + other_column, sums_second);
+        add(dp, other + other_column, sums_first);
+      }
+    }
+  }
+
+  const int end = gradient.dim - warp_column;
+  StoreGradient<S>(gradient, gradient.d_first, begin + warp_token, image, column + warp_column, end,
+                   gradient.scale, sums_first);
+  if constexpr (kOfKeys) {
+    StoreGradient<S>(gradient, gradient.d_second, begin + warp_token, image, column + warp_column,
+                     end, 1, sums_second);
+  }
 }
 
-/// pieces: {the greatest, Σ exp(score − it)} of each.
-__global__ void __launch_bounds__(32 * kWarps)
-    LogSumExpKernel(const float* pieces, int64_t lines, int64_t count, float* log_sum_exp) {
-  const int64_t line = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  if (line >= lines) return;
-  const float* from = pieces + line * count * 2;
-  float largest = -INFINITY;
-  for (int64_t i = lane; i < count; i += 32) largest = fmaxf(largest, from[2 * i]);
-  largest = WarpMax(largest);
-  float sum = 0;
-  for (int64_t i = lane; i < count; i += 32)
-    sum = fmaf(from[2 * i + 1], expf(from[2 * i] - largest), sum);
-  sum = WarpSum(sum);
-  if (lane == 0) log_sum_exp[line] = largest + logf(sum);
+// Plain.
+
+constexpr int kPlainWarps = 8, kPlainOthers = 32, kLaneColumns = kMaxHeadDim / 32;
+
+constexpr int PlainSharedBytes(int dim) {
+  return (2 * kPlainWarps * dim + kPlainOthers * (dim | 1)) * 4;
 }
+
+template <bool kOfKeys>
+__global__ void __launch_bounds__(32 * kPlainWarps, 2)
+    PlainGradientKernel(const __grid_constant__ Gradient gradient) {
+  extern __shared__ __align__(16) float floats[];
+  const int dim = gradient.dim, line = dim | 1;  // odd: a column lies in all banks
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float* const own_first = floats + 2 * warp * dim;
+  float* const own_second = own_first + dim;
+  float* const tile = floats + 2 * kPlainWarps * dim;  // [kPlainOthers][line]
+
+  const int begin = blockIdx.x * kPlainWarps, own = begin + warp, head = blockIdx.y;
+  const bool active = own < gradient.own.count;
+  const int64_t image = blockIdx.z, column = static_cast<int64_t>(head) * dim;
+  const int64_t own_row = image * gradient.own.count + own;
+  const int64_t other_row = image * gradient.others.count;
+  const int64_t queries =
+      (image * gradient.heads + head) * (kOfKeys ? gradient.others.count : gradient.own.count);
+  float log_sum_exp = 0, delta = 0;
+  for (int c = lane; c < dim; c += 32) {
+    own_first[c] = active ? Load(gradient.own.first, own_row, column + c) : 0.0f;
+    own_second[c] = active ? Load(gradient.own.second, own_row, column + c) : 0.0f;
+    if (!kOfKeys && active)
+      delta = fmaf(own_second[c], Load(gradient.out, own_row, column + c), delta);
+  }
+  if constexpr (!kOfKeys) {
+    delta = WarpSum(delta);
+    if (active) log_sum_exp = gradient.log_sum_exp[queries + own];
+    if (active && lane == 0) gradient.delta[queries + own] = delta;
+  }
+
+  float sums_first[kLaneColumns] = {}, sums_second[kOfKeys ? kLaneColumns : 1] = {};
+  const Range range = OthersOf<kOfKeys>(gradient, begin, kPlainWarps);
+  for (int first = range.begin / kPlainOthers * kPlainOthers; first < range.end;
+       first += kPlainOthers) {
+    const int other = first + lane;
+    const auto fill = [&](const Rows& rows) {
+      __syncthreads();
+      for (int i = warp; i < kPlainOthers; i += kPlainWarps) {
+        for (int c = lane; c < dim; c += 32) {
+          tile[i * line + c] = first + i < gradient.others.count
+                                   ? Load(rows, other_row + first + i, column + c)
+                                   : 0.0f;
+        }
+      }
+      __syncthreads();
+    };
+    const auto product = [&](const float* a) {
+      float sum = 0;
+      for (int c = 0; c < dim; ++c) sum = fmaf(a[c], tile[lane * line + c], sum);
+      return sum;
+    };
+    const auto add = [&](float weight, float* sums) {
+      for (int i = 0; i < kPlainOthers; ++i) {
+        const float w = __shfl_sync(~0u, weight, i);
+#pragma unroll
+        for (int j = 0; j < kLaneColumns; ++j) {
+          const int c = j * 32 + lane;
+          if (c < dim) sums[j] = fmaf(w, tile[i * line + c], sums[j]);
+        }
+      }
+    };
+    const bool exists = active && other < gradient.others.count;
+    if (kOfKeys && exists) {
+      log_sum_exp = gradient.log_sum_exp[queries + other];
+      delta = gradient.delta[queries + other];
+    }
+    fill(gradient.others.first);
+    const float s = product(own_first) * gradient.scale;
+    const float p = exists && Sees<kOfKeys>(gradient, own, other) ? expf(s - log_sum_exp) : 0.0f;
+    fill(gradient.others.second);
+    const float ds = p * (product(own_second) - delta);
+    if constexpr (kOfKeys) add(p, sums_second);
+    fill(gradient.others.first);
+    add(ds, sums_first);
+  }
+  if (!active) return;
+#pragma unroll
+  for (int j = 0; j < kLaneColumns; ++j) {
+    const int c = j * 32 + lane;
+    if (c >= dim) continue;
+    Store(gradient.d_first, own_row, column + c, sums_first[j] * gradient.scale);
+    if constexpr (kOfKeys) Store(gradient.d_second, own_row, column + c, sums_second[j]);
+  }
+}
+
+// Launches.
+
+template <typename Kernel>
+cudaError_t Launch(Kernel* kernel, const Gradient& gradient, int own, int threads, int shared_bytes,
+                   int images, cudaStream_t stream) {
+  if (cudaError_t error = LoadKernel(kernel, shared_bytes); error != cudaSuccess) return error;
+  const dim3 grid(static_cast<unsigned>((gradient.own.count + own - 1) / own),
+                  static_cast<unsigned>(gradient.heads), static_cast<unsigned>(images));
+  kernel<<<grid, threads, shared_bytes, stream>>>(gradient);
+  return cudaGetLastError();
+}
+
+template <typename S, bool kOfKeys>
+cudaError_t LaunchShape(const Gradient& gradient, int images, cudaStream_t stream) {
+  return Launch(GradientKernel<S, kOfKeys>, gradient, S::kOwn, S::kThreads, S::kSharedBytes, images,
+                stream);
+}
+
+/// Half of the block where the other half would idle at the end.
+template <typename Half, typename Whole, bool kOfKeys>
+cudaError_t LaunchFitting(const Gradient& gradient, int images, cudaStream_t stream) {
+  const bool whole = (gradient.own.count - 1) % Whole::kOwn >= Half::kOwn;
+  return whole ? LaunchShape<Whole, kOfKeys>(gradient, images, stream)
+               : LaunchShape<Half, kOfKeys>(gradient, images, stream);
+}
+
+/// What computes a gradient.
+enum class Kernels : uint8_t { kPlain, kTensorCores, kHopper };
+
+template <bool kOfKeys>
+cudaError_t LaunchGradient(const Gradient& gradient, Kernels kernels, int images,
+                           cudaStream_t stream) {
+  const int dim = gradient.dim;
+  if (kernels == Kernels::kPlain) {
+    return Launch(PlainGradientKernel<kOfKeys>, gradient, kPlainWarps, 32 * kPlainWarps,
+                  PlainSharedBytes(dim), images, stream);
+  }
+  if (kernels == Kernels::kHopper && SuitsGradientHopper(gradient))
+    return LaunchGradientHopper<kOfKeys>(gradient, images, stream);
+  if (dim <= 32) {
+    return LaunchFitting<Shape<32, 2, 2, 64, 32>, Shape<32, 4, 2, 64, 32>, kOfKeys>(gradient,
+                                                                                    images, stream);
+  }
+  if (dim <= 64) {
+    return LaunchFitting<Shape<64, 2, 2, 64, 32>, Shape<64, 4, 2, 64, 32>, kOfKeys>(gradient,
+                                                                                    images, stream);
+  }
+  if (dim <= 128) return LaunchShape<Shape<128, 4, 1, 32, 32>, kOfKeys>(gradient, images, stream);
+  return LaunchShape<Shape<256, 4, 1, 16, 16, 2>, kOfKeys>(gradient, images, stream);
+}
+constexpr int kMaxTensorCoreDim = 256;
 
 }  // namespace
 
-cudaError_t LaunchSoftmax(const float* scores, int64_t lines, int tokens, void* p, Element element,
-                          float* log_sum_exp, cudaStream_t stream) {
-  SoftmaxKernel<<<BlocksFor(lines), 32 * kWarps, 0, stream>>>(scores, lines, tokens, p, element,
-                                                              log_sum_exp);
-  return cudaGetLastError();
-}
-
-cudaError_t LaunchLogSumExp(const float* pieces, int64_t lines, int64_t count, float* log_sum_exp,
-                            cudaStream_t stream) {
-  LogSumExpKernel<<<BlocksFor(lines), 32 * kWarps, 0, stream>>>(pieces, lines, count, log_sum_exp);
-  return cudaGetLastError();
-}
-
-cudaError_t LaunchDelta(const Rows& dout, const Rows& out, int images, int tokens, int heads,
-                        int dim, float scale, float* delta, cudaStream_t stream) {
-  const int64_t lines = static_cast<int64_t>(images) * heads * tokens;
-  DeltaKernel<<<BlocksFor(lines), 32 * kWarps, 0, stream>>>(dout, out, lines, tokens, heads, dim,
-                                                            scale, delta);
-  return cudaGetLastError();
+cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, const Queue& queue) {
+  const AttentionLaunch& forward = backward.forward;
+  Kernels kernels = queue.hopper ? Kernels::kHopper : Kernels::kTensorCores;
+  bool suits = !forward.fp32 && forward.dim % 8 == 0 && forward.dim <= kMaxTensorCoreDim;
+  for (const Rows* rows : {&forward.q, &forward.k, &forward.v, &forward.out, &backward.dout,
+                           &backward.dq, &backward.dk, &backward.dv}) {
+    suits = suits && rows->vector && rows->element == Element::kBf16;
+  }
+  if (!suits) kernels = Kernels::kPlain;
+  const Tokens queries = {forward.q, backward.dout, forward.tokens};
+  const Tokens keys = {forward.k, forward.v, forward.key_tokens};
+  Gradient gradient = {.own = queries,
+                       .others = keys,
+                       .heads = forward.heads,
+                       .dim = forward.dim,
+                       .scale = forward.scale,
+                       .causal = forward.causal,
+                       .out = forward.out,
+                       .log_sum_exp = forward.log_sum_exp,
+                       .delta = backward.delta,
+                       .d_first = backward.dq};
+  if (cudaError_t error = LaunchGradient<false>(gradient, kernels, forward.images, queue.stream);
+      error != cudaSuccess) {
+    return error;
+  }
+  gradient.own = keys, gradient.others = queries;
+  gradient.d_first = backward.dk, gradient.d_second = backward.dv;
+  return LaunchGradient<true>(gradient, kernels, forward.images, queue.stream);
 }
 
 }  // namespace denoised::training::cuda

@@ -29,12 +29,9 @@ using denoised::cuda::CudaLinear;
 using denoised::cuda::DeviceMemory;
 using denoised::cuda::kBiasPadding;
 using denoised::cuda::kDepthPadding;
+using denoised::cuda::kMaxHeadDim;
 using denoised::cuda::RoundUp;
 using denoised::cuda::ToStatus;
-
-/// Scores of attention that are in memory at a time: so many that products with the few columns of
-/// a head fill a GPU.
-constexpr int64_t kScores = int64_t{24} << 20;
 
 /// The gradient of the input is a convolution of dout with `backward`: [in, taps turned, out].
 struct TrainingConv2d final : PackedConv2d {
@@ -74,12 +71,13 @@ float* Floats(const Tensor& tensor) { return tensor ? tensor.as<float>() : nullp
 const SampleRow* SamplesOf(const Tensor& rows) {
   return reinterpret_cast<const SampleRow*>(rows.as<int32_t>());
 }
+int64_t LinesOf(const Tensor& tensor) { return tensor.elements() / tensor.dim(-1); }
 int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
 
 class CudaBackend final : public Backend {
  public:
   CudaBackend(std::unique_ptr<denoised::Backend> ops, DType dtype)
-      : ops_(std::move(ops)), dtype_(dtype), stream_(StreamOf(*ops_)) {}
+      : ops_(std::move(ops)), dtype_(dtype), queue_(*QueueOf(*ops_)), stream_(queue_.stream) {}
   ~CudaBackend() override { static_cast<void>(ops_->Synchronize()); }  // before memory goes
 
   std::string_view name() const override { return ops_->name(); }
@@ -214,15 +212,13 @@ class CudaBackend final : public Backend {
     const Conv2dGeometry& g = args.geometry;
     ops_->Conv2d({.x = args.x,
                   .weight = &conv.forward,
-                  .upsample2x = conv.upsample2x,
                   .stride = g.stride,
                   .pad_top = g.pad_top,
                   .pad_left = g.pad_left,
                   .pad_bottom = g.pad_bottom,
                   .pad_right = g.pad_right,
-                  .add = args.add,
-                  .residual = args.residual,
-                  .scale = args.scale,
+                  .prologue = {.upsample2x = conv.upsample2x},
+                  .epilogue = {.add = args.add, .residual = args.residual, .scale = args.scale},
                   .out = args.out});
   }
 
@@ -251,8 +247,7 @@ class CudaBackend final : public Backend {
     if (!ok()) return;
     ops_->Linear({.x = args.x,
                   .weight = &static_cast<const TrainingLinear&>(*args.weight).forward,
-                  .residual = args.residual,
-                  .scale = args.scale,
+                  .epilogue = {.residual = args.residual, .scale = args.scale},
                   .out = args.out});
   }
 
@@ -266,7 +261,10 @@ class CudaBackend final : public Backend {
       WeightGradient(dout, first, args.x, nullptr, args.dweights[i]);
     if (!args.dbiases.empty()) BiasGradients(dout, args.dbiases);
     if (args.dx)
-      ops_->Linear({.x = dout, .weight = &linear.backward, .residual = args.add, .out = args.dx});
+      ops_->Linear({.x = dout,
+                    .weight = &linear.backward,
+                    .epilogue = {.residual = args.add},
+                    .out = args.dx});
   }
 
   // Norms and attention.
@@ -293,104 +291,73 @@ class CudaBackend final : public Backend {
     if (!ok()) return;
     Record(LaunchNormBackward(norm, stream_), "GroupNormBackward");
     const int64_t chunk = ChunkOf(rows);
-    for (int i = 0; i < 2; ++i)
-      Record(LaunchTreeSum({.in = norm.parameters + i * channels,
-                            .in_stride = 2 * channels,
-                            .chunks = rows / chunk,
-                            .splits = chunk,
-                            .count = channels,
-                            .out = Floats(i == 0 ? args.dgamma : args.dbeta)},
-                           stream_),
-             "GroupNormBackward");
+    Record(LaunchTreeSum({.in = norm.parameters,
+                          .in_stride = 2 * channels,
+                          .groups = 2,
+                          .in_group = channels,
+                          .chunks = rows / chunk,
+                          .splits = chunk,
+                          .count = channels,
+                          .out = Floats(args.dgamma),
+                          .out_stride = Floats(args.dbeta) - Floats(args.dgamma)},
+                         stream_),
+           "GroupNormBackward");
+  }
+
+  void LayerNorm(const LayerNormArgs& args) override {
+    if (!ok()) return;
+    LayerNormLaunch norm = LaunchOf(args);
+    norm.out = View(args.out);
+    Record(LaunchLayerNorm(norm, stream_), "LayerNorm");
+  }
+
+  void LayerNormBackward(const LayerNormBackwardArgs& args) override {
+    if (!ok()) return;
+    LayerNormBackwardLaunch norm;
+    norm.forward = LaunchOf(args.forward);
+    norm.dout = View(args.dout);
+    norm.add = View(args.add);
+    norm.dx = View(args.dx);
+    const int64_t rows = args.dx.dim(0), chunk = ChunkOf(rows), channels = norm.forward.channels;
+    norm.chunk_tokens = norm.forward.tokens / rows * chunk;
+    const int parts = PartsOf(norm.chunk_tokens);
+    Scratch scratch(this);
+    if (args.dgamma) norm.parameters = scratch.Floats(rows / chunk * parts * 2 * channels);
+    if (!ok()) return;
+    Record(LaunchLayerNormBackward(norm, stream_), "LayerNormBackward");
+    if (!args.dgamma) return;
+    Record(LaunchTreeSum({.in = norm.parameters,
+                          .in_stride = 2 * channels,
+                          .groups = 2,
+                          .in_group = channels,
+                          .chunks = rows / chunk,
+                          .splits = parts,
+                          .count = channels,
+                          .out = Floats(args.dgamma),
+                          .out_stride = Floats(args.dbeta) - Floats(args.dgamma)},
+                         stream_),
+           "LayerNormBackward");
   }
 
   void Attention(const AttentionArgs& args) override {
     if (!ok()) return;
-    const Heads heads = HeadsOf(args);
-    Scratch scratch(this);
-    const auto lines_from = [&](int64_t first) { return first * heads.heads * heads.tokens; };
-    // Serving's kernel keeps no log-sum-exp, so that takes a product more, without its scores.
-    const int64_t pieces = PiecesOf(heads.tokens);
-    GemmLaunch product = ScoresOf(heads, 1, heads.Of(args.q, 0, true), heads.Of(args.k, 0, true));
-    if (SuitsTensorCores(product)) {
-      float* const sums = scratch.Floats(lines_from(heads.at_once) * pieces * 2);
-      if (!ok()) return;
-      for (int64_t first = 0; first < heads.images; first += heads.at_once) {
-        const int64_t count = std::min(heads.at_once, heads.images - first);
-        product =
-            ScoresOf(heads, count, heads.Of(args.q, first, true), heads.Of(args.k, first, true));
-        product.alpha = args.scale;
-        product.finish = Finish::kLogSumExp;
-        product.out = sums;
-        product.out_stride = 2 * pieces;
-        product.out_inner = heads.tokens * product.out_stride;
-        product.out_outer = heads.heads * product.out_inner;
-        Record(LaunchGemm(product, stream_), "Attention");
-        Record(LaunchLogSumExp(sums, lines_from(count), pieces,
-                               Floats(args.log_sum_exp) + lines_from(first), stream_),
-               "Attention");
-      }
-      ops_->Attention({.q = args.q,
-                       .k = args.k,
-                       .v = args.v,
-                       .heads = args.heads,
-                       .scale = args.scale,
-                       .out = args.out});
-      return;
-    }
-    float* const scores = scratch.Floats(heads.scores());
-    void* const p = scratch.Elements(heads.scores(), dtype_);
-    if (!ok()) return;
-    for (int64_t first = 0; first < heads.images; first += heads.at_once) {
-      const int64_t count = std::min(heads.at_once, heads.images - first);
-      product =
-          ScoresOf(heads, count, heads.Of(args.q, first, true), heads.Of(args.k, first, true));
-      product.alpha = args.scale;
-      product.out = scores;
-      product.out_element = Element::kF32;
-      Record(LaunchGemm(product, stream_), "Attention");
-      Record(LaunchSoftmax(scores, lines_from(count), heads.tokens, p, ElementOf(dtype_),
-                           Floats(args.log_sum_exp) + lines_from(first), stream_),
-             "Attention");
-      Product(heads, count, heads.Lines(p, true), heads.Of(args.v, first, false), args.out, first);
-    }
+    Record(denoised::cuda::LaunchAttention(LaunchOf(args), queue_), "Attention");
   }
 
   void AttentionBackward(const AttentionBackwardArgs& args) override {
     if (!ok()) return;
-    const AttentionArgs& forward = args.forward;
-    const Heads heads = HeadsOf(forward);
+    const AttentionLaunch forward = LaunchOf(args.forward);
     Scratch scratch(this);
-    void* const p = scratch.Elements(heads.scores(), dtype_);
-    void* const ds = scratch.Elements(heads.scores(), dtype_);
-    float* const delta = scratch.Floats(heads.images * heads.heads * heads.tokens);
+    float* const delta = scratch.Floats(int64_t{forward.images} * forward.heads * forward.tokens);
     if (!ok()) return;
-    Record(LaunchDelta(View(args.dout), View(forward.out), static_cast<int>(heads.images),
-                       heads.tokens, heads.heads, heads.dim, forward.scale, delta, stream_),
+    Record(LaunchAttentionBackward({.forward = forward,
+                                    .dout = View(args.dout),
+                                    .delta = delta,
+                                    .dq = View(args.dq),
+                                    .dk = View(args.dk),
+                                    .dv = View(args.dv)},
+                                   queue_),
            "AttentionBackward");
-    for (int64_t first = 0; first < heads.images; first += heads.at_once) {
-      const int64_t count = std::min(heads.at_once, heads.images - first);
-      const auto of = [&](const Tensor& tensor, bool lines_of_k) {
-        return heads.Of(tensor, first, lines_of_k);
-      };
-      const int64_t before = first * heads.heads * heads.tokens;
-      GemmLaunch weights = ScoresOf(heads, count, of(forward.q, true), of(forward.k, true));
-      weights.alpha = forward.scale;
-      weights.finish = Finish::kSoftmax;
-      weights.lines = Floats(forward.log_sum_exp) + before;
-      weights.out = p;
-      Record(LaunchGemm(weights, stream_), "AttentionBackward");
-      GemmLaunch gradient = ScoresOf(heads, count, of(args.dout, true), of(forward.v, true));
-      gradient.alpha = forward.scale;
-      gradient.finish = Finish::kSoftmaxGradient;
-      gradient.lines = delta + before;
-      gradient.weights = p;
-      gradient.out = ds;
-      Record(LaunchGemm(gradient, stream_), "AttentionBackward");
-      Product(heads, count, heads.Lines(p, false), of(args.dout, false), args.dv, first);
-      Product(heads, count, heads.Lines(ds, true), of(forward.k, false), args.dq, first);
-      Product(heads, count, heads.Lines(ds, false), of(forward.q, false), args.dk, first);
-    }
   }
 
   // Pointwise, resampling, embeddings.
@@ -403,6 +370,16 @@ class CudaBackend final : public Backend {
     Record(
         LaunchActivateBackward(activation, Flat(x), Flat(dout), dx.elements(), Flat(dx), stream_),
         "ActivateBackward");
+  }
+  void Geglu(const Tensor& x, const Tensor& out) override {
+    if (!ok()) return;
+    Record(LaunchGeglu(View(x), LinesOf(out), Extent(out, -1), View(out), stream_), "Geglu");
+  }
+  void GegluBackward(const Tensor& x, const Tensor& dout, const Tensor& dx) override {
+    if (!ok()) return;
+    Record(LaunchGegluBackward(View(x), View(dout), LinesOf(dout), Extent(dout, -1), View(dx),
+                               stream_),
+           "GegluBackward");
   }
   void Upsample2x(const Tensor& x, const Tensor& out) override { Spread(x, 1, out); }
   void Upsample2xBackward(const Tensor& dout, const Tensor& dx) override { Pool(dout, 1, dx); }
@@ -459,14 +436,32 @@ class CudaBackend final : public Backend {
     if (ok()) ops_->FourierEmbedding({.t = t, .weight = weight, .out = out});
   }
   void Embedding(const Tensor& table, const Tensor& index, const Tensor& out) override {
-    if (ok()) ops_->Embedding({.table = table, .index = index, .out = out});
+    if (!ok()) return;
+    constexpr int64_t kMost = 65535;  // rows of a launch
+    const int64_t lines = index.elements();
+    const Tensor from = index.Reshape({lines}), to = out.Reshape({lines, table.dim(1)});
+    for (int64_t first = 0; first < lines; first += kMost) {
+      const int64_t count = std::min(kMost, lines - first);
+      ops_->Embedding(
+          {.table = table, .index = from.Slice(first, count), .out = to.Slice(first, count)});
+    }
   }
   void EmbeddingBackward(const Tensor& index, const Tensor& dout, const Tensor& dtable) override {
     if (!ok()) return;
-    Record(LaunchEmbeddingBackward(index.as<int32_t>(), View(dout), index.dim(0),
-                                   ChunkOf(index.dim(0)), Extent(dtable, 0), Extent(dtable, 1),
-                                   Floats(dtable), stream_),
-           "EmbeddingBackward");
+    const int64_t lines = index.elements(), dim = dtable.dim(1);
+    Scratch scratch(this);
+    EmbeddingBackwardLaunch embedding = {
+        .index = index.as<int32_t>(),
+        .dout = View(dout),
+        .lines = lines,
+        .chunk_lines = lines / index.dim(0) * ChunkOf(index.dim(0)),
+        .entries = Extent(dtable, 0),
+        .dim = static_cast<int>(dim),
+        .sorted = static_cast<int2*>(scratch.Elements(2 * lines, DType::kI32)),
+        .sums = scratch.Floats(lines * dim),
+        .dtable = Floats(dtable)};
+    DENOISED_CHECK(lines <= INT32_MAX);
+    if (ok()) Record(LaunchEmbeddingBackward(embedding, stream_), "EmbeddingBackward");
   }
   void Dropout(const DropoutArgs& args) override {
     if (!ok()) return;
@@ -481,21 +476,32 @@ class CudaBackend final : public Backend {
   void MakeSamples(const SamplesArgs& args) override {
     if (!ok()) return;
     SamplesLaunch samples;
-    samples.images = args.images.as<uint8_t>();
+    if (args.posteriors) {
+      samples.posteriors = Floats(args.posteriors);
+    } else {
+      samples.images = args.images.as<uint8_t>();
+      samples.from_height = Extent(args.images, 1);
+      samples.from_width = Extent(args.images, 2);
+    }
     samples.rows = SamplesOf(args.rows);
     samples.count = args.x.dim(0);
     samples.height = Extent(args.x, 1);
     samples.width = Extent(args.x, 2);
     samples.channels = Extent(args.x, 3);
-    samples.from_height = Extent(args.images, 1);
-    samples.from_width = Extent(args.images, 2);
     samples.seed = args.seed;
     samples.step = args.step.as<int32_t>();
     samples.x = Flat(args.x);
     samples.target = Floats(args.target);
     samples.condition = Floats(args.condition);
     if (args.label) samples.label = args.label.as<int32_t>();
+    samples.image = Floats(args.image);
     Record(LaunchMakeSamples(samples, stream_), "MakeSamples");
+  }
+  void Noise(uint64_t seed, const Tensor& step, const Tensor& rows, const Tensor& out) override {
+    if (!ok()) return;
+    Record(LaunchNoise(seed, step.as<int32_t>(), SamplesOf(rows), out.dim(0),
+                       out.elements() / out.dim(0), Floats(out), stream_),
+           "Noise");
   }
   void Loss(const LossArgs& args) override {
     if (!ok()) return;
@@ -504,16 +510,63 @@ class CudaBackend final : public Backend {
                       args.output.elements() / rows, args.scale, Floats(args.loss),
                       Floats(args.doutput), stream_),
            "Loss");
-    if (!args.sum) return;
-    Record(LaunchTreeSum({.in = Floats(args.loss),
-                          .in_stride = 1,
-                          .chunks = rows / ChunkOf(rows),
-                          .splits = ChunkOf(rows),
-                          .count = 1,
-                          .scale = args.scale,
-                          .out = Floats(args.sum)},
-                         stream_),
-           "Loss");
+    SumLoss(args.loss, args.scale, args.sum);
+  }
+  void VarianceLoss(const VarianceLossArgs& args) override {
+    if (!ok()) return;
+    const int64_t rows = args.target.dim(0);
+    Record(LaunchVarianceLoss({.output = Floats(args.output),
+                               .target = Floats(args.target),
+                               .image = Floats(args.image),
+                               .samples = SamplesOf(args.rows),
+                               .rows = rows,
+                               .elements = args.target.elements() / rows,
+                               .channels = Extent(args.target, -1),
+                               .scale = args.scale,
+                               .weight = args.weight,
+                               .loss = Floats(args.loss),
+                               .doutput = Floats(args.doutput)},
+                              stream_),
+           "VarianceLoss");
+    SumLoss(args.loss, args.scale, args.sum);
+  }
+  void Gaussian(const GaussianArgs& args) override {
+    if (!ok()) return;
+    GaussianLaunch gaussian = LaunchOf(args);
+    gaussian.latents = Flat(args.latents);
+    gaussian.kl = Floats(args.kl);
+    Record(LaunchGaussian(gaussian, stream_), "Gaussian");
+  }
+  void GaussianBackward(const GaussianBackwardArgs& args) override {
+    if (!ok()) return;
+    Record(LaunchGaussianBackward({.forward = LaunchOf(args.forward),
+                                   .dlatents = Flat(args.dlatents),
+                                   .scale = args.scale,
+                                   .dmoments = Floats(args.dmoments)},
+                                  stream_),
+           "GaussianBackward");
+  }
+  void ReconstructionLoss(const ReconstructionLossArgs& args) override {
+    if (!ok()) return;
+    const int64_t rows = args.output.dim(0);
+    const ReconstructionScratch needed = ReconstructionScratchOf(args.output.elements() / rows);
+    Scratch scratch(this);
+    ReconstructionLaunch of = {.output = Floats(args.output),
+                               .target = Floats(args.target),
+                               .rows = rows,
+                               .height = Extent(args.output, 1),
+                               .width = Extent(args.output, 2),
+                               .channels = Extent(args.output, 3),
+                               .edges = args.edges,
+                               .add = Floats(args.add),
+                               .scale = args.scale,
+                               .loss = Floats(args.loss),
+                               .doutput = Floats(args.doutput),
+                               .halved = scratch.Doubles(rows * needed.halved),
+                               .partial = scratch.Doubles(rows * needed.parts)};
+    if (!ok()) return;
+    Record(LaunchReconstruction(of, stream_), "ReconstructionLoss");
+    SumLoss(args.loss, args.scale, args.sum);
   }
   void SquaredNorm(const Tensor& x, const Tensor& out) override {
     if (!ok()) return;
@@ -559,6 +612,9 @@ class CudaBackend final : public Backend {
       return backend_->TakeScratch(count * static_cast<int64_t>(SizeOf(dtype)));
     }
     float* Floats(int64_t count) { return static_cast<float*>(Elements(count, DType::kF32)); }
+    double* Doubles(int64_t count) {
+      return static_cast<double*>(backend_->TakeScratch(count * int64_t{sizeof(double)}));
+    }
     Tensor New(const Shape& shape, DType dtype) {
       void* data = Elements(shape.elements(), dtype);
       return data == nullptr ? Tensor()
@@ -635,8 +691,7 @@ class CudaBackend final : public Backend {
   /// `tensor` as tensor cores read it: with zeros up to eight channels or a multiple of that.
   Tensor InVectors(const Tensor& tensor, Scratch* scratch) {
     if (dtype_ != DType::kBF16 || tensor.dim(-1) % 8 == 0) return tensor;
-    const int64_t channels = RoundUp(tensor.dim(-1), 8), lines = tensor.elements() / tensor.dim(-1);
-    const Tensor padded = scratch->New({lines, channels}, dtype_);
+    const Tensor padded = scratch->New({LinesOf(tensor), RoundUp(tensor.dim(-1), 8)}, dtype_);
     if (padded) CopyColumns(tensor, padded);
     return padded;
   }
@@ -645,7 +700,7 @@ class CudaBackend final : public Backend {
   /// taps].
   void WeightGradient(const Tensor& dout, int first_output, const Tensor& x, const Patches* patches,
                       const Tensor& dweight) {
-    if (!ok()) return;
+    if (!ok() || WeightGradientHopper(dout, first_output, x, patches, dweight)) return;
     const int64_t rows = dout.dim(0), chunk = ChunkOf(rows), chunks = rows / chunk;
     const int64_t lines = dout.elements() / dout.dim(-1) / rows * chunk;  // of a chunk
     const int taps = patches == nullptr ? 1 : patches->kernel * patches->kernel;
@@ -666,9 +721,8 @@ class CudaBackend final : public Backend {
     gemm.outer = static_cast<int>(chunks);
     gemm.inner = splits;
     gemm.a = {static_cast<char*>(a.data()) + first_output * BytesOf(gemm.element), all_outputs,
-              lines * all_outputs, 0, /*lines_of_k=*/false};
-    gemm.b = {b.data(), channels, patches != nullptr ? lines : lines * channels, 0,
-              /*lines_of_k=*/false};
+              lines * all_outputs, 0};
+    gemm.b = {b.data(), channels, patches != nullptr ? lines : lines * channels, 0};
     gemm.patches = patches;
     gemm.out_stride = columns;
     gemm.out_inner = outputs * columns;
@@ -688,6 +742,49 @@ class CudaBackend final : public Backend {
                           .out = Floats(dweight)},
                          stream_),
            "the gradient of a weight");
+  }
+
+  /// The same on Hopper's own kernel. False: it does not suit.
+  bool WeightGradientHopper(const Tensor& dout, int first_output, const Tensor& x,
+                            const Patches* patches, const Tensor& dweight) {
+    WeightGradientLaunch gradient = {.images = dout.dim(0),
+                                     .height = dout.elements() / dout.dim(-1) / dout.dim(0)};
+    bool doubled = false;
+    if (patches != nullptr) {
+      doubled = patches->upsample2x;
+      gradient.height = patches->out_height;
+      gradient.width = patches->out_width;
+      gradient.taps = patches->kernel * patches->kernel;
+      const int up = doubled ? 2 : 1, edge = patches->kernel / 2;
+      if ((patches->kernel != 1 && patches->kernel != 3) || patches->stride != 1 ||
+          patches->pad_top != edge || patches->pad_left != edge ||
+          patches->out_height != up * patches->height || patches->out_width != up * patches->width)
+        return false;
+    }
+    if (!queue_.hopper || first_output % 8 != 0) return false;
+    DENOISED_CHECK(dout.contiguous() && x.contiguous());
+    Scratch scratch(this);
+    const Tensor a = InVectors(dout, &scratch), b = InVectors(x, &scratch);
+    if (!ok()) return true;
+    gradient.dout = View(a);
+    gradient.dout.data = a.as<uint16_t>() + first_output;
+    gradient.x = View(b);
+    if (doubled) {
+      const Tensor spread =
+          scratch.New({gradient.images, gradient.height, gradient.width, b.dim(-1)}, b.dtype());
+      if (!ok()) return true;
+      Record(LaunchSpread(Flat(b), gradient.images, patches->height, patches->width, Extent(b, -1),
+                          1, Flat(spread), stream_),
+             "the gradient of a weight");
+      gradient.x = View(spread);
+    }
+    gradient.outputs = Extent(dweight, 0);
+    gradient.channels = Extent(x, -1);
+    gradient.chunks = gradient.images / ChunkOf(gradient.images);
+    gradient.out = Floats(dweight);
+    gradient.partial = scratch.Floats(WeightGradientPartials(gradient));
+    if (ok()) Record(LaunchWeightGradient(gradient, stream_), "the gradient of a weight");
+    return true;
   }
 
   /// Column sums of dout, part by part.
@@ -778,73 +875,57 @@ class CudaBackend final : public Backend {
     return norm;
   }
 
-  /// The products of attention, of images × heads at a time.
-  struct Heads {
-    int64_t images = 0, at_once = 0;
-    int tokens = 0, heads = 0, dim = 0;
-    Element element = Element::kF32;
-
-    int64_t scores() const { return at_once * heads * tokens * tokens; }
-    /// Heads of q, k, v and their like, from an image on.
-    Operand Of(const Tensor& tensor, int64_t first, bool lines_of_k) const {
-      const int64_t stride = tensor.row_stride();
-      return {static_cast<char*>(tensor.data()) + first * tokens * stride * BytesOf(element),
-              stride, tokens * stride, dim, lines_of_k};
-    }
-    /// Scores of the images of this round; false: by keys instead of by queries.
-    Operand Lines(const void* data, bool by_query) const {
-      const int64_t head = int64_t{tokens} * tokens;
-      return {data, tokens, heads * head, head, by_query};
-    }
-  };
-  Heads HeadsOf(const AttentionArgs& args) const {
-    DENOISED_CHECK(args.k.dim(1) == args.q.dim(1), "{} queries of {} keys", args.q.dim(1),
-                   args.k.dim(1));
-    Heads heads = {.images = args.q.dim(0),
-                   .tokens = Extent(args.q, 1),
-                   .heads = args.heads,
-                   .dim = Extent(args.q, 2) / args.heads,
-                   .element = ElementOf(dtype_)};
-    const int64_t image = int64_t{heads.heads} * heads.tokens * heads.tokens;
-    heads.at_once = std::clamp<int64_t>(kScores / image, 1,
-                                        std::min<int64_t>(heads.images, 65535 / heads.heads));
-    return heads;
+  AttentionLaunch LaunchOf(const AttentionArgs& args) const {
+    AttentionLaunch attention;
+    attention.q = View(args.q);
+    attention.k = View(args.k);
+    attention.v = View(args.v);
+    attention.images = attention.key_sets = Extent(args.q, 0);
+    attention.tokens = Extent(args.q, 1);
+    attention.key_tokens = Extent(args.k, 1);
+    attention.heads = args.heads;
+    attention.dim = Extent(args.q, 2) / args.heads;
+    attention.scale = args.scale;
+    attention.causal = args.causal;
+    attention.fp32 = dtype_ == DType::kF32;
+    attention.out = View(args.out);
+    attention.log_sum_exp = Floats(args.log_sum_exp);
+    DENOISED_CHECK(attention.dim <= kMaxHeadDim, "a head dimension of {}", attention.dim);
+    DENOISED_CHECK(!args.causal || attention.tokens == attention.key_tokens,
+                   "{} causal queries of {} keys", attention.tokens, attention.key_tokens);
+    return attention;
   }
-  /// a bᵀ: of tokens against tokens, laid out as Lines() has them.
-  GemmLaunch ScoresOf(const Heads& heads, int64_t count, const Operand& a, const Operand& b) const {
-    const Operand to = heads.Lines(nullptr, true);
-    return {.a = a,
-            .b = b,
-            .element = heads.element,
-            .m = heads.tokens,
-            .n = heads.tokens,
-            .k = heads.dim,
-            .outer = static_cast<int>(count),
-            .inner = heads.heads,
-            .out_element = heads.element,
-            .out_stride = to.stride,
-            .out_outer = to.outer,
-            .out_inner = to.inner};
+  static LayerNormLaunch LaunchOf(const LayerNormArgs& args) {
+    return {.x = View(args.x),
+            .tokens = LinesOf(args.x),
+            .channels = Extent(args.x, -1),
+            .gamma = Floats(args.gamma),
+            .beta = Floats(args.beta),
+            .eps = args.eps,
+            .statistics = Floats(args.statistics)};
   }
-  /// out = lines · b: of tokens against the columns of a head.
-  void Product(const Heads& heads, int64_t count, const Operand& lines, const Operand& b,
-               const Tensor& out, int64_t first) {
-    const Operand to = heads.Of(out, first, true);
-    Record(LaunchGemm({.a = lines,
-                       .b = b,
-                       .element = heads.element,
-                       .m = heads.tokens,
-                       .n = heads.dim,
-                       .k = heads.tokens,
-                       .outer = static_cast<int>(count),
-                       .inner = heads.heads,
-                       .out = const_cast<void*>(to.data),
-                       .out_element = heads.element,
-                       .out_stride = to.stride,
-                       .out_outer = to.outer,
-                       .out_inner = to.inner},
-                      stream_),
-           "Attention");
+  static GaussianLaunch LaunchOf(const GaussianArgs& args) {
+    const int64_t rows = args.noise.dim(0);
+    return {.moments = Floats(args.moments),
+            .noise = Floats(args.noise),
+            .rows = rows,
+            .elements = args.noise.elements() / rows,
+            .channels = Extent(args.noise, -1),
+            .weight = args.weight};
+  }
+  /// sum = scale · Σ loss, over chunks as gradients are.
+  void SumLoss(const Tensor& loss, float scale, const Tensor& sum) {
+    if (!sum || !ok()) return;
+    const int64_t rows = loss.dim(0), chunk = ChunkOf(rows);
+    Record(LaunchTreeSum({.in = Floats(loss),
+                          .in_stride = 1,
+                          .chunks = rows / chunk,
+                          .splits = chunk,
+                          .count = 1,
+                          .scale = scale,
+                          .out = Floats(sum)},
+                         stream_),
+           "Loss");
   }
 
   void Pool(const Tensor& large, float scale, const Tensor& small) {
@@ -862,8 +943,8 @@ class CudaBackend final : public Backend {
   /// Zeros in what `to` has more.
   void CopyColumns(const Tensor& from, const Tensor& to) {
     if (!ok()) return;
-    Record(LaunchCopyColumns(View(from), Extent(from, -1), from.elements() / from.dim(-1), View(to),
-                             Extent(to, -1), stream_),
+    Record(LaunchCopyColumns(View(from), Extent(from, -1), LinesOf(from), View(to), Extent(to, -1),
+                             stream_),
            "copying columns");
   }
 
@@ -874,6 +955,7 @@ class CudaBackend final : public Backend {
 
   const std::unique_ptr<denoised::Backend> ops_;
   const DType dtype_;
+  const denoised::cuda::Queue queue_;
   const cudaStream_t stream_;
   absl::Status status_;  // the first error of a kernel of ours
   int64_t chunk_rows_ = 0;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ops without sums over pixels or channels, and those of few: a thread owns an element of the
-// result, or four where Philox draws four. All tensors but table gradients are contiguous.
-
-#include <algorithm>
+// result, or four where Philox draws four. All tensors are contiguous.
 
 #include "engine/backend/cuda/element.cuh"
 #include "engine/training/cuda/derivative.cuh"
@@ -37,6 +35,41 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int j = 0; j < V; ++j) d[j] *= Derivative(activation, z[j]);
     StoreChannels<V>(dx, 0, i, d);
+  });
+}
+
+/// x: lines of values, then gates.
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    GegluKernel(Rows x, int width, int64_t count, Rows out) {
+  ForEach<V>(count, [&](int64_t i) {
+    const int64_t line = i / width, c = i % width;
+    float value[V], gate[V];
+    LoadChannels<V>(x, line, c, value);
+    LoadChannels<V>(x, line, width + c, gate);
+#pragma unroll
+    for (int j = 0; j < V; ++j) value[j] *= Gelu(gate[j]);
+    StoreChannels<V>(out, 0, i, value);
+  });
+}
+
+template <int V>
+__global__ void __launch_bounds__(kThreads)
+    GegluBackwardKernel(Rows x, Rows dout, int width, int64_t count, Rows dx) {
+  ForEach<V>(count, [&](int64_t i) {
+    const int64_t line = i / width, c = i % width;
+    float value[V], gate[V], d[V];
+    LoadChannels<V>(x, line, c, value);
+    LoadChannels<V>(x, line, width + c, gate);
+    LoadChannels<V>(dout, 0, i, d);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const float z = gate[j];
+      gate[j] = d[j] * value[j] * Derivative(Activation::kGelu, z);
+      value[j] = d[j] * Gelu(z);
+    }
+    StoreChannels<V>(dx, line, c, value);
+    StoreChannels<V>(dx, line, width + c, gate);
   });
 }
 
@@ -141,27 +174,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A block of threads owns columns of an entry and walks the batch in order.
-__global__ void __launch_bounds__(kThreads)
-    EmbeddingBackwardKernel(const int32_t* index, Rows dout, int64_t rows, int64_t chunk_rows,
-                            int entries, int dim, float* dtable) {
-  const int d = blockIdx.x * kThreads + threadIdx.x;
-  if (d >= dim) return;
-  for (int entry = blockIdx.y; entry < entries; entry += gridDim.y) {
-    float waiting[32];  // as TreeSumKernel
-    int levels = 0;
-    for (int64_t chunk = 0; chunk * chunk_rows < rows; ++chunk) {
-      float value = 0;
-      for (int64_t row = chunk * chunk_rows; row < (chunk + 1) * chunk_rows; ++row) {
-        if (index[row] == entry) value += Load(dout, row, d);
-      }
-      for (int64_t bits = chunk; bits & 1; bits >>= 1) value = waiting[--levels] + value;
-      waiting[levels++] = value;
-    }
-    dtable[static_cast<int64_t>(entry) * dim + d] = waiting[0];
-  }
-}
-
 template <typename... Operands>
 bool AllVectors(int64_t line, const Operands&... operands) {
   return line % 8 == 0 && ((operands.data == nullptr || operands.vector) && ...);
@@ -177,6 +189,29 @@ cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const R
   } else {
     ActivateBackwardKernel<1>
         <<<BlocksFor(count), kThreads, 0, stream>>>(activation, x, dout, count, dx);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchGeglu(const Rows& x, int64_t lines, int width, const Rows& out,
+                        cudaStream_t stream) {
+  const int64_t count = lines * width;
+  if (AllVectors(width, x, out)) {
+    GegluKernel<8><<<BlocksFor(count / 8), kThreads, 0, stream>>>(x, width, count, out);
+  } else {
+    GegluKernel<1><<<BlocksFor(count), kThreads, 0, stream>>>(x, width, count, out);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchGegluBackward(const Rows& x, const Rows& dout, int64_t lines, int width,
+                                const Rows& dx, cudaStream_t stream) {
+  const int64_t count = lines * width;
+  if (AllVectors(width, x, dout, dx)) {
+    GegluBackwardKernel<8>
+        <<<BlocksFor(count / 8), kThreads, 0, stream>>>(x, dout, width, count, dx);
+  } else {
+    GegluBackwardKernel<1><<<BlocksFor(count), kThreads, 0, stream>>>(x, dout, width, count, dx);
   }
   return cudaGetLastError();
 }
@@ -248,15 +283,6 @@ cudaError_t LaunchDropout(const Rows& x, int64_t rows, int64_t elements, float p
   const dim3 grid(BlocksFor((elements + 3) / 4), static_cast<unsigned>(rows));
   DropoutKernel<<<grid, kThreads, 0, stream>>>(x, elements, probability, seed, step, samples, layer,
                                                out);
-  return cudaGetLastError();
-}
-
-cudaError_t LaunchEmbeddingBackward(const int32_t* index, const Rows& dout, int64_t rows,
-                                    int64_t chunk_rows, int entries, int dim, float* dtable,
-                                    cudaStream_t stream) {
-  const dim3 grid(BlocksFor(dim), static_cast<unsigned>(std::min(entries, 65535)));
-  EmbeddingBackwardKernel<<<grid, kThreads, 0, stream>>>(index, dout, rows, chunk_rows, entries,
-                                                         dim, dtable);
   return cudaGetLastError();
 }
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batched matrix products: attention, and the gradients of weights. A convolution's weight gradient
-// is the product of dout and the patches of its input, which are read where they lie: no im2col
+// The gradients of weights: products of dout and the input of all pixels or tokens. Of a
+// convolution, of dout and the patches of its input, which are read where they lie: no im2col
 // matrix is written.
 //
 // Policy. Tensor cores: a block of 256 threads owns a tile of out and walks k in steps of 32
 // through a ring of cp.async stages; eight warps share the tile 2 × 4 and read fragments by
-// ldmatrix, which transposes operands whose lines are not along k. Columns of patches are those of
-// all taps in a row, so that tiles need not end with a tap; a thread loads the same ones, of one
-// tap, in every step. Otherwise: the same tile loop, plain, in fp32 and for any shape. Every
+// ldmatrix, which transposes both operands, whose lines are not along k. Columns of patches are
+// those of all taps in a row, so that tiles need not end with a tap; a thread loads the same ones,
+// of one tap, in every step. Otherwise: the same tile loop, plain, in fp32 and for any shape. Every
 // element of out is a sum over ascending k in one thread or one fragment, whatever the tile and
 // whatever else is in the batch.
 
@@ -28,14 +28,10 @@ constexpr int kThreads = 256;
 /// GemmLaunch as kernels read it.
 struct Gemm {
   Operand a, b;
-  Element element, out_element;
+  Element element;
   int64_t m, n, k, k_part;
   int inner;
-  float alpha;
-  Finish finish;
-  const float* lines;
-  const void* weights;
-  void* out;
+  float* out;
   int64_t out_stride, out_outer, out_inner;
   Patches patches;
   FastDivmod out_height, out_width, channels;  // n is all taps' channels
@@ -81,17 +77,6 @@ __device__ float LoadElement(const void* data, Element element, int64_t i) {
                                    : static_cast<const float*>(data)[i];
 }
 
-/// Element i of the result from its sum. `r`: of its line.
-__device__ float Finished(const Gemm& gemm, int64_t i, float sum, float r) {
-  const float s = sum * gemm.alpha;
-  if (gemm.finish == Finish::kStore) return s;
-  if (gemm.finish == Finish::kSoftmax) return expf(s - r);
-  return LoadElement(gemm.weights, gemm.out_element, i) * (s - r);
-}
-/// Of line m of this block's batch; k is whole where it is used.
-__device__ float OfLine(const Gemm& gemm, int64_t m) {
-  return gemm.lines == nullptr ? 0.0f : gemm.lines[blockIdx.z * gemm.m + m];
-}
 /// Of element (m, 0) of the block's batch.
 __device__ int64_t OutOf(const Gemm& gemm, const Place& place, int64_t m) {
   return place.outer * gemm.out_outer + blockIdx.z % gemm.inner * gemm.out_inner +
@@ -104,43 +89,39 @@ constexpr int kStages = 4, kStep = 32;
 constexpr int kVector = 8, kPadding = 8;  // elements; the padding keeps ldmatrix free of conflicts
 
 /// A stage's tile of an operand of `kSize` rows of out.
-template <int kSize, bool kLinesOfK>
+template <int kSize>
 struct Tile {
-  static constexpr int kLine = (kLinesOfK ? kStep : kSize) + kPadding;
-  static constexpr int kLines = kLinesOfK ? kSize : kStep;
-  static constexpr int kElements = kLine * kLines;
-  static constexpr int kVectorsOfLine = (kLinesOfK ? kStep : kSize) / kVector;
-  static constexpr int kLoads = kLines * kVectorsOfLine / kThreads;  // of a thread
+  static constexpr int kLine = kSize + kPadding;
+  static constexpr int kElements = kLine * kStep;
+  static constexpr int kVectorsOfLine = kSize / kVector;
+  static constexpr int kLoads = kStep * kVectorsOfLine / kThreads;  // of a thread
 };
 
 /// `base` is the operand's first element of this batch; `first` its first row of out in this tile.
-template <int kSize, bool kLinesOfK, bool kPatches>
+template <int kSize, bool kPatches>
 __device__ void LoadTile(const Gemm& gemm, const Operand& operand, const __nv_bfloat16* base,
                          const Place& place, int64_t first, int64_t size, int64_t k,
                          __nv_bfloat16* tile) {
-  using T = Tile<kSize, kLinesOfK>;
+  using T = Tile<kSize>;
 #pragma unroll
   for (int i = 0; i < T::kLoads; ++i) {
     const int v = i * kThreads + threadIdx.x;
     const int line = v / T::kVectorsOfLine, column = v % T::kVectorsOfLine * kVector;
-    const int64_t row = first + (kLinesOfK ? line : column);
-    const int64_t at_k = k + (kLinesOfK ? column : line);
+    const int64_t row = first + column, at_k = k + line;
     bool valid = row < size && at_k < place.k_end;
     int64_t offset = 0;
     if constexpr (kPatches) {
       offset = valid ? PatchAt(gemm, place.outer * operand.outer + at_k, row) : -1;
       valid = offset >= 0;
     } else {
-      offset = kLinesOfK ? row * operand.stride + at_k : at_k * operand.stride + row;
+      offset = at_k * operand.stride + row;
     }
     CopyAsync16(tile + line * T::kLine + column, valid ? base + offset : base, valid);
   }
 }
 
-template <int kM, int kN, bool kAOfK, bool kBOfK>
-constexpr int SharedBytes() {
-  return kStages * (Tile<kM, kAOfK>::kElements + Tile<kN, kBOfK>::kElements) * 2;
-}
+template <int kM, int kN>
+constexpr int kSharedBytes = kStages*(Tile<kM>::kElements + Tile<kN>::kElements) * 2;
 
 /// Blocks that a multiprocessor's registers should hold.
 template <int kM, int kN>
@@ -148,11 +129,11 @@ constexpr int kBlocks = kM* kN >= 128 * 128  ? 2
                         : kM* kN >= 64 * 128 ? 3
                                              : 4;
 
-template <int kM, int kN, bool kAOfK, bool kBOfK, bool kPatches>
+template <int kM, int kN, bool kPatches>
 __global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
     TensorCoreKernel(const __grid_constant__ Gemm gemm) {
-  using A = Tile<kM, kAOfK>;
-  using B = Tile<kN, kBOfK>;
+  using A = Tile<kM>;
+  using B = Tile<kN>;
   constexpr int kTilesM = kM / 32, kTilesN = kN / 32;  // of 16 and of 8 in a warp
   extern __shared__ __align__(16) __nv_bfloat16 stages[];
   const Place place = PlaceOf<kM, kN>(gemm);
@@ -169,9 +150,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
   const auto load = [&](int step) {
     if (step < steps) {
       const int64_t k = place.k_begin + static_cast<int64_t>(step) * kStep;
-      LoadTile<kM, kAOfK, false>(gemm, gemm.a, a, place, place.m, gemm.m, k, stage_of(step));
-      LoadTile<kN, kBOfK, kPatches>(gemm, gemm.b, b, place, place.n, gemm.n, k,
-                                    stage_of(step) + A::kElements);
+      LoadTile<kM, false>(gemm, gemm.a, a, place, place.m, gemm.m, k, stage_of(step));
+      LoadTile<kN, kPatches>(gemm, gemm.b, b, place, place.n, gemm.n, k,
+                             stage_of(step) + A::kElements);
     }
     CommitCopies();
   };
@@ -192,20 +173,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
 #pragma unroll
       for (int t = 0; t < kTilesM; ++t) {
         const int m = warp_m + t * 16 + i % 2 * 8, at_k = k + i / 2 * 8;
-        if constexpr (kAOfK) {
-          LoadMatrices(fragments_a[t], tile_a + (m + j) * A::kLine + at_k);
-        } else {
-          LoadMatricesTransposed(fragments_a[t], tile_a + (at_k + j) * A::kLine + m);
-        }
+        LoadMatricesTransposed(fragments_a[t], tile_a + (at_k + j) * A::kLine + m);
       }
 #pragma unroll
       for (int t = 0; t < kTilesN / 2; ++t) {
         const int n = warp_n + t * 16 + i / 2 * 8, at_k = k + i % 2 * 8;
-        if constexpr (kBOfK) {
-          LoadMatrices(fragments_b[t], tile_b + (n + j) * B::kLine + at_k);
-        } else {
-          LoadMatricesTransposed(fragments_b[t], tile_b + (at_k + j) * B::kLine + n);
-        }
+        LoadMatricesTransposed(fragments_b[t], tile_b + (at_k + j) * B::kLine + n);
       }
 #pragma unroll
       for (int m = 0; m < kTilesM; ++m) {
@@ -224,44 +197,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t m = place.m + warp_m + t * 16 + half * 8 + lane / 4;
-      // A pair of neighbours; two tiles of eight, in the quad of lanes, are a piece of a line.
-      const auto n_of = [&](int u) { return place.n + warp_n + u * 8 + lane % 4 * 2; };
-      if (gemm.finish == Finish::kLogSumExp) {  // by all lanes
-#pragma unroll
-        for (int u = 0; u < kTilesN; u += 2) {
-          float s[4], largest = -INFINITY, sum = 0;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            s[i] = sums[t][u + i / 2][half * 2 + i % 2] * gemm.alpha;
-            if (n_of(u + i / 2) < gemm.n) largest = fmaxf(largest, s[i]);
-          }
-          for (int bit = 1; bit < 4; bit *= 2)
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, bit));
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            if (n_of(u + i / 2) < gemm.n) sum += expf(s[i] - largest);
-          for (int bit = 1; bit < 4; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-          const int64_t first = place.n + warp_n + u * 8;
-          if (m < gemm.m && first < gemm.n && lane % 4 == 0)
-            reinterpret_cast<float2*>(gemm.out)[OutOf(gemm, place, m) / 2 + first / kPieceOfLine] =
-                make_float2(largest, sum);
-        }
-        continue;
-      }
       if (m >= gemm.m) continue;
       const int64_t line = OutOf(gemm, place, m);
-      const float r = OfLine(gemm, m);
 #pragma unroll
       for (int u = 0; u < kTilesN; ++u) {
-        if (n_of(u) >= gemm.n) continue;
-        const int64_t at = line + n_of(u);
-        const float low = Finished(gemm, at, sums[t][u][half * 2], r),
-                    high = Finished(gemm, at + 1, sums[t][u][half * 2 + 1], r);
-        if (gemm.out_element == Element::kBf16) {
-          reinterpret_cast<uint32_t*>(gemm.out)[at / 2] = PackBf16(low, high);
-        } else {
-          reinterpret_cast<float2*>(gemm.out)[at / 2] = make_float2(low, high);
-        }
+        const int64_t n = place.n + warp_n + u * 8 + lane % 4 * 2;
+        if (n >= gemm.n) continue;
+        *reinterpret_cast<float2*>(gemm.out + line + n) =
+            make_float2(sums[t][u][half * 2], sums[t][u][half * 2 + 1]);
       }
     }
   }
@@ -282,13 +225,11 @@ __global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ 
   const auto fill = [&](const Operand& operand, int64_t base, int64_t first, int64_t size,
                         int64_t k, bool patches, float(*tile)[kPlainTile + 1]) {
     for (int i = threadIdx.x; i < kPlainStep * kPlainTile; i += kThreads) {
-      const int at_k = operand.lines_of_k ? i % kPlainStep : i / kPlainTile;
-      const int at = operand.lines_of_k ? i / kPlainStep : i % kPlainTile;
+      const int at_k = i / kPlainTile, at = i % kPlainTile;
       float value = 0;
       if (first + at < size && k + at_k < place.k_end) {
         const int64_t r = first + at, c = k + at_k;
-        int64_t offset =
-            base + (operand.lines_of_k ? r * operand.stride + c : c * operand.stride + r);
+        int64_t offset = base + c * operand.stride + r;
         if (patches) offset = PatchAt(gemm, place.outer * operand.outer + c, r);
         if (offset >= 0) value = LoadElement(operand.data, gemm.element, offset);
       }
@@ -319,16 +260,9 @@ __global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ 
   for (int i = 0; i < 4; ++i) {
     const int64_t m = place.m + row + 16 * i;
     if (m >= gemm.m) continue;
-    const float r = OfLine(gemm, m);
     for (int j = 0; j < 4; ++j) {
-      const int64_t n = place.n + column + 16 * j, at = OutOf(gemm, place, m) + n;
-      if (n >= gemm.n) continue;
-      const float value = Finished(gemm, at, sums[i][j], r);
-      if (gemm.out_element == Element::kBf16) {
-        static_cast<__nv_bfloat16*>(gemm.out)[at] = __float2bfloat16_rn(value);
-      } else {
-        static_cast<float*>(gemm.out)[at] = value;
-      }
+      const int64_t n = place.n + column + 16 * j;
+      if (n < gemm.n) gemm.out[OutOf(gemm, place, m) + n] = sums[i][j];
     }
   }
 }
@@ -341,10 +275,10 @@ dim3 GridOf(const Gemm& gemm, const GemmLaunch& launch, int tile_m, int tile_n) 
               static_cast<unsigned>(launch.outer * launch.inner));
 }
 
-template <int kM, int kN, bool kAOfK, bool kBOfK, bool kPatches>
+template <int kM, int kN, bool kPatches>
 cudaError_t LaunchTile(const Gemm& gemm, const GemmLaunch& launch, cudaStream_t stream) {
-  constexpr int kBytes = SharedBytes<kM, kN, kAOfK, kBOfK>();
-  const auto kernel = TensorCoreKernel<kM, kN, kAOfK, kBOfK, kPatches>;
+  constexpr int kBytes = kSharedBytes<kM, kN>;
+  const auto kernel = TensorCoreKernel<kM, kN, kPatches>;
   if (cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
       error != cudaSuccess) {
@@ -355,68 +289,57 @@ cudaError_t LaunchTile(const Gemm& gemm, const GemmLaunch& launch, cudaStream_t 
   return cudaGetLastError();
 }
 
-template <bool kAOfK, bool kBOfK, bool kPatches>
+template <bool kPatches>
 cudaError_t LaunchTensorCores(const Gemm& gemm, const GemmLaunch& launch, cudaStream_t stream) {
-  const auto tile = launch.m <= 64 ? (gemm.n <= 64 ? LaunchTile<64, 64, kAOfK, kBOfK, kPatches>
-                                                   : LaunchTile<64, 128, kAOfK, kBOfK, kPatches>)
-                                   : (gemm.n <= 64 ? LaunchTile<128, 64, kAOfK, kBOfK, kPatches>
-                                                   : LaunchTile<128, 128, kAOfK, kBOfK, kPatches>);
+  const auto tile =
+      launch.m <= 64
+          ? (gemm.n <= 64 ? LaunchTile<64, 64, kPatches> : LaunchTile<64, 128, kPatches>)
+          : (gemm.n <= 64 ? LaunchTile<128, 64, kPatches> : LaunchTile<128, 128, kPatches>);
   return tile(gemm, launch, stream);
 }
 
-bool InVectors(const Operand& operand, int64_t size, int64_t k) {
+bool InVectors(const Operand& operand, int64_t size) {
   return reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && operand.stride % kVector == 0 &&
-         operand.inner % kVector == 0 && (operand.lines_of_k ? k : size) % kVector == 0;
+         operand.inner % kVector == 0 && size % kVector == 0;
 }
-
-}  // namespace
-
+/// bf16 lines in vectors of eight, aligned; lines of the result in pairs.
 bool SuitsTensorCores(const GemmLaunch& gemm) {
   const bool in_pairs = reinterpret_cast<uintptr_t>(gemm.out) % 8 == 0 &&
                         gemm.out_stride % 2 == 0 && gemm.out_outer % 2 == 0 &&
                         gemm.out_inner % 2 == 0 && gemm.n % 2 == 0;
-  return gemm.element == Element::kBf16 && in_pairs && InVectors(gemm.a, gemm.m, gemm.k) &&
-         gemm.a.outer % kVector == 0 && InVectors(gemm.b, gemm.n, gemm.k) &&
+  return gemm.element == Element::kBf16 && in_pairs && InVectors(gemm.a, gemm.m) &&
+         gemm.a.outer % kVector == 0 && InVectors(gemm.b, gemm.n) &&
          (gemm.patches != nullptr || gemm.b.outer % kVector == 0);
 }
 
+}  // namespace
+
 cudaError_t LaunchGemm(const GemmLaunch& launch, cudaStream_t stream) {
+  if (launch.outer * launch.inner > 65535) return cudaErrorInvalidValue;
   Gemm gemm;
   gemm.a = launch.a, gemm.b = launch.b;
-  gemm.element = launch.element, gemm.out_element = launch.out_element;
+  gemm.element = launch.element;
   gemm.m = launch.m, gemm.n = launch.n, gemm.k = launch.k, gemm.k_part = launch.k_part;
   gemm.inner = launch.inner;
-  gemm.alpha = launch.alpha;
-  gemm.finish = launch.finish;
-  gemm.lines = launch.lines, gemm.weights = launch.weights;
   gemm.out = launch.out;
   gemm.out_stride = launch.out_stride;
   gemm.out_outer = launch.out_outer, gemm.out_inner = launch.out_inner;
-  if (launch.outer * launch.inner > 65535) return cudaErrorInvalidValue;
-  if (launch.patches != nullptr) {
+  const bool patches = launch.patches != nullptr;
+  if (patches) {
     gemm.patches = *launch.patches;
     gemm.channels = FastDivmod(static_cast<int>(launch.n));
     gemm.n *= launch.patches->kernel * launch.patches->kernel;
     gemm.out_height = FastDivmod(launch.patches->out_height);
     gemm.out_width = FastDivmod(launch.patches->out_width);
   }
-  if (!SuitsTensorCores(launch)) {
-    if (launch.finish == Finish::kLogSumExp) return cudaErrorInvalidValue;
-    const dim3 grid = GridOf(gemm, launch, kPlainTile, kPlainTile);
-    if (launch.patches != nullptr) {
-      PlainKernel<true><<<grid, kThreads, 0, stream>>>(gemm);
-    } else {
-      PlainKernel<false><<<grid, kThreads, 0, stream>>>(gemm);
-    }
-    return cudaGetLastError();
+  if (SuitsTensorCores(launch)) {
+    return patches ? LaunchTensorCores<true>(gemm, launch, stream)
+                   : LaunchTensorCores<false>(gemm, launch, stream);
   }
-  if (launch.a.lines_of_k) {
-    return launch.b.lines_of_k ? LaunchTensorCores<true, true, false>(gemm, launch, stream)
-                               : LaunchTensorCores<true, false, false>(gemm, launch, stream);
-  }
-  if (launch.b.lines_of_k) return cudaErrorInvalidValue;  // nothing needs it
-  return launch.patches != nullptr ? LaunchTensorCores<false, false, true>(gemm, launch, stream)
-                                   : LaunchTensorCores<false, false, false>(gemm, launch, stream);
+  const dim3 grid = GridOf(gemm, launch, kPlainTile, kPlainTile);
+  const auto plain = patches ? PlainKernel<true> : PlainKernel<false>;
+  plain<<<grid, kThreads, 0, stream>>>(gemm);
+  return cudaGetLastError();
 }
 
 int SplitsOfK(int64_t m, int64_t columns, int64_t k) {

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 
+#include "engine/backend/cuda/fast_divmod.h"
 #include "engine/training/cuda/derivative.cuh"
 #include "engine/training/cuda/launch.h"
 #include "engine/training/cuda/strips.cuh"
@@ -24,19 +25,6 @@ namespace {
 using namespace denoised::cuda;
 
 constexpr int kWarps = 4;
-/// Calls load(u, pixel) for kCount of a thread's pixels, then use(u, pixel), so that their loads
-/// are in flight together: a switch on the activation lies between those of one pixel and the next.
-template <int kCount, int kStride, typename LoadAt, typename Use>
-__device__ void ForPixels(int64_t begin, int64_t end, const LoadAt& load, const Use& use) {
-  for (int64_t pixel = begin; pixel < end; pixel += kCount * kStride) {
-#pragma unroll
-    for (int u = 0; u < kCount; ++u)
-      if (pixel + u * kStride < end) load(u, pixel + u * kStride);
-#pragma unroll
-    for (int u = 0; u < kCount; ++u)
-      if (pixel + u * kStride < end) use(u, pixel + u * kStride);
-  }
-}
 
 /// z = (x − mean)·slope + offset, of V channels of a row.
 template <int V>
@@ -44,9 +32,9 @@ struct Line {
   float mean[V], slope[V], offset[V];
 };
 template <int V>
-__device__ Line<V> LineOf(const NormLaunch& norm, int64_t row, int column) {
+__device__ Line<V> LineOf(const NormLaunch& norm, const FastDivmod& group_size, int64_t row,
+                          int column) {
   Line<V> line;
-  const int group_size = norm.channels / norm.groups;
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     const int c = column + i;
@@ -63,10 +51,18 @@ __device__ Line<V> LineOf(const NormLaunch& norm, int64_t row, int column) {
   return line;
 }
 
-template <int V, Element kElement, bool kBackward>
+/// kActivation is norm.activation, or kAny: without a switch for every element the arithmetic of a
+/// vector's elements overlaps.
+constexpr int kAny = -1;
+template <int kActivation>
+__device__ Activation ActivationOf(const NormLaunch& norm) {
+  return kActivation == kAny ? norm.activation : static_cast<Activation>(kActivation);
+}
+
+template <int V, int kWidth, Element kElement, int kActivation, bool kBackward>
 __global__ void __launch_bounds__(kStripThreads)
-    MomentsKernel(const __grid_constant__ NormLaunch norm, Rows dout) {
-  using S = Strip<V>;
+    MomentsKernel(const __grid_constant__ NormLaunch norm, Rows dout, FastDivmod group_size) {
+  using S = Strip<V, kWidth>;
   __shared__ float shared[2][S::kLines][S::kChannels];
   const int column = S::Column();
   const Range range = RangeOf(norm.pixels, gridDim.y, blockIdx.y);
@@ -75,25 +71,27 @@ __global__ void __launch_bounds__(kStripThreads)
   if (column < norm.channels) {
     Line<V> line = {};
     if constexpr (kBackward) {
-      line = LineOf<V>(norm, row, column);
+      line = LineOf<V>(norm, group_size, row, column);
     } else {
       LoadChannelsOf<V, kElement>(norm.x, first, column, line.mean);
     }
-    constexpr int kCount = kBackward ? 2 : 4;
-    float x[kCount][V], d[kCount][V];
-    ForPixels<kCount, S::kLines>(
+    Channels<V, kElement> x[4], d[4];
+    ForLines<4, S::kLines>(
         range.begin + S::Line(), range.end,
         [&](int u, int64_t pixel) {
-          LoadChannelsOf<V, kElement>(norm.x, first + pixel, column, x[u]);
-          if constexpr (kBackward) LoadChannelsOf<V, kElement>(dout, first + pixel, column, d[u]);
+          x[u].Load(norm.x, first + pixel, column);
+          if constexpr (kBackward) d[u].Load(dout, first + pixel, column);
         },
         [&](int u, int64_t) {
+          float values[V], gradients[V];
+          x[u].Get(values);
+          if constexpr (kBackward) d[u].Get(gradients);
 #pragma unroll
           for (int i = 0; i < V; ++i) {
-            const float centered = x[u][i] - line.mean[i];
+            const float centered = values[i] - line.mean[i];
             if constexpr (kBackward) {
               const float z = fmaf(centered, line.slope[i], line.offset[i]);
-              const float dz = d[u][i] * Derivative(norm.activation, z);
+              const float dz = gradients[i] * Derivative(ActivationOf<kActivation>(norm), z);
               sums[0][i] = fmaf(dz, centered, sums[0][i]);
               sums[1][i] += dz;
             } else {
@@ -150,28 +148,27 @@ __global__ void __launch_bounds__(32 * kWarps)
   statistics[1] = static_cast<float>(1.0 / sqrt(fmax(squares, 0.0) / (pixels * size) + norm.eps));
 }
 
-template <int V, Element kElement>
+template <int V, int kWidth, Element kElement, int kActivation>
 __global__ void __launch_bounds__(kStripThreads)
-    NormalizeKernel(const __grid_constant__ NormLaunch norm) {
-  using S = Strip<V>;
+    NormalizeKernel(const __grid_constant__ NormLaunch norm, FastDivmod group_size) {
+  using S = Strip<V, kWidth>;
   const int column = S::Column();
   if (column >= norm.channels) return;
   const Range range = RangeOf(norm.pixels, gridDim.y, blockIdx.y);
   const int64_t row = blockIdx.z, first = row * norm.pixels;
-  const Line<V> line = LineOf<V>(norm, row, column);
-  constexpr int kCount = 4;
-  float x[kCount][V];
-  ForPixels<kCount, S::kLines>(
+  const Line<V> line = LineOf<V>(norm, group_size, row, column);
+  Channels<V, kElement> x[4];
+  ForLines<4, S::kLines>(
       range.begin + S::Line(), range.end,
+      [&](int u, int64_t pixel) { x[u].Load(norm.x, first + pixel, column); },
       [&](int u, int64_t pixel) {
-        LoadChannelsOf<V, kElement>(norm.x, first + pixel, column, x[u]);
-      },
-      [&](int u, int64_t pixel) {
+        float values[V];
+        x[u].Get(values);
 #pragma unroll
         for (int i = 0; i < V; ++i)
-          x[u][i] = Activate(norm.activation,
-                             fmaf(x[u][i] - line.mean[i], line.slope[i], line.offset[i]));
-        StoreChannels<V>(norm.out, first + pixel, column, x[u]);
+          values[i] = Activate(ActivationOf<kActivation>(norm),
+                               fmaf(values[i] - line.mean[i], line.slope[i], line.offset[i]));
+        StoreChannelsOf<V, kElement>(norm.out, first + pixel, column, values);
       });
 }
 
@@ -212,16 +209,16 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-template <int V, Element kElement>
+template <int V, int kWidth, Element kElement, int kActivation, bool kAdds>
 __global__ void __launch_bounds__(kStripThreads)
-    NormGradientKernel(const __grid_constant__ NormBackwardLaunch backward) {
-  using S = Strip<V>;
+    NormGradientKernel(const __grid_constant__ NormBackwardLaunch backward, FastDivmod group_size) {
+  using S = Strip<V, kWidth>;
   const NormLaunch& norm = backward.forward;
   const int column = S::Column();
   if (column >= norm.channels) return;
   const Range range = RangeOf(norm.pixels, gridDim.y, blockIdx.y);
   const int64_t row = blockIdx.z, first = row * norm.pixels;
-  const Line<V> line = LineOf<V>(norm, row, column);
+  const Line<V> line = LineOf<V>(norm, group_size, row, column);
   float b[V], k[V];
 #pragma unroll
   for (int i = 0; i < V; ++i) {
@@ -229,25 +226,27 @@ __global__ void __launch_bounds__(kStripThreads)
     b[i] = coefficients[0];
     k[i] = coefficients[1];
   }
-  const bool adds = backward.add.data != nullptr;
-  constexpr int kCount = 2;
-  float x[kCount][V], d[kCount][V], add[kCount][V] = {};
-  ForPixels<kCount, S::kLines>(
+  Channels<V, kElement> x[4], d[4], add[4];
+  ForLines<4, S::kLines>(
       range.begin + S::Line(), range.end,
       [&](int u, int64_t pixel) {
-        LoadChannelsOf<V, kElement>(norm.x, first + pixel, column, x[u]);
-        LoadChannelsOf<V, kElement>(backward.dout, first + pixel, column, d[u]);
-        if (adds) LoadChannelsOf<V, kElement>(backward.add, first + pixel, column, add[u]);
+        x[u].Load(norm.x, first + pixel, column);
+        d[u].Load(backward.dout, first + pixel, column);
+        if constexpr (kAdds) add[u].Load(backward.add, first + pixel, column);
       },
       [&](int u, int64_t pixel) {
+        float values[V], gradients[V], adds[V] = {};
+        x[u].Get(values);
+        d[u].Get(gradients);
+        if constexpr (kAdds) add[u].Get(adds);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-          const float centered = x[u][i] - line.mean[i];
+          const float centered = values[i] - line.mean[i];
           const float z = fmaf(centered, line.slope[i], line.offset[i]);
-          const float dz = d[u][i] * Derivative(norm.activation, z);
-          d[u][i] = fmaf(dz, line.slope[i], fmaf(centered, b[i], k[i])) + add[u][i];
+          const float dz = gradients[i] * Derivative(ActivationOf<kActivation>(norm), z);
+          gradients[i] = fmaf(dz, line.slope[i], fmaf(centered, b[i], k[i])) + adds[i];
         }
-        StoreChannels<V>(backward.dx, first + pixel, column, d[u]);
+        StoreChannelsOf<V, kElement>(backward.dx, first + pixel, column, gradients);
       });
 }
 
@@ -258,46 +257,82 @@ dim3 GroupGrid(const NormLaunch& norm) {
               static_cast<unsigned>(norm.rows));
 }
 
-template <int V, Element kElement>
+/// What a kernel is compiled for.
+template <int kEach, int kStrip, Element kOf, int kWith>
+struct Variant {
+  static constexpr int V = kEach, kWidth = kStrip, kActivation = kWith;
+  static constexpr Element kElement = kOf;
+};
+
+template <typename T>
 cudaError_t Forward(const NormLaunch& norm, cudaStream_t stream) {
   const int parts = PartsOf(norm.pixels);
-  const dim3 grid = Strip<V>::Grid(norm.channels, parts, static_cast<unsigned>(norm.rows));
-  MomentsKernel<V, kElement, false><<<grid, kStripThreads, 0, stream>>>(norm, Rows{});
+  const dim3 grid =
+      Strip<T::V, T::kWidth>::Grid(norm.channels, parts, static_cast<unsigned>(norm.rows));
+  const FastDivmod group_size(norm.channels / norm.groups);
+  MomentsKernel<T::V, T::kWidth, T::kElement, kAny, false>
+      <<<grid, kStripThreads, 0, stream>>>(norm, Rows{}, group_size);
   StatisticsKernel<<<GroupGrid(norm), 32 * kWarps, 0, stream>>>(norm, parts);
-  NormalizeKernel<V, kElement><<<grid, kStripThreads, 0, stream>>>(norm);
+  NormalizeKernel<T::V, T::kWidth, T::kElement, T::kActivation>
+      <<<grid, kStripThreads, 0, stream>>>(norm, group_size);
   return cudaGetLastError();
 }
 
-template <int V, Element kElement>
+template <typename T>
 cudaError_t Backward(const NormBackwardLaunch& norm, cudaStream_t stream) {
-  const int parts = PartsOf(norm.forward.pixels);
+  const NormLaunch& forward = norm.forward;
+  const int parts = PartsOf(forward.pixels);
   const dim3 grid =
-      Strip<V>::Grid(norm.forward.channels, parts, static_cast<unsigned>(norm.forward.rows));
-  MomentsKernel<V, kElement, true><<<grid, kStripThreads, 0, stream>>>(norm.forward, norm.dout);
-  CoefficientsKernel<<<GroupGrid(norm.forward), 32 * kWarps, 0, stream>>>(norm, parts);
-  NormGradientKernel<V, kElement><<<grid, kStripThreads, 0, stream>>>(norm);
+      Strip<T::V, T::kWidth>::Grid(forward.channels, parts, static_cast<unsigned>(forward.rows));
+  const FastDivmod group_size(forward.channels / forward.groups);
+  MomentsKernel<T::V, T::kWidth, T::kElement, T::kActivation, true>
+      <<<grid, kStripThreads, 0, stream>>>(forward, norm.dout, group_size);
+  CoefficientsKernel<<<GroupGrid(forward), 32 * kWarps, 0, stream>>>(norm, parts);
+  const auto gradient =
+      norm.add.data != nullptr
+          ? NormGradientKernel<T::V, T::kWidth, T::kElement, T::kActivation, true>
+          : NormGradientKernel<T::V, T::kWidth, T::kElement, T::kActivation, false>;
+  gradient<<<grid, kStripThreads, 0, stream>>>(norm, group_size);
   return cudaGetLastError();
+}
+
+template <int kWidth, typename Launch>
+cudaError_t InVectorsOfBf16(const NormLaunch& norm, const Launch& launch) {
+  switch (norm.activation) {
+    case Activation::kSilu:
+      return launch(Variant<8, kWidth, Element::kBf16, static_cast<int>(Activation::kSilu)>());
+    case Activation::kNone:
+      return launch(Variant<8, kWidth, Element::kBf16, static_cast<int>(Activation::kNone)>());
+    default:
+      return launch(Variant<8, kWidth, Element::kBf16, kAny>());
+  }
+}
+/// Calls `launch` with the Variant. Vectors in bf16 have to be fast: there, SiLU and no activation
+/// have kernels of their own.
+template <typename Launch>
+cudaError_t WithVariant(const NormLaunch& norm, bool vectors, const Launch& launch) {
+  if (norm.x.element != Element::kBf16)
+    return vectors ? launch(Variant<8, kNarrowStrip, Element::kF32, kAny>())
+                   : launch(Variant<1, kNarrowStrip, Element::kF32, kAny>());
+  if (!vectors) return launch(Variant<1, kNarrowStrip, Element::kBf16, kAny>());
+  return StripWidth(norm.channels, vectors) == kWideStrip
+             ? InVectorsOfBf16<kWideStrip>(norm, launch)
+             : InVectorsOfBf16<kNarrowStrip>(norm, launch);
 }
 
 }  // namespace
 
 cudaError_t LaunchNorm(const NormLaunch& norm, cudaStream_t stream) {
   const bool vectors = norm.channels % 8 == 0 && IsAligned(norm.x) && IsAligned(norm.out);
-  if (norm.x.element == Element::kBf16)
-    return vectors ? Forward<8, Element::kBf16>(norm, stream)
-                   : Forward<1, Element::kBf16>(norm, stream);
-  return vectors ? Forward<8, Element::kF32>(norm, stream)
-                 : Forward<1, Element::kF32>(norm, stream);
+  return WithVariant(norm, vectors,
+                     [&](auto variant) { return Forward<decltype(variant)>(norm, stream); });
 }
 
 cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, cudaStream_t stream) {
   const bool vectors = norm.forward.channels % 8 == 0 && IsAligned(norm.forward.x) &&
                        IsAligned(norm.dout) && IsAligned(norm.add) && IsAligned(norm.dx);
-  if (norm.forward.x.element == Element::kBf16)
-    return vectors ? Backward<8, Element::kBf16>(norm, stream)
-                   : Backward<1, Element::kBf16>(norm, stream);
-  return vectors ? Backward<8, Element::kF32>(norm, stream)
-                 : Backward<1, Element::kF32>(norm, stream);
+  return WithVariant(norm.forward, vectors,
+                     [&](auto variant) { return Backward<decltype(variant)>(norm, stream); });
 }
 
 }  // namespace denoised::training::cuda

@@ -18,7 +18,9 @@
 
 namespace denoised::training::cuda {
 
+using denoised::cuda::AttentionLaunch;
 using denoised::cuda::Element;
+using denoised::cuda::Queue;
 using denoised::cuda::Rows;
 
 /// The input of a convolution as a matrix that is not made: row p is output pixel p, and the
@@ -30,29 +32,17 @@ struct Patches {
   bool upsample2x = false;
 };
 
-/// A matrix for each (outer, inner) of a batch. Its lines are contiguous, `stride` elements apart.
+/// A matrix for each (outer, inner) of a batch. A line is one k, and holds m or n neighbours.
 struct Operand {
   const void* data = nullptr;
   int64_t stride = 0;            // elements from line to line
   int64_t outer = 0, inner = 0;  // elements from batch to batch
-  bool lines_of_k = true;  // a line holds k neighbours; false: a line is one k, and holds m or n
 };
 
-/// What becomes of s(m, n) = alpha · Σ_k a(m, k) · b(n, k), in attention with r(m) of `lines`.
-enum class Finish : uint8_t {
-  kStore,
-  kSoftmax,          // exp(s − r), r being the log-sum-exp of the line
-  kSoftmaxGradient,  // p · (s − r), p being what kSoftmax has stored
-  kLogSumExp,  // of pieces of kPieceOfLine neighbours, {the greatest, Σ exp(s − it)}: out is
-               // F32 [.., m, PiecesOf(n), 2]. For what SuitsTensorCores().
-};
-constexpr int kPieceOfLine = 16;
-inline int64_t PiecesOf(int64_t n) { return (n + kPieceOfLine - 1) / kPieceOfLine; }
-
-/// out(m, n) = what `finish` makes of it; sums are fp32, over ascending k.
+/// out(m, n) = Σ_k a(k, m) · b(k, n), in fp32 over ascending k.
 struct GemmLaunch {
   Operand a, b;
-  Element element = Element::kF32;  // of a and b; kBf16: tensor cores where SuitsTensorCores()
+  Element element = Element::kF32;  // of a and b; kBf16 in aligned vectors: tensor cores
   int64_t m = 0, n = 0, k = 0;
   int outer = 1, inner = 1;
   /// Not 0: the inner batches are parts of one k, each of so many but the last; k is of all.
@@ -60,16 +50,9 @@ struct GemmLaunch {
   /// Not null: b is this convolution's input, whose line p is a line of k; n is its channels, and
   /// the result has kernel² · n columns, tap by tap. b.outer and k_part count lines.
   const Patches* patches = nullptr;
-  float alpha = 1;
-  Finish finish = Finish::kStore;
-  const float* lines = nullptr;   // [outer, inner, m]
-  const void* weights = nullptr;  // p, as out
-  void* out = nullptr;
-  Element out_element = Element::kF32;
+  float* out = nullptr;
   int64_t out_stride = 0, out_outer = 0, out_inner = 0;
 };
-/// bf16 lines in vectors of eight, aligned; lines of the result in pairs.
-bool SuitsTensorCores(const GemmLaunch& gemm);
 cudaError_t LaunchGemm(const GemmLaunch& gemm, cudaStream_t stream);
 /// Into how many parts k should be split for `chunks` batches of such a product to fill a GPU: by
 /// shapes alone.
@@ -81,6 +64,7 @@ struct TreeSumLaunch {
   const float* in = nullptr;
   int64_t in_stride = 0;  // elements from one split to the next
   int64_t groups = 1;
+  int64_t in_group = 0;  // elements from one group to the next; 0: its chunks follow one another
   int64_t chunks = 1, splits = 1;               // chunks: a power of two
   int64_t count = 0;                            // of in
   int taps = 1, channels = 1, in_channels = 1;  // in_channels: of in, the last of them not wanted
@@ -90,6 +74,21 @@ struct TreeSumLaunch {
   int64_t out_stride = 0;  // elements from one group to the next
 };
 cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, cudaStream_t stream);
+
+/// The gradient of a weight, on Hopper: dout's columns against x's, or with nine taps against x
+/// under a 3×3 window that goes a pixel beyond each image, where there are zeros. Chunks are added
+/// as a tree.
+struct WeightGradientLaunch {
+  Rows dout, x;  // [images · height · width, ..], bf16, in vectors
+  int outputs = 0, channels = 0;
+  int64_t images = 0, height = 1, width = 1;
+  int64_t chunks = 1;        // of the images: a power of two
+  int taps = 1;              // or 9
+  float* partial = nullptr;  // scratch: WeightGradientPartials() of them
+  float* out = nullptr;      // [outputs, channels, taps]
+};
+int64_t WeightGradientPartials(const WeightGradientLaunch& launch);
+cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, cudaStream_t stream);
 
 /// Parts into which the lines of a segment are cut, by their number alone.
 int PartsOf(int64_t lines);
@@ -122,15 +121,34 @@ struct NormBackwardLaunch {
 };
 cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, cudaStream_t stream);
 
-/// Lines of scores [images, heads, tokens] of `tokens` each. p = softmax(scores).
-cudaError_t LaunchSoftmax(const float* scores, int64_t lines, int tokens, void* p, Element element,
-                          float* log_sum_exp, cudaStream_t stream);
-/// The same log-sum-exp, from what Finish::kLogSumExp has made of the scores.
-cudaError_t LaunchLogSumExp(const float* pieces, int64_t lines, int64_t count, float* log_sum_exp,
-                            cudaStream_t stream);
-/// delta[image, head, token] = scale · Σ dout · out over the head's columns.
-cudaError_t LaunchDelta(const Rows& dout, const Rows& out, int images, int tokens, int heads,
-                        int dim, float scale, float* delta, cudaStream_t stream);
+/// The forward pass is serving's LaunchAttention() with a log_sum_exp, without key sets.
+struct AttentionBackwardLaunch {
+  AttentionLaunch forward;
+  Rows dout;               // as out
+  float* delta = nullptr;  // scratch [images, heads, tokens]
+  Rows dq, dk, dv;         // as q, k and v
+};
+cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, const Queue& queue);
+struct LayerNormLaunch {
+  Rows x;  // tokens; what else has tokens is of its element
+  int64_t tokens = 0;
+  int channels = 0;
+  const float* gamma = nullptr;
+  const float* beta = nullptr;
+  float eps = 0;
+  float* statistics = nullptr;  // [tokens, 2]: mean, rstd
+  Rows out;
+};
+cudaError_t LaunchLayerNorm(const LayerNormLaunch& norm, cudaStream_t stream);
+
+struct LayerNormBackwardLaunch {
+  LayerNormLaunch forward;  // without out
+  Rows dout, add, dx;
+  int64_t chunk_tokens = 0;
+  /// Out [chunks, PartsOf(chunk_tokens), 2, channels]: shares of dγ and dβ; null: not wanted.
+  float* parameters = nullptr;
+};
+cudaError_t LaunchLayerNormBackward(const LayerNormBackwardLaunch& norm, cudaStream_t stream);
 
 /// A master weight [outputs, channels, taps] and its bias, rounded to both layouts that serving's
 /// convolutions read (engine/backend/cuda/weights.h): forward [outputs, taps, channels], from row
@@ -149,6 +167,11 @@ cudaError_t LaunchPack(const PackLaunch& pack, cudaStream_t stream);
 
 cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const Rows& dout,
                                    int64_t count, const Rows& dx, cudaStream_t stream);
+/// GEGLU: x [lines, 2 · width], values before gates. dx may be x.
+cudaError_t LaunchGeglu(const Rows& x, int64_t lines, int width, const Rows& out,
+                        cudaStream_t stream);
+cudaError_t LaunchGegluBackward(const Rows& x, const Rows& dout, int64_t lines, int width,
+                                const Rows& dx, cudaStream_t stream);
 /// to[line, c] = from[line, c] for c < columns, else 0 up to to_columns. Of the same element.
 cudaError_t LaunchCopyColumns(const Rows& from, int columns, int64_t lines, const Rows& to,
                               int to_columns, cudaStream_t stream);
@@ -172,13 +195,21 @@ cudaError_t LaunchScaledSum(const Rows& a, float scale_a, const Rows& b, float s
 cudaError_t LaunchDropout(const Rows& x, int64_t rows, int64_t elements, float probability,
                           uint64_t seed, const int32_t* step, const SampleRow* samples,
                           uint32_t layer, const Rows& out, cudaStream_t stream);
-/// dtable [entries, dim]; the rows come in chunks.
-cudaError_t LaunchEmbeddingBackward(const int32_t* index, const Rows& dout, int64_t rows,
-                                    int64_t chunk_rows, int entries, int dim, float* dtable,
-                                    cudaStream_t stream);
+
+struct EmbeddingBackwardLaunch {
+  const int32_t* index = nullptr;  // [lines]
+  Rows dout;                       // [lines, dim]
+  int64_t lines = 0, chunk_lines = 0;
+  int entries = 0, dim = 0;
+  int2* sorted = nullptr;   // scratch [lines]
+  float* sums = nullptr;    // scratch [lines, dim], aligned
+  float* dtable = nullptr;  // [entries, dim]
+};
+cudaError_t LaunchEmbeddingBackward(const EmbeddingBackwardLaunch& embedding, cudaStream_t stream);
 
 struct SamplesLaunch {
-  const uint8_t* images = nullptr;  // [.., from_height, from_width, channels]
+  const uint8_t* images = nullptr;    // [.., from_height, from_width, channels]
+  const float* posteriors = nullptr;  // or [.., height, width, 2 · channels]
   const SampleRow* rows = nullptr;
   int64_t count = 0;
   int height = 0, width = 0, channels = 0, from_height = 0, from_width = 0;
@@ -188,12 +219,71 @@ struct SamplesLaunch {
   float* target = nullptr;
   float* condition = nullptr;
   int32_t* label = nullptr;
+  float* image = nullptr;  // y, or null
 };
 cudaError_t LaunchMakeSamples(const SamplesLaunch& samples, cudaStream_t stream);
+/// out [rows, elements]: what posteriors are drawn with.
+cudaError_t LaunchNoise(uint64_t seed, const int32_t* step, const SampleRow* samples, int64_t rows,
+                        int64_t elements, float* out, cudaStream_t stream);
 /// loss [rows], doutput; see LossArgs.
 cudaError_t LaunchLoss(const float* output, const float* target, const SampleRow* samples,
                        int64_t rows, int64_t elements, float scale, float* loss, float* doutput,
                        cudaStream_t stream);
+
+/// See VarianceLossArgs.
+struct VarianceLossLaunch {
+  const float* output = nullptr;
+  const float* target = nullptr;
+  const float* image = nullptr;
+  const SampleRow* samples = nullptr;
+  int64_t rows = 0, elements = 0;  // of target, in a row
+  int channels = 0;                // of target
+  float scale = 1, weight = 0;
+  float* loss = nullptr;
+  float* doutput = nullptr;
+};
+cudaError_t LaunchVarianceLoss(const VarianceLossLaunch& of, cudaStream_t stream);
+
+/// See GaussianArgs.
+struct GaussianLaunch {
+  const float* moments = nullptr;
+  const float* noise = nullptr;
+  int64_t rows = 0, elements = 0;  // of latents, in a row
+  int channels = 0;                // of latents
+  float weight = 0;
+  Rows latents;
+  float* kl = nullptr;
+};
+cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, cudaStream_t stream);
+struct GaussianBackwardLaunch {
+  GaussianLaunch forward;  // without latents and kl
+  Rows dlatents;
+  float scale = 1;
+  float* dmoments = nullptr;
+};
+cudaError_t LaunchGaussianBackward(const GaussianBackwardLaunch& backward, cudaStream_t stream);
+
+/// Scratch of a row, by its elements alone.
+struct ReconstructionScratch {
+  int64_t halved;  // doubles
+  int parts;       // doubles
+};
+ReconstructionScratch ReconstructionScratchOf(int64_t elements);
+/// See ReconstructionLossArgs.
+struct ReconstructionLaunch {
+  const float* output = nullptr;
+  const float* target = nullptr;
+  int64_t rows = 0;
+  int height = 0, width = 0, channels = 0;
+  float edges = 0;
+  const float* add = nullptr;  // or null
+  float scale = 1;
+  float* loss = nullptr;
+  float* doutput = nullptr;
+  double* halved = nullptr;   // scratch
+  double* partial = nullptr;  // scratch
+};
+cudaError_t LaunchReconstruction(const ReconstructionLaunch& of, cudaStream_t stream);
 
 /// Partial sums of the squared norm: SquaredNormParts(count) floats of scratch.
 int64_t SquaredNormParts(int64_t count);

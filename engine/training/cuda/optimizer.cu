@@ -4,7 +4,7 @@
 // Policy. Flat buffers, a thread for each element; rate, step and clipping are read on the device,
 // so that a step can be one graph. The norm is made of blocks of 8192 elements, whatever the GPU.
 
-#include "engine/backend/cuda/element.cuh"
+#include "engine/training/cuda/block_sum.cuh"
 #include "engine/training/cuda/launch.h"
 
 namespace denoised::training::cuda {
@@ -18,26 +18,13 @@ unsigned BlocksFor(int64_t count) {
   return static_cast<unsigned>((count + kThreads - 1) / kThreads);
 }
 
-/// Σ over the block's threads, for thread 0.
-__device__ double BlockSum(double value) {
-  __shared__ double sums[kThreads / 32];
-  value = WarpSum(value);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
-  __syncthreads();
-  double sum = 0;
-  if (threadIdx.x == 0) {
-    for (const double part : sums) sum += part;
-  }
-  return sum;
-}
-
 __global__ void __launch_bounds__(kThreads)
     SquareSumsKernel(const float* x, int64_t count, float* partial) {
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kNormBlock;
   const int64_t end = begin + kNormBlock < count ? begin + kNormBlock : count;
   float sum = 0;
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) sum = fmaf(x[i], x[i], sum);
-  const double total = BlockSum(sum);
+  const double total = BlockSum<kThreads>(sum);
   if (threadIdx.x == 0) partial[blockIdx.x] = static_cast<float>(total);
 }
 
@@ -45,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
     SquareSumKernel(const float* partial, int64_t parts, float* out) {
   double sum = 0;
   for (int64_t i = threadIdx.x; i < parts; i += kThreads) sum += partial[i];
-  const double total = BlockSum(sum);
+  const double total = BlockSum<kThreads>(sum);
   if (threadIdx.x == 0) *out = static_cast<float>(total);
 }
 

@@ -27,6 +27,20 @@ __device__ float PhaseTap(const float* taps, int phase, int tap) {
   return sum;
 }
 
+/// Rounds `count` ≤ 8 values at `to`: one store where it is a whole, aligned vector of bf16.
+template <typename Value>
+__device__ void StoreRun(const Rows& rows, int64_t row, int64_t column, int count, bool vectors,
+                         const Value& value) {
+  if (vectors && count == 8) {
+    float values[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = value(i);
+    StoreVector(rows, row, column, values);
+  } else {
+    for (int i = 0; i < count; ++i) Store(rows, row, column + i, value(i));
+  }
+}
+
 /// kTaps: of the weight, or 0 for any. All indices are those of a whole tile: divisions by what the
 /// compiler knows, of which there are many.
 template <int kTaps>
@@ -36,25 +50,45 @@ __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ P
   const int channels = min(kEdge, pack.channels - first_channel);
   const int outputs = min(kEdge, pack.outputs - first);
   const int taps = kTaps > 0 ? kTaps : pack.taps, width = kEdge * taps, line = width + 1;
-  for (int i = threadIdx.x; i < kEdge * width; i += kThreads) {
-    const int o = i / width, at = i % width;
-    if (o >= outputs || at >= channels * taps) continue;
-    tile[o * line + at] =
-        pack.weight[(static_cast<int64_t>(first + o) * pack.channels + first_channel) * taps + at];
+  if (channels == kEdge && pack.channels % 4 == 0 &&
+      reinterpret_cast<uintptr_t>(pack.weight) % 16 == 0) {
+    for (int i = threadIdx.x; i < outputs * (width / 4); i += kThreads) {
+      const int o = i / (width / 4), at = i % (width / 4) * 4;
+      const float4 four = *reinterpret_cast<const float4*>(
+          pack.weight + (static_cast<int64_t>(first + o) * pack.channels + first_channel) * taps +
+          at);
+      float* to = tile + o * line + at;
+      to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    }
+  } else {
+    for (int i = threadIdx.x; i < outputs * width; i += kThreads) {
+      const int o = i / width, at = i % width;
+      if (at >= channels * taps) continue;
+      tile[o * line + at] =
+          pack.weight[(static_cast<int64_t>(first + o) * pack.channels + first_channel) * taps +
+                      at];
+    }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < kEdge * width; i += kThreads) {
-    const int inner = i % kEdge, tap = i / kEdge % taps, outer = i / width;
-    if (!pack.phases && inner < channels && outer < outputs) {
-      Store(pack.forward, pack.first_output + first + outer,
-            static_cast<int64_t>(tap) * pack.channels + first_channel + inner,
-            tile[outer * line + inner * taps + tap]);
+  // Runs of eight: [outputs][taps][channels / 8], and [channels][taps][outputs / 8].
+  constexpr int kRuns = kEdge / 8;
+  const bool forward_vectors = pack.forward.vector && pack.channels % 8 == 0;
+  const bool backward_vectors =
+      pack.backward.vector && pack.all_outputs % 8 == 0 && pack.first_output % 8 == 0;
+  for (int i = threadIdx.x; i < kEdge * taps * kRuns; i += kThreads) {
+    const int run = i % kRuns * 8, tap = i / kRuns % taps, outer = i / (kRuns * taps);
+    if (!pack.phases && run < channels && outer < outputs) {
+      StoreRun(pack.forward, pack.first_output + first + outer,
+               static_cast<int64_t>(tap) * pack.channels + first_channel + run,
+               min(8, channels - run), forward_vectors,
+               [&](int u) { return tile[outer * line + (run + u) * taps + tap]; });
     }
-    if (outer < channels && inner < outputs) {
-      Store(pack.backward, first_channel + outer,
-            static_cast<int64_t>(taps - 1 - tap) * pack.all_outputs + pack.first_output + first +
-                inner,
-            tile[inner * line + outer * taps + tap]);
+    if (outer < channels && run < outputs) {
+      StoreRun(
+          pack.backward, first_channel + outer,
+          static_cast<int64_t>(taps - 1 - tap) * pack.all_outputs + pack.first_output + first + run,
+          min(8, outputs - run), backward_vectors,
+          [&](int u) { return tile[(run + u) * line + outer * taps + tap]; });
     }
   }
   if (pack.phases) {

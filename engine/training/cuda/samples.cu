@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Both ends of a pass: noisy samples from pictures, and the loss.
+// Both ends of a pass: noisy samples from pictures or from posteriors of latents, and the losses.
 //
-// Policy. Samples: a thread makes four elements, as many as Philox draws. Loss: a block owns a row;
-// its threads' sums are added in a fixed order, in double.
+// Policy. Samples: a thread makes four elements, as many as Philox draws. Losses: a block owns a
+// row; its threads' sums are added in a fixed order, in double.
 
-#include "engine/backend/cuda/element.cuh"
+#include "engine/training/cuda/block_sum.cuh"
 #include "engine/training/cuda/launch.h"
 #include "engine/training/random.h"
+#include "engine/training/variance.h"
 
 namespace denoised::training::cuda {
 namespace {
@@ -15,6 +16,42 @@ using namespace denoised::cuda;
 
 constexpr int kThreads = 256;
 
+__device__ Normal4 NormalOf(uint64_t seed, Purpose purpose, const int32_t* step,
+                            const SampleRow& row, int64_t i) {
+  return NormalOfBits(
+      Draw(seed, purpose, static_cast<uint32_t>(*step), row.sample, static_cast<uint32_t>(i / 4)));
+}
+
+/// y of four elements of a row, from i on.
+template <bool kPosteriors>
+__device__ void Images(const SamplesLaunch& samples, const SampleRow& row, int64_t i,
+                       int64_t elements, float (&y)[4]) {
+  if constexpr (kPosteriors) {
+    const float* moments = samples.posteriors + row.image * 2 * elements;
+    const Normal4 normal = NormalOf(samples.seed, Purpose::kPosterior, samples.step, row, i);
+    for (int j = 0; j < 4 && i + j < elements; ++j) {
+      const int64_t pixel = (i + j) / samples.channels, c = (i + j) % samples.channels;
+      const float* mean = moments + pixel * 2 * samples.channels + c;
+      y[j] = mean[0] + mean[samples.channels] * normal.v[j];
+    }
+  } else {
+    const uint8_t* image =
+        samples.images + row.image * samples.from_height * samples.from_width * samples.channels;
+    for (int j = 0; j < 4 && i + j < elements; ++j) {
+      const int64_t pixel = (i + j) / samples.channels;
+      const int c = static_cast<int>((i + j) % samples.channels);
+      const int w = static_cast<int>(pixel % samples.width);
+      const int64_t line = row.top + pixel / samples.width;
+      const int column = row.left + (row.flip != 0 ? samples.width - 1 - w : w);
+      y[j] =
+          static_cast<float>(image[(line * samples.from_width + column) * samples.channels + c]) /
+              127.5f -
+          1.0f;
+    }
+  }
+}
+
+template <bool kPosteriors>
 __global__ void __launch_bounds__(kThreads)
     SamplesKernel(const __grid_constant__ SamplesLaunch samples) {
   const int64_t n = blockIdx.y;
@@ -26,30 +63,30 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t elements = static_cast<int64_t>(samples.height) * samples.width * samples.channels;
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
   if (i >= elements) return;
-  const uint8_t* image =
-      samples.images + row.image * samples.from_height * samples.from_width * samples.channels;
-  const Normal4 normal =
-      NormalOfBits(Draw(samples.seed, Purpose::kNoise, static_cast<uint32_t>(*samples.step),
-                        row.sample, static_cast<uint32_t>(i / 4)));
+  float y[4];
+  Images<kPosteriors>(samples, row, i, elements, y);
+  const Normal4 normal = NormalOf(samples.seed, Purpose::kNoise, samples.step, row, i);
   for (int j = 0; j < 4 && i + j < elements; ++j) {
-    const int64_t pixel = (i + j) / samples.channels;
-    const int c = static_cast<int>((i + j) % samples.channels);
-    const int w = static_cast<int>(pixel % samples.width);
-    const int64_t line = row.top + pixel / samples.width;
-    const int column = row.left + (row.flip != 0 ? samples.width - 1 - w : w);
-    const float y =
-        static_cast<float>(image[(line * samples.from_width + column) * samples.channels + c]) /
-            127.5f -
-        1.0f;
-    Store(samples.x, 0, n * elements + i + j, row.signal * y + row.noise * normal.v[j]);
-    samples.target[n * elements + i + j] = row.target_signal * y + row.target_noise * normal.v[j];
+    const int64_t at = n * elements + i + j;
+    Store(samples.x, 0, at, row.signal * y[j] + row.noise * normal.v[j]);
+    samples.target[at] = row.target_signal * y[j] + row.target_noise * normal.v[j];
+    if (samples.image != nullptr) samples.image[at] = y[j];
   }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    NoiseKernel(uint64_t seed, const int32_t* step, const SampleRow* rows, int64_t elements,
+                float* out) {
+  const int64_t n = blockIdx.y;
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  if (i >= elements) return;
+  const Normal4 normal = NormalOf(seed, Purpose::kPosterior, step, rows[n], i);
+  for (int j = 0; j < 4 && i + j < elements; ++j) out[n * elements + i + j] = normal.v[j];
 }
 
 __global__ void __launch_bounds__(kThreads)
     LossKernel(const float* output, const float* target, const SampleRow* samples, int64_t elements,
                float scale, float* loss, float* doutput) {
-  __shared__ double sums[kThreads / 32];
   const int64_t n = blockIdx.x, begin = n * elements;
   const float weight = samples[n].weight;
   const float factor = 2.0f * weight * scale / static_cast<float>(elements);
@@ -59,22 +96,50 @@ __global__ void __launch_bounds__(kThreads)
     sum += static_cast<double>(difference) * difference;
     doutput[i] = factor * difference;
   }
-  sum = WarpSum(sum);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  double total = 0;
-  for (const double part : sums) total += part;
-  loss[n] = static_cast<float>(weight * total / static_cast<double>(elements));
+  sum = BlockSum<kThreads>(sum);
+  if (threadIdx.x == 0) loss[n] = static_cast<float>(weight * sum / static_cast<double>(elements));
+}
+
+__global__ void __launch_bounds__(kThreads)
+    VarianceLossKernel(const __grid_constant__ VarianceLossLaunch of) {
+  const int64_t n = blockIdx.x, begin = n * of.elements;
+  const SampleRow& row = of.samples[n];
+  const float factor = 2.0f * row.weight * of.scale / static_cast<float>(of.elements);
+  const double variance_factor =
+      static_cast<double>(of.weight) * of.scale / static_cast<double>(of.elements);
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < of.elements; i += kThreads) {
+    const int64_t at = 2 * begin + i / of.channels * 2 * of.channels + i % of.channels;
+    const float difference = of.output[at] - of.target[begin + i];
+    of.doutput[at] = factor * difference;
+    const Divergence divergence =
+        DivergenceOf(row, difference, of.output[at + of.channels], of.image[begin + i]);
+    of.doutput[at + of.channels] = static_cast<float>(variance_factor * divergence.slope);
+    sum += static_cast<double>(row.weight) * difference * difference +
+           static_cast<double>(of.weight) * divergence.value;
+  }
+  sum = BlockSum<kThreads>(sum);
+  if (threadIdx.x == 0) of.loss[n] = static_cast<float>(sum / static_cast<double>(of.elements));
+}
+
+/// Four elements of a row a thread.
+dim3 RowGrid(int64_t elements, int64_t rows) {
+  return dim3(static_cast<unsigned>((elements + 4 * kThreads - 1) / (4 * kThreads)),
+              static_cast<unsigned>(rows));
 }
 
 }  // namespace
 
 cudaError_t LaunchMakeSamples(const SamplesLaunch& samples, cudaStream_t stream) {
+  const auto kernel = samples.posteriors != nullptr ? SamplesKernel<true> : SamplesKernel<false>;
   const int64_t elements = static_cast<int64_t>(samples.height) * samples.width * samples.channels;
-  const dim3 grid(static_cast<unsigned>((elements + 4 * kThreads - 1) / (4 * kThreads)),
-                  static_cast<unsigned>(samples.count));
-  SamplesKernel<<<grid, kThreads, 0, stream>>>(samples);
+  kernel<<<RowGrid(elements, samples.count), kThreads, 0, stream>>>(samples);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchNoise(uint64_t seed, const int32_t* step, const SampleRow* samples, int64_t rows,
+                        int64_t elements, float* out, cudaStream_t stream) {
+  NoiseKernel<<<RowGrid(elements, rows), kThreads, 0, stream>>>(seed, step, samples, elements, out);
   return cudaGetLastError();
 }
 
@@ -83,6 +148,11 @@ cudaError_t LaunchLoss(const float* output, const float* target, const SampleRow
                        cudaStream_t stream) {
   LossKernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(output, target, samples,
                                                                    elements, scale, loss, doutput);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchVarianceLoss(const VarianceLossLaunch& of, cudaStream_t stream) {
+  VarianceLossKernel<<<static_cast<unsigned>(of.rows), kThreads, 0, stream>>>(of);
   return cudaGetLastError();
 }
 

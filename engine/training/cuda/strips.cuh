@@ -11,10 +11,13 @@ namespace denoised::training::cuda {
 constexpr int kStripThreads = 256;
 constexpr int kMostSegments = 65535;  // of a grid
 
-/// V channels for each thread: eight, or one where channels are no vectors.
-template <int V>
+constexpr int kWideStrip = 64, kNarrowStrip = 32;  // narrow: threads of a wide one would be idle
+
+/// V channels for each thread: eight, or one where channels are no vectors. kWidth: channels of a
+/// strip.
+template <int V, int kWidth = V == 8 ? kWideStrip : kNarrowStrip>
 struct Strip {
-  static constexpr int kChannels = V == 8 ? 64 : 32;
+  static constexpr int kChannels = kWidth;
   static constexpr int kAcross = kChannels / V;           // threads along a line
   static constexpr int kLines = kStripThreads / kAcross;  // lines at a time
   static __device__ int Line() { return threadIdx.x / kAcross; }
@@ -25,6 +28,56 @@ struct Strip {
                 static_cast<unsigned>(parts), segments);
   }
 };
+inline int StripWidth(int channels, bool vectors) {
+  const int rest = channels % kWideStrip;
+  return vectors && (rest == 0 || rest > kNarrowStrip) ? kWideStrip : kNarrowStrip;
+}
+/// V channels of a line as they lie in memory, so that several loads take few registers. What is
+/// kF32 or single is kept as fp32.
+template <int V, denoised::cuda::Element kElement>
+struct Channels {
+  float values[V];
+  __device__ void Load(const denoised::cuda::Rows& rows, int64_t line, int column) {
+    denoised::cuda::LoadChannelsOf<V, kElement>(rows, line, column, values);
+  }
+  __device__ void Get(float (&v)[V]) const {
+#pragma unroll
+    for (int i = 0; i < V; ++i) v[i] = values[i];
+  }
+};
+template <>
+struct Channels<8, denoised::cuda::Element::kBf16> {
+  uint4 bits;
+  __device__ void Load(const denoised::cuda::Rows& rows, int64_t line, int column) {
+    bits = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(rows.data) +
+                                           line * rows.stride + column);
+  }
+  __device__ void Get(float (&v)[8]) const { denoised::cuda::UnpackBf16(bits, v); }
+};
+template <int V, denoised::cuda::Element kElement>
+__device__ inline void StoreChannelsOf(const denoised::cuda::Rows& rows, int64_t line, int column,
+                                       const float (&v)[V]) {
+  if constexpr (V == 8 && kElement == denoised::cuda::Element::kBf16) {
+    *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(rows.data) + line * rows.stride +
+                              column) = denoised::cuda::PackBf16(v);
+  } else {
+    denoised::cuda::StoreChannels<V>(rows, line, column, v);
+  }
+}
+
+/// Calls load(u, line) for kCount of a thread's lines, then use(u, line), so that their loads are
+/// in flight together.
+template <int kCount, int kStride, typename LoadAt, typename Use>
+__device__ void ForLines(int64_t begin, int64_t end, const LoadAt& load, const Use& use) {
+  for (int64_t line = begin; line < end; line += kCount * kStride) {
+#pragma unroll
+    for (int u = 0; u < kCount; ++u)
+      if (line + u * kStride < end) load(u, line + u * kStride);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u)
+      if (line + u * kStride < end) use(u, line + u * kStride);
+  }
+}
 
 struct Range {
   int64_t begin, end;

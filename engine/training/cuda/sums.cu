@@ -16,22 +16,26 @@ namespace {
 
 using namespace denoised::cuda;
 
-template <int V>
+template <int V, int kWidth, Element kElement>
 __global__ void __launch_bounds__(kStripThreads)
     ColumnSumsKernel(Rows x, int64_t lines, int channels, float* partial) {
-  using S = Strip<V>;
+  using S = Strip<V, kWidth>;
   __shared__ float shared[S::kLines][S::kChannels];
   const int column = S::Column();
   const Range range = RangeOf(lines, gridDim.y, blockIdx.y);
   const int64_t segment = blockIdx.z;
   float sums[V] = {};
   if (column < channels) {
-    for (int64_t line = range.begin + S::Line(); line < range.end; line += S::kLines) {
-      float v[V];
-      LoadChannels<V>(x, segment * lines + line, column, v);
+    Channels<V, kElement> loaded[8];
+    ForLines<8, S::kLines>(
+        range.begin + S::Line(), range.end,
+        [&](int u, int64_t line) { loaded[u].Load(x, segment * lines + line, column); },
+        [&](int u, int64_t) {
+          float v[V];
+          loaded[u].Get(v);
 #pragma unroll
-      for (int i = 0; i < V; ++i) sums[i] += v[i];
-    }
+          for (int i = 0; i < V; ++i) sums[i] += v[i];
+        });
   }
 #pragma unroll
   for (int i = 0; i < V; ++i) shared[S::Line()][S::Place() + i] = sums[i];
@@ -49,7 +53,7 @@ constexpr int kThreads = 256, kMostLevels = 32;
 /// kLeaves chunks of a split are read together: with one load at a time memory would wait for the
 /// threads. Reads follow one another; writes do not where the result is laid out otherwise, but
 /// they are fewer.
-template <int kLeaves>
+template <int kLeaves, int kSplits>
 __global__ void __launch_bounds__(kThreads)
     TreeSumKernel(const __grid_constant__ TreeSumLaunch sum) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -63,16 +67,30 @@ __global__ void __launch_bounds__(kThreads)
         pair % sum.taps;
   }
   const int64_t chunk_stride = sum.splits * sum.in_stride;
+  const int64_t group_stride = sum.in_group > 0 ? sum.in_group : sum.chunks * chunk_stride;
   for (int64_t group = blockIdx.y; group < sum.groups; group += gridDim.y) {
     // Completed subtrees, the largest first: as a binary counter of kLeaves chunks.
     float waiting[kMostLevels];
     int levels = 0;
     for (int64_t leaf = 0; leaf < sum.chunks / kLeaves; ++leaf) {
-      const float* from = sum.in + (group * sum.chunks + leaf * kLeaves) * chunk_stride + i;
+      const float* from = sum.in + group * group_stride + leaf * kLeaves * chunk_stride + i;
       float sums[kLeaves] = {};
-      for (int64_t split = 0; split < sum.splits; ++split, from += sum.in_stride) {
+      // Several splits are loaded together as well: of a bias they are many, and little else runs.
+      for (int64_t split = 0; split < sum.splits;
+           split += kSplits, from += kSplits * sum.in_stride) {
+        float values[kSplits][kLeaves];
 #pragma unroll
-        for (int chunk = 0; chunk < kLeaves; ++chunk) sums[chunk] += from[chunk * chunk_stride];
+        for (int s = 0; s < kSplits; ++s) {
+#pragma unroll
+          for (int chunk = 0; chunk < kLeaves; ++chunk)
+            values[s][chunk] =
+                split + s < sum.splits ? from[chunk * chunk_stride + s * sum.in_stride] : 0.0f;
+        }
+#pragma unroll
+        for (int s = 0; s < kSplits; ++s) {
+#pragma unroll
+          for (int chunk = 0; chunk < kLeaves; ++chunk) sums[chunk] += values[s][chunk];
+        }
       }
       float value = SumOf<kLeaves>([&](int chunk) { return sums[chunk]; });
       for (int64_t bits = leaf; bits & 1; bits >>= 1) value = waiting[--levels] + value;
@@ -88,6 +106,15 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <int kLeaves>
+void StartTreeSum(const TreeSumLaunch& sum, const dim3& grid, cudaStream_t stream) {
+  if (sum.splits >= 8) {
+    TreeSumKernel<kLeaves, 4><<<grid, kThreads, 0, stream>>>(sum);
+  } else {
+    TreeSumKernel<kLeaves, 1><<<grid, kThreads, 0, stream>>>(sum);
+  }
+}
+
 }  // namespace
 
 int PartsOf(int64_t lines) {
@@ -96,19 +123,22 @@ int PartsOf(int64_t lines) {
 
 cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int channels,
                              float* partial, cudaStream_t stream) {
+  const bool vectors = x.vector && channels % 8 == 0, bf16 = x.element == Element::kBf16;
+  const int width = StripWidth(channels, vectors);
+  const auto kernel = !vectors ? (bf16 ? ColumnSumsKernel<1, kNarrowStrip, Element::kBf16>
+                                       : ColumnSumsKernel<1, kNarrowStrip, Element::kF32>)
+                      : width == kWideStrip
+                          ? (bf16 ? ColumnSumsKernel<8, kWideStrip, Element::kBf16>
+                                  : ColumnSumsKernel<8, kWideStrip, Element::kF32>)
+                          : (bf16 ? ColumnSumsKernel<8, kNarrowStrip, Element::kBf16>
+                                  : ColumnSumsKernel<8, kNarrowStrip, Element::kF32>);
   for (int64_t first = 0; first < segments; first += kMostSegments) {
-    const Rows from = LinesFrom(x, first * lines);
     const auto count = static_cast<unsigned>(std::min<int64_t>(kMostSegments, segments - first));
-    float* to = partial + first * PartsOf(lines) * channels;
-    if (x.vector && channels % 8 == 0) {
-      ColumnSumsKernel<8>
-          <<<Strip<8>::Grid(channels, PartsOf(lines), count), kStripThreads, 0, stream>>>(
-              from, lines, channels, to);
-    } else {
-      ColumnSumsKernel<1>
-          <<<Strip<1>::Grid(channels, PartsOf(lines), count), kStripThreads, 0, stream>>>(
-              from, lines, channels, to);
-    }
+    const dim3 grid = width == kWideStrip
+                          ? Strip<8, kWideStrip>::Grid(channels, PartsOf(lines), count)
+                          : Strip<8, kNarrowStrip>::Grid(channels, PartsOf(lines), count);
+    kernel<<<grid, kStripThreads, 0, stream>>>(LinesFrom(x, first * lines), lines, channels,
+                                               partial + first * PartsOf(lines) * channels);
   }
   return cudaGetLastError();
 }
@@ -116,11 +146,11 @@ cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int
 cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((sum.count + kThreads - 1) / kThreads),
                   static_cast<unsigned>(std::min<int64_t>(sum.groups, kMostSegments)));
-  const auto kernel = sum.chunks >= 8   ? TreeSumKernel<8>
-                      : sum.chunks == 4 ? TreeSumKernel<4>
-                      : sum.chunks == 2 ? TreeSumKernel<2>
-                                        : TreeSumKernel<1>;
-  kernel<<<grid, kThreads, 0, stream>>>(sum);
+  const auto start = sum.chunks >= 8   ? StartTreeSum<8>
+                     : sum.chunks == 4 ? StartTreeSum<4>
+                     : sum.chunks == 2 ? StartTreeSum<2>
+                                       : StartTreeSum<1>;
+  start(sum, grid, stream);
   return cudaGetLastError();
 }
 

@@ -257,7 +257,7 @@ class Card {
     } else if (job.state === "queued") {
       const {position, ahead, start, total, at} = job.queue;
       const left = (seconds) => Math.max(0, seconds - (performance.now() - at) / 1000);
-      text = position > 0 ? `Queued with ${count(position, "request")} (${count(ahead, "picture")})` : "Next";
+      text = position > 0 ? `Queued behind ${count(position, "request")} (${count(ahead, "picture")})` : "Next";
       if (start !== undefined && left(start) >= 1) text += `, starts in ${duration(left(start))}`;
       if (total !== undefined && left(total) >= 1) text += `, done in ${duration(left(total))}`;
     } else if (job.state === "running") {
@@ -270,7 +270,8 @@ class Card {
     } else if (job.state === "cancelled") {
       text = "Cancelled";
     }
-    if (job.reason === "Cancelling" && job.running) text = "Cancelling…";
+    if (job.cancelling && job.running) text = "Cancelling…";
+    if (job.notCancelled && job.running) text += `. Not cancelled: ${sentence(job.notCancelled)}`;
     this.status.textContent = text;
   }
 
@@ -309,7 +310,9 @@ class Card {
     });
     feed.changed(job);
     this.buttons();
-    const news = {done: `${count(job.images.length, "picture")} drawn: ${feed.title(job)}`,
+    const news = job.running && job.cancelling ? "Cancelling"
+      : job.running && job.notCancelled ? `Not cancelled: ${sentence(job.notCancelled)}`
+      : {done: `${count(job.images.length, "picture")} drawn: ${feed.title(job)}`,
       failed: `Failed: ${job.error && job.error.message}`, cancelled: "Cancelled",
       queued: "In the queue", waiting: job.state === "waiting" && `${sentence(job.reason)} Trying again`}[job.state];
     if (news && news !== this.said) {

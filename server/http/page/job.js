@@ -36,6 +36,8 @@ export class Job {
     this.restarts = 0;
     this.begun = false;
     this.reached = {};  // by kind of event and image, how far it was
+    this.cancelling = false;
+    this.notCancelled = "";  // why the server did not cancel it
     this.stopped = new AbortController();
   }
 
@@ -67,7 +69,7 @@ export class Job {
         }
         throw new ApiError(0, "UNAVAILABLE", "The connection broke.");
       } catch (error) {
-        if (this.stopped.signal.aborted) return this.end("cancelled");
+        if (this.stopped.signal.aborted) return;
         if (!(error instanceof ApiError)) {
           error = new ApiError(0, "UNAVAILABLE", "The connection broke.");  // in the middle of a read
         }
@@ -90,11 +92,12 @@ export class Job {
         }
         if (error.retryAfter !== null) pause += Math.min(error.retryAfter, 30);
         this.state = "waiting";
+        this.notCancelled = "";
         this.reason = error.message;
         this.onchange(this);
         ++attempt;
         await sleep(pause);
-        if (this.stopped.signal.aborted) return this.end("cancelled");
+        if (this.stopped.signal.aborted) return;
       }
     }
     this.end("failed", new ApiError(0, "UNAVAILABLE", this.reason));
@@ -156,15 +159,32 @@ export class Job {
     this.onchange(this);
   }
 
-  /** Ends it on the server before its next evaluation. */
+  /** Follows it no longer. */
+  stop(error = null) {
+    this.stopped.abort();
+    if (this.running) this.end(error ? "failed" : "cancelled", error);
+  }
+
+  /** Ends it on the server before its next evaluation. If the server refuses, the job goes on, and
+      `notCancelled` says why. */
   async cancel() {
     if (!this.begun) return this.end("cancelled");
-    this.reason = "Cancelling";
+    this.cancelling = true;
+    this.notCancelled = "";
+    this.onchange(this);
     try {
       await post(`/v1/jobs/${encodeURIComponent(this.id)}/cancel`);
-      setTimeout(() => this.running && this.stopped.abort(), 2000);  // the stream says it, or nobody
-    } catch {
-      this.stopped.abort();
+      setTimeout(() => this.stop(), 2000);  // the stream says it, or nobody
+    } catch (error) {
+      this.cancelling = false;
+      if (error.status === "NOT_FOUND") return this.stop();  // the server has no such job
+      if (["queued", "running"].includes(this.state)) {
+        this.notCancelled = error.message;
+        return this.onchange(this);
+      }
+      // There is no stream that would tell how it ends.
+      this.stop(new ApiError(error.http, error.status,
+        `The server may still draw this, as it was not told to stop: ${error.message}`));
     }
   }
 

@@ -4,6 +4,7 @@ break. Without input and output, so that both kinds of client share it."""
 
 from __future__ import annotations
 
+import enum
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 from denoised.v1 import image_generation_pb2 as pb
@@ -15,21 +16,42 @@ from .types import Completed, Event, Image, ImageReady, Params, Preview, Progres
 from .types import Started
 
 
+class News(enum.Enum):
+    """What an event says that was not known."""
+
+    NONE = 0
+    PLACE = 1
+    """Another place in the queue, but none further in front than any before."""
+    FURTHER = 2
+    """The request has come further."""
+
+
 class SeenEvents:
     """The events that the caller has received. A stream that is retried repeats them."""
 
     def __init__(self) -> None:
-        self._queued = self._started = False
+        self._started = False
+        self._place: Optional[Tuple[int, int]] = None  # requests and images in front
+        self._foremost: Optional[Tuple[int, int]] = None
         self._evaluations_done = -1
         self._previews: Dict[int, int] = {}  # latest evaluation by image
         self._images: Set[int] = set()
 
-    def add(self, event: Event) -> bool:
-        """Whether `event` is new; it is seen from then on. Progress and previews of a second server
-        are not new until it is further than the first one was."""
-        if isinstance(event, Queued):
-            new, self._queued = not self._queued, True
-            return new
+    def add(self, event: Event) -> News:
+        """What `event` says that was not known; it is known from then on. Progress and previews of a
+        second server are not new until it is further than the first one was."""
+        if not isinstance(event, Queued):
+            return News.FURTHER if self._is_further(event) else News.NONE
+        place = (event.position, event.images_ahead)
+        if self._started or place == self._place:
+            return News.NONE
+        self._place = place
+        if self._foremost is not None and place >= self._foremost:
+            return News.PLACE
+        self._foremost = place
+        return News.FURTHER
+
+    def _is_further(self, event: Event) -> bool:
         if isinstance(event, Started):
             new, self._started = not self._started, True
             return new
@@ -83,9 +105,11 @@ class StreamState:
             return None
         if isinstance(event, (Queued, Completed)):
             self.params = event.params
-        if not self._seen.add(event):
+        news = self._seen.add(event)
+        if news is News.NONE:
             return None
-        self.attempts.renew()
+        if news is News.FURTHER:
+            self.attempts.renew()
         if isinstance(event, ImageReady):
             self._images[event.image.index] = event.image
         if isinstance(event, Completed):

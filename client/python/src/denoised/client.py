@@ -143,7 +143,7 @@ class Jobs:
     def watch(self, request_id: str, *, after: int = 0, timeout: Optional[float] = None,
               metadata: Optional[Metadata] = None, traceparent: Optional[str] = None) -> Stream:
         """The events of a job after number `after` that the server keeps (every image, the latest
-        progress and previews), then as they happen."""
+        place in the queue, progress and previews), then as they happen."""
         self._client._connection.check_single(JOBS)
         watch = pb.WatchJobRequest(request_id=request_id, after_sequence=after)
         return Stream(self._client, self._client._stream_state(None, watch, timeout, metadata,

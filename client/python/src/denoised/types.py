@@ -270,7 +270,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Queued(Event):
-    """The request was accepted and waits."""
+    """The request was accepted and waits. Comes again when its place in the queue has changed."""
 
     params: Params
     images_ahead: int

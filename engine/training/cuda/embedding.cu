@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradient of a table: sums over the lines of each entry. Most entries have no line, and one,
+// the padding of captions, has most of them.
+//
+// Policy. Lines of a chunk are sorted by entry, those of one entry in their order. Then blocks sum
+// pieces of kPiece sorted lines, and other blocks the pieces of each entry, chunk by chunk. So what
+// is added in which order depends on the chunk's own indices alone, and no block walks many lines.
+
+#include <algorithm>
+
+#include "engine/training/cuda/launch.h"
+#include "engine/training/cuda/strips.cuh"
+
+namespace denoised::training::cuda {
+namespace {
+
+using namespace denoised::cuda;
+
+constexpr int kThreads = 256, kPiece = 32, kMostLevels = 32;
+
+/// sorted[chunk, place] = {entry, line}. A line's place is the number of those before it, so no
+/// thread waits for another.
+__global__ void __launch_bounds__(kThreads)
+    SortKernel(const int32_t* index, int64_t chunk_lines, int2* sorted) {
+  __shared__ int32_t tile[kThreads];
+  const int32_t* from = index + blockIdx.y * chunk_lines;
+  const int64_t line = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int32_t entry = line < chunk_lines ? from[line] : 0;
+  int64_t place = 0;
+  for (int64_t first = 0; first < chunk_lines; first += kThreads) {
+    __syncthreads();
+    if (first + threadIdx.x < chunk_lines) tile[threadIdx.x] = from[first + threadIdx.x];
+    __syncthreads();
+    const int count = static_cast<int>(min(static_cast<int64_t>(kThreads), chunk_lines - first));
+    // Of the lines with the same entry, only those that come earlier.
+    const int earlier = static_cast<int>(max(int64_t{0}, min(int64_t{count}, line - first)));
+    int before = 0;
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) before += tile[i] < entry || (tile[i] == entry && i < earlier);
+    place += before;
+  }
+  if (line < chunk_lines)
+    sorted[blockIdx.y * chunk_lines + place] = make_int2(entry, static_cast<int>(line));
+}
+
+/// A thread sums a channel of the piece's lines, run by run of equal entries, and leaves each sum
+/// at the first place of its run: sums[chunk, place, channel].
+__global__ void __launch_bounds__(kThreads)
+    PiecesKernel(const __grid_constant__ EmbeddingBackwardLaunch embedding) {
+  __shared__ int2 places[kPiece];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kPiece;
+  const int64_t chunk = blockIdx.z * embedding.chunk_lines;
+  const int count = static_cast<int>(min(int64_t{kPiece}, embedding.chunk_lines - first));
+  if (static_cast<int>(threadIdx.x) < count)
+    places[threadIdx.x] = embedding.sorted[chunk + first + threadIdx.x];
+  __syncthreads();
+  const int channel = blockIdx.y * kThreads + threadIdx.x;
+  if (channel >= embedding.dim) return;
+  float values[kPiece];
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i)
+    values[i] = i < count ? Load(embedding.dout, chunk + places[i].y, channel) : 0.0f;
+  float sum = 0;
+#pragma unroll
+  for (int i = kPiece - 1; i >= 0; --i) {  // backwards: a run ends where its first place is
+    if (i >= count) continue;
+    sum += values[i];
+    if (i > 0 && places[i - 1].x == places[i].x) continue;
+    embedding.sums[(chunk + first + i) * embedding.dim + channel] = sum;
+    sum = 0;
+  }
+}
+
+/// The first place of a chunk whose entry is at least `entry`.
+__device__ int FirstPlace(const int2* sorted, int64_t count, int entry) {
+  int64_t low = 0, high = count;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (sorted[middle].x < entry) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return static_cast<int>(low);
+}
+
+/// Σ over the pieces of a chunk's run [begin, end) of an entry, of this thread's share of them.
+template <int V>
+__device__ void AddPieces(const EmbeddingBackwardLaunch& embedding, const Rows& sums, int64_t chunk,
+                          int begin, int end, int column, float (&sum)[V]) {
+  // Pieces begin at multiples of kPiece, the first where the run does.
+  const int first = begin / kPiece;
+  for (int piece = first + Strip<V>::Line(); piece * kPiece < end; piece += Strip<V>::kLines) {
+    float v[V];
+    LoadChannelsOf<V, Element::kF32>(
+        sums, chunk * embedding.chunk_lines + max(begin, piece * kPiece), column, v);
+#pragma unroll
+    for (int i = 0; i < V; ++i) sum[i] += v[i];
+  }
+}
+
+template <int V>
+__global__ void __launch_bounds__(kStripThreads)
+    EntriesKernel(const __grid_constant__ EmbeddingBackwardLaunch embedding) {
+  using S = Strip<V>;
+  __shared__ int bounds[kStripThreads];  // of chunks: begin, end
+  __shared__ float shared[S::kLines][S::kChannels];
+  const Rows sums = {embedding.sums, embedding.dim, Element::kF32, V == 8};
+  const int column = S::Column(), thread = static_cast<int>(threadIdx.x);
+  const int64_t chunks = embedding.lines / embedding.chunk_lines;
+  for (int entry = blockIdx.y; entry < embedding.entries; entry += gridDim.y) {
+    float waiting[kMostLevels];  // of this thread's channel, as in TreeSumKernel
+    int levels = 0;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const int at = static_cast<int>(chunk % (kStripThreads / 2)) * 2;
+      __syncthreads();  // nobody reads `shared`, nor the bounds that are replaced
+      if (at == 0) {
+        const int64_t of = chunk + thread / 2;
+        if (of < chunks)
+          bounds[thread] = FirstPlace(embedding.sorted + of * embedding.chunk_lines,
+                                      embedding.chunk_lines, entry + thread % 2);
+        __syncthreads();
+      }
+      const int begin = bounds[at], end = bounds[at + 1];
+      float value = 0;
+      if (begin < end) {  // the same for all threads
+        float sum[V] = {};
+        if (column < embedding.dim) AddPieces<V>(embedding, sums, chunk, begin, end, column, sum);
+#pragma unroll
+        for (int i = 0; i < V; ++i) shared[S::Line()][S::Place() + i] = sum[i];
+        __syncthreads();
+        if (thread < S::kChannels)
+          value = SumOf<S::kLines>([&](int line) { return shared[line][thread]; });
+      }
+      for (int64_t bits = chunk; bits & 1; bits >>= 1) value = waiting[--levels] + value;
+      waiting[levels++] = value;
+    }
+    const int channel = blockIdx.x * S::kChannels + thread;
+    if (thread < S::kChannels && channel < embedding.dim)
+      embedding.dtable[static_cast<int64_t>(entry) * embedding.dim + channel] = waiting[0];
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchEmbeddingBackward(const EmbeddingBackwardLaunch& embedding, cudaStream_t stream) {
+  const int64_t lines = embedding.chunk_lines;
+  const auto chunks = static_cast<unsigned>(embedding.lines / lines);
+  const auto blocks = [](int64_t count, int each) {
+    return static_cast<unsigned>((count + each - 1) / each);
+  };
+  SortKernel<<<dim3(blocks(lines, kThreads), chunks), kThreads, 0, stream>>>(embedding.index, lines,
+                                                                             embedding.sorted);
+  PiecesKernel<<<dim3(blocks(lines, kPiece), blocks(embedding.dim, kThreads), chunks), kThreads, 0,
+                 stream>>>(embedding);
+  const int entries = std::min(embedding.entries, kMostSegments);
+  if (embedding.dim % 8 == 0) {
+    EntriesKernel<8>
+        <<<Strip<8>::Grid(embedding.dim, entries, 1), kStripThreads, 0, stream>>>(embedding);
+  } else {
+    EntriesKernel<1>
+        <<<Strip<1>::Grid(embedding.dim, entries, 1), kStripThreads, 0, stream>>>(embedding);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace denoised::training::cuda
