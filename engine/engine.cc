@@ -427,12 +427,9 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   info->architecture = directory.unet().class_name;
   info->pipeline = directory.pipeline_class;
   info->parameters = pipeline.parameters;
-  // A CPU's activations are fp32 whatever it multiplies in.
-  const DType wide =
-      backend->device() == Device::kCpu ? options_.cpu_dtype : backend->activation_dtype();
-  info->precision = files.precision == Precision::kFp8 ? "fp8"
-                    : wide == DType::kBF16             ? "bf16"
-                                                       : "fp32";
+  info->precision = files.precision == Precision::kFp8         ? "fp8"
+                    : backend->product_dtype() == DType::kBF16 ? "bf16"
+                                                               : "fp32";
   info->height = traits.height * codec.factor;
   info->width = traits.width * codec.factor;
   info->size_multiple = traits.size_multiple * codec.factor;

@@ -42,6 +42,16 @@ class Random {
   uint64_t state_;
 };
 
+// Of prompts. Five bits a word: eight words in a row are hardly ever drawn twice.
+constexpr std::string_view kWords[] = {
+    "a",      "the",      "red",    "small",  "old",    "golden", "quiet", "wooden",
+    "cat",    "mountain", "river",  "city",   "apple",  "robot",  "bird",  "garden",
+    "under",  "beside",   "with",   "in",     "of",     "above",  "light", "shadow",
+    "winter", "evening",  "bright", "detail", "sketch", "photo",  "oil",   "colour",
+};
+static_assert(std::size(kWords) == 32);
+constexpr Range<int> kDefaultWords = {8, 20};
+
 template <typename T>
 std::optional<T> ParseNumber(std::string_view text) {
   T value{};
@@ -84,6 +94,11 @@ absl::Status Set(const std::string& key, const std::string& value, RequestKind* 
     (key == "name" ? kind->name : kind->model) = value;
     return value.empty() ? refuse("a name") : absl::OkStatus();
   }
+  if (key == "prompt" || key == "negative") {
+    (key == "prompt" ? kind->prompt : kind->negative) = value;
+    return absl::OkStatus();
+  }
+  if (key == "words") return positive(&kind->words);
   if (key == "steps") return positive(&kind->steps);
   if (key == "count") return positive(&kind->count);
   if (key == "weight") {
@@ -126,10 +141,10 @@ absl::Status Set(const std::string& key, const std::string& value, RequestKind* 
     return kind->cancel && kind->cancel->low >= 0 ? absl::OkStatus()
                                                   : refuse("seconds, or a range such as 0..1.5");
   }
-  return absl::InvalidArgumentError(
-      fmt::format("there is no key \"{}\"; use name, weight, model, steps, count, size, sampler, "
-                  "guidance, priority, previews, deadline or cancel",
-                  key));
+  return absl::InvalidArgumentError(fmt::format(
+      "there is no key \"{}\"; use name, weight, model, prompt, words, negative, steps, "
+      "count, size, sampler, guidance, priority, previews, deadline or cancel",
+      key));
 }
 
 /// One line of a trace.
@@ -188,6 +203,10 @@ nlohmann::json ToTrace(const Arrival& arrival) {
   nlohmann::json json = {{"at_seconds", arrival.at_seconds}, {"name", arrival.kind}};
   if (!generation.model.empty()) json["model"] = generation.model;
   if (generation.seed) json["seed"] = *generation.seed;
+  if (!generation.prompts.empty()) {
+    json["prompt"] = generation.prompts[0].text;
+    if (generation.prompts[0].negative) json["negative"] = *generation.prompts[0].negative;
+  }
   if (generation.steps) json["steps"] = *generation.steps;
   if (generation.count) json["count"] = *generation.count;
   if (generation.width) {
@@ -251,7 +270,7 @@ absl::Status Workload::Learn(const client::Client& client, const client::CallOpt
   for (const std::string& name : names) {
     const auto model = client.GetModel(name, options);
     if (!model.ok()) return model.status();
-    classes_[name] = model->limits.num_classes;
+    known_[name] = {model->limits.num_classes, model->capabilities.text};
   }
   return absl::OkStatus();
 }
@@ -286,8 +305,10 @@ std::optional<Arrival> Workload::Next() {
   generation.guidance_scale = kind->guidance;
   generation.priority = kind->priority;
   generation.format = format_;
-  if (const auto found = classes_.find(kind->model); found != classes_.end() && found->second > 0) {
-    const auto classes = static_cast<uint64_t>(found->second);
+  Known known;
+  if (const auto found = known_.find(kind->model); found != known_.end()) known = found->second;
+  if (known.classes > 0) {
+    const auto classes = static_cast<uint64_t>(known.classes);
     for (int i = 0; i < generation.count.value_or(1); ++i) {
       generation.class_labels.push_back(static_cast<int>((*generation.seed + i) % classes));
     }
@@ -295,6 +316,19 @@ std::optional<Arrival> Workload::Next() {
   if (kind->previews) arrival.preview = {.every_evaluations = kind->previews};
   arrival.deadline_seconds = kind->deadline;
   if (kind->cancel) arrival.cancel_seconds = random.In(*kind->cancel);
+  if (kind->prompt || kind->words || kind->negative || known.reads_text) {
+    client::Prompt& prompt = generation.prompts.emplace_back();
+    prompt.negative = kind->negative;
+    if (kind->prompt) {
+      prompt.text = *kind->prompt;
+    } else {
+      const int words = random.In(kind->words.value_or(kDefaultWords));
+      for (int i = 0; i < words; ++i) {
+        if (i > 0) prompt.text += ' ';
+        prompt.text += kWords[random.Bits() % std::size(kWords)];
+      }
+    }
+  }
   return arrival;
 }
 

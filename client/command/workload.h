@@ -28,6 +28,9 @@ struct RequestKind {
   double weight = 1;
   std::string model;
   std::optional<Range<int>> steps, count;
+  std::optional<std::string> prompt;  // of all
+  std::optional<Range<int>> words;    // of a prompt of each request's own
+  std::optional<std::string> negative;
   std::optional<std::pair<int, int>> size;  // pixels: width, height
   std::optional<client::Sampler> sampler;
   std::optional<double> guidance;
@@ -66,7 +69,8 @@ class Workload {
   static absl::StatusOr<Workload> FromTrace(const std::string& path, double speed, uint64_t seed);
 
   /// Asks the server what the models are. Images of models with labels then get the label that
-  /// their seed stands for: a server draws it at random. Errors: the server's.
+  /// their seed stands for: a server draws it at random. Requests to models that read text get a
+  /// prompt of 8 to 20 words where the mix names none. Errors: the server's.
   absl::Status Learn(const client::Client& client, const client::CallOptions& options);
   void set_format(client::ImageFormat format) { format_ = format; }
 
@@ -80,7 +84,11 @@ class Workload {
   const uint64_t seed_;
   std::vector<RequestKind> kinds_;         // of a mix; of a trace, one a line
   std::optional<std::vector<double>> at_;  // of a trace
-  std::map<std::string, int> classes_;     // by model
+  struct Known {
+    int classes = 0;
+    bool reads_text = false;
+  };
+  std::map<std::string, Known> known_;  // by model
   std::optional<client::ImageFormat> format_;
   uint64_t next_ = 0;
   double now_ = 0;

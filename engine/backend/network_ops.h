@@ -191,6 +191,8 @@ class NetworkOps {
   virtual ~NetworkOps() = default;
 
   virtual DType activation_dtype() const = 0;
+  /// To what layers that are not in e4m3 round their operands, at most.
+  virtual DType product_dtype() const { return activation_dtype(); }
   /// Whether layers may have an E4m3Layer::input_scale.
   virtual bool MultipliesE4m3() const { return false; }
 

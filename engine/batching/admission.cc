@@ -82,9 +82,10 @@ class Admission::Lane {
   /// Expected seconds of an evaluation; 0 before the first measurement. The cost of a bucket that
   /// was not measured is interpolated between its measured neighbours, because an evaluation takes
   /// a fixed time plus a time for each row. It is at most proportional to the smaller neighbour,
-  /// because the time of a row never grows with their number. More rows than the largest measured
-  /// bucket cost as much as that bucket: the estimate is then too low, so no deadline that can be
-  /// met is refused.
+  /// because the time of a row never grows with their number. Warm-up runs no bucket larger than
+  /// one that fills the device, so the cost of more rows than the largest measured bucket is
+  /// extrapolated from the two largest. If only one bucket was measured, they cost as much as that
+  /// bucket: the estimate is then too low, so no deadline that can be met is refused.
   double Cost(int rows) const {
     if (seconds.empty()) return OfOwnSize() * model->own_size->MeasuredCost(rows);
     return MeasuredCost(rows);
@@ -94,8 +95,8 @@ class Admission::Lane {
     const std::vector<int>& buckets = room.buckets;
     const auto padded = std::lower_bound(buckets.begin(), buckets.end(), rows);
     const int bucket = padded == buckets.end() ? rows : *padded;
-    const auto above = seconds.lower_bound(bucket);
-    if (above == seconds.end()) return seconds.rbegin()->second.seconds();
+    auto above = seconds.lower_bound(bucket);
+    if (above == seconds.end()) --above;
     const double slower = Least(above);
     if (above->first == bucket || above == seconds.begin()) return slower;
     const auto below = std::prev(above);

@@ -16,6 +16,9 @@ namespace {
 constexpr double kDecodeGain = 0.05;
 // Several images count as taking the time of one image if they take at most this much longer.
 constexpr double kOneImage = 1.1;
+// A run that takes this many seconds fills the device: with more rows, or images, the time of each
+// stays the same.
+constexpr double kFillsDevice = 0.03;
 constexpr EvaluationRow kPadding = {.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0};
 
 // Powers of two if rows are padded; otherwise every count is a bucket of its own.
@@ -139,7 +142,8 @@ absl::Status Evaluator::Allocate() {
   DENOISED_RETURN_IF_ERROR(
       reserve(slots * int64_t{sizeof(int32_t)}, options_.flag_downloads + options_.parks));
   DENOISED_RETURN_IF_ERROR(reserve(kRegisters * image_bytes, options_.parks));
-  if (options_.codec) DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, decodes * options_.decodes));
+  if (options_.codec)
+    DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, options_.max_decodes * options_.decodes));
   if (options_.preview_codec) DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, options_.previews));
   return backend_.status();
 }
@@ -272,6 +276,7 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
 absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
   const bool decodes = options_.codec && warming_decodes_ > 0;
   const bool preview = !decodes && options_.preview_codec && !preview_warm_;
+  if (!decodes && !preview && filled_) return CaptureNext();
   const int bucket = buckets_[warm_buckets_];
   const std::vector<EvaluationRow> padding(bucket, kPadding);
   const auto begin = backend_.Mark();
@@ -298,18 +303,27 @@ absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
     const bool gains =
         warming_decodes_ == 1 ||
         warmed.seconds <= (1 - kDecodeGain) * 2 * std::prev(decoding)->second.seconds;
-    if (!gains) {
-      decodings_.erase(decoding, decodings_.end());
-      warmed.seconds = -1;
-    }
-    warming_decodes_ =
-        gains && decodings_.contains(2 * warming_decodes_) ? 2 * warming_decodes_ : 0;
+    if (!gains) warmed.seconds = -1;
+    if (!gains || warmed.seconds >= kFillsDevice)
+      decodings_.erase(gains ? std::next(decoding) : decoding, decodings_.end());
+    warming_decodes_ = decodings_.contains(2 * warming_decodes_) ? 2 * warming_decodes_ : 0;
     return warmed;
   }
+  filled_ = warmed.seconds >= kFillsDevice;
   ++warm_buckets_;
   // Without padding all buckets run the same primitives row by row: warming up one is enough.
   warmed.more = CapabilitiesOf(backend_.device()).pads_rows && warm_buckets_ < buckets_.size();
   return warmed;
+}
+
+/// Captures the next bucket without running it, because that would take long. A request that runs
+/// it first finds cold caches, but does not wait for the capture.
+absl::StatusOr<Evaluator::Warmed> Evaluator::CaptureNext() {
+  const int bucket = buckets_[warm_buckets_++];
+  if (const auto graph = GraphFor(bucket);
+      !graph.ok() && !absl::IsResourceExhausted(graph.status()))
+    return graph.status();
+  return Warmed{.count = bucket, .seconds = -1, .more = warm_buckets_ < buckets_.size()};
 }
 
 Tensor Evaluator::SlotOf(const Tensor& per_slot, int slot) const {
@@ -469,15 +483,26 @@ std::unique_ptr<Download> Evaluator::DownloadState(int slot) {
   return backend_.BeginDownload(SlotOf(state_.x, slot));
 }
 
-int Evaluator::DecodesAtATime(int drawn, bool evaluations_wait) const {
-  if (!options_.codec) return drawn;
-  int most = std::min(drawn, 1);
-  const double one = decodings_.at(1).seconds;
-  for (const auto& [count, decoding] : decodings_) {
-    if (count > drawn || decoding.seconds < 0) break;
-    if (!evaluations_wait || decoding.seconds <= kOneImage * one) most = count;
+std::vector<int> Evaluator::Decodes(int drawn, double seconds) const {
+  if (drawn == 0) return {};
+  if (!options_.codec) return {drawn};
+  std::vector<int> calls;
+  int left = std::min(drawn, options_.max_decodes);
+  double allowed = std::max(seconds, kOneImage * decodings_.at(1).seconds);
+  while (left > 0) {
+    int most = calls.empty() ? 1 : 0;
+    for (const auto& [count, decoding] : decodings_) {
+      if (count > left || decoding.seconds < 0) break;
+      if (decoding.seconds <= allowed) most = count;
+    }
+    if (most == 0) break;
+    calls.push_back(most);
+    if (decodings_.at(most).seconds < 0) break;
+    left -= most;
+    seconds -= decodings_.at(most).seconds;
+    allowed = seconds;
   }
-  return most;
+  return calls;
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<Download>>> Evaluator::DownloadImages(

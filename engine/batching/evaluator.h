@@ -32,10 +32,10 @@ class Evaluator {
     int downloads = 0;                           // of states and predictions
     int flag_downloads = 0;                      // of DownloadNonfinite()
     int parks = 0;                               // of Parked images
-    int decodes = 0;                             // calls of DownloadImages() with a codec
+    int decodes = 0;                             // rounds of Decodes() with a codec
     int previews = 0;                            // calls of DownloadPreview()
     std::shared_ptr<const Codec> codec;          // null: the state is the image
-    int max_decodes = 1;                         // images that the codec decodes side by side
+    int max_decodes = 1;                         // images of one Decodes()
     std::shared_ptr<const Codec> preview_codec;  // a small one, for DownloadPreview(); may be null
     /// activations() of another evaluator of the backend, to use the same memory in turns. An
     /// evaluation then has as many rows as fit into it. If `least_rows` rows, or one image in the
@@ -61,10 +61,12 @@ class Evaluator {
     bool more = false;   // call again
   };
   /// Runs one evaluation of the next bucket, so that no request pays for its first: first one that
-  /// captures the graph, then a few that are measured (WarmRuns). Decoding comes before the
-  /// buckets: one image, and twice as many for as long as that is faster for each. Waits for the
-  /// device. One evaluation a call, so that evaluations of other models can run in between. Without
-  /// WarmUp(), graphs are captured when they are first needed.
+  /// captures the graph, then a few that are measured (WarmRuns). Buckets larger than one that
+  /// fills the device are captured but not run, so that large models do not run for seconds before
+  /// they serve. Decoding comes before the buckets: one image, and twice as many for as long as
+  /// that is faster for each and does not fill the device. Waits for the device. One evaluation a
+  /// call, so that evaluations of other models can run in between. Without WarmUp(), graphs are
+  /// captured when they are first needed.
   absl::StatusOr<Warmed> WarmUp();
 
   struct Start {
@@ -101,11 +103,12 @@ class Evaluator {
 
   /// The slot's state, or its predicted x0, at this point of the queue: F32 [H, W, C].
   std::unique_ptr<Download> DownloadState(int slot);
-  /// How many of `drawn` images DownloadImages() should decode at a time: the number with the
-  /// shortest time per image; if evaluations wait, the most that take no longer than one image.
-  int DecodesAtATime(int drawn, bool evaluations_wait) const;
-  /// The pixels of the slots' states. With a codec they are decoded first; pass at most
-  /// DecodesAtATime() slots then.
+  /// The sizes of the next calls of DownloadImages() for `drawn` images: each as large as is
+  /// fastest per image, and at most max_decodes images in total. The calls together take at most
+  /// `seconds`, but one image, or as many as take no longer than one, may always be decoded.
+  std::vector<int> Decodes(int drawn, double seconds) const;
+  /// The pixels of the slots' states. With a codec they are decoded first; pass as many slots as
+  /// Decodes() says then.
   absl::StatusOr<std::vector<std::unique_ptr<Download>>> DownloadImages(std::span<const int> slots);
   /// With a preview_codec: the slot's predicted x0, decoded by it, or the state times `scale`.
   absl::StatusOr<std::unique_ptr<Download>> DownloadPreview(int slot, bool predicted, float scale);
@@ -151,6 +154,7 @@ class Evaluator {
   size_t DecodeBytes(const Codec& codec, int images);
   absl::Status Decode(Decoding& decoding, const Codec& codec, const Tensor& latents);
   absl::Status DecodeImages(int count);
+  absl::StatusOr<Warmed> CaptureNext();
 
   Backend& backend_;
   std::shared_ptr<const Denoiser> denoiser_;
@@ -175,6 +179,7 @@ class Evaluator {
   size_t part_bytes_ = 0;  // of one worker, for rows computed in parts
   int workers_ = 0;
   size_t warm_buckets_ = 0;
+  bool filled_ = false;      // the bucket that was measured last fills the device
   int warming_decodes_ = 1;  // images side by side; 0: all are warm
   bool preview_warm_ = false;
   WarmRuns warm_runs_;  // of what WarmUp() measures

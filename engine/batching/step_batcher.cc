@@ -407,10 +407,14 @@ void StepBatcher::FreeEnded() {
       if (batch->slots[slot] && batch->slots[slot]->job->over) batch->Free(slot);
 }
 
+/// Whether images may join those in flight.
+bool StepBatcher::Admits(const Batch& batch) const {
+  return options_.batching == Batching::kStep || batch.active == 0;
+}
+
 absl::Status StepBatcher::Admit(Batch& batch) {
-  const bool whole_batches = options_.batching == Batching::kRequest;
-  if (whole_batches && batch.active > 0) return absl::OkStatus();
-  size_t may_park = whole_batches ? 0 : kParksPerEvaluation;
+  if (!Admits(batch)) return absl::OkStatus();
+  size_t may_park = options_.batching == Batching::kRequest ? 0 : kParksPerEvaluation;
   int slot = 0;
   std::vector<int> begun;  // slots
   while (const auto job = queue_.First(batch.lane, options_.device, batch.rows)) {
@@ -633,15 +637,34 @@ absl::Status StepBatcher::Preview(Batch& batch, Evaluated* evaluated) {
   return absl::OkStatus();
 }
 
-/// Pixels need no decoding, so these images leave at once. Latents are decoded: one image, or as
-/// many as take no longer than one; more if no evaluation waits.
+/// Whether an evaluation could be launched now. Images that wait for slots do not count if the
+/// slots are taken by images that wait to be decoded.
+bool StepBatcher::EvaluationsWait() const {
+  return std::any_of(batches_.begin(), batches_.end(), [&](const auto& batch) {
+    if (batch->rows > 0) return true;
+    if (!Admits(*batch)) return false;
+    const auto job = queue_.First(batch->lane, options_.device, 0);
+    return job && batch->HasRoom(*job);
+  });
+}
+
+/// Pixels need no decoding, so these images leave at once. Latents are decoded: as many images as
+/// take no longer than the evaluation, but at least one. If no evaluation could run before slots
+/// are free, max_decodes images are decoded; if no work waits at all, as many as is fastest per
+/// image, so that each image is reported soon.
 absl::Status StepBatcher::Decode(Batch& batch, Evaluated* evaluated) {
-  const bool evaluations_wait = queue_.HasWork(options_.device) ||
-                                std::any_of(batches_.begin(), batches_.end(),
-                                            [](const auto& each) { return each->rows > 0; });
-  const int count =
-      batch.evaluator->DecodesAtATime(static_cast<int>(batch.drawn.size()), evaluations_wait);
-  if (count == 0) return absl::OkStatus();
+  if (batch.drawn.empty()) return absl::OkStatus();
+  const bool evaluations_wait = EvaluationsWait();
+  std::vector<int> calls =
+      batch.evaluator->Decodes(static_cast<int>(batch.drawn.size()),
+                               evaluations_wait ? evaluated->charge.seconds : INFINITY);
+  if (!evaluations_wait && !queue_.HasWork(options_.device)) calls.resize(1);
+  for (const int count : calls) DENOISED_RETURN_IF_ERROR(DecodeNext(batch, count, evaluated));
+  return absl::OkStatus();
+}
+
+/// Decodes the first `count` of the waiting images together.
+absl::Status StepBatcher::DecodeNext(Batch& batch, int count, Evaluated* evaluated) {
   const std::vector<int> slots(batch.drawn.begin(), batch.drawn.begin() + count);
   Backend& backend = BackendOf(batch.model);
   StageRun run{.stage = Stage::kDecode, .count = count};

@@ -29,7 +29,7 @@ struct BatchedModel {
   std::shared_ptr<const Codec> codec;  // null: the state is the image
   ImageInput image_input = ImageInput::kNone;
   Conditioner::Encoders text_encoders;         // none: the model reads no text
-  int max_decodes = 1;                         // images that the codec decodes together
+  int max_decodes = 1;                         // images that are decoded after one evaluation
   LatentPreview preview;                       // with a codec
   std::shared_ptr<const Codec> preview_codec;  // for PreviewDecoder::kTiny; null: there is none
   int null_label = -1;  // the class of unconditional rows; −1: guidance is not offered
@@ -72,8 +72,8 @@ class StepBatcher {
 
   /// Takes memory for the model at its native size, in pixels, and for its prompts.
   absl::Status AddModel(const BatchedModel& model, int height, int width);
-  /// Runs one evaluation of the next row bucket, so that no request has to wait for it: first one
-  /// that captures the graph, then one that is measured. False after the last.
+  /// One step of warming up the prompts, then the decoder and the row buckets (see
+  /// Evaluator::WarmUp()), so that no request has to wait for it. False after the last.
   absl::StatusOr<bool> WarmUp(const std::string& model);
   /// Frees a model that has no jobs, and all its memory.
   absl::Status RemoveModel(const std::string& model);
@@ -105,10 +105,13 @@ class StepBatcher {
   int SlotsOfNewSize(const JobQueue::Size& size);
   bool EvictIdleBatch(const std::string* model);
   void EvictUnused();
+  bool EvaluationsWait() const;
   absl::Status Decode(Batch& batch, Evaluated* evaluated);
+  absl::Status DecodeNext(Batch& batch, int count, Evaluated* evaluated);
   absl::Status Preview(Batch& batch, Evaluated* evaluated);
   Backend& BackendOf(const BatchedModel& model) const;
   void FreeEnded();
+  bool Admits(const Batch& batch) const;
   absl::Status Admit(Batch& batch);
   std::vector<int> Victims(const Batch& batch, const Job& job, size_t most) const;
   size_t RoomToPark(const Batch& batch) const;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -46,5 +47,19 @@ class Safetensors {
 /// the disk refuses.
 absl::Status WriteSafetensors(const std::string& path, const std::map<std::string, Tensor>& tensors,
                               const std::map<std::string, std::string>& metadata);
+
+/// A tensor that is made while it is written.
+struct TensorType {
+  Shape shape;
+  DType dtype = DType::kF32;
+};
+/// Makes `count` elements of the tensor from element `first` on. May be called by several threads.
+using MakeElements =
+    std::function<void(const std::string& name, int64_t first, int64_t count, void* to)>;
+/// The same of tensors that need not fit into memory, made by `threads` threads.
+absl::Status WriteSafetensors(const std::string& path,
+                              const std::map<std::string, TensorType>& tensors,
+                              const std::map<std::string, std::string>& metadata,
+                              const MakeElements& make, int threads);
 
 }  // namespace denoised

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -19,6 +20,7 @@ struct Weights::State {
   std::set<std::string> used;
   std::optional<uint64_t> synthetic_seed;
   std::map<std::string, Shape> synthetic;  // what was asked for
+  bool drawn = true;                       // synthetic tensors have their numbers
   bool may_have_scales = false;
   std::optional<std::map<std::string, float>> scales;
   std::set<std::string> used_scales;
@@ -26,19 +28,47 @@ struct Weights::State {
 
 namespace {
 
+/// A synthetic tensor's numbers. From any number on, so that several threads may draw them.
+class SyntheticNumbers {
+ public:
+  SyntheticNumbers(uint64_t seed, const std::string& name, const Shape& shape, int64_t first = 0) {
+    const bool vector = shape.rank() < 2;
+    const double fan_in = vector ? 1 : static_cast<double>(shape.elements() / shape[0]);
+    spread_ = vector ? 0.5f : static_cast<float>(std::sqrt(3.0 / fan_in));
+    center_ = vector && !name.ends_with("bias") ? 1.0f : 0.0f;
+    state_ = seed;
+    for (const char c : name) state_ = (state_ ^ static_cast<uint8_t>(c)) * 0x100000001b3u;  // FNV
+    // `first` steps of the generator as one, by squaring.
+    uint64_t factor = kFactor, summand = kSummand;
+    for (auto steps = static_cast<uint64_t>(first); steps > 0; steps >>= 1) {
+      if (steps & 1) state_ = state_ * factor + summand;
+      summand += factor * summand;
+      factor *= factor;
+    }
+  }
+  float Next() {
+    state_ = state_ * kFactor + kSummand;
+    return center_ + spread_ * (static_cast<float>(state_ >> 40) * 0x1p-23f - 1.0f);
+  }
+
+ private:
+  static constexpr uint64_t kFactor = 6364136223846793005u;  // Knuth's MMIX generator
+  static constexpr uint64_t kSummand = 1442695040888963407u;
+  uint64_t state_;
+  float spread_, center_;
+};
+
 Tensor SyntheticTensor(uint64_t seed, const std::string& name, const Shape& shape) {
   Tensor tensor = Tensor::Host(shape, DType::kF32);
-  const bool vector = shape.rank() < 2;
-  const double fan_in = vector ? 1 : static_cast<double>(shape.elements() / shape[0]);
-  const float spread = vector ? 0.5f : static_cast<float>(std::sqrt(3.0 / fan_in));
-  const float center = vector && !name.ends_with("bias") ? 1.0f : 0.0f;
-  uint64_t state = seed;
-  for (const char c : name) state = (state ^ static_cast<uint8_t>(c)) * 0x100000001b3u;  // FNV-1a
-  for (float& value : tensor.span<float>()) {
-    state = state * 6364136223846793005u + 1442695040888963407u;  // Knuth's MMIX generator
-    value = center + spread * (static_cast<float>(state >> 40) * 0x1p-23f - 1.0f);
-  }
+  SyntheticNumbers numbers(seed, name, shape);
+  for (float& value : tensor.span<float>()) value = numbers.Next();
   return tensor;
+}
+
+Tensor Zeros(const Shape& shape) {
+  void* const data = std::calloc(static_cast<size_t>(shape.elements()), sizeof(float));
+  DENOISED_CHECK(data != nullptr, "no memory for {}", shape.ToString());
+  return Tensor(data, shape, DType::kF32, Device::kCpu, std::shared_ptr<void>(data, std::free));
 }
 
 /// Characters that two names share at their beginnings and ends. The name in a checkpoint usually
@@ -102,6 +132,12 @@ Weights Weights::Synthetic(uint64_t seed) {
   return weights;
 }
 
+Weights Weights::SyntheticToWrite(uint64_t seed) {
+  Weights weights = Synthetic(seed);
+  weights.state_->drawn = false;
+  return weights;
+}
+
 Weights::Weights(std::shared_ptr<State> state, std::string prefix)
     : state_(std::move(state)), prefix_(std::move(prefix)) {}
 
@@ -132,6 +168,7 @@ absl::StatusOr<Tensor> Weights::Get(std::string_view name, const Shape& shape) c
 absl::StatusOr<Tensor> Weights::GetOptional(std::string_view name, const Shape& shape) const {
   if (state_->synthetic_seed) {
     state_->synthetic.insert_or_assign(Full(name), shape);
+    if (!state_->drawn) return Zeros(shape);
     return SyntheticTensor(*state_->synthetic_seed, Full(name), shape);
   }
   const auto& tensors = state_->tensors.tensors();
@@ -150,11 +187,20 @@ absl::StatusOr<Tensor> Weights::GetOptional(std::string_view name, const Shape& 
   return tensor;
 }
 
-absl::Status Weights::WriteSynthetic(const std::string& path) const {
-  std::map<std::string, Tensor> tensors;
-  for (const auto& [name, shape] : state_->synthetic)
-    tensors.emplace(name, SyntheticTensor(*state_->synthetic_seed, name, shape));
-  return WriteSafetensors(path, tensors, {});
+absl::Status Weights::WriteSynthetic(const std::string& path, DType dtype, int threads) const {
+  DENOISED_CHECK(IsFloat(dtype), "{}", Name(dtype));
+  std::map<std::string, TensorType> types;
+  for (const auto& [name, shape] : state_->synthetic) types[name] = {shape, dtype};
+  const auto draw = [&](const std::string& name, int64_t first, int64_t count, void* to) {
+    SyntheticNumbers numbers(*state_->synthetic_seed, name, state_->synthetic.at(name), first);
+    const auto fill = [&](auto* values, auto convert) {
+      for (int64_t i = 0; i < count; ++i) values[i] = convert(numbers.Next());
+    };
+    if (dtype == DType::kF32) fill(static_cast<float*>(to), [](float value) { return value; });
+    if (dtype == DType::kF16) fill(static_cast<uint16_t*>(to), FloatToHalf);
+    if (dtype == DType::kBF16) fill(static_cast<uint16_t*>(to), FloatToBFloat16);
+  };
+  return WriteSafetensors(path, types, {}, draw, threads);
 }
 
 absl::Status Weights::CheckAllUsed() const {

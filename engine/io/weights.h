@@ -27,6 +27,9 @@ class Weights {
   /// keep their scale, biases in ±0.5, other vectors in 1 ± 0.5, from (seed, name) alone. For
   /// benchmarks and tests of architectures without a checkpoint.
   static Weights Synthetic(uint64_t seed);
+  /// The same, but all are zeros, which take memory only where they are read: a model loaded with
+  /// them on a CountingBackend says what WriteSynthetic() is to write.
+  static Weights SyntheticToWrite(uint64_t seed);
 
   Weights operator/(std::string_view name) const;
   Weights operator/(int index) const;
@@ -60,9 +63,10 @@ class Weights {
   const std::string& prefix() const { return prefix_; }
   const std::string& file() const;
 
-  /// Writes the synthetic tensors that were read so far as a safetensors file. Internal if the file
-  /// cannot be written.
-  absl::Status WriteSynthetic(const std::string& path) const;
+  /// Writes the synthetic tensors that were read so far as a safetensors file, in F32, F16 or BF16.
+  /// Each number is drawn as it is written. Internal if the file cannot be written.
+  absl::Status WriteSynthetic(const std::string& path, DType dtype = DType::kF32,
+                              int threads = 1) const;
 
   /// InvalidArgument naming tensors or scales that nobody read: the config and the weights do not
   /// belong together. Call once on the root after the model was built.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/batching/evaluator.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -120,6 +121,96 @@ TEST(Evaluator, DecodesPreviews) {
         EXPECT_EQ(preview.as<float>()[y * 2 * kSize + x],
                   scale * from.as<float>()[y / 2 * kSize + x / 2]);
   }
+}
+
+/// A GPU that computes nothing: so many seconds for each row of an evaluation, or image decoded.
+class TimedBackend final : public CountingBackend {
+ public:
+  TimedBackend(double row_seconds, double image_seconds)
+      : CountingBackend(Device::kCuda, DType::kF32),
+        row_seconds_(row_seconds),
+        image_seconds_(image_seconds) {}
+
+  std::vector<int> captured, launched;  // rows of evaluations
+  std::vector<int> decoded;             // images of runs of the codec
+
+  absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {
+    rows_ = images_ = 0;
+    auto graph = CountingBackend::Capture(body);
+    if (rows_ > 0) captured.push_back(rows_);
+    counts_[graph->get()] = {rows_, images_};
+    return graph;
+  }
+  void Advance(const AdvanceArgs& args) override {
+    rows_ = static_cast<int>(args.rows.dim(0));
+    CountingBackend::Advance(args);
+  }
+  void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override {
+    images_ = static_cast<int>(x.dim(0));
+    CountingBackend::Resample2x(kind, x, out);
+  }
+  void Launch(Graph& graph) override {
+    const auto [rows, images] = counts_.at(&graph);
+    (rows > 0 ? launched : decoded).push_back(rows + images);
+    now_ += row_seconds_ * rows + image_seconds_ * images;
+  }
+  std::unique_ptr<Marker> Mark() override { return std::make_unique<Moment>(now_); }
+
+ private:
+  struct Moment final : Marker {
+    explicit Moment(double seconds) : seconds(seconds) {}
+    bool reached() override { return true; }
+    absl::Status Wait() override { return absl::OkStatus(); }
+    double SecondsSince(const Marker& earlier) override {
+      return seconds - static_cast<const Moment&>(earlier).seconds;
+    }
+    const double seconds;
+  };
+
+  const double row_seconds_, image_seconds_;
+  double now_ = 0;
+  int rows_ = 0, images_ = 0;
+  std::map<const Graph*, std::pair<int, int>> counts_;
+};
+
+// Warm-up of a large model would run for seconds if each bucket were run.
+TEST(Evaluator, WarmUpRunsNoBucketBeyondOneThatFillsTheDevice) {
+  using ::testing::ElementsAre;
+  const auto warm = [](TimedBackend& backend) {
+    const auto evaluator = Evaluator::Create(backend, std::make_shared<FakeDenoiser>(4, 1, 0),
+                                             {.height = 4,
+                                              .width = 4,
+                                              .max_rows = 48,
+                                              .slots = 8,
+                                              .max_evaluations = 1,
+                                              .decodes = 1,
+                                              .codec = std::make_shared<FakeCodec>(1),
+                                              .max_decodes = 8})
+                               .value();
+    std::vector<std::pair<int, bool>> measured;  // rows
+    for (bool more = true; more;) {
+      const Evaluator::Warmed warmed = evaluator->WarmUp().value();
+      if (warmed.stage == Stage::kDenoise) measured.emplace_back(warmed.count, warmed.seconds >= 0);
+      more = warmed.more;
+    }
+    return measured;
+  };
+  TimedBackend large(0.01, 0.1);
+  // One run that captures, then three that are measured.
+  const std::pair one{1, false}, two{2, false}, four{4, false};
+  EXPECT_THAT(warm(large),
+              ElementsAre(one, one, one, std::pair{1, true}, two, two, two, std::pair{2, true},
+                          four, four, four, std::pair{4, true}, std::pair{8, false},
+                          std::pair{16, false}, std::pair{32, false}, std::pair{48, false}));
+  EXPECT_THAT(large.captured, ElementsAre(1, 2, 4, 8, 16, 32, 48));
+  EXPECT_THAT(large.launched, ElementsAre(1, 1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 4))
+      << "four rows take 0.04 s";
+  EXPECT_THAT(large.decoded, ElementsAre(1, 1, 1, 1));
+  TimedBackend small(0.0001, 0.001);
+  warm(small);
+  EXPECT_THAT(small.launched, ElementsAre(1, 1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8, 16, 16,
+                                          16, 16, 32, 32, 32, 32, 48, 48, 48, 48));
+  EXPECT_THAT(small.decoded, ElementsAre(1, 1, 1, 1, 2, 2, 2, 2)) << "two images gain nothing";
 }
 
 TEST(EvaluatorDeathTest, TakesNoMoreRowsThanItHasMemoryFor) {

@@ -351,6 +351,34 @@ TEST(Estimates, AreNeverMoreThanProportionalToAMeasuredOne) {
   EXPECT_NEAR(*estimate.total_seconds, 0.02, 1e-6);
 }
 
+TEST(Estimates, OfMoreRowsThanWereMeasuredGoOnAtTheSamePace) {
+  Simulation simulation({});
+  Admission admission({});
+  Admission::Lane* const lane =
+      admission.Open("fake", Simulation::kSize, Simulation::kSize,
+                     {.rows = 16, .slots = 16, .buckets = {1, 2, 4, 8, 16}});
+  const auto seconds = [&](int count) {
+    Estimate estimate;
+    const auto ticket = admission.Enter(1, simulation.Job({.steps = 1, .count = count}),
+                                        simulation.clock.now, &estimate);
+    EXPECT_TRUE(ticket.ok());
+    admission.Withdraw(**ticket);
+    admission.Left(**ticket, 0, EndReason::kCancelled);
+    return *estimate.total_seconds;
+  };
+  admission.Measured(*lane, 2, 0.25);
+  EXPECT_EQ(seconds(16), 0.25) << "of one bucket, nothing is known of more rows";
+  admission.Measured(*lane, 4, 0.375);
+  EXPECT_EQ(seconds(8), 0.625);
+  EXPECT_EQ(seconds(16), 1.125);
+  admission.Measured(*lane, 16, -1);  // captured alone
+  EXPECT_EQ(seconds(16), 1.125);
+  for (int i = 0; i < 2; ++i) admission.Measured(*lane, 2, 9.0);
+  EXPECT_EQ(seconds(16), 0.375) << "two rows were disturbed, because four take less";
+  admission.Measured(*lane, 16, 1.0);
+  EXPECT_EQ(seconds(16), 1.0);
+}
+
 TEST(Estimates, AreOfTheBucketThatRowsArePaddedTo) {
   Simulation simulation({});
   Admission admission({});
@@ -704,6 +732,48 @@ TEST(Decoding, IsSideBySideWhereThatIsFasterAndNobodyWaits) {
   EXPECT_THAT(DecodedTogether([](int images) { return images <= 2 ? 0.01 : 0.01 * images; }, false),
               ElementsAre(2, 2, 2, 2));
   EXPECT_EQ(one, many);
+}
+
+/// Beside evaluations that take longer, more images are decoded than one.
+TEST(Decoding, TakesAsLongAsTheEvaluationBeforeIt) {
+  using ::testing::ElementsAre;
+  const auto decoded = [](double evaluation) {
+    Simulation simulation({.max_rows = 64,
+                           .cost = [=](int) { return evaluation; },
+                           .warm_up = true,
+                           .decode_cost = [](int images) { return 0.005 + 0.005 * images; }});
+    simulation.Submit({.steps = 60});
+    simulation.Step();
+    simulation.decoded_together.clear();
+    const auto heard = simulation.Submit({.steps = 3, .count = 8});
+    while (!heard->done) simulation.Step();
+    EXPECT_TRUE(heard->done->ok()) << *heard->done;
+    return simulation.decoded_together;
+  };
+  EXPECT_THAT(decoded(0.046), ElementsAre(8));
+  EXPECT_THAT(decoded(0.044), ElementsAre(4, 2, 2)) << "four and two take 0.04 s";
+  EXPECT_THAT(decoded(0.009), ElementsAre(1, 1, 1, 1, 1, 1, 1, 1));
+}
+
+/// Images that only wait to be decoded hold the slots that the next evaluation would need. If they
+/// were decoded one at a time, models of one step would go on with one row and one image.
+TEST(Decoding, OfModelsWithOneStepKeepsBatchesLarge) {
+  const std::function<double(int)> costs[] = {
+      [](int images) { return 0.0005 * (1 + images); },      // less than an evaluation
+      [](int images) { return images <= 2 ? 0.01 : 0.02; },  // more, and two are the fastest
+      [](int images) { return 0.005 * images; }};            // as long for each
+  for (const auto& decode_cost : costs) {
+    SCOPED_TRACE(&decode_cost - costs);
+    Simulation simulation({.max_rows = 16,
+                           .cost = [](int rows) { return 0.004 + 0.001 * rows; },
+                           .warm_up = true,
+                           .decode_cost = decode_cost});
+    constexpr int kImages = 200;
+    for (uint64_t seed = 0; seed < kImages; ++seed) simulation.Submit({.steps = 1, .seed = seed});
+    simulation.RunAll();
+    EXPECT_EQ(simulation.row_evaluations, kImages);
+    EXPECT_LE(simulation.evaluations, 1 + (kImages - 16 + 7) / 8);
+  }
 }
 
 /// Whatever is decoded, an evaluation that could run waits for one image at most.

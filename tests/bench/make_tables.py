@@ -47,6 +47,19 @@ DIGITS_BAR = 1.0
 HEAP_BAR = 2  # bytes an image: less than one smallest allocation in 16 images
 HTTP_BAR = 0.3e-3  # seconds
 EVENT_BAR = 20  # bytes of heap
+# Of whole pipelines: what, beside what, reach and aim. Images per second.
+PIPELINE_BARS = {
+    "sd15": ("SD 1.5, 512², 20 guided steps, full queue", "about 11: torch.compile, from its parts", 15, 17),
+    "sdxl": ("SDXL, 1024², 20 guided steps, full queue",
+             "1.7: torch.compile, from its parts; 2.37: published, FP8", 1.95, 2.2),
+    "sdxl-lcm": ("SDXL LCM, 1024², 4 steps, full queue", "10.8: published, MLPerf's open division", 13, 16),
+    "sd-turbo": ("SD-Turbo, 512², 1 step, full queue", "106: StreamDiffusion, published, on an RTX 4090",
+                 130, 170),
+    "sd-turbo-tiny": ("the same with an AutoencoderTiny", "the same", 300, 400)}
+MIXED_BAR, MIXED_AIM = 0.85, 0.95  # of a uniform queue's rows per second
+FIRST_PREVIEW_BAR = 3  # evaluations
+REQUEST_BAR, REQUEST_AIM = 1.6, 1.8
+SDXL_START_BAR, SDXL_START_AIM = 6, 3  # seconds
 SATURATION_BAR, P99_BAR, PREVIEW_BAR, OVERHEAD_BAR = 0.97, 0.5, 3, 0.5e-3
 INTERACTIVE_BAR, PAGE_BAR = 200, 150_000  # ms; bytes
 
@@ -746,6 +759,56 @@ def serving(data):
         ["Benchmark", "Bar", "Measured", ""], rows)
 
 
+def of_rounds(values, digits=3):
+    """The median and, of several rounds, the least and the most."""
+    text = number(statistics.median(values), digits)
+    return text + (f" ({number(min(values), digits)}–{number(max(values), digits)})"
+                   if len(values) > 1 else "")
+
+
+def pipelines(data):
+    rows, contexts = [], []
+
+    def figures_of(topic):
+        file = data(topic)
+        if not file:
+            return {}
+        contexts.append(file["context"] | {"rounds": 1})
+        return file["figures"]
+
+    def row(what, beside, measured, bar, aim, values, reach):
+        """`values`: the higher, the better."""
+        old = bool(values) and is_old(contexts[-1])
+        rows.append([what, beside, measured if values else "–", bar, aim, verdict(values, reach, old)])
+
+    for topic, (what, beside, reach, aim) in PIPELINE_BARS.items():
+        rates = figures_of(topic).get("images_per_second", [])
+        row(f"{what}: images/s", beside, of_rounds(rates) if rates else "", f"≥ {reach}", aim, rates, reach)
+    shares = [mixed / uniform for mixed, uniform in figures_of("sdxl-mixed").get("pairs", [])]
+    row("SDXL, a queue of mixed sizes, steps, guidance and samplers ÷ a uniform one: rows/s", "",
+        ", ".join(percent(share, 1) for share in shares), f"≥ {percent(MIXED_BAR)}", percent(MIXED_AIM),
+        shares, MIXED_BAR)
+    found = figures_of("sd15-request")
+    previews = [each["evaluations"] for each in found.get("first_previews", [])]
+    row("SD 1.5, one request at an idle server: text to first preview, in evaluations", "",
+        of_rounds(previews) if previews else "", f"≤ {FIRST_PREVIEW_BAR}", "",
+        [-each for each in previews], -FIRST_PREVIEW_BAR)
+    best = best_of(found["row"]) if found else None
+    ratios = ratios_of(found["row"]["peers"][best[0]]) if best else []
+    row("the same: text to PNG at the client, 20 guided steps",
+        f"{seconds(1e-3 * best[1])}: {best[0]}" if best else "diffusers, torch.compile",
+        f"{seconds(1e-3 * ours_of(found['row']))}: {spread(ratios)}" if best else "", f"≥ {REQUEST_BAR}×",
+        f"{REQUEST_AIM}×", ratios, REQUEST_BAR)
+    if found and not best:
+        rows[-1][2] = f"{seconds(1e-3 * statistics.median(found['ms_alone']))}, no peer"
+    later = [run["serving_seconds"] for run in figures_of("sdxl-start").get("runs", [])[1:]]
+    row("SDXL, from the start of the process to SERVING, weights in the page cache, kernels known", "minutes",
+        f"{of_rounds(later)} s" if later else "", f"≤ {SDXL_START_BAR} s", f"{SDXL_START_AIM} s",
+        [-each for each in later], -SDXL_START_BAR)
+    return origin(*contexts) + table(["What", "Beside", "denoised", "Reach", "Aim", ""], rows) + count_misses(
+        [row[-1] for row in rows])
+
+
 def http(data):
     file = data("http")
     if not file or "http" not in file["figures"]:
@@ -893,7 +956,7 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "linears": linears, "attentions": attentions, "group-norms": group_norms,
           "ceilings": ceilings, "clocks": clocks, "cpu": cpu, "portable": portable, "start": start,
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
-          "serving": serving, "http": http, "event-streams": event_streams, "page": page,
+          "serving": serving, "pipelines": pipelines, "http": http, "event-streams": event_streams, "page": page,
           "scheduling": scheduling, "scheduling-host": scheduling_host}
 
 ELSEWHERE = {"speed", "http", "event-streams"}  # not on docs/benchmarks.md

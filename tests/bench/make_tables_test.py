@@ -146,7 +146,6 @@ class DifferenceTest(unittest.TestCase):
         self.assertEqual(make_tables.Compared(row, 0.9, {"source": "x"}).verdict, make_tables.OLD)
         self.assertIn("²", make_tables.Compared(row | {"not_tried": 2}, 0.9, {}).cell())
 
-
     def test_figures_of_the_old_method_get_no_verdict_in_any_table(self):
         def count(change):
             for path in self.data.glob("*.json"):
@@ -191,6 +190,35 @@ class DifferenceTest(unittest.TestCase):
         self.change("ops", add)
         self.assertRegex(self.remake(), r"\| 3×3 convolutions, 1 of \d+ shapes \| cuDNN \| "
                                         r"1\.50× to 1\.50×, median 1\.50× \|")
+
+
+class PipelinesTest(unittest.TestCase):
+    def table(self, **files):
+        context = {"date": "2026-11-25", "device": "a GPU"}
+        files = {name.replace("_", "-"): {"context": context, "figures": figures}
+                 for name, figures in files.items()}
+        return "\n".join(make_tables.TABLES["pipelines"](files.get))
+
+    def test_each_row_has_its_verdict(self):
+        row = {"name": "text to PNG", "peers": {"diffusers": {"pairs": [[100, 170], [100, 180]]}}}
+        text = self.table(
+            sd15={"images_per_second": [15.1, 15.3]}, sdxl={"images_per_second": [1.9, 1.94]},
+            sdxl_lcm={"images_per_second": [12.9, 13.1]},
+            sdxl_mixed={"pairs": [[86.0, 100.0], [45.0, 50.0]]},
+            sd15_request={"row": row, "ms_alone": [100], "first_previews": [{"evaluations": 2.5}]},
+            sdxl_start={"runs": [{"serving_seconds": 9.0}, {"serving_seconds": 2.0}]})
+        for cells in ("| 15.2 (15.1–15.3) | ≥ 15 | 17 | met |", "| 1.92 (1.90–1.94) | ≥ 1.95 | 2.2 | **miss** |",
+                      "| ≥ 13 | 16 | within noise |", "| 86.0 %, 90.0 % | ≥ 85 % | 95 % | met |",
+                      "| 2.50 | ≤ 3 |  | met |",
+                      "| 175 ms: diffusers | 100 ms: 1.75× (1.70–1.80) | ≥ 1.6× | 1.8× | met |",
+                      "| 2.00 s | ≤ 6 s | 3 s | met |"):
+            self.assertIn(cells, text)
+        self.assertEqual(text.count("| – | ≥"), 2, "SD-Turbo was not measured")
+        self.assertIn("5 of 9 rows reach their bar", text)
+
+    def test_without_a_peer_the_time_is_shown_and_not_judged(self):
+        text = self.table(sd15_request={"row": {"peers": {}}, "ms_alone": [90, 110], "first_previews": []})
+        self.assertIn("| 100 ms, no peer | ≥ 1.6× | 1.8× | **not measured** |", text)
 
 
 class RatioTest(unittest.TestCase):

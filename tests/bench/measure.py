@@ -17,6 +17,15 @@
   system   start, loading of weights, two models at a time, splits, serving: denoised alone
   scheduling  batching by step and by request on a simulated device; needs no GPU
 
+Whole text-to-image pipelines with random weights, served (pipelines.py); each takes about a minute:
+
+  sd15 sdxl sdxl-lcm sd-turbo sd-turbo-tiny   images per second of a full queue; tiny: its VAE
+  sdxl-mixed    rows per second of a queue of many sizes, steps, guidance scales and samplers, beside
+                a uniform one
+  sd15-request  one request at an idle server, until its first preview and its PNG, beside diffusers
+                (peer_pipeline.py), which takes two minutes more to compile
+  sdxl-start    from the start of the process until it serves
+
 Each topic writes OUT/TOPIC.json as it goes, so that what was measured before --seconds ran out is
 kept. docs/benchmarks/ holds such files; make_tables.py makes the tables of docs/benchmarks.md. Figures
 of a second run go beside the first as TOPIC-2.json: --without leaves out the ops that the first has done.
@@ -43,6 +52,7 @@ import sys
 import tempfile
 import time
 
+import pipelines
 from cpu_rows import cpu_name
 from turns import GpuLog, Worker, alternate
 
@@ -810,6 +820,7 @@ def scheduling(session):
 
 TOPICS = {f.__name__: f
           for f in (models, memory, latent, train, digits, ops, clocks, system, portable, scheduling)}
+TOPICS |= pipelines.TOPICS
 
 
 def main():
@@ -844,7 +855,8 @@ def main():
     parser.add_argument("--search-phase", type=float, default=150, help="seconds, for all ops")
     parser.add_argument("--clocks-op", default="conv/rows:8/size:256/in:128/out:128")
     parser.add_argument("--threads", type=int, default=2, help="of digits on a CPU")
-    parser.add_argument("--requests", type=int, default=5, help="of digits, in a round")
+    parser.add_argument("--requests", type=int, default=5, help="of digits and of sd15-request, in a round")
+    pipelines.add_flags(parser)
     parser.add_argument("--fake", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.shown = [word for word in sys.argv[1:]
@@ -855,7 +867,7 @@ def main():
         for topic in args.topics:
             try:
                 TOPICS[topic](session)
-            except Exception as error:  # the other topics still have their time
+            except (Exception, SystemExit) as error:  # the other topics still have their time
                 session.say(f"{topic} failed: {type(error).__name__}: {error}")
                 failed = True
                 session.stop(*list(session.workers))

@@ -17,6 +17,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import make_tables
 import measure
+import pipelines
 import stopwatch
 import turns
 
@@ -310,6 +311,37 @@ class RequestsTest(unittest.TestCase):
         self.assertIn("error", self.requests("sys.exit(1)"))
         self.assertIn("bad", self.requests(
             "print(json.dumps({'failed': 3, 'errors': ['bad'], 'latency_seconds': None}))")["error"])
+
+
+class PipelinesTest(unittest.TestCase):
+    def test_counters_are_sums_over_devices(self):
+        page = """# TYPE denoised_evaluation_rows histogram
+denoised_evaluation_rows_bucket{device="0",le="1"} 7
+denoised_evaluation_rows_sum{device="0"} 40
+denoised_evaluation_rows_sum{device="1"} 2
+denoised_evaluation_seconds_count{device="0"} 5
+denoised_evaluation_seconds_sum{device="0"} 1.5e-1
+denoised_stage_seconds_sum{device="0",stage="decode"} 0.5
+denoised_stage_seconds_sum{device="1",stage="decode"} 0.25
+denoised_stage_seconds_count{device="0",stage="decode"} 9
+denoised_images_total 3
+"""
+        self.assertEqual(pipelines.counters_in(page), {
+            "rows": 42, "evaluations": 5, "evaluation_seconds": 0.15, "decode_seconds": 0.75})
+
+    def test_the_queues_are_of_as_many_kinds_as_sizes(self):
+        for sizes in (pipelines.SDXL_SIZES, pipelines.TINY_SIZES):
+            self.assertEqual(len(sizes), len(pipelines.MIXED))
+        for size in pipelines.SDXL_SIZES:
+            width, height = map(int, size.split("x"))
+            self.assertAlmostEqual(width * height, 1024 * 1024, delta=0.04 * 1024 * 1024)
+
+    def test_the_configs_are_there(self):
+        for places in pipelines.SOURCES.values():
+            for place in places:
+                self.assertTrue((pipelines.MODELS / place / "model_index.json").exists(), place)
+        for place in pipelines.TINY_VAE:
+            self.assertTrue((place / "config.json").exists(), place)
 
 
 class WorkerTest(unittest.TestCase):

@@ -1,56 +1,191 @@
 // SPDX-License-Identifier: Apache-2.0
 // A model directory for benchmarks of an architecture that has no checkpoint here.
 //
-//   synthetic-model CONFIG.json DIRECTORY
+//   synthetic-model [--dtype=f32|f16|bf16] [--part=NAME=SOURCE]… SOURCE DIRECTORY
 //
-// DIRECTORY gets the config, random weights, and a DDIM scheduler where none lies beside the
-// config. Speed does not depend on weights; the images are noise.
+// SOURCE is a model directory as the server reads one, whose weights need not be there, or the
+// config.json of a UNet2DModel. tests/models/pipelines and tests/models/configs have published
+// ones. DIRECTORY gets its configs and tokenizers, random weights, and a DDIM scheduler where a
+// lone model has none beside it. --part takes one of a pipeline's parts from another place, or adds
+// vae_tiny:
+//
+//   synthetic-model --dtype=f16 --part=vae_tiny=tests/models/configs/taesd
+//     tests/models/pipelines/sdxl out/sdxl
+//
+// Speed does not depend on weights; the images are noise. All cores draw the weights.
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
+#include "engine/backend/counting.h"
+#include "engine/core/available_cores.h"
 #include "engine/core/config_reader.h"
-#include "engine/models/unet2d.h"
+#include "engine/models/registry.h"
 
 namespace denoised {
 namespace {
 
 namespace fs = std::filesystem;
+using Component = ModelDirectory::Component;
 
-absl::Status Write(const fs::path& config_file, const fs::path& directory) {
-  DENOISED_ASSIGN_OR_RETURN(const auto json, ReadJsonFile(config_file.string()));
-  DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig config,
-                            UNet2DConfig::Parse(json, config_file.string()));
-  DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<Backend> cpu, OpenBackend({.device = "cpu"}));
-  const Weights weights = Weights::Synthetic(1);
-  DENOISED_RETURN_IF_ERROR(LoadUNet2D(*cpu, config, weights).status());
-  std::error_code error;
-  fs::create_directories(directory, error);
-  DENOISED_RETURN_IF_ERROR(
-      weights.WriteSynthetic((directory / "diffusion_pytorch_model.safetensors").string()));
-  std::ofstream(directory / "config.json") << json.dump(2);
-  nlohmann::json scheduler = {{"_class_name", "DDIMScheduler"}};
-  const fs::path beside = config_file.parent_path() / "scheduler_config.json";
-  if (fs::exists(beside, error)) {
-    DENOISED_ASSIGN_OR_RETURN(scheduler, ReadJsonFile(beside.string()));
+struct Options {
+  std::vector<std::string> paths;
+  std::vector<std::pair<std::string, fs::path>> parts;
+  DType dtype = DType::kF32;
+};
+
+std::optional<Options> ParseFlags(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    if (argument == "--dtype=f32") {
+      options.dtype = DType::kF32;
+    } else if (argument == "--dtype=f16") {
+      options.dtype = DType::kF16;
+    } else if (argument == "--dtype=bf16") {
+      options.dtype = DType::kBF16;
+    } else if (argument.starts_with("--part=")) {
+      const std::string_view part = argument.substr(sizeof("--part=") - 1);
+      const size_t equals = part.find('=');
+      if (equals == std::string_view::npos) return std::nullopt;
+      options.parts.emplace_back(part.substr(0, equals), part.substr(equals + 1));
+    } else if (argument.starts_with("--")) {
+      return std::nullopt;
+    } else {
+      options.paths.emplace_back(argument);
+    }
   }
-  std::ofstream file(directory / "scheduler_config.json");
-  file << scheduler.dump(2);
+  if (options.paths.size() != 2) return std::nullopt;
+  return options;
+}
+
+absl::Status WriteJson(const fs::path& path, const nlohmann::json& json) {
+  std::ofstream file(path);
+  file << json.dump(2) << "\n";
   file.close();
-  if (!file) return Internal("{}: cannot be written", directory.string());
-  return absl::OkStatus();
+  return file ? absl::OkStatus() : Internal("{}: cannot be written", path.string());
+}
+
+class Writer {
+ public:
+  Writer(ModelDirectory directory, fs::path to, DType dtype)
+      : directory_(std::move(directory)), to_(std::move(to)), dtype_(dtype) {}
+
+  absl::Status Write() {
+    for (const auto& [name, component] : directory_.components)
+      if (name.starts_with("tokenizer")) DENOISED_RETURN_IF_ERROR(CopyFiles(name, component));
+    for (const auto& [name, component] : directory_.components) {
+      if (name == "unet" || name.starts_with("tokenizer")) continue;
+      if (name.starts_with("text_encoder")) {
+        DENOISED_ASSIGN_OR_RETURN(const auto* const known, FindTextEncoder(directory_, name));
+        DENOISED_ASSIGN_OR_RETURN(
+            const auto encoder, WriteWeights(name, component, "model", [&](const Weights& weights) {
+              return known->load(backend_, component, weights);
+            }));
+        text_.features += encoder->traits().features;
+        text_.pooled_features = encoder->traits().pooled_features;
+      } else {
+        DENOISED_ASSIGN_OR_RETURN(const auto* const known, FindCodec(directory_, name));
+        const auto load = [&](const Weights& weights) {
+          return known->load(backend_, component, weights);
+        };
+        DENOISED_RETURN_IF_ERROR(WriteWeights(name, component, kDiffusers, load).status());
+      }
+    }
+    const Component& unet = directory_.unet();
+    DENOISED_ASSIGN_OR_RETURN(const auto* const known, FindDenoiser(directory_));
+    const auto load = [&](const Weights& weights) {
+      return known->load(backend_, unet, text_, weights);
+    };
+    DENOISED_RETURN_IF_ERROR(WriteWeights("unet", unet, kDiffusers, load).status());
+    const fs::path scheduler = FolderOf("scheduler");
+    fs::create_directories(scheduler, error_);
+    DENOISED_RETURN_IF_ERROR(WriteJson(
+        scheduler / "scheduler_config.json",
+        directory_.scheduler_config.value_or(nlohmann::json{{"_class_name", "DDIMScheduler"}})));
+    if (directory_.index.is_null()) return absl::OkStatus();
+    return WriteJson(to_ / "model_index.json", directory_.index);
+  }
+
+ private:
+  static constexpr const char* kDiffusers = "diffusion_pytorch_model";
+
+  fs::path FolderOf(const std::string& part) const {
+    return directory_.index.is_null() ? to_ : to_ / part;
+  }
+
+  /// Loads a part with weights that only have shapes, and writes the config and the weights.
+  template <typename Load>
+  auto WriteWeights(const std::string& name, const Component& component, const std::string& stem,
+                    Load load) -> decltype(load(Weights::SyntheticToWrite(1))) {
+    const Weights weights = Weights::SyntheticToWrite(1);
+    auto loaded = load(weights);
+    DENOISED_RETURN_IF_ERROR(loaded.status());
+    const fs::path folder = FolderOf(name);
+    fs::create_directories(folder, error_);
+    DENOISED_RETURN_IF_ERROR(WriteJson(folder / "config.json", component.config));
+    DENOISED_RETURN_IF_ERROR(weights.WriteSynthetic((folder / (stem + ".safetensors")).string(),
+                                                    dtype_, AvailableCores()));
+    return loaded;
+  }
+
+  absl::Status CopyFiles(const std::string& name, const Component& component) {
+    const fs::path folder = FolderOf(name);
+    fs::create_directories(folder, error_);
+    for (const auto& file : fs::directory_iterator(component.directory, error_))
+      if (file.is_regular_file(error_))
+        fs::copy_file(file.path(), folder / file.path().filename(),
+                      fs::copy_options::overwrite_existing, error_);
+    return error_ ? Internal("{}: cannot be copied ({})", component.directory, error_.message())
+                  : absl::OkStatus();
+  }
+
+  const ModelDirectory directory_;
+  const fs::path to_;
+  const DType dtype_;
+  CountingBackend backend_{Device::kCpu, DType::kF32};
+  TextStates text_;
+  std::error_code error_;  // what cannot be made cannot be written to either, and that is told
+};
+
+absl::Status Write(const Options& options) {
+  std::error_code error;
+  fs::path source = options.paths[0];
+  if (source.filename() == "config.json") source = source.parent_path();
+  if (source.empty()) source = ".";
+  DENOISED_ASSIGN_OR_RETURN(ModelDirectory directory, ModelDirectory::Read(source.string()));
+  if (!options.parts.empty() && directory.index.is_null())
+    return InvalidArgument("{}: is no pipeline, so it has no parts to replace", source.string());
+  for (const auto& [name, folder] : options.parts) {
+    const std::string file = (folder / "config.json").string();
+    DENOISED_ASSIGN_OR_RETURN(const nlohmann::json config, ReadJsonFile(file));
+    const std::string class_name = config.value("_class_name", "");
+    directory.components[name] = {class_name, folder.string(), file, config};
+    if (name != ModelDirectory::kTinyVae) directory.index[name] = {"diffusers", class_name};
+  }
+  return Writer(std::move(directory), options.paths[1], options.dtype).Write();
 }
 
 }  // namespace
 }  // namespace denoised
 
 int main(int argc, char** argv) {
-  if (argc != 3) {
-    std::fputs("usage: synthetic-model CONFIG.json DIRECTORY\n", stderr);
+  const auto options = denoised::ParseFlags(argc, argv);
+  if (!options) {
+    std::fputs(
+        "usage: synthetic-model [--dtype=f32|f16|bf16] [--part=NAME=SOURCE]... SOURCE DIRECTORY\n"
+        "The head of tests/bench/synthetic_model.cc says more.\n",
+        stderr);
     return 2;
   }
-  const absl::Status status = denoised::Write(argv[1], argv[2]);
+  const absl::Status status = denoised::Write(*options);
   if (status.ok()) return 0;
   std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
   return 1;

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "command/bench_report.h"
@@ -48,7 +49,8 @@ std::vector<Arrival> FromMix(const std::vector<std::string>& mix, double rate, u
 TEST(MixTest, EveryKeyIsRead) {
   const auto kind = ParseMix(
       "name=big,model=cats,steps=4..50,count=2,size=64x48,sampler=heun,guidance=1.5,"
-      "priority=batch,previews=3,deadline=2.5,cancel=0..0.5,weight=3");
+      "priority=batch,previews=3,deadline=2.5,cancel=0..0.5,weight=3,prompt=a red=apple,words=2..9,"
+      "negative=");
   ASSERT_TRUE(kind.ok()) << kind.status();
   EXPECT_EQ(kind->name, "big");
   EXPECT_EQ(kind->model, "cats");
@@ -63,6 +65,9 @@ TEST(MixTest, EveryKeyIsRead) {
   EXPECT_EQ(kind->deadline, 2.5);
   EXPECT_EQ(kind->cancel->high, 0.5);
   EXPECT_EQ(kind->weight, 3);
+  EXPECT_EQ(kind->prompt, "a red=apple");
+  EXPECT_EQ(kind->words->high, 9);
+  EXPECT_EQ(kind->negative, "");
 }
 
 TEST(MixTest, RefusesByKeyAndValue) {
@@ -76,6 +81,7 @@ TEST(MixTest, RefusesByKeyAndValue) {
            {"size=-4", "size is \"-4\"; use pixels"},
            {"sampler=dance", "use one of ddpm"},
            {"priority=urgent", "use one of interactive, normal, batch"},
+           {"words=0", "words is \"0\"; use a number of 1 or more"},
            {"previews=0", "previews is \"0\""},
            {"deadline=inf", "deadline is \"inf\""},
            {"cancel=-1", "cancel is \"-1\""},
@@ -129,6 +135,30 @@ TEST(WorkloadTest, DrawsFromTheMixByWeightAndRange) {
   for (const int each : {4, 5, 6}) EXPECT_NEAR(steps[each], 333, 75) << each;
 }
 
+TEST(WorkloadTest, PromptsAreFixedOrOfEachRequestsOwn) {
+  const auto arrivals = FromMix(
+      {"name=own,words=12..15,negative=blurry", "name=fixed,prompt=a red apple"}, 0, 1, 500);
+  std::set<std::string> own;
+  int fixed = 0;
+  for (const Arrival& arrival : arrivals) {
+    ASSERT_EQ(arrival.generation.prompts.size(), 1u);
+    const client::Prompt& prompt = arrival.generation.prompts[0];
+    if (arrival.kind == "fixed") {
+      ++fixed;
+      EXPECT_EQ(prompt.text, "a red apple");
+      EXPECT_EQ(prompt.negative, std::nullopt);
+    } else {
+      own.insert(prompt.text);
+      EXPECT_EQ(prompt.negative, "blurry");
+      const auto spaces = std::count(prompt.text.begin(), prompt.text.end(), ' ');
+      EXPECT_TRUE(spaces >= 11 && spaces <= 14) << prompt.text;
+    }
+  }
+  EXPECT_GT(fixed, 100);
+  EXPECT_EQ(own.size(), arrivals.size() - fixed) << "no two are equal";
+  EXPECT_TRUE(FromMix({}, 0, 1, 1)[0].generation.prompts.empty());
+}
+
 class TraceTest : public testing::Test {
  protected:
   absl::StatusOr<Workload> Read(const std::string& text, double speed = 1) {
@@ -143,7 +173,7 @@ class TraceTest : public testing::Test {
 TEST_F(TraceTest, GivesBackWhatWasSaved) {
   const auto arrivals = FromMix(
       {"model=cats,steps=4..50,count=1..3,size=64x48,sampler=heun,guidance=1.5,priority=batch",
-       "previews=2,deadline=2.5,cancel=0..0.5"},
+       "previews=2,deadline=2.5,cancel=0..0.5", "words=3..9,negative=blurry"},
       20, 3, 50);
   std::string text;
   for (const Arrival& arrival : arrivals) text += ToTrace(arrival).dump() + "\n";
@@ -191,6 +221,7 @@ class FakeConnection : public client::Connection {
 
   std::atomic<int> under_way = 0, most_under_way = 0, calls = 0;
   std::atomic<int> classes = 0;
+  std::atomic<bool> reads_text = false;
   milliseconds stall{0};  // of the first call, before it returns
   absl::Status answer;
 
@@ -220,6 +251,7 @@ class FakeConnection : public client::Connection {
                                          const client::CallOptions& options) override {
     client::Model model = {.name = name};
     model.limits.num_classes = classes;
+    model.capabilities.text = reads_text;
     return model;
   }
 
@@ -393,6 +425,16 @@ TEST_F(LoadTest, LabelsFollowFromTheSeed) {
   const client::Generation& generation = arrivals.at(0).generation;
   const int first = static_cast<int>(*generation.seed % 10);
   EXPECT_THAT(generation.class_labels, ElementsAre(first, (first + 1) % 10, (first + 2) % 10));
+}
+
+TEST_F(LoadTest, ModelsThatReadTextGetPrompts) {
+  connection_->reads_text = true;
+  auto workload = Workload::FromMix({}, 0, 1);
+  ASSERT_TRUE(workload.ok()) << workload.status();
+  ASSERT_TRUE(workload->Learn(client::Client(connection_), {}).ok());
+  const auto arrivals = Take(*std::move(workload), 2);
+  ASSERT_EQ(arrivals.at(0).generation.prompts.size(), 1u);
+  EXPECT_NE(arrivals[0].generation.prompts[0].text, arrivals[1].generation.prompts[0].text);
 }
 
 // --- what is told

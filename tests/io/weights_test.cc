@@ -151,6 +151,31 @@ TEST(Weights, SyntheticOnesAreWrittenAsTheyWere) {
   EXPECT_TRUE(written.CheckAllUsed().ok());
 }
 
+TEST(Weights, ThoseToWriteAreDrawnAsTheyAreWritten) {
+  TemporaryDirectory directory;
+  const std::string path = directory / "w.safetensors";
+  const Shape large{3, 600000}, small{7};  // the first has several pieces
+  const Weights drawn = Weights::Synthetic(1), to_write = Weights::SyntheticToWrite(1);
+  const Tensor zeros = to_write.Get("large", large).value();
+  EXPECT_EQ(zeros.ToFloats(), std::vector<float>(large.elements()));
+  ASSERT_TRUE(to_write.Get("small", small).ok());
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    ASSERT_TRUE(to_write.WriteSynthetic(path, dtype, /*threads=*/3).ok());
+    auto opened = Safetensors::Open(path);
+    ASSERT_TRUE(opened.ok()) << opened.status();
+    for (const auto& [name, shape] : {std::pair("large", large), std::pair("small", small)}) {
+      const Tensor& written = opened->tensors().at(name);
+      EXPECT_EQ(written.dtype(), dtype);
+      std::vector<float> expected = drawn.Get(name, shape)->ToFloats();
+      for (float& value : expected) {
+        if (dtype == DType::kF16) value = HalfToFloat(FloatToHalf(value));
+        if (dtype == DType::kBF16) value = BFloat16ToFloat(FloatToBFloat16(value));
+      }
+      EXPECT_EQ(written.ToFloats(), expected) << name << " " << Name(dtype);
+    }
+  }
+}
+
 TEST(Weights, AllUsedIsOk) {
   TemporaryDirectory directory;
   const float one[] = {1};

@@ -75,6 +75,7 @@ class CpuBackend final : public Backend {
   }
   Device device() const override { return Device::kCpu; }
   DType activation_dtype() const override { return DType::kF32; }
+  DType product_dtype() const override { return dtype_; }
   bool MultipliesE4m3() const override { return true; }
   BackendMemory memory() const override { return cpu::ReadMemory(); }
 
