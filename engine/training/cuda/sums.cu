@@ -50,68 +50,108 @@ __global__ void __launch_bounds__(kStripThreads)
 
 constexpr int kThreads = 256, kMostLevels = 32;
 
-/// kLeaves chunks of a split are read together: with one load at a time memory would wait for the
-/// threads. Reads follow one another; writes do not where the result is laid out otherwise, but
-/// they are fewer.
-template <int kLeaves, int kSplits>
+/// Where element i of a group is written.
+__device__ inline int64_t PlaceOf(const TreeSumLaunch& sum, int64_t i) {
+  if (sum.taps == 1 && sum.in_channels <= sum.channels) return i;
+  const auto at = static_cast<unsigned>(i);  // a weight has fewer elements
+  const unsigned pair = at / sum.in_channels, channel = at % sum.in_channels;
+  if (channel >= static_cast<unsigned>(sum.channels)) return -1;
+  return (static_cast<int64_t>(pair / sum.taps) * sum.channels + channel) * sum.taps +
+         pair % sum.taps;
+}
+__device__ inline void StoreSum(const TreeSumLaunch& sum, int64_t group, int64_t place,
+                                float value) {
+  const int64_t to = group * sum.out_stride + place;
+  if (sum.out_element == Element::kBf16) {
+    static_cast<__nv_bfloat16*>(sum.out)[to] = __float2bfloat16_rn(value * sum.scale);
+  } else {
+    static_cast<float*>(sum.out)[to] = value * sum.scale;
+  }
+}
+__device__ inline int64_t GroupStride(const TreeSumLaunch& sum) {
+  return sum.in_group > 0 ? sum.in_group : sum.chunks * sum.splits * sum.in_stride;
+}
+
+/// Completed subtrees, the largest first, as a binary counter of leaves.
+struct Subtrees {
+  float waiting[kMostLevels];
+  int levels = 0;
+  __device__ void Add(int64_t leaf, float value) {
+    for (int64_t bits = leaf; bits & 1; bits >>= 1) value = waiting[--levels] + value;
+    waiting[levels++] = value;
+  }
+};
+
+/// Many elements, few splits: kLeaves chunks of a split are read together, since with one load at a
+/// time memory would wait for the threads. Reads follow one another; writes do not where the result
+/// is laid out otherwise, but they are fewer.
+template <int kLeaves>
 __global__ void __launch_bounds__(kThreads)
     TreeSumKernel(const __grid_constant__ TreeSumLaunch sum) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= sum.count) return;
-  int64_t j = i;
-  if (sum.taps > 1 || sum.in_channels > sum.channels) {
-    const auto at = static_cast<unsigned>(i);  // a weight has fewer elements
-    const unsigned pair = at / sum.in_channels, channel = at % sum.in_channels;
-    if (channel >= static_cast<unsigned>(sum.channels)) return;
-    j = (static_cast<int64_t>(pair / sum.taps) * sum.channels + channel) * sum.taps +
-        pair % sum.taps;
-  }
+  const int64_t place = i < sum.count ? PlaceOf(sum, i) : -1;
+  if (place < 0) return;
   const int64_t chunk_stride = sum.splits * sum.in_stride;
-  const int64_t group_stride = sum.in_group > 0 ? sum.in_group : sum.chunks * chunk_stride;
   for (int64_t group = blockIdx.y; group < sum.groups; group += gridDim.y) {
-    // Completed subtrees, the largest first: as a binary counter of kLeaves chunks.
-    float waiting[kMostLevels];
-    int levels = 0;
+    Subtrees subtrees;
     for (int64_t leaf = 0; leaf < sum.chunks / kLeaves; ++leaf) {
-      const float* from = sum.in + group * group_stride + leaf * kLeaves * chunk_stride + i;
+      const float* from = sum.in + group * GroupStride(sum) + leaf * kLeaves * chunk_stride + i;
       float sums[kLeaves] = {};
-      // Several splits are loaded together as well: of a bias they are many, and little else runs.
-      for (int64_t split = 0; split < sum.splits;
-           split += kSplits, from += kSplits * sum.in_stride) {
-        float values[kSplits][kLeaves];
+      for (int64_t split = 0; split < sum.splits; ++split, from += sum.in_stride) {
 #pragma unroll
-        for (int s = 0; s < kSplits; ++s) {
-#pragma unroll
-          for (int chunk = 0; chunk < kLeaves; ++chunk)
-            values[s][chunk] =
-                split + s < sum.splits ? from[chunk * chunk_stride + s * sum.in_stride] : 0.0f;
-        }
-#pragma unroll
-        for (int s = 0; s < kSplits; ++s) {
-#pragma unroll
-          for (int chunk = 0; chunk < kLeaves; ++chunk) sums[chunk] += values[s][chunk];
-        }
+        for (int chunk = 0; chunk < kLeaves; ++chunk) sums[chunk] += from[chunk * chunk_stride];
       }
-      float value = SumOf<kLeaves>([&](int chunk) { return sums[chunk]; });
-      for (int64_t bits = leaf; bits & 1; bits >>= 1) value = waiting[--levels] + value;
-      waiting[levels++] = value;
+      subtrees.Add(leaf, SumOf<kLeaves>([&](int chunk) { return sums[chunk]; }));
     }
-    const float value = waiting[0] * sum.scale;
-    const int64_t to = group * sum.out_stride + j;
-    if (sum.out_element == Element::kBf16) {
-      static_cast<__nv_bfloat16*>(sum.out)[to] = __float2bfloat16_rn(value);
-    } else {
-      static_cast<float*>(sum.out)[to] = value;
+    StoreSum(sum, group, place, subtrees.waiting[0]);
+  }
+}
+
+/// Few elements, many splits, as of a bias: a thread has one of kLeaves chunks and several splits
+/// under way. The same order of sums.
+template <int kLeaves>
+__global__ void __launch_bounds__(32 * kLeaves)
+    ManySplitsKernel(const __grid_constant__ TreeSumLaunch sum) {
+  constexpr int kAtOnce = 8;
+  __shared__ float shared[kLeaves][32];
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+  const int64_t place = i < sum.count ? PlaceOf(sum, i) : -1;
+  const int64_t chunk_stride = sum.splits * sum.in_stride;
+  for (int64_t group = blockIdx.y; group < sum.groups; group += gridDim.y) {
+    Subtrees subtrees;
+    for (int64_t leaf = 0; leaf < sum.chunks / kLeaves; ++leaf) {
+      const float* from =
+          sum.in + group * GroupStride(sum) + (leaf * kLeaves + threadIdx.y) * chunk_stride + i;
+      float value = 0;
+      for (int64_t split = 0; place >= 0 && split < sum.splits;
+           split += kAtOnce, from += kAtOnce * sum.in_stride) {
+        float values[kAtOnce];
+#pragma unroll
+        for (int s = 0; s < kAtOnce; ++s)
+          values[s] = split + s < sum.splits ? from[s * sum.in_stride] : 0.0f;
+#pragma unroll
+        for (int s = 0; s < kAtOnce; ++s) value += values[s];
+      }
+      shared[threadIdx.y][threadIdx.x] = value;
+      __syncthreads();
+      if (threadIdx.y == 0)
+        subtrees.Add(leaf, SumOf<kLeaves>([&](int chunk) { return shared[chunk][threadIdx.x]; }));
+      __syncthreads();
     }
+    if (threadIdx.y == 0 && place >= 0) StoreSum(sum, group, place, subtrees.waiting[0]);
   }
 }
 
 template <int kLeaves>
-void StartTreeSum(const TreeSumLaunch& sum, const dim3& grid, cudaStream_t stream) {
-  if (sum.splits >= 8) {
-    TreeSumKernel<kLeaves, 4><<<grid, kThreads, 0, stream>>>(sum);
+void StartTreeSum(const TreeSumLaunch& sum, cudaStream_t stream) {
+  const bool many = sum.splits >= 8;
+  const int64_t elements = many ? 32 : kThreads;  // of a block
+  const dim3 grid(static_cast<unsigned>((sum.count + elements - 1) / elements),
+                  static_cast<unsigned>(std::min<int64_t>(sum.groups, kMostSegments)));
+  if (many) {
+    ManySplitsKernel<kLeaves><<<grid, dim3(32, kLeaves), 0, stream>>>(sum);
   } else {
-    TreeSumKernel<kLeaves, 1><<<grid, kThreads, 0, stream>>>(sum);
+    TreeSumKernel<kLeaves><<<grid, kThreads, 0, stream>>>(sum);
   }
 }
 
@@ -144,13 +184,11 @@ cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int
 }
 
 cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((sum.count + kThreads - 1) / kThreads),
-                  static_cast<unsigned>(std::min<int64_t>(sum.groups, kMostSegments)));
   const auto start = sum.chunks >= 8   ? StartTreeSum<8>
                      : sum.chunks == 4 ? StartTreeSum<4>
                      : sum.chunks == 2 ? StartTreeSum<2>
                                        : StartTreeSum<1>;
-  start(sum, grid, stream);
+  start(sum, stream);
   return cudaGetLastError();
 }
 
