@@ -357,7 +357,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
                  "Prometheus /metrics on host:port; \"\": none")
       ->default_str("");
   app.add_option("--device", device,
-                 "cpu, cuda, or auto: the CPU, until training has proved itself on GPUs");
+                 "cpu, cuda, or auto: CUDA where there is a GPU and a build for it, else the CPU");
   app.add_option("--dtype", dtype, "CUDA: bf16, or fp32 for debugging; the CPU computes in fp32")
       ->default_str("");
   app.add_option("--autotune-cache", config.cuda_options.autotune_cache,
@@ -393,11 +393,8 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
 
   if (device != "auto" && device != "cpu" && device != "cuda")
     return InvalidArgument("--device is \"{}\"; use auto, cpu or cuda", device);
-  config.cuda = device == "cuda";
   if (!dtype.empty() && dtype != "fp32" && dtype != "bf16")
     return InvalidArgument("--dtype is \"{}\"; use bf16 or fp32", dtype);
-  if (dtype == "bf16" && !config.cuda)
-    return InvalidArgument("--dtype is \"bf16\", but the CPU trains in fp32; add --device cuda");
   config.cuda_options.fp32 = dtype == "fp32";
   if (model_dtype != "fp32" && model_dtype != "fp16")
     return InvalidArgument("--model-dtype is \"{}\"; use fp32 or fp16", model_dtype);
@@ -440,8 +437,15 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   if (config.sample_count > 256)
     return InvalidArgument("--sample-count is {}; use at most 256", config.sample_count);
   DENOISED_RETURN_IF_ERROR(ReadEnvironment(&config));
-  if (config.cuda)
-    DENOISED_RETURN_IF_ERROR(Annotate(training::CheckCuda(config.cuda_options), "--device"));
+  if (device != "cpu") {
+    const absl::Status cuda = training::CheckCuda(config.cuda_options);
+    if (device == "cuda") DENOISED_RETURN_IF_ERROR(Annotate(cuda, "--device"));
+    config.cuda = cuda.ok();
+  }
+  if (dtype == "bf16" && !config.cuda)
+    return InvalidArgument(
+        "--dtype is \"bf16\", but the CPU trains in fp32; use a machine with a GPU and --device "
+        "cuda");
   if (pipeline.empty()) {
     DENOISED_RETURN_IF_ERROR(ReadNetwork(network, &config));
   } else {
