@@ -15,7 +15,6 @@ KEYS = ("commit", "before", "source")  # of docs/**/*.json that may name commits
 # measurement takes its file off this list.
 REWRITTEN = {
     "docs/benchmarks/latent.json": {"5f96502"},
-    "docs/gpu-tests.json": {"5f96502"},
 }
 
 

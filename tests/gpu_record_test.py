@@ -18,6 +18,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import gpu_record  # noqa: E402
 
+PROGRAMS = len(gpu_record.GPU_PROGRAMS)  # one case passes in each
+
 # Cases and what becomes of them; with "crash" the program ends before it writes its report.
 PROGRAM = """#!{python}
 import os, sys, time
@@ -99,18 +101,18 @@ class GpuRecordTest(unittest.TestCase):
                      {"Cuda/Two.Gpus/0": "skipped"})
         record = self.run_test_gpu(f"--keep={self.root / 'logs'}")
         self.assertIn("[ RUN      ] Cuda/Fine.Case/19", (self.root / "logs/test-gpu.log").read_text())
-        self.assertEqual(record["passed"], 25)
+        self.assertEqual(record["passed"], PROGRAMS + 19)
         self.assertEqual(record["failed"], [])
         self.assertEqual(record["skipped"], {"backend_test: Cuda/Two.Gpus/0": "needs a GPU beside another"})
         self.assertEqual((record["device"], record["driver"], record["commit"]),
                          ("NVIDIA H200", "580.1", "abc123"))
         self.assertEqual(record["sources"], gpu_record.hash_of_sources(self.root))
-        self.assertTrue(self.output.endswith("25 passed, 0 failed, 1 skipped\n"), self.output)
+        self.assertTrue(self.output.endswith(f"{PROGRAMS + 19} passed, 0 failed, 1 skipped\n"), self.output)
 
     def test_disabled_cases_did_not_pass(self):
         self.program("backend_test", {"Cuda/Fine.Case/0": "passed", "Cuda/Off.DISABLED_Case/0": "disabled"})
         record = self.run_test_gpu()
-        self.assertEqual(record["passed"], 6)
+        self.assertEqual(record["passed"], PROGRAMS)
         self.assertEqual(record["skipped"], {"backend_test: Cuda/Off.DISABLED_Case/0": "disabled"})
 
     def test_a_failure_a_crash_and_a_hang_are_failures(self):
@@ -136,7 +138,7 @@ class GpuRecordTest(unittest.TestCase):
     def test_sanitizers_are_added_to_a_record_of_the_same_sources(self):
         self.run_test_gpu()
         record = self.run_test_gpu("--sanitize=memcheck", "--programs", "backend_test")
-        self.assertEqual(record["passed"], 6)
+        self.assertEqual(record["passed"], PROGRAMS)
         self.assertEqual(record["sanitizers"]["memcheck"]["failed"], [])
         self.program("backend_test", {"Cuda/Bad.Write/0": "passed"})
         record = self.run_test_gpu("--sanitize=racecheck", "--programs", "backend_test", status=1)
@@ -168,13 +170,13 @@ class GpuRecordTest(unittest.TestCase):
         stale = "0 passed, 0 failed, 1 skipped"
         expect("there is no docs/gpu-tests.json", stale)
         self.run_test_gpu()
-        expect("is of these CUDA sources (NVIDIA H200 at abc123: 6 passed, 0 failed, 0 skipped",
+        expect(f"is of these CUDA sources (NVIDIA H200 at abc123: {PROGRAMS} passed, 0 failed, 0 skipped",
                "1 passed, 0 failed, 0 skipped")
         self.write("engine/core/arena.cc", "changed")
         expect("is of other CUDA sources", stale)
         self.program("models_test", {"Cuda/Bad.Case/0": "failed"})
         self.run_test_gpu(status=1)
-        expect("is of these CUDA sources (NVIDIA H200 at abc123: 5 passed, 1 failed",
+        expect(f"is of these CUDA sources (NVIDIA H200 at abc123: {PROGRAMS - 1} passed, 1 failed",
                "0 passed, 1 failed, 0 skipped")
 
     def count(self, program, case):
