@@ -26,6 +26,7 @@ std::string Header(const std::map<std::string, TensorType>& tensors,
   // Gaps are forbidden, so the widest types go first: each then starts at a multiple of its size.
   using Named = std::pair<const std::string, TensorType>;
   std::vector<const Named*> order;
+  order.reserve(tensors.size());
   for (const Named& named : tensors) order.push_back(&named);
   std::stable_sort(order.begin(), order.end(), [](const Named* a, const Named* b) {
     return SizeOf(a->second.dtype) > SizeOf(b->second.dtype);
