@@ -210,7 +210,7 @@ absl::StatusOr<GroupNorm> GroupNorm::Load(NetworkOps& ops, const Weights& weight
 
 Tensor GroupNorm::operator()(Context& context, const Tensor& x, const Tensor& x2,
                              Activation activation) const {
-  const Tensor out = NewRows(context, x.shape(), Features(x, x2));
+  Tensor out = NewRows(context, x.shape(), Features(x, x2));
   context.ops.GroupNorm({.x = x, .x2 = x2, .norm = Then(activation), .out = out});
   return out;
 }
