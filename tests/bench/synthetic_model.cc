@@ -81,7 +81,9 @@ class Writer {
   absl::Status Write() {
     for (const auto& [name, component] : directory_.components)
       if (name.starts_with("tokenizer")) DENOISED_RETURN_IF_ERROR(CopyFiles(name, component));
-    for (const auto& [name, component] : directory_.components) {
+    for (const auto& part : directory_.components) {
+      const std::string& name = part.first;
+      const Component& component = part.second;  // clang 14's lambdas capture no bindings
       if (name == "unet" || name.starts_with("tokenizer")) continue;
       if (name.starts_with("text_encoder")) {
         DENOISED_ASSIGN_OR_RETURN(const auto* const known, FindTextEncoder(directory_, name));
