@@ -687,12 +687,14 @@ TEST_P(LargeOpTest, Attention) {
     bool causal = false;
   };
   // Head dimensions with kernels of their own, between these, above all of them and with no
-  // vectors; tokens that fill tiles, do not, and are fewer.
+  // vectors; tokens that fill tiles, do not, and are fewer. At last, more blocks than a GPU has
+  // multiprocessors.
   for (const Case& c :
        {Case{136, 136, 3, 16}, Case{64, 64, 2, 32}, Case{129, 129, 1, 40}, Case{256, 256, 2, 64},
         Case{77, 77, 3, 64, true}, Case{200, 77, 2, 64}, Case{16, 145, 1, 64}, Case{50, 50, 2, 80},
         Case{70, 33, 1, 128}, Case{96, 96, 1, 256}, Case{45, 45, 1, 256, true}, Case{37, 37, 2, 20},
-        Case{33, 41, 3, 7}, Case{40, 40, 1, 264, true}}) {
+        Case{33, 41, 3, 7}, Case{40, 40, 1, 264, true}, Case{1100, 130, 4, 64},
+        Case{130, 1100, 4, 64}, Case{1100, 70, 4, 256}, Case{70, 1100, 2, 256}}) {
     SCOPED_TRACE(testing::Message()
                  << c.tokens << " queries of " << c.keys << " keys in " << c.heads << " heads of "
                  << c.dim << (c.causal ? ", causal" : ""));
