@@ -474,23 +474,6 @@ using Dim80Selecting = Selecting<80, 2>;
 using Dim160Selecting = Selecting<160, 2>;
 constexpr int kMaxSelectingDim = 160;
 
-/// [images, tokens, heads, dim], or sets in place of images, in boxes of `tokens_at_once` × kLine
-/// of one head, with zeros beyond each extent.
-CUresult EncodeHeads(CUtensorMap* map, const Rows& rows, const AttentionLaunch& attention,
-                     int images, int tokens, int tokens_at_once) {
-  const cuuint64_t dims[4] = {static_cast<cuuint64_t>(attention.dim),
-                              static_cast<cuuint64_t>(attention.heads),
-                              static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(images)};
-  const cuuint64_t token_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
-  const cuuint64_t strides[3] = {dims[0] * 2, token_bytes, token_bytes * dims[2]};
-  const cuuint32_t box[4] = {kLine, 1, static_cast<cuuint32_t>(tokens_at_once), 1};
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-}
-
 /// Wide steps are the fastest per query tile, but may leave the last wave nearly empty. So some
 /// heads, or all, are cut into narrower steps, by the cost of the waves. The last step of a head
 /// may be partly filled: from wave to wave CTAs take another place in a head, so that each gets its
@@ -521,12 +504,13 @@ template <typename T>
 cudaError_t LaunchTile(const AttentionLaunch& attention, const Queue& queue) {
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   Params params;
-  for (CUresult result : {EncodeHeads(&params.q, attention.q, attention, attention.images,
-                                      attention.tokens, kQueryTile),
-                          EncodeHeads(&params.k, attention.k, attention, attention.key_sets,
-                                      attention.key_tokens, T::kKeys),
-                          EncodeHeads(&params.v, attention.v, attention, attention.key_sets,
-                                      attention.key_tokens, T::kKeys)}) {
+  const auto encode = [&](CUtensorMap* map, const Rows& rows, int images, int tokens, int box) {
+    return EncodeHeads(map, rows, images, tokens, attention.heads, attention.dim, box);
+  };
+  for (CUresult result :
+       {encode(&params.q, attention.q, attention.images, attention.tokens, kQueryTile),
+        encode(&params.k, attention.k, attention.key_sets, attention.key_tokens, T::kKeys),
+        encode(&params.v, attention.v, attention.key_sets, attention.key_tokens, T::kKeys)}) {
     if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
   }
   params.query_tiles = (attention.tokens + kQueryTile - 1) / kQueryTile;

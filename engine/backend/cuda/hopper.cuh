@@ -356,8 +356,7 @@ __device__ inline void WgmmaTransposed(float (&d)[96], uint64_t x, uint64_t y, b
   }
 DENOISED_WGMMA_REGISTERS_FROM_ZERO(64, 32, 32, 33, 34, 35, 36, 37)
 
-/// The same; y [16, n] with n innermost, by
-/// its TransposedDescriptor.
+/// The same; y [16, n] with n innermost, by its TransposedDescriptor.
 #define DENOISED_WGMMA_REGISTERS(n, r, x0, x1, x2, x3, y0)                                      \
   __device__ inline void Wgmma(float(&d)[r], const uint32_t* x, uint64_t y) {                   \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \

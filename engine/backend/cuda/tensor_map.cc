@@ -27,4 +27,18 @@ const TensorMapEncoders& GetTensorMapEncoders() {
   return encoders;
 }
 
+CUresult EncodeHeads(CUtensorMap* map, const Rows& rows, int images, int tokens, int heads, int dim,
+                     int box) {
+  const auto of = [](int64_t value) { return static_cast<cuuint64_t>(value); };
+  const cuuint64_t dims[4] = {of(dim), of(heads), of(tokens), of(images)};
+  const cuuint64_t strides[3] = {of(dim * int64_t{2}), of(rows.stride * 2),
+                                 of(rows.stride * 2 * tokens)};
+  const cuuint32_t boxes[4] = {64, 1, static_cast<cuuint32_t>(box), 1};
+  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+  return GetTensorMapEncoders().tiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, boxes, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
 }  // namespace denoised::cuda
