@@ -12,7 +12,7 @@
 //
 // Tensor cores: each warp owns kTiles · 16 tokens, whose gradients stay in its registers. It makes
 // P and dS of kChunk others at a time, where the sums of one product are the operand of the next.
-// The others come through a ring of two cp.async stages. From 256 dimensions on kSplit warps share
+// The others come through a ring of two cp.async stages. Above 128 dimensions kSplit warps share
 // their tokens, each with a part of the gradients' columns, and all compute the scores. Dimensions
 // between the listed ones are padded with zeros in shared memory.
 //
@@ -69,8 +69,8 @@ struct Shape {
 /// Copies kCount tokens of one head from `begin` on; zeros behind the last and behind the head's
 /// dimensions.
 template <typename S, int kCount>
-__device__ inline void CopyTokens(const Rows& from, int64_t row, int begin, int count,
-                                  int64_t column, int dim, __nv_bfloat16* to) {
+__device__ inline void CopyTokens(const Rows& from, int row, int begin, int count, int column,
+                                  int dim, __nv_bfloat16* to) {
   constexpr int kVectors = S::kDim / 8;
   const auto* data = static_cast<const __nv_bfloat16*>(from.data);
 #pragma unroll
@@ -78,14 +78,14 @@ __device__ inline void CopyTokens(const Rows& from, int64_t row, int begin, int 
     const int token = begin + i / kVectors, c = i % kVectors * 8;
     const bool valid = token < count && c < dim;
     CopyAsync16(to + i / kVectors * S::kLine + c,
-                valid ? data + (row + token) * from.stride + column + c : data, valid);
+                valid ? data + int64_t{row + token} * from.stride + column + c : data, valid);
   }
 }
 
 /// A warp's part of the gradients of `first`: [kTiles · 16 tokens, kColumns].
 template <typename S>
-__device__ inline void StoreGradient(const Gradient& gradient, const Rows& to, int token,
-                                     int64_t image, int64_t column, int end, float scale,
+__device__ inline void StoreGradient(const Gradient& gradient, const Rows& to, int token, int row,
+                                     int column, int end, float scale,
                                      const float (&sums)[S::kTiles][S::kColumns / 8][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -94,8 +94,7 @@ __device__ inline void StoreGradient(const Gradient& gradient, const Rows& to, i
     for (int half = 0; half < 2; ++half) {
       const int at = token + t * 16 + half * 8 + lane / 4;
       if (at >= gradient.own.count) continue;
-      auto* line = static_cast<__nv_bfloat16*>(to.data) +
-                   (image * gradient.own.count + at) * to.stride + column;
+      auto* line = static_cast<__nv_bfloat16*>(to.data) + int64_t{row + at} * to.stride + column;
 #pragma unroll
       for (int c = 0; c < S::kColumns / 8; ++c) {
         if (c * 8 < end) {
@@ -118,12 +117,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   auto* const numbers = reinterpret_cast<float*>(ring + 2 * S::kStage);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int begin = blockIdx.x * S::kOwn, head = blockIdx.y;
-  const int64_t image = blockIdx.z;
-  const int64_t column = static_cast<int64_t>(head) * gradient.dim;
-  const int64_t own_row = image * gradient.own.count, other_row = image * gradient.others.count;
-  const int64_t queries =
-      (image * gradient.heads + head) * (kOfKeys ? gradient.others.count : gradient.own.count);
+  // Rows have 32 bits, since registers are few.
+  const int begin = blockIdx.x * S::kOwn, head = blockIdx.y, image = blockIdx.z;
+  const int column = head * gradient.dim;
+  const int own_row = image * gradient.own.count, other_row = image * gradient.others.count;
+  const int64_t queries = (int64_t{image} * gradient.heads + head) *
+                          (kOfKeys ? gradient.others.count : gradient.own.count);
   const int warp_token = warp / S::kSplit * S::kTiles * 16;
   const int warp_column = warp % S::kSplit * S::kColumns;
   const Range range = OthersOf<kOfKeys>(gradient, begin, S::kOwn);
@@ -172,7 +171,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
           float dout[8], out[8];
           UnpackBf16(*reinterpret_cast<const uint4*>(own_second + token * S::kLine + c), dout);
           LoadVectorOf<Element::kBf16>(
-              gradient.out, (own_row + begin + token) * gradient.out.stride + column + c, out);
+              gradient.out, int64_t{own_row + begin + token} * gradient.out.stride + column + c,
+              out);
 #pragma unroll
           for (int i = 0; i < 8; ++i) sum = fmaf(dout[i], out[i], sum);
         }
@@ -288,10 +288,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   }
 
   const int end = gradient.dim - warp_column;
-  StoreGradient<S>(gradient, gradient.d_first, begin + warp_token, image, column + warp_column, end,
-                   gradient.scale, sums_first);
+  StoreGradient<S>(gradient, gradient.d_first, begin + warp_token, own_row, column + warp_column,
+                   end, gradient.scale, sums_first);
   if constexpr (kOfKeys) {
-    StoreGradient<S>(gradient, gradient.d_second, begin + warp_token, image, column + warp_column,
+    StoreGradient<S>(gradient, gradient.d_second, begin + warp_token, own_row, column + warp_column,
                      end, 1, sums_second);
   }
 }
@@ -446,6 +446,8 @@ constexpr int kMaxTensorCoreDim = 256;
 
 cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, const Queue& queue) {
   const AttentionLaunch& forward = backward.forward;
+  if (int64_t{forward.images} * std::max(forward.tokens, forward.key_tokens) > INT32_MAX)
+    return cudaErrorInvalidValue;
   Kernels kernels = queue.hopper ? Kernels::kHopper : Kernels::kTensorCores;
   bool suits = !forward.fp32 && forward.dim % 8 == 0 && forward.dim <= kMaxTensorCoreDim;
   for (const Rows* rows : {&forward.q, &forward.k, &forward.v, &forward.out, &backward.dout,
@@ -464,7 +466,8 @@ cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, con
                        .out = forward.out,
                        .log_sum_exp = forward.log_sum_exp,
                        .delta = backward.delta,
-                       .d_first = backward.dq};
+                       .d_first = backward.dq,
+                       .d_second = {}};
   if (cudaError_t error = LaunchGradient<false>(gradient, kernels, forward.images, queue);
       error != cudaSuccess) {
     return error;

@@ -27,7 +27,7 @@ struct Gradient {
   Rows d_first, d_second;              // d_second: of keys
 };
 
-/// Hopper's kernels, for bf16 in vectors. Few own tokens would leave a half of them idle.
+/// The kernels for Hopper, for bf16 in vectors. Of few own tokens a warpgroup would idle.
 inline bool SuitsGradientHopper(const Gradient& gradient) {
   return gradient.dim <= 256 && !gradient.causal && gradient.own.count > 64;
 }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// attention.cu's backward pass for Hopper, for heads of up to 64 dimensions: its two kernels with
-// TMA, wgmma and mbarriers.
+// attention.cu's two kernels for Hopper, with TMA, wgmma and mbarriers. See docs/kernels.md for a
+// picture.
 //
-// Policy. A persistent CTA takes one item after another: kGroups · 64 tokens of one head, 64 for
-// each warpgroup, which walk over the others in tiles of 64. A producer warp loads the own tokens,
-// those of the next item early, and both tensors of a tile into a stage of the ring that all
-// warpgroups share; of queries, it writes log-sum-exp and Δ beside them. A warpgroup keeps its own
-// tokens in registers as left operands. It starts the scores and dP of tile i, then what tile i − 1
-// adds to the gradients, and computes P and dS of tile i under the latter. P and dS stay in
-// registers: the layout of one product's sums is that of the next one's left operand. TMA fills
-// what is beyond a head's dimensions and an image's tokens with zeros.
+// Policy. A persistent CTA takes one item after another: own tokens of one head, 64 for each
+// warpgroup, which walks over the others in tiles. A producer warp loads the own tokens, those of
+// the next item early where there is room, and both tensors of a tile into a stage of the ring that
+// the warpgroups share; beside queries it writes their log-sum-exp and Δ. A warpgroup starts the
+// scores and dP of tile i, then what tile i − 1 adds to the gradients, and computes P and dS of
+// tile i under the latter. P and dS stay in registers: the layout of one product's sums is that of
+// the next one's left operand. TMA fills what is beyond a head's dimensions and an image's tokens
+// with zeros.
 
 #include <algorithm>
 #include <type_traits>
@@ -33,28 +33,25 @@ constexpr int kGroups = 2;
 constexpr int kThreads = 128 * (kGroups + 1);
 
 /// Heads of up to kDim dimensions, others in tiles of kOthers.
-template <int kDim_, int kOthers_, int kOwnBuffers_, int kStages_>
-struct HopperShape {
+template <int kDim_, int kOthers_, int kOwnBuffers_, int kStages_, bool kOfKeys_>
+struct Shape {
   static constexpr int kDim = kDim_, kOthers = kOthers_, kOwnBuffers = kOwnBuffers_,
                        kStages = kStages_;
+  static constexpr bool kOfKeys = kOfKeys_;
   static constexpr int kLines = kDim / kLine;
   // The left operands of scores and dP: in registers, where there are enough.
   static constexpr bool kOwnInRegisters = kDim <= 64;
   // Where registers have no room for both gradients of a key, one warpgroup makes dV and the other
   // dK, of the same keys.
-  static constexpr bool kShareKeys = kDim > 128;
-  static constexpr int kOwnTileBytes = kTile * kDim * 2, kOthersBytes = kOthers * kDim * 2;
-  static constexpr int kStageBytes = 2 * kOthersBytes;
+  static constexpr bool kShared = kOfKeys && kDim > 128;
+  static constexpr int kOwnTiles = kShared ? 1 : kGroups;
+  static constexpr int kOwnTileBytes = kTile * kDim * 2, kOwnBytes = 2 * kOwnTiles * kOwnTileBytes;
+  static constexpr int kOthersBytes = kOthers * kDim * 2, kStageBytes = 2 * kOthersBytes;
   static constexpr int kNumbers = 2 * kOthers;  // of a stage: log-sum-exp by log₂ e, Δ
-
-  template <bool kOfKeys>
-  static constexpr int kOwnTiles = kOfKeys&& kShareKeys ? 1 : kGroups;
-  template <bool kOfKeys>
-  static constexpr int kOwnBytes = 2 * kOwnTiles<kOfKeys>* kOwnTileBytes;
-  template <bool kOfKeys>
-  static constexpr int kSharedBytes = kOwnBuffers* kOwnBytes<kOfKeys> +
-                                      kStages*(kStageBytes + kNumbers * 4) +
+  static constexpr int kSharedBytes = kOwnBuffers * kOwnBytes +
+                                      kStages * (kStageBytes + kNumbers * 4) +
                                       2 * (kStages + kOwnBuffers) * 8;
+  static_assert(kSharedBytes <= 232448);
 };
 
 /// Boxes of one head's tokens; items by own tokens, heads and images.
@@ -64,20 +61,17 @@ struct Params {
   FastDivmod blocks, heads;
 };
 
-template <typename S, bool kOfKeys>
+template <typename S>
 __global__ void __launch_bounds__(kThreads, 1)
     GradientHopperKernel(const __grid_constant__ Gradient gradient,
                          const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char own[];  // as the swizzle wants it
-  constexpr int kStages = S::kStages;
-  constexpr int kOwnTiles = S::template kOwnTiles<kOfKeys>;
-  constexpr int kOwnBytes = S::template kOwnBytes<kOfKeys>;
-  unsigned char* const ring = own + S::kOwnBuffers * kOwnBytes;
-  auto* const numbers = reinterpret_cast<float*>(ring + kStages * S::kStageBytes);
-  auto* const full = reinterpret_cast<uint64_t*>(numbers + kStages * S::kNumbers);
-  uint64_t* const empty = full + kStages;
-  uint64_t* const own_full = empty + kStages;
+  unsigned char* const ring = own + S::kOwnBuffers * S::kOwnBytes;
+  auto* const numbers = reinterpret_cast<float*>(ring + S::kStages * S::kStageBytes);
+  auto* const full = reinterpret_cast<uint64_t*>(numbers + S::kStages * S::kNumbers);
+  uint64_t* const empty = full + S::kStages;
+  uint64_t* const own_full = empty + S::kStages;
   uint64_t* const own_empty = own_full + S::kOwnBuffers;
 
   // Uniform for the compiler, so that descriptors live in uniform registers.
@@ -90,15 +84,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto item_at = [&](int index) {
     const int of_head = index / params.blocks;
-    Item item = {(index - of_head * params.blocks.value) * kOwnTiles * kTile,
+    Item item = {(index - of_head * params.blocks.value) * S::kOwnTiles * kTile,
                  of_head % params.heads, of_head / params.heads, 0};
-    item.queries = int64_t{of_head} * (kOfKeys ? gradient.others.count : gradient.own.count);
+    item.queries = int64_t{of_head} * (S::kOfKeys ? gradient.others.count : gradient.own.count);
     return item;
   };
 
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      InitBarrier(&full[stage], kOfKeys ? 1 + 32 : 1);
+    for (int stage = 0; stage < S::kStages; ++stage) {
+      InitBarrier(&full[stage], S::kOfKeys ? 1 + 32 : 1);
       InitBarrier(&empty[stage], kGroups * 4);
     }
     for (int i = 0; i < S::kOwnBuffers; ++i) {
@@ -119,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       float log2[S::kOthers / 32], delta[S::kOthers / 32];
       const auto read_numbers = [&](int tile) {
 #pragma unroll
-        for (int i = 0; kOfKeys && i < S::kOthers / 32; ++i) {
+        for (int i = 0; S::kOfKeys && i < S::kOthers / 32; ++i) {
           const int query = tile * S::kOthers + i * 32 + lane;
           const bool valid = query < gradient.others.count;
           log2[i] = valid ? gradient.log_sum_exp[item.queries + query] * kLog2E : 0.0f;
@@ -130,18 +124,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int ahead = turn % S::kOwnBuffers;
       Wait(&own_empty[ahead], (turn / S::kOwnBuffers & 1) ^ 1);
       if (ElectOne()) {
-        ArriveExpectTx(&own_full[ahead], kOwnBytes);
-        for (int i = 0; i < 2 * kOwnTiles; ++i) {
+        ArriveExpectTx(&own_full[ahead], S::kOwnBytes);
+        for (int i = 0; i < 2 * S::kOwnTiles; ++i) {
           for (int line = 0; line < S::kLines; ++line) {
-            TmaLoad(own + ahead * kOwnBytes + i * S::kOwnTileBytes + line * kTile * kLine * 2,
-                    i < kOwnTiles ? &params.own_first : &params.own_second, &own_full[ahead],
-                    line * kLine, item.head, item.begin + i % kOwnTiles * kTile, item.image);
+            TmaLoad(own + ahead * S::kOwnBytes + i * S::kOwnTileBytes + line * kTile * kLine * 2,
+                    i < S::kOwnTiles ? &params.own_first : &params.own_second, &own_full[ahead],
+                    line * kLine, item.head, item.begin + i % S::kOwnTiles * kTile, item.image);
           }
         }
       }
       for (int tile = 0; tile < tiles; ++tile, ++loaded) {
-        const int stage = loaded % kStages;
-        Wait(&empty[stage], (loaded / kStages & 1) ^ 1);
+        const int stage = loaded % S::kStages;
+        Wait(&empty[stage], (loaded / S::kStages & 1) ^ 1);
         if (ElectOne()) {
           ArriveExpectTx(&full[stage], S::kStageBytes);
           for (int i = 0; i < 2; ++i) {
@@ -153,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             }
           }
         }
-        if constexpr (kOfKeys) {
+        if constexpr (S::kOfKeys) {
           float* const to = numbers + stage * S::kNumbers + lane;
 #pragma unroll
           for (int i = 0; i < S::kOthers / 32; ++i) {
@@ -173,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // kFirst, kSecond: which gradients this warpgroup makes.
   const auto consume = [&](auto makes_first, auto makes_second) {
     constexpr bool kFirst = decltype(makes_first)::value, kSecond = decltype(makes_second)::value;
-    const int own_tile = kOwnTiles == 1 ? 0 : group;
+    const int own_tile = S::kOwnTiles == 1 ? 0 : group;
     // A thread's sums (hopper.cuh): of every eight columns 2 · (lane % 4) and the next, of its rows
     // 0 and 1; index 4j + 2 · row + i.
     float s[S::kOthers / 2], dp[kFirst ? S::kOthers / 2 : 1];
@@ -184,10 +178,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     int done = 0, ahead = 0;  // tiles before this item; its own tokens
 
     const auto own_at = [&](int tensor) {
-      return own + ahead * kOwnBytes + (tensor * kOwnTiles + own_tile) * S::kOwnTileBytes;
+      return own + ahead * S::kOwnBytes + (tensor * S::kOwnTiles + own_tile) * S::kOwnTileBytes;
     };
     const auto stage_at = [&](int tile, int tensor) {
-      return ring + (done + tile) % kStages * S::kStageBytes + tensor * S::kOthersBytes;
+      return ring + (done + tile) % S::kStages * S::kStageBytes + tensor * S::kOthersBytes;
     };
     const auto product = [&](int tile, int tensor, float(&to)[S::kOthers / 2]) {
       const uint64_t left = MatrixDescriptor(own_at(tensor));
@@ -203,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     };
     const auto multiply = [&](int tile) {
-      Wait(&full[(done + tile) % kStages], (done + tile) / kStages & 1);
+      Wait(&full[(done + tile) % S::kStages], (done + tile) / S::kStages & 1);
       WgmmaFence();
       product(tile, 0, s);
       if constexpr (kFirst) product(tile, 1, dp);
@@ -233,24 +227,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     /// before any branch.
     const auto weigh = [&](int tile, auto last) {
       [[maybe_unused]] const float* const of_tile =
-          numbers + (done + tile) % kStages * S::kNumbers + lane % 4 * 2;
+          numbers + (done + tile) % S::kStages * S::kNumbers + lane % 4 * 2;
       const int valid = gradient.others.count - tile * S::kOthers - lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < S::kOthers / 8; ++j) {
         float2 log2, delta;
-        if constexpr (kOfKeys) {
+        if constexpr (S::kOfKeys) {
           log2 = *reinterpret_cast<const float2*>(of_tile + j * 8);
           if constexpr (kFirst)
             delta = *reinterpret_cast<const float2*>(of_tile + S::kOthers + j * 8);
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float minus = kOfKeys ? (e % 2 == 0 ? log2.x : log2.y) : own_log2[e / 2];
+          const float minus = S::kOfKeys ? (e % 2 == 0 ? log2.x : log2.y) : own_log2[e / 2];
           float p = Exp2(fmaf(s[4 * j + e], scale_log2, -minus));
-          if constexpr (!kOfKeys && decltype(last)::value) p = j * 8 + e % 2 < valid ? p : 0;
+          if constexpr (!S::kOfKeys && decltype(last)::value) p = j * 8 + e % 2 < valid ? p : 0;
           s[4 * j + e] = p;
           if constexpr (kFirst) {
-            const float d = kOfKeys ? (e % 2 == 0 ? delta.x : delta.y) : own_delta[e / 2];
+            const float d = S::kOfKeys ? (e % 2 == 0 ? delta.x : delta.y) : own_delta[e / 2];
             dp[4 * j + e] = p * (dp[4 * j + e] - d);
           }
         }
@@ -264,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     };
     const auto release = [&](int tile) {
-      if (lane == 0) Arrive(&empty[(done + tile) % kStages]);
+      if (lane == 0) Arrive(&empty[(done + tile) % S::kStages]);
     };
     const auto release_own = [&] {
       if (lane == 0) Arrive(&own_empty[ahead]);
@@ -347,7 +341,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (float& sum : sums_second) sum = 0;
       multiply(0);
-      if constexpr (!kOfKeys) read_queries(item, first_row);
+      if constexpr (!S::kOfKeys) read_queries(item, first_row);
       WgmmaWait<0>();
       hold_scores();
       if (!S::kOwnInRegisters && tiles == 1) release_own();
@@ -383,38 +377,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   using Yes = std::true_type;
   using No = std::false_type;
-  if constexpr (kOfKeys && S::kShareKeys) {
+  if constexpr (S::kShared) {
     if (group == 0) {
       consume(No(), Yes());
     } else {
       consume(Yes(), No());
     }
   } else {
-    consume(Yes(), std::bool_constant<kOfKeys>());
+    consume(Yes(), std::bool_constant<S::kOfKeys>());
   }
 #endif
 }
 
-CUresult EncodeTiles(CUtensorMap* map, const Rows& rows, const Gradient& gradient, int images,
-                     int tokens, int box_tokens) {
-  const cuuint64_t dims[4] = {static_cast<cuuint64_t>(gradient.dim),
-                              static_cast<cuuint64_t>(gradient.heads),
-                              static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(images)};
-  const cuuint64_t token_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
-  const cuuint64_t strides[3] = {dims[0] * 2, token_bytes, token_bytes * dims[2]};
-  const cuuint32_t box[4] = {kLine, 1, static_cast<cuuint32_t>(box_tokens), 1};
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-}
-
-template <typename S, bool kOfKeys>
-cudaError_t LaunchHopperShape(const Gradient& gradient, int images, const Queue& queue) {
+template <typename S>
+cudaError_t LaunchShape(const Gradient& gradient, int images, const Queue& queue) {
   Params params;
   const auto encode = [&](CUtensorMap* map, const Rows& rows, const Tokens& tokens, int box) {
-    return EncodeTiles(map, rows, gradient, images, tokens.count, box);
+    return EncodeHeads(map, rows, images, tokens.count, gradient.heads, gradient.dim, box);
   };
   for (CUresult result :
        {encode(&params.own_first, gradient.own.first, gradient.own, kTile),
@@ -423,18 +402,16 @@ cudaError_t LaunchHopperShape(const Gradient& gradient, int images, const Queue&
         encode(&params.second, gradient.others.second, gradient.others, S::kOthers)}) {
     if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
   }
-  constexpr int kOwn = S::template kOwnTiles<kOfKeys> * kTile;
+  constexpr int kOwn = S::kOwnTiles * kTile;
   const int blocks = (gradient.own.count + kOwn - 1) / kOwn;
   const int64_t items = int64_t{blocks} * gradient.heads * images;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   params.items = static_cast<int>(items);
   params.blocks = FastDivmod(blocks), params.heads = FastDivmod(gradient.heads);
-  constexpr int kBytes = S::template kSharedBytes<kOfKeys>;
-  static_assert(kBytes <= 232448);
-  const auto kernel = GradientHopperKernel<S, kOfKeys>;
-  if (cudaError_t error = LoadKernel(kernel, kBytes); error != cudaSuccess) return error;
-  kernel<<<std::min(params.items, queue.multiprocessors), kThreads, kBytes, queue.stream>>>(
-      gradient, params);
+  const auto kernel = GradientHopperKernel<S>;
+  if (cudaError_t error = LoadKernel(kernel, S::kSharedBytes); error != cudaSuccess) return error;
+  kernel<<<std::min(params.items, queue.multiprocessors), kThreads, S::kSharedBytes,
+           queue.stream>>>(gradient, params);
   return cudaGetLastError();
 }
 
@@ -443,11 +420,10 @@ cudaError_t LaunchHopperShape(const Gradient& gradient, int images, const Queue&
 template <bool kOfKeys>
 cudaError_t LaunchGradientHopper(const Gradient& gradient, int images, const Queue& queue) {
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
-  if (gradient.dim <= 64)
-    return LaunchHopperShape<HopperShape<64, 64, 2, 4>, kOfKeys>(gradient, images, queue);
+  if (gradient.dim <= 64) return LaunchShape<Shape<64, 64, 2, 4, kOfKeys>>(gradient, images, queue);
   if (gradient.dim <= 128)
-    return LaunchHopperShape<HopperShape<128, 32, 1, 4>, kOfKeys>(gradient, images, queue);
-  return LaunchHopperShape<HopperShape<256, 32, 1, 3>, kOfKeys>(gradient, images, queue);
+    return LaunchShape<Shape<128, 32, 1, 4, kOfKeys>>(gradient, images, queue);
+  return LaunchShape<Shape<256, 32, 1, 3, kOfKeys>>(gradient, images, queue);
 }
 template cudaError_t LaunchGradientHopper<false>(const Gradient&, int, const Queue&);
 template cudaError_t LaunchGradientHopper<true>(const Gradient&, int, const Queue&);
