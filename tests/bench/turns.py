@@ -101,8 +101,9 @@ class GpuLog:
 
     def __init__(self):
         self.samples, self.process = [], None
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
         command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS.values())}",
-                   "--format=csv,noheader,nounits", "-i", "0"]
+                   "--format=csv,noheader,nounits", "-i", gpu]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=20)
             # On a pipe lines could wait in its buffer; on a terminal they come as they are written.
