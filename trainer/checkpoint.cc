@@ -251,11 +251,14 @@ absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string
 }
 
 absl::Status WritePipeline(const std::string& directory, const Pipeline& pipeline) {
-  DENOISED_RETURN_IF_ERROR(MakeFolder(directory + "/scheduler"));
-  for (const auto& [file, json] :
-       {std::pair{"/model_index.json", &pipeline.index},
-        std::pair{"/scheduler/scheduler_config.json", &pipeline.scheduler}})
-    DENOISED_RETURN_IF_ERROR(WriteFileWhole(directory + file, json->dump(2) + "\n"));
+  DENOISED_RETURN_IF_ERROR(MakeFolder(directory));
+  DENOISED_RETURN_IF_ERROR(
+      WriteFileWhole(directory + "/model_index.json", pipeline.index.dump(2) + "\n"));
+  if (!pipeline.scheduler.is_null()) {
+    DENOISED_RETURN_IF_ERROR(MakeFolder(directory + "/scheduler"));
+    DENOISED_RETURN_IF_ERROR(WriteFileWhole(directory + "/scheduler/scheduler_config.json",
+                                            pipeline.scheduler.dump(2) + "\n"));
+  }
   for (const std::string& folder : pipeline.copied)
     DENOISED_RETURN_IF_ERROR(
         CopyFolder(folder, directory + "/" + fs::path(folder).filename().string()));

@@ -43,7 +43,7 @@ struct Pipeline {
     std::string file;                       // of weights, without .safetensors
     std::map<std::string, Tensor> weights;  // by checkpoint name
   };
-  nlohmann::json scheduler;         // scheduler/scheduler_config.json
+  nlohmann::json scheduler;         // scheduler/scheduler_config.json; null if it is copied
   nlohmann::json index;             // model_index.json
   std::vector<Part> parts;          //
   std::vector<std::string> copied;  // folders that are copied as they are, under their own names

@@ -222,8 +222,8 @@ absl::StatusOr<Pipeline> MakeSnapshot(const PipelineParts& parts, Stage stage,
                                       training::Backend& backend, const Tensor& pictures) {
   Pipeline pipeline;
   pipeline.index = parts.directory.index;
-  pipeline.scheduler = *parts.directory.scheduler_config;
-  pipeline.copied = {parts.folder("tokenizer")};
+  // The scheduler's file is copied: diffusers writes infinities, which the parsed JSON cannot hold.
+  pipeline.copied = {parts.folder("tokenizer"), parts.folder("scheduler")};
   const auto kept = [&](const char* part) { pipeline.copied.push_back(parts.folder(part)); };
   if (stage == Stage::kAutoencoder) {
     DENOISED_RETURN_IF_ERROR(training::StandardizeLatents(backend, parts.vae, pictures, &weights));

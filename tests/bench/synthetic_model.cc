@@ -109,9 +109,14 @@ class Writer {
     DENOISED_RETURN_IF_ERROR(WriteWeights("unet", unet, kDiffusers, load).status());
     const fs::path scheduler = FolderOf("scheduler");
     fs::create_directories(scheduler, error_);
-    DENOISED_RETURN_IF_ERROR(WriteJson(
-        scheduler / "scheduler_config.json",
-        directory_.scheduler_config.value_or(nlohmann::json{{"_class_name", "DDIMScheduler"}})));
+    const fs::path config = scheduler / "scheduler_config.json";
+    if (directory_.scheduler_config) {
+      // Copied: the parsed JSON has lost the infinities that diffusers writes.
+      fs::copy_file(directory_.scheduler_config_file, config, error_);
+      if (error_) return Internal("{}: {}", config.string(), error_.message());
+    } else {
+      DENOISED_RETURN_IF_ERROR(WriteJson(config, {{"_class_name", "DDIMScheduler"}}));
+    }
     if (directory_.index.is_null()) return absl::OkStatus();
     return WriteJson(to_ / "model_index.json", directory_.index);
   }
