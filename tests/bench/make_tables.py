@@ -81,8 +81,16 @@ def combined(files):
 
 
 def rank(row):
-    """How much a row says: how many peers were measured, and whether the fastest was searched for."""
-    return (sum(bool(peer["pairs"]) for peer in row["peers"].values()), row.get("searched", True))
+    """How much a row says: how many peers were measured, and how far the fastest was searched for."""
+    return (sum(bool(peer["pairs"]) for peer in row["peers"].values()), row.get("searched", True),
+            searched_whole(row))
+
+
+def searched_whole(row):
+    """Whether the peer's fastest kernel was searched for to the end."""
+    tried = row.get("cublaslt", {}).get("algorithms_us")
+    return (row.get("searched", True) and not row.get("not_tried") and
+            (tried is None or len(tried) >= LEAST_ALGORITHMS))
 
 
 def contexts_of(file, *kinds):
@@ -137,6 +145,8 @@ def ops_of(file, *kinds):
 
 MET, MISS, NOISE, NOT_MEASURED = "met", "**miss**", "within noise", "**not measured**"
 OLD, NOT_SEARCHED = "old method", "no verdict"
+LEAST_ALGORITHMS = 16  # that a search of cuBLASLt tries; its heuristics alone return eight
+SURE_ROUNDS = 10  # the median of so many decides alone
 
 
 def is_old(context, row=None):
@@ -153,9 +163,9 @@ def verdict(values, bar, old=False, searched=True):
         return ""
     if old:
         return OLD if statistics.median(values) >= bar else f"{MISS}, {OLD}"
-    if not searched:
-        return NOT_SEARCHED
-    if min(values) < bar <= max(values):
+    if not searched:  # the peer's fastest kernel is as fast as this one or faster
+        return MISS if max(values) < bar else NOT_SEARCHED
+    if len(values) < SURE_ROUNDS and min(values) < bar <= max(values):
         return NOISE
     return MET if statistics.median(values) >= bar else MISS
 
@@ -205,11 +215,11 @@ class Compared:
         self.label = shown_label(row, label) if best else label
         self.ours = ours_of(row) if row else None
         self.searched = not row or row.get("searched", True)
-        self.not_tried = row.get("not_tried", 0) if row else 0
+        self.whole = not row or searched_whole(row)
         self.ratios = ratios_of(row["peers"][label]) if best else []
         self.planned = context.get("rounds", 1)
         self.verdict = verdict(self.ratios, bar, is_old(context, row) if row else False,
-                               self.searched)
+                               self.whole)
 
     def cell(self):
         if not self.measured:
@@ -217,15 +227,15 @@ class Compared:
         text = spread(self.ratios)
         if len(self.ratios) < self.planned:
             text += f", {len(self.ratios)} of {self.planned} rounds"
-        return text + ("" if self.searched else " ¹") + (" ²" if self.not_tried else "")
+        return text + ("" if self.whole else " ²" if self.searched else " ¹")
 
 
 def footnotes(compared):
     lines = []
     if any(each.measured and not each.searched for each in compared):
         lines.append("¹ The search for the peer's fastest kernel did not run: no verdict.")
-    if any(each.measured and each.not_tried for each in compared):
-        lines.append("² Some of cuDNN's plans were not tried: the search had no more time.")
+    if any(each.measured and each.searched and not each.whole for each in compared):
+        lines.append("² The search had no time for all of the peer's kernels: no verdict, unless it is a miss.")
     return ["", *lines] if lines else []
 
 
@@ -499,7 +509,7 @@ def linears(data):
                                    each.label == "cuBLASLt" else ""), each.cell(), each.verdict])
     return (origin(*contexts_of(data("ops"), "linear")) +
             table(["Rows × inputs → outputs", "denoised", "peer", "as", RATIO, ""], rows) +
-            count_misses([each.verdict for _, each in found.values()]))
+            footnotes([each for _, each in found.values()]) + count_misses([each.verdict for _, each in found.values()]))
 
 
 def attentions(data):
@@ -565,7 +575,7 @@ def clocks(data):
         if not done:
             rows.append([row["name"], "refused", "", ""])
             continue
-        logged = [each["clocks"] for each in done if each.get("clocks")]
+        logged = [each["clocks"] for each in done if each.get("clocks") and each.get("timed")]
         rows.append([row["name"], number(statistics.median(each["us"] for each in done)),
                      f"{statistics.median(c['sm_mhz'] for c in logged):.0f} MHz" if logged else "–",
                      f"{statistics.median(c['watts'] for c in logged):.0f} W" if logged else "–"])
@@ -926,7 +936,7 @@ def headline(data):
                            ("linear", "linear layers", "cuBLAS and cuBLASLt"),
                            ("attention", "attention", "the best of SDPA")):
         found = [each for _, each in compared_ops(data, OP_BARS[op], op).values()]
-        ratios = [each.ratio for each in found if each.measured and each.searched]
+        ratios = [each.ratio for each in found if each.measured and each.whole]
         shapes = f"{len(found)}" if len(ratios) == len(found) else f"{len(ratios)} of {len(found)}"
         rows.append([f"{what}, {shapes} shapes", peer,
                      f"{times(min(ratios))} to {times(max(ratios))}, median "

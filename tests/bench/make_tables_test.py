@@ -144,6 +144,19 @@ class DifferenceTest(unittest.TestCase):
         self.assertEqual(make_tables.Compared(row | {"searched": False}, 0.9, {}).verdict,
                          make_tables.NOT_SEARCHED)
         self.assertEqual(make_tables.Compared(row, 0.9, {"source": "x"}).verdict, make_tables.OLD)
+        # Of many rounds the median decides, even where some reach the bar.
+        self.assertEqual(make_tables.verdict([1.1] * 4 + [0.9] * 8, 1), make_tables.MISS)
+
+    def test_a_peer_that_was_not_searched_to_the_end_can_only_make_a_row_miss(self):
+        row = {"name": "linear/rows:1/tokens:1/in:8/out:8", "unit": "us",
+               "peers": {"cuBLASLt": {"pairs": [[1.0, 1.2]] * 3}}}
+        heuristics = row | {"cublaslt": {"algorithms_us": [1.2] * 8}}
+        self.assertEqual(make_tables.Compared(heuristics, 1.0, {}).verdict, make_tables.NOT_SEARCHED)
+        self.assertEqual(make_tables.Compared(heuristics, 1.3, {}).verdict, make_tables.MISS)
+        whole = row | {"cublaslt": {"algorithms_us": [1.2] * 16}}
+        self.assertEqual(make_tables.Compared(whole, 1.0, {}).verdict, make_tables.MET)
+        left = row | {"searched": True, "not_tried": 3}
+        self.assertEqual(make_tables.Compared(left, 1.0, {}).verdict, make_tables.NOT_SEARCHED)
         self.assertIn("²", make_tables.Compared(row | {"not_tried": 2}, 0.9, {}).cell())
 
     def test_figures_of_the_old_method_get_no_verdict_in_any_table(self):

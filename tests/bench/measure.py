@@ -54,6 +54,7 @@ import time
 
 import pipelines
 from cpu_rows import cpu_name
+from make_tables import searched_whole
 from turns import GpuLog, Worker, alternate
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -517,7 +518,7 @@ def libraries_of(python):
 def searched_in(files):
     """Names of the ops that these runs measured after a complete search."""
     return {row["name"] for file in files for row in json.loads(file.read_text())["rows"]
-            if row["searched"] and not row["not_tried"] and row["peers"]}
+            if row["peers"] and searched_whole(row)}
 
 
 def ops(session):
@@ -625,6 +626,7 @@ def ops(session):
     session.stop(ours, linear, *peers)
 
 
+CLOCK_ROUNDS = 2
 # Each differs from the first in one thing.
 STEADY = {"copies": 2, "warm": 1}
 CLOCK_VARIANTS = {
@@ -656,7 +658,8 @@ def clocks(session):
     our_ready = [ready(worker, START_SECONDS) for worker in ours.values()][0]
     peer_ready = [ready(worker, START_SECONDS) for worker in peers.values()][0]
     rows = []
-    content = {"context": session.context(our_ready, peer_ready), "op": shape, "rows": rows}
+    content = {"context": session.context(our_ready, peer_ready) | {"rounds": CLOCK_ROUNDS},
+               "op": shape, "rows": rows}
     for worker in ours.values():
         worker.ask("prepare", shape, PREPARE_SECONDS)
     for name, variant in CLOCK_VARIANTS.items():
@@ -664,12 +667,12 @@ def clocks(session):
         rows.append(row)
         peer = peers[10 if variant.get("limit") == 10 else 0]
         asked = "/".join([shape, *(f"{key}:{value}" for key, value in variant.items())])
-        for _ in range(2):
+        for _ in range(CLOCK_ROUNDS):
             if session.left() < 5:
                 break
-            begin = time.monotonic()
             answer = peer.ask("variant", asked, PREPARE_SECONDS)
-            row["rounds"].append(answer | {"clocks": session.log.since(begin)})
+            timed = answer.get("timed")
+            row["rounds"].append(answer | {"clocks": session.log.between(*timed) if timed else None})
         shown = ", ".join(f"{each.get('us', each.get('error'))}" for each in row["rounds"])
         session.say(f"{name}: {shown}")
         session.write("clocks", content)
@@ -677,11 +680,13 @@ def clocks(session):
                              ("denoised, after 2 s of rest, without work before", 0, 2)):
         row = {"name": name, "unit": "us", "ours": True, "rounds": []}
         rows.append(row)
-        for _ in range(2):
+        for _ in range(CLOCK_ROUNDS):
             time.sleep(rest if not args.fake else 0)
             begin = time.monotonic()
             answer = ours[warm].ask("measure", shape, MEASURE_SECONDS)
-            row["rounds"].append(answer | {"clocks": session.log.since(begin)})
+            end = time.monotonic()
+            row["rounds"].append(answer | {"timed": [begin, end],
+                                           "clocks": session.log.between(begin, end)})
         session.say(f"{name}: {', '.join(str(each.get('us')) for each in row['rounds'])}")
     session.write("clocks", content)
     session.stop(*peers.values(), *ours.values())
@@ -752,7 +757,7 @@ def system(session):
                                         (16, 2, 0), (64, 2, 0)):
             done = run(40, session.program("engine-throughput"), device,
                        f"--model={','.join([str(model)] * models)}", "--steps=50",
-                       f"--in-flight={count}", f"--max-rows={count}", f"--previews={previews}",
+                       f"--in-flight={count}", f"--max-rows={max(2, count)}", f"--previews={previews}",
                        "--warm-up=1", "--seconds=2")
             if done:
                 rows.append({"rows": count, "models": models, "previews": previews} |

@@ -354,8 +354,10 @@ def variant(library, name):
     if warm_ms > 0:
         warm = int(warm_ms / max(peer.times_ms(run, 2)[1], 1e-3)) + 1
     times = peer.times_ms(run, warm + count)[warm:]
+    end = time.monotonic()
     us = [1e3 * ms / launches for ms in times]
-    return {"us": statistics.median(us), "first_us": us[0], "last_us": us[-1], "found": found}
+    return {"us": statistics.median(us), "first_us": us[0], "last_us": us[-1], "found": found,
+            "timed": [end - 1e-3 * sum(times), end]}
 
 
 class Worker:

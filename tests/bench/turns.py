@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 
-CLOCKS = {"sm_mhz": "clocks.sm", "watts": "power.draw", "celsius": "temperature.gpu"}
+CLOCKS = {"sm_mhz": "clocks.sm", "watts": "power.draw.instant", "celsius": "temperature.gpu"}
 CLOCKS_EVERY_MS = 50
 
 
@@ -122,7 +122,11 @@ class GpuLog:
 
     def since(self, begin):
         """Medians of what was logged since then; None without samples."""
-        values = [value for at, value in list(self.samples) if at >= begin]
+        return self.between(begin, float("inf"))
+
+    def between(self, begin, end):
+        """The same until `end`. Both are times of the monotonic clock, which all processes share."""
+        values = [value for at, value in list(self.samples) if begin <= at <= end]
         if not values:
             return None
         return {name: statistics.median(column) for name, column in zip(CLOCKS, zip(*values))}
