@@ -80,14 +80,14 @@ class Convolution:
         out = torch.empty(self.out_shape, device="cuda", dtype=torch.bfloat16,
                           memory_format=torch.channels_last)
         for index in range(self.graph.get_execution_plan_count()):
-            if spent.seconds() > seconds or time.monotonic() > end:
-                left += 1
-                continue
             try:
                 name = self.graph.get_plan_name_at_index(index)
             except Exception:
                 name = f"plan {index}"
             if name in self.found:  # of another mode
+                continue
+            if spent.seconds() > seconds or time.monotonic() > end:
+                left += 1
                 continue
             self.found[name] = None
             try:

@@ -91,9 +91,16 @@ class Server:
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log,
                                         env=os.environ | (environment or {}),
                                         preexec_fn=on(options.server_cores if apart else None))
-        health = [options.denoise, "health", "--wait", "120", "--server", self.address]
-        if subprocess.run(health, stdout=self.log, stderr=self.log, check=False).returncode != 0:
+        health = subprocess.Popen(
+            [options.denoise, "health", "--wait", "120", "--server", self.address],
+            stdout=self.log, stderr=self.log)
+        while health.poll() is None and self.process.poll() is None:
+            time.sleep(0.02)
+        if health.poll() != 0:  # or the server has ended, and nobody need wait for it
+            health.kill()
+            health.wait()
             self.process.kill()
+            self.process.wait()
             sys.exit(f"the server is not ready; see {self.log.name}")
 
     def __enter__(self):
