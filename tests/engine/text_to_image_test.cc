@@ -196,50 +196,95 @@ class TextToImage : public ::testing::Test {
     for (const FieldViolation& violation : violations) fields.push_back(violation.field);
     return fields;
   }
+  /// Prompts, sizes, guidance, samplers, previews and init images, for SDXL.
+  std::vector<JobSpec> MixedRequests() {
+    std::vector<JobSpec> specs;
+    const char* const texts[] = {"a red apple", "", "thin threads in the oven", "two apples!"};
+    for (int i = 0; i < 12; ++i) {
+      JobSpec spec = Spec({texts[i % 4]}, 100 + i, 1 + i % 3);
+      if (i % 2) spec.prompts[0].negative = texts[(i + 1) % 4];
+      if (i % 3 == 1) spec.prompts[0].text += Repeated(" apple", 40 * (i % 4));
+      if (i % 5 == 4) spec.prompts[0].negative = Repeated("the oven ", 60);
+      spec.sampler.steps = 2 + i % 3;
+      spec.sampler.sampler = i % 3 == 0 ? Sampler::kEulerAncestral : Sampler::kDpmSolver;
+      spec.guidance_scale = i % 4 == 0 ? 1.0 : 2.0 + i;
+      if (i % 5 == 1) spec.width = 32;
+      if (i % 6 == 2) spec.clip_skip = 1;
+      if (i % 4 == 3) {
+        const std::vector<float> grey(16 * 16 * 3, 0.1f * static_cast<float>(i));
+        spec.init_image = Tensor::HostF32({16, 16, 3}, grey);
+        spec.sampler.strength = 0.7;
+      }
+      spec.previews = i % 2 == 0;
+      if (i % 5 == 1 && spec.init_image) spec.width = 0;
+      specs.push_back(spec);
+    }
+    return specs;
+  }
+  static void ExpectSameBits(const std::map<int, std::vector<float>>& expected,
+                             const std::map<int, std::vector<float>>& images, size_t request) {
+    for (const auto& [index, image] : expected) {
+      const std::vector<float>& other = images.at(index);
+      ASSERT_EQ(image.size(), other.size());
+      EXPECT_EQ(std::memcmp(image.data(), other.data(), image.size() * sizeof(float)), 0)
+          << "request " << request << ", image " << index;
+    }
+  }
   std::unique_ptr<Engine> engine_;
 };
 
-/// Prompts, sizes, guidance, samplers, previews and init images side by side: every image has the
-/// bits that it has alone.
+/// Requests of all kinds side by side, some of them cancelled: every image has the bits that it has
+/// alone.
 class TextToImageCompany : public TextToImage, public ::testing::WithParamInterface<Target> {};
 
 TEST_P(TextToImageCompany, BitsDoNotDependOnIt) {
   if (GetParam().options.device == "cuda") DENOISED_NEEDS_GPU();
   Open("sdxl", GetParam().options);
-  std::vector<JobSpec> specs;
-  const char* const texts[] = {"a red apple", "", "thin threads in the oven", "two apples!"};
-  for (int i = 0; i < 12; ++i) {
-    JobSpec spec = Spec({texts[i % 4]}, 100 + i, 1 + i % 3);
-    if (i % 2) spec.prompts[0].negative = texts[(i + 1) % 4];
-    if (i % 3 == 1) spec.prompts[0].text += Repeated(" apple", 40 * (i % 4));
-    if (i % 5 == 4) spec.prompts[0].negative = Repeated("the oven ", 60);
-    spec.sampler.steps = 2 + i % 3;
-    spec.sampler.sampler = i % 3 == 0 ? Sampler::kEulerAncestral : Sampler::kDpmSolver;
-    spec.guidance_scale = i % 4 == 0 ? 1.0 : 2.0 + i;
-    if (i % 5 == 1) spec.width = 32;
-    if (i % 6 == 2) spec.clip_skip = 1;
-    if (i % 4 == 3) {
-      const std::vector<float> grey(16 * 16 * 3, 0.1f * static_cast<float>(i));
-      spec.init_image = Tensor::HostF32({16, 16, 3}, grey);
-      spec.sampler.strength = 0.7;
-    }
-    spec.previews = i % 2 == 0;
-    if (i % 5 == 1 && spec.init_image) spec.width = 0;
-    specs.push_back(spec);
-  }
-  std::vector<std::shared_ptr<Collector>> together;
-  for (const JobSpec& spec : specs) together.push_back(Submit(*engine_, spec));
-  for (const auto& job : together) ASSERT_TRUE(job->Wait().ok()) << job->Wait();
+  const std::vector<JobSpec> specs = MixedRequests();
+  std::vector<std::shared_ptr<Collector>> together, cancelled;
   for (size_t i = 0; i < specs.size(); ++i) {
+    if (i % 3 == 0) {  // a neighbour that goes while the others are drawn
+      JobSpec neighbour = specs[i];
+      neighbour.seed += 1000;
+      neighbour.sampler.steps = 900;
+      JobId id;
+      cancelled.push_back(Submit(*engine_, neighbour, &id));
+      while (cancelled.back()->progress() < 1 && !cancelled.back()->done())
+        std::this_thread::yield();
+      together.push_back(Submit(*engine_, specs[i]));
+      engine_->Cancel(id);
+    } else {
+      together.push_back(Submit(*engine_, specs[i]));
+    }
+  }
+  for (const auto& job : cancelled) EXPECT_TRUE(absl::IsCancelled(job->Wait())) << job->Wait();
+  for (size_t i = 0; i < specs.size(); ++i) {
+    ASSERT_TRUE(together[i]->Wait().ok()) << together[i]->Wait();
     const auto alone = Draw(specs[i]);
     ASSERT_EQ(alone.size(), static_cast<size_t>(specs[i].count));
-    const auto in_company = together[i]->images();
-    for (const auto& [index, image] : alone) {
-      const std::vector<float>& other = in_company.at(index);
-      ASSERT_EQ(image.size(), other.size());
-      EXPECT_EQ(std::memcmp(image.data(), other.data(), image.size() * sizeof(float)), 0)
-          << "request " << i << ", image " << index;
+    ExpectSameBits(alone, together[i]->images(), i);
+  }
+}
+
+/// On a machine with two GPUs: a queue over both, and each alone.
+TEST_F(TextToImage, BitsDoNotDependOnTheGpu) {
+  if (CudaDeviceCount() < 2) GTEST_SKIP() << "needs a GPU beside another";
+  const std::vector<JobSpec> specs = MixedRequests();
+  const auto drawn_by = [&](std::vector<int> devices) {
+    Open("sdxl", {.device = "cuda", .devices = std::move(devices)});
+    std::vector<std::shared_ptr<Collector>> jobs;
+    for (const JobSpec& spec : specs) jobs.push_back(Submit(*engine_, spec));
+    std::vector<std::map<int, std::vector<float>>> images;
+    for (const auto& job : jobs) {
+      EXPECT_TRUE(job->Wait().ok()) << job->Wait();
+      images.push_back(job->images());
     }
+    return images;
+  };
+  const auto first = drawn_by({0}), second = drawn_by({1}), both = drawn_by({0, 1});
+  for (size_t i = 0; i < specs.size(); ++i) {
+    ExpectSameBits(first[i], second[i], i);
+    ExpectSameBits(first[i], both[i], i);
   }
 }
 
@@ -347,13 +392,7 @@ TEST_P(InCompany, MasksAndGuidanceHaveTheBitsOfAlone) {
     std::vector<FieldViolation> none;
     const auto job = engine_->Resolve(specs[i], &none);
     rows_expected += specs[i].count * job->RowsUntil(job->evaluations);
-    const auto in_company = together[i]->images();
-    for (const auto& [index, image] : alone) {
-      const std::vector<float>& other = in_company.at(index);
-      ASSERT_EQ(image.size(), other.size());
-      EXPECT_EQ(std::memcmp(image.data(), other.data(), image.size() * sizeof(float)), 0)
-          << "request " << i << ", image " << index;
-    }
+    ExpectSameBits(alone, together[i]->images(), i);
   }
   EXPECT_EQ(engine_->Stats()[0].rows - rows_before, rows_expected);
 }
