@@ -110,7 +110,9 @@ std::string WithPort(const std::string& address, int port) {
 
 }  // namespace
 
-/// In the order of construction; what stands later uses what stands earlier.
+/// Members are constructed in this order and destroyed in reverse. A member may have pointers to
+/// later ones (`jobs` has them to `workers` and `preparer`); its constructor and destructor do not
+/// use them.
 struct Server::State {
   State(const Config& config, std::unique_ptr<Engine> engine_in,
         std::unique_ptr<Clients> clients_in, CatalogOptions models)

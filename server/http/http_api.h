@@ -23,12 +23,12 @@ namespace denoised {
 
 struct OpenAiRequest;
 
-/// What the handlers of the HTTP port work with. What is pointed to must outlive them.
+/// Shared by the handlers of the HTTP port. All pointers must outlive them.
 struct HttpApiContext {
   GenerationCallContext calls;
   const Methods* methods;
   const Catalog* catalog;
-  AdminCalls* admin;  // null where nobody may change the models
+  AdminCalls* admin;  // null if nobody may change the models
   const ModelChanges* changes;
   const Health* health;
   const Clients* clients;
