@@ -36,7 +36,6 @@
 #include <algorithm>
 #include <limits>
 #include <map>
-#include <mutex>
 #include <numeric>
 #include <type_traits>
 #include <utility>
@@ -46,6 +45,7 @@
 #include "engine/backend/cuda/group_norm.cuh"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/tensor_map.h"
+#include "engine/core/mutex.h"
 
 namespace denoised::cuda {
 namespace {
@@ -722,12 +722,12 @@ LaunchShape ShapeOf(const Plan& plan, int teams) {
 /// Number of teams that are resident at one time, or 0. A CTA has an SM to itself, so it depends on
 /// the cluster size alone. The query is slow, so its result is cached.
 int TeamsOf(const Plan& plan) {
-  static std::mutex mutex;
+  static Mutex mutex;
   static std::map<std::pair<int, int>, int> known;  // clusters by device and blocks
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
   const int cluster = plan.cluster ? plan.blocks : 1;
-  const std::lock_guard lock(mutex);
+  MutexLock lock(&mutex);
   const auto [at, is_new] = known.try_emplace({device, cluster}, 0);
   if (is_new) {
     cudaLaunchAttribute attribute = {};
