@@ -443,7 +443,7 @@ absl::Status Server::CheckDevices() {
                                     {"error", std::string(device.health.message())},
                                     {"devices_left", static_cast<int>(left)}});
   }
-  const absl::Status status = state_->engine->Health();
+  absl::Status status = state_->engine->Health();
   if (!status.ok()) state_->health.Die();
   return status;
 }
