@@ -16,7 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/core/available_cores.h"
 #include "engine/core/condition_variable.h"
 #include "engine/core/mutex.h"
 #include "server/api/health.h"
@@ -57,8 +56,6 @@ const Clock::time_point process_start = Clock::now();
 /// thread that took them, where other threads cannot use them, so resident memory grows without a
 /// leak.
 constexpr std::chrono::minutes kTrimPeriod{1};
-
-int WorkerThreads(int asked) { return asked > 0 ? asked : std::max(2, AvailableCores() / 2); }
 
 int Milliseconds(std::chrono::milliseconds duration) {
   return static_cast<int>(std::min<int64_t>(duration.count(), INT32_MAX));
