@@ -30,6 +30,12 @@ void DeviceWorker::Stop() {
   }
   wake_.NotifyAll();
   if (thread_.joinable()) thread_.join();
+  std::vector<std::thread> left_behind;
+  {
+    MutexLock lock(&mutex_);
+    left_behind.swap(left_behind_);
+  }
+  for (std::thread& thread : left_behind) thread.join();
 }
 
 void DeviceWorker::Main(std::promise<absl::Status> started) {
@@ -89,15 +95,19 @@ void DeviceWorker::WatchFrom(std::optional<Clock::time_point> begin) {
 }
 
 void DeviceWorker::LoseIfHanging(std::chrono::duration<double> limit) {
-  bool command = false;
+  constexpr char kPart[] = "a part of loading or removing a model";
+  const char* hanging = nullptr;
   {
     MutexLock lock(&mutex_);
-    if (!watched_from_ || Clock::now() - *watched_from_ < limit) return;
-    command = running_ != nullptr;
+    const Clock::time_point now = Clock::now();
+    if (watched_from_ && now - *watched_from_ >= limit)
+      hanging = running_ != nullptr ? kPart : "an evaluation";
+    for (const auto& beside : beside_) {
+      if (now - beside->since >= limit) hanging = kPart;
+    }
   }
-  Lose(DeadlineExceeded("{} did not return within {} s",
-                        command ? "a part of loading or removing a model" : "an evaluation",
-                        limit.count()));
+  if (hanging != nullptr)
+    Lose(DeadlineExceeded("{} did not return within {} s", hanging, limit.count()));
 }
 
 void DeviceWorker::LoseIfBroken() {
@@ -106,6 +116,7 @@ void DeviceWorker::LoseIfBroken() {
 
 void DeviceWorker::Lose(const absl::Status& status) {
   std::deque<std::shared_ptr<PendingCommand>> commands;
+  std::set<std::shared_ptr<Beside>> beside;
   absl::Status health;
   {
     MutexLock lock(&mutex_);
@@ -114,9 +125,11 @@ void DeviceWorker::Lose(const absl::Status& status) {
                                    std::string(status.message()));
     commands.swap(commands_);
     if (running_) commands.push_front(running_);
+    beside = beside_;
   }
   lost_();  // first: whoever gets an answer finds the engine in its new state
   for (const auto& command : commands) command->fail(health);
+  for (const auto& work : beside) work->fail(health);
 }
 
 void DeviceWorker::Wake() {

@@ -8,8 +8,10 @@
 #include <future>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "engine/batching/step_batcher.h"
 #include "engine/core/condition_variable.h"
@@ -46,9 +48,14 @@ class DeviceWorker {
   auto Run(Command command) -> decltype(command(std::declval<StepBatcher&>()));
   /// Another backend on the same device, for another thread. What it packs outlives it.
   absl::StatusOr<std::unique_ptr<Backend>> OpenAnother() const { return open_(backend_options_); }
+  /// Runs `work` on a thread of its own and returns its StatusOr; for work on a backend of
+  /// OpenAnother(). Unavailable, and what `work` must own, as for Run(). `work` calls the function
+  /// that it is given after each part.
+  template <typename Work>
+  auto RunBeside(Work work) -> decltype(work(std::function<void()>()));
 
-  /// Gives up the device as hanging if its thread has spent more than `limit` on one evaluation,
-  /// one command (a step of a load, removal of a model) or one step of opening a size.
+  /// Gives up the device as hanging if more than `limit` was spent on one evaluation, one command
+  /// (a step of a load, removal of a model), one part of RunBeside() or one step of opening a size.
   void LoseIfHanging(std::chrono::duration<double> limit);
 
   const std::string& name() const { return name_; }
@@ -61,6 +68,20 @@ class DeviceWorker {
   struct PendingCommand {
     std::function<void(StepBatcher&)> run;
     std::function<void(const absl::Status&)> fail;
+  };
+  /// A call of RunBeside() whose work has not ended.
+  struct Beside {
+    std::function<void(const absl::Status&)> fail;
+    Clock::time_point since;  // of the part that it is at
+  };
+  /// The result of a call; the first one counts.
+  template <typename Result>
+  struct Answer {
+    std::atomic<bool> given{false};
+    std::promise<Result> promise;
+    void Give(Result result) {
+      if (!given.exchange(true)) promise.set_value(std::move(result));
+    }
   };
 
   void Main(std::promise<absl::Status> started);
@@ -91,19 +112,15 @@ class DeviceWorker {
   absl::Status health_ ABSL_GUARDED_BY(mutex_);
   /// When the thread began what it does now; none while it waits.
   std::optional<Clock::time_point> watched_from_ ABSL_GUARDED_BY(mutex_);
+  std::set<std::shared_ptr<Beside>> beside_ ABSL_GUARDED_BY(mutex_);
+  /// Threads whose work had not ended when the device was lost.
+  std::vector<std::thread> left_behind_ ABSL_GUARDED_BY(mutex_);
 };
 
 template <typename Command>
 auto DeviceWorker::Run(Command command) -> decltype(command(std::declval<StepBatcher&>())) {
   using Result = decltype(command(std::declval<StepBatcher&>()));
-  struct Answer {
-    std::atomic<bool> given{false};
-    std::promise<Result> promise;
-    void Give(Result result) {
-      if (!given.exchange(true)) promise.set_value(std::move(result));
-    }
-  };
-  const auto answer = std::make_shared<Answer>();
+  const auto answer = std::make_shared<Answer<Result>>();
   const auto pending = std::make_shared<PendingCommand>();
   pending->run = [this, answer, command = std::move(command)](StepBatcher& batcher) {
     Result result = command(batcher);
@@ -118,6 +135,38 @@ auto DeviceWorker::Run(Command command) -> decltype(command(std::declval<StepBat
   }
   wake_.NotifyAll();
   return answer->promise.get_future().get();
+}
+
+template <typename Work>
+auto DeviceWorker::RunBeside(Work work) -> decltype(work(std::function<void()>())) {
+  using Result = decltype(work(std::function<void()>()));
+  const auto answer = std::make_shared<Answer<Result>>();
+  const auto beside = std::make_shared<Beside>();
+  beside->fail = [answer](const absl::Status& device) { answer->Give(device); };
+  beside->since = Clock::now();
+  {
+    MutexLock lock(&mutex_);
+    DENOISED_RETURN_IF_ERROR(health_);
+    beside_.insert(beside);
+  }
+  std::thread thread([this, answer, beside, work = std::move(work)] {
+    Result result = work([this, beside] {
+      MutexLock lock(&mutex_);
+      beside->since = Clock::now();
+    });
+    {
+      MutexLock lock(&mutex_);
+      beside_.erase(beside);
+    }
+    answer->Give(std::move(result));
+  });
+  Result result = answer->promise.get_future().get();
+  {
+    MutexLock lock(&mutex_);
+    if (beside_.count(beside)) left_behind_.push_back(std::move(thread));
+  }
+  if (thread.joinable()) thread.join();
+  return result;
 }
 
 }  // namespace denoised

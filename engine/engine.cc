@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <thread>
@@ -93,7 +94,7 @@ class DeviceEngine final : public Engine {
   absl::Status Load(const std::string& path, std::optional<Precision> precision, ModelInfo* info);
   absl::Status LoadOn(DeviceWorker& worker, const PipelineFiles& files, ModelInfo* info) const;
   absl::StatusOr<BatchedModel> Pack(const DeviceWorker& worker, const PipelineFiles& files,
-                                    ModelInfo* info) const;
+                                    const std::function<void()>& progress, ModelInfo* info) const;
   absl::Status RemoveFromDevices(const std::string& name);
   int LiveDevices() const;
   void Publish(const ModelInfo& info);
@@ -292,12 +293,24 @@ absl::Status DeviceEngine::Load(const std::string& path, std::optional<Precision
   return status;
 }
 
-/// Packs weights on the calling thread; the device's thread takes memory and warms up, one part at
-/// a time.
+/// Packs weights beside the device's thread, which then takes memory and warms up, one part at a
+/// time.
 absl::Status DeviceEngine::LoadOn(DeviceWorker& worker, const PipelineFiles& files,
                                   ModelInfo* info) const {
-  DENOISED_RETURN_IF_ERROR(worker.health());
-  DENOISED_ASSIGN_OR_RETURN(const BatchedModel model, Pack(worker, files, info));
+  struct Packed {
+    BatchedModel model;
+    ModelInfo info;
+  };
+  DENOISED_ASSIGN_OR_RETURN(
+      const Packed packed,
+      worker.RunBeside([this, &worker, files, info = *info](
+                           const std::function<void()>& progress) -> absl::StatusOr<Packed> {
+        Packed result{.info = info};
+        DENOISED_ASSIGN_OR_RETURN(result.model, Pack(worker, files, progress, &result.info));
+        return result;
+      }));
+  const BatchedModel& model = packed.model;
+  *info = packed.info;
   DENOISED_RETURN_IF_ERROR(
       worker.Run([model, height = info->height, width = info->width](StepBatcher& batcher) {
         return batcher.AddModel(model, height, width);
@@ -361,13 +374,15 @@ absl::Status DeviceEngine::Close(const std::string& name) {
 /// Uses a backend of its own on the same device, since only the worker's thread may use the
 /// worker's. The worker's thread then evaluates the model in the queue of this backend.
 absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
-                                                const PipelineFiles& files, ModelInfo* info) const {
+                                                const PipelineFiles& files,
+                                                const std::function<void()>& progress,
+                                                ModelInfo* info) const {
   const ModelDirectory& directory = files.directory;
   DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<Backend> backend, worker.OpenAnother());
   // Before the first weight is packed: a host grants memory that it does not have, and kills the
   // process when it writes there.
   CountingBackend counting(*backend);
-  DENOISED_ASSIGN_OR_RETURN(const Pipeline counted, LoadPipeline(counting, files));
+  DENOISED_ASSIGN_OR_RETURN(const Pipeline counted, LoadPipeline(counting, files, progress));
   info->weight_bytes = counting.weight_bytes();
   if (const size_t free = backend->memory().free; info->weight_bytes > free) {
     return ResourceExhausted(
@@ -375,7 +390,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
         "or unload another",
         directory.root, counted.parameters, info->weight_bytes, backend->name(), free);
   }
-  DENOISED_ASSIGN_OR_RETURN(const Pipeline pipeline, LoadPipeline(*backend, files));
+  DENOISED_ASSIGN_OR_RETURN(const Pipeline pipeline, LoadPipeline(*backend, files, progress));
   BatchedModel model{.name = info->name,
                      .denoiser = pipeline.denoiser,
                      .codec = pipeline.codec,
@@ -386,9 +401,12 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
                      .preview_codec = pipeline.preview_codec};
   const DenoiserTraits& traits = model.denoiser->traits();
   if (model.codec) {
+    progress();
     DENOISED_ASSIGN_OR_RETURN(model.preview, LatentPreview::Fit(*backend, *model.codec));
   }
+  progress();
   DENOISED_RETURN_IF_ERROR(backend->Synchronize());
+  progress();
   if (traits.condition == ClassCondition::kLabel) {
     if (directory.null_class >= traits.class_embeddings)
       return InvalidArgument("{}: null_class is {}, but the model has {} classes", directory.root,

@@ -61,8 +61,8 @@ struct EngineOptions {
   /// The share of a client by Priority, where clients of several priorities wait.
   std::array<double, kPriorities> priority_weights = {16, 4, 1};
   int keep_evaluations = 4;  // an image with no more left keeps its slot to the end
-  /// A device that takes longer for one evaluation, or for one part of loading or removing a model,
-  /// is lost; 0: never.
+  /// A device that takes longer for one evaluation, or for one part of loading or removing a model
+  /// (such as packing one tensor), is lost; 0: never.
   double watchdog_seconds = 60;
   /// Delivers images that have NaN or infinity, for debugging. Otherwise their jobs end.
   bool allow_nonfinite = false;
@@ -196,7 +196,7 @@ class Engine {
   /// OK while a device is left; then the error of the last one, which ended all work. The other
   /// devices draw the images of a lost device again. A device that hangs is lost, and its thread
   /// with it: the destructor waits for that thread and may never return, so the process should
-  /// end without it. So may Open, if the device hangs while weights are packed.
+  /// end without it.
   virtual absl::Status Health() const = 0;
   /// In the order of EngineOptions::devices.
   virtual std::vector<DeviceState> Devices() const = 0;

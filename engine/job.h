@@ -20,9 +20,8 @@ namespace denoised {
 
 enum class PreviewKind { kPredictedX0, kNoisyState };
 
-/// What a pipeline does for an image, in this order: text encoders make condition sets of its
-/// prompts, the codec makes latents of its init image, the denoiser is evaluated, the codec
-/// decodes.
+/// The stages of an image, in order: text encoders make condition sets of its prompts, the codec
+/// encodes its init image into latents, the denoiser is evaluated, the codec decodes.
 enum class Stage { kCondition, kEncode, kDenoise, kDecode };
 constexpr size_t kStages = 4;
 
@@ -49,7 +48,7 @@ struct ImageResult {
   Tensor pixels;
 };
 
-/// What an image shall show and what not, for models that read text. UTF-8.
+/// What an image should show and what it should not, for models that read text. UTF-8.
 struct TextPrompt {
   std::string text;
   /// Unset: the model's own way of drawing without a prompt (SDXL: zeros; others: an empty text).
@@ -58,13 +57,13 @@ struct TextPrompt {
   std::optional<std::string> text_2, negative_2;
 };
 
-/// What SDXL is told of a picture's history, as height and width (crop: top and left). Unset: the
-/// image's own size, and no crop.
+/// Original size and crop, which SDXL takes as conditions: height and width, or top and left.
+/// Unset: the image's own size, and no crop.
 struct SizeConditions {
   std::optional<std::array<int, 2>> original_size, crop, target_size;
 };
 
-/// What the requests of a model that reads text may have.
+/// Fields that requests may use, of a model that reads text.
 struct TextTraits {
   int max_clip_skip = 0;
   int max_chunks = 1;         // of a text
@@ -76,10 +75,10 @@ struct TextTraits {
 /// What a model does with an init image.
 struct ImageTraits {
   bool init = false;                   // takes one
-  bool required = false;               // and cannot draw without
+  bool required = false;               // and cannot draw without one
   bool strength = false;               // can start from it
   bool mask = false;                   // takes a mask
-  bool mask_required = false;          // and cannot draw without
+  bool mask_required = false;          // and cannot draw without one
   bool guidance = false;               // JobSpec::image_guidance_scale
   double default_strength = 0;         // without a mask; unless the model was made for masks
   double default_masked_strength = 0;  // with one
@@ -123,7 +122,7 @@ struct JobSpec {
   int clip_skip = 0;                     // of the prompts: text encoder layers left out at the end
   int max_chunks = 0;                    // of each text; 0: as many as the model allows
   std::optional<double> guidance_scale;  // ≤ 1: no unconditional row
-  /// Towards the init image, for models that ImageTraits::guidance; ≥ 1, where 1 is none.
+  /// Towards the init image, for models with ImageTraits::guidance; ≥ 1, where 1 is none.
   std::optional<double> image_guidance_scale;
   std::optional<double> guidance_rescale;  // in [0, 1]; see Backend::RescaleGuidance()
   /// Parts of the steps, in [0, 1]: those from ⌊start · steps⌋ to before ⌊stop · steps⌋ are guided.
@@ -139,7 +138,7 @@ struct JobSpec {
   Tensor mask;           // optional F32 [H, W], with an init image: drawn anew where at least ½
   std::optional<std::chrono::steady_clock::time_point> deadline;
   Priority priority = Priority::kNormal;
-  std::string client;        // clients share the device; callers without a name are one client, ""
+  std::string client;        // clients share the device; all callers without a name are client ""
   double client_weight = 1;  // of the client's share, relative to others of the same priority; > 0
 
   /// Only for a resolved spec.

@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints whether docs/gpu-tests.json, which scripts/test-gpu writes, is a record of these sources.
 
-Their hash covers what decides the result of a kernel and of a model built from kernels, and the tests
-themselves: the files of SOURCES. It does not cover the CPU backend, nor what uses a model without
-changing what it computes. The last line counts the record as one part: skipped when there is none or
-it is of other sources, failed when it has failures."""
+Their hash covers the engine, except its CPU backends, and the tests that need a GPU, with their data: the
+files of SOURCES without those of OTHERS. The last line counts the record as one part: skipped when there
+is none or it is of other sources, failed when it has failures."""
 
 import argparse
 import hashlib
@@ -15,9 +14,9 @@ import pathlib
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORD = pathlib.Path("docs/gpu-tests.json")
 
-SOURCES = ["cmake/cuda.cmake", "engine/backend/*", "engine/backend/cuda/*", "engine/core/*",
-           "engine/nn/*", "engine/models/*", "tests/needs_gpu.h", "tests/backend/*", "tests/models/*",
-           "tests/engine/*", "engine/training/*", "engine/training/cuda/*", "tests/training/*"]
+SOURCES = ["cmake/cuda.cmake", "engine/**/*", "tests/needs_gpu.h", "tests/backend/**/*",
+           "tests/batching/*.h", "tests/engine/**/*", "tests/models/**/*", "tests/training/**/*"]
+OTHERS = {"cpu", "__pycache__"}  # folders
 
 # A case that needs a GPU has one of these in its name, and is in one of these programs.
 GPU_CASES = "*Cuda*:*cuda*:*Hopper*:*Gpu*"
@@ -29,7 +28,8 @@ NEEDS_GPU = "needs a GPU"  # what such a case says when it is skipped: tests/nee
 
 
 def hash_of_sources(root=ROOT):
-    files = {file for pattern in SOURCES for file in root.glob(pattern) if file.is_file()}
+    files = {file for pattern in SOURCES for file in root.glob(pattern)
+             if file.is_file() and not OTHERS & set(file.relative_to(root).parts)}
     digest = hashlib.sha256()
     for file in sorted(files):
         contents = hashlib.sha256(file.read_bytes()).hexdigest()

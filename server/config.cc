@@ -408,14 +408,15 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--models", models_directory,
                  "Load every model folder in this directory, each under its folder's name")
       ->group("Models");
-  app.add_option("--precision", precisions,
-                 "Multiply in \"fp8\", or as the device does by \"default\": fp8 for all models, "
-                 "name=fp8 for one. Wins over the model's own setting. Needs a calibration, see "
-                 "--calibrate. May be repeated")
+  app.add_option(
+         "--precision", precisions,
+         "Precision of products: \"fp8\" or \"default\" (the device's), for all models; "
+         "name=fp8 for one. Overrides the model's own setting. fp8 needs a calibration, see "
+         "--calibrate. May be repeated")
       ->group("Models");
   app.add_option("--calibrations", config.engine.calibrations,
-                 "Directory of calibrations, where --calibrate writes and --precision fp8 reads "
-                 "them. What is not there is read from the model's own directory")
+                 "Directory of calibrations, which --calibrate writes and --precision fp8 reads. "
+                 "Calibrations that it does not have are read from the model's directory")
       ->group("Models");
   app.add_option(
          "--model-roots", config.model_roots,
@@ -445,9 +446,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
          "JSON; empty disables it. On other addresses than loopback see Security")
       ->group("Network");
   app.add_option("--http-origins", config.http_origins,
-                 "Origins, with commas between them, whose pages may call the HTTP port "
-                 "(https://studio.example.org). Its own page always may. Where everybody is an "
-                 "admin, also the names by which a proxy may call the port")
+                 "Comma-separated origins whose pages may call the HTTP port "
+                 "(https://studio.example.org). Its own page always may. If everybody is an admin, "
+                 "also the host names of proxies")
       ->delimiter(',')
       ->group("Network");
   app.add_option("--http-link-seconds", http_link,

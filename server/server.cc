@@ -16,7 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/core/available_cores.h"
 #include "engine/core/condition_variable.h"
 #include "engine/core/mutex.h"
 #include "server/api/health.h"
@@ -57,8 +56,6 @@ const Clock::time_point process_start = Clock::now();
 /// thread that took them, where other threads cannot use them, so resident memory grows without a
 /// leak.
 constexpr std::chrono::minutes kTrimPeriod{1};
-
-int WorkerThreads(int asked) { return asked > 0 ? asked : std::max(2, AvailableCores() / 2); }
 
 int Milliseconds(std::chrono::milliseconds duration) {
   return static_cast<int>(std::min<int64_t>(duration.count(), INT32_MAX));
@@ -110,7 +107,9 @@ std::string WithPort(const std::string& address, int port) {
 
 }  // namespace
 
-/// In the order of construction; what stands later uses what stands earlier.
+/// Members are constructed in this order and destroyed in reverse. A member may have pointers to
+/// later ones (`jobs` has them to `workers` and `preparer`); its constructor and destructor do not
+/// use them.
 struct Server::State {
   State(const Config& config, std::unique_ptr<Engine> engine_in,
         std::unique_ptr<Clients> clients_in, CatalogOptions models)
@@ -441,7 +440,7 @@ absl::Status Server::CheckDevices() {
                                     {"error", std::string(device.health.message())},
                                     {"devices_left", static_cast<int>(left)}});
   }
-  const absl::Status status = state_->engine->Health();
+  absl::Status status = state_->engine->Health();
   if (!status.ok()) state_->health.Die();
   return status;
 }

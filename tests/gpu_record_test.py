@@ -66,7 +66,8 @@ class GpuRecordTest(unittest.TestCase):
         for name in SCRIPTS:
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts" / name)
         for file in ["cmake/cuda.cmake", "engine/core/arena.cc", "engine/nn/conv.cc",
-                     "engine/backend/cuda/conv2d.cu", "engine/backend/cpu/conv.cc"]:
+                     "engine/backend/cuda/conv2d.cu", "engine/backend/cpu/conv.cc",
+                     "engine/training/cpu/conv.cc"]:
             self.write(file, file)
         self.script("bin/nvidia-smi", "#!/bin/sh\necho 'NVIDIA H200, 580.1'\n")
         self.script("bin/compute-sanitizer", SANITIZER.format(python=sys.executable))
@@ -150,10 +151,16 @@ class GpuRecordTest(unittest.TestCase):
 
     def test_the_hash_is_of_what_decides_results_on_a_gpu(self):
         before = gpu_record.hash_of_sources(self.root)
-        self.write("engine/backend/cpu/conv.cc", "changed")
-        self.assertEqual(gpu_record.hash_of_sources(self.root), before)
+        for file in ["engine/backend/cpu/conv.cc", "engine/training/cpu/conv.cc",
+                     "tests/models/__pycache__/made.pyc", "server/server.cc"]:
+            self.write(file, "changed")
+            self.assertEqual(gpu_record.hash_of_sources(self.root), before, file)
         for file in ["engine/backend/cuda/conv2d.cu", "engine/nn/conv.cc", "engine/models/new.cc",
-                     "tests/backend/cuda_test.cc", "tests/models/new_test.cc",
+                     "engine/engine.cc", "engine/batching/evaluator.cc", "engine/io/weights.cc",
+                     "engine/pipelines/pipeline.cc", "engine/sampling/compile.cc",
+                     "engine/text/clip_tokenizer.cc", "engine/training/cuda/gemm.cu",
+                     "tests/backend/cuda_test.cc", "tests/batching/collector.h",
+                     "tests/models/goldens/tiny/io.safetensors", "tests/models/new_test.cc",
                      "tests/engine/devices_test.cc", "tests/needs_gpu.h"]:
             self.write(file, "changed")
             after = gpu_record.hash_of_sources(self.root)

@@ -241,27 +241,29 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   bool flow_uniform = false, freeze_text = false;
 
   CLI::App app{
-      "denoise-train: trains a diffusion model from pictures to a directory that the denoised "
-      "server loads"};
+      "denoise-train: trains a diffusion model on pictures and writes a directory that the "
+      "denoised server can load"};
   app.option_defaults()->always_capture_default()->multi_option_policy(
       CLI::MultiOptionPolicy::TakeLast);
   app.set_version_flag("--version", fmt::format("denoise-train {}", kVersion));
   app.add_option("--config", config_file,
-                 "JSON object whose fields are the flags below, without --; flags win");
+                 "JSON object whose fields are the flags below, without --. Flags on the command "
+                 "line take precedence");
   app.add_option("--data", config.data,
                  "Folder of PNG, JPEG and WebP files, EDM's ZIP, IDX (MNIST), .npy or .npz");
   app.add_option("--labels", config.labels, "File of labels, for IDX and .npy");
   app.add_option("--output", config.output, "Folder for checkpoints, logs and the model");
   app.add_option("--network", network, "config.json of a UNet2DModel");
   app.add_option("--pipeline", pipeline,
-                 "Instead of --network: a StableDiffusionPipeline directory, for its configs, "
-                 "tokenizer and what is not trained");
+                 "Instead of --network: a StableDiffusionPipeline directory with the configs, the "
+                 "tokenizer and the weights that are not trained");
   app.add_option("--stage", stage,
-                 "Of --pipeline: vae trains the autoencoder, diffusion the UNet and text encoder");
-  app.add_flag("--freeze-text", freeze_text, "Stage diffusion: keep the pipeline's text encoder");
+                 "With --pipeline: \"vae\" trains the autoencoder, \"diffusion\" the UNet and text "
+                 "encoder");
+  app.add_flag("--freeze-text", freeze_text, "Stage diffusion: do not train the text encoder");
   app.add_option("--kl-weight", kl_weight, "Stage vae: weight of the KL divergence");
   app.add_option("--edge-weight", edge_weight,
-                 "Stage vae: weight of differences of neighbours, beside the mean error");
+                 "Stage vae: weight of the edge loss (differences of neighbouring pixels)");
   app.add_option("--init-from", config.init_from,
                  "Start from the weights of this diffusers directory");
   app.add_option("--objective", objective, "edm, epsilon, v, x0 or flow");
@@ -269,7 +271,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   app.add_option("--log-sigma-mean", t.objective.log_sigma_mean, "EDM: mean of ln sigma");
   app.add_option("--log-sigma-deviation", t.objective.log_sigma_deviation,
                  "EDM: standard deviation of ln sigma");
-  app.add_option("--timesteps", t.objective.timesteps, "DDPM: noise levels");
+  app.add_option("--timesteps", t.objective.timesteps, "DDPM: number of noise levels");
   app.add_option("--beta-schedule", t.objective.beta_schedule,
                  "DDPM: linear, scaled_linear or squaredcos_cap_v2");
   app.add_option("--beta-start", t.objective.beta_start, "DDPM: first beta");
@@ -277,88 +279,92 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   app.add_option("--min-snr", min_snr, "DDPM: gamma of min-SNR weighting; 0: none");
   app.add_option("--variance-weight", t.objective.variance_weight,
                  "DDPM with a learned variance (out_channels twice in_channels): weight of L_vlb");
-  app.add_option("--cap-snr", cap_snr,
-                 "v: limits the SNR + 1 by which the error of the image counts; 0: no limit");
-  app.add_flag("--flow-uniform", flow_uniform, "Flow: uniform noise levels, not logit-normal");
-  app.add_option("--steps", t.steps, "Steps of the run");
+  app.add_option("--cap-snr", cap_snr, "Objective v: cap the loss weight SNR + 1; 0: no cap");
+  app.add_flag("--flow-uniform", flow_uniform,
+               "Objective flow: uniform noise levels instead of logit-normal");
+  app.add_option("--steps", t.steps, "Number of steps");
   app.add_option("--batch", t.batch, "Pictures per step, over all ranks");
   app.add_option("--chunks", t.chunks,
-                 "Parts of a batch whose gradients are added as a tree: a power of two. The result "
-                 "depends on it; ranks, cores and accumulation do not matter");
-  app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more take less memory");
+                 "Parts of a batch whose gradients are added as a tree; a power of two. The result "
+                 "depends on this number, but not on ranks, cores or accumulation");
+  app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory");
   app.add_option("--seed", t.seed, "Seed of all random numbers");
   app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW");
   app.add_option("--schedule", schedule, "constant, cosine or inverse-sqrt");
   app.add_option("--warmup-steps", t.rate.warmup_steps, "Steps of linear warm-up");
   app.add_option("--reference-steps", t.rate.reference_steps,
-                 "inverse-sqrt: steps before the rate falls");
+                 "Schedule inverse-sqrt: steps before the rate falls");
   app.add_option("--beta1", t.beta1, "beta1 of AdamW");
   app.add_option("--beta2", t.beta2, "beta2 of AdamW");
   app.add_option("--adam-eps", t.eps, "eps of AdamW");
   app.add_option("--weight-decay", t.weight_decay, "Weight decay of AdamW");
-  app.add_option("--clip", t.clip, "Clip the gradient to this global norm; 0: never");
+  app.add_option("--clip", t.clip, "Clip the gradient to this global norm; 0: no clipping");
   app.add_option(
          "--average", averages,
-         "Average of the weights; may be repeated; the first is written to model/: "
-         "decay:0.999, warmup:0.9999 (diffusers) or power:0.05 (EDM2). Default: decay:0.999")
+         "Moving average of the weights: decay:0.999, warmup:0.9999 (diffusers) or power:0.05 "
+         "(EDM2). May be repeated; the first is written to model/. Default: decay:0.999")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
   app.add_option("--dropout", dropout, "Dropout of the resnets. Default: the network's config")
       ->default_str("");
   app.add_option("--class-dropout,--caption-dropout", t.class_dropout,
-                 "Share of the pictures that are shown the null class, or an empty caption, for "
+                 "Fraction of pictures trained with the null class, or with an empty caption, for "
                  "guidance");
-  app.add_option("--null-class", t.null_class, "Default: the last of num_class_embeds")
+  app.add_option("--null-class", t.null_class,
+                 "Label of the null class. Default: the last of num_class_embeds")
       ->default_str("");
   app.add_flag("--flip", t.flip, "Mirror half of the pictures");
   app.add_option("--augment", t.augment,
-                 "EDM's augmentation, of which the network is told: probability of each "
-                 "transformation, 0.12 in the paper; 0: none");
+                 "Probability of each EDM augmentation; the augmentation is an input of the "
+                 "network. 0.12 in the paper; 0: none");
   app.add_option("--canvas", config.canvas,
-                 "Edge of the stored pictures; larger than sample_size: random crops")
+                 "Edge of the stored pictures. If larger than sample_size, pictures are randomly "
+                 "cropped")
       ->default_str("");
-  app.add_flag("--pad", config.pad, "Smaller pictures get a black border, and are not scaled up");
-  app.add_flag("--skip-bad-files", config.skip_bad_files, "Name and count bad files, and go on");
+  app.add_flag("--pad", config.pad,
+               "Add a black border to smaller pictures instead of scaling them up");
+  app.add_flag("--skip-bad-files", config.skip_bad_files, "Report and skip bad files");
   app.add_option(
       "--data-memory", config.data_memory,
-      "MiB of unpacked pictures that stay in memory; more are kept in a file of --output, "
-      "and read ahead. 0: half of the memory that is free");
+      "Limit in MiB of decoded pictures in memory; larger data sets are kept in a file in --output "
+      "and read ahead. 0: half of the free memory");
   app.add_option("--prefetch-threads", t.prefetch_threads,
-                 "Threads that prepare the pictures of the next step; 0: 2 if they are on disk or "
-                 "augmented, else none");
-  app.add_flag("--recompute-norms", t.recompute_norms, "Less memory, a little slower");
+                 "Threads that prepare the pictures of the next step. 0: 2 if pictures are on disk "
+                 "or augmented, else none");
+  app.add_flag("--recompute-norms", t.recompute_norms,
+               "Recompute norms in the backward pass: less memory, a little slower");
   app.add_option("--checkpoint-steps", config.checkpoint_steps, "Steps between checkpoints");
   app.add_option("--keep", config.keep, "Number of checkpoints to keep");
   app.add_option("--resume", config.resume,
-                 "latest (of --output; from the start if there is none), or a checkpoint's folder");
-  app.add_option("--sample-steps", config.sample_steps, "Steps between grids of samples; 0: none");
-  app.add_option("--sample-count", config.sample_count, "Pictures of a grid");
-  app.add_option(
-         "--prompt", config.prompts,
-         "Of --pipeline: what the grids show, may be given several times. Default: captions")
+                 "Resume from the latest checkpoint in --output (\"latest\"; starts anew if none) "
+                 "or from this folder");
+  app.add_option("--sample-steps", config.sample_steps, "Steps between sample grids; 0: no grids");
+  app.add_option("--sample-count", config.sample_count, "Pictures per grid");
+  app.add_option("--prompt", config.prompts,
+                 "With --pipeline: prompt for the sample grids. May be repeated. Default: captions")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
-  app.add_option("--model-dtype", model_dtype, "Weights in the model's files: fp32 or fp16");
+  app.add_option("--model-dtype", model_dtype, "dtype of the written model: fp32 or fp16");
   app.add_option("--class-name", config.class_names,
-                 "Name of a class in the model, in the order of the labels; give all, one after "
-                 "another. Default: names of folders")
+                 "Name of a class; repeat for all classes, in the order of the labels. Default: "
+                 "names of folders")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
   app.add_option("--default-steps", config.default_steps,
-                 "Steps that the server takes unless a request says otherwise; 0: by the objective")
+                 "Sampling steps that the server uses by default; 0: depends on the objective")
       ->check(CLI::Range(0, 1000));
   app.add_option("--default-guidance-scale", config.default_guidance_scale,
-                 "Guidance scale likewise. Default: none")
+                 "Guidance scale that the server uses by default. Default: none")
       ->check(CLI::Range(0.0, 100.0));
-  app.add_option("--log-steps", config.log_steps, "Steps between lines of the log");
+  app.add_option("--log-steps", config.log_steps, "Steps between log lines");
   app.add_option("--max-skipped", config.max_skipped,
-                 "Steps in a row without a finite gradient that end the run");
+                 "End the run after this many consecutive steps without a finite gradient");
   app.add_option("--metrics-listen", config.metrics_listen,
-                 "Prometheus /metrics on host:port; \"\": none")
+                 "Serve Prometheus /metrics on host:port; \"\": do not")
       ->default_str("");
   app.add_option("--device", device,
-                 "cpu, cuda, or auto: CUDA where there is a GPU and a build for it, else the CPU");
-  app.add_option("--dtype", dtype, "CUDA: bf16, or fp32 for debugging; the CPU computes in fp32")
+                 "cpu, cuda, or auto: CUDA if this build supports the GPU, else the CPU");
+  app.add_option("--dtype", dtype, "CUDA: bf16, or fp32 for debugging. The CPU computes in fp32")
       ->default_str("");
   app.add_option("--autotune-cache", config.cuda_options.autotune_cache,
                  "CUDA: folder in which measurements of kernels are kept");

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <condition_variable>
-#include <mutex>
 
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
 #include "engine/engine.h"
 #include "engine/images/png.h"
 
@@ -19,24 +19,24 @@ class Collector final : public JobListener {
   explicit Collector(int count) : images_(count) {}
   void OnImage(ImageResult image) override { images_[image.index] = std::move(image.pixels); }
   void OnDone(const absl::Status& status, const JobTiming&) override {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(&mutex_);
     status_ = status;
     done_ = true;
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
   absl::StatusOr<std::vector<Tensor>> Wait() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return done_; });
+    MutexLock lock(&mutex_);
+    while (!done_) changed_.Wait(&mutex_);
     if (!status_.ok()) return status_;
     return images_;
   }
 
  private:
-  std::vector<Tensor> images_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool done_ = false;
-  absl::Status status_;
+  std::vector<Tensor> images_;  // written before OnDone, read after it
+  Mutex mutex_;
+  ConditionVariable changed_;
+  bool done_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace

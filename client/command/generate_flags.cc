@@ -39,18 +39,18 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   command
       .add_option(
           "-m,--model", flags.model,
-          "Model: name, name@version or alias. Default: the only one of the server that takes "
-          "the prompt or the labels")
+          "Model: name, name@version or alias. Default: the server's only model that reads the "
+          "given prompt or labels")
       ->type_name(kModel)
       ->group(kWhat);
   command
       .add_option("PROMPT", flags.prompts,
-                  "What the images show, in words, for models that read text. Several: one for "
-                  "each image")
+                  "What the images should show, for models that read text. Several: one for each "
+                  "image")
       ->group(kWhat);
   command
       .add_option("--negative", flags.negative,
-                  "What the images do not show. Default: the model's own")
+                  "What the images should not show. Default: the model's")
       ->group(kWhat);
   command
       .add_option(
@@ -62,8 +62,8 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   command
       .add_option(
           "--class-vectors", flags.class_vectors,
-          "Class condition as numbers, for models that take numbers (see denoise models NAME): as "
-          "many as it takes for all images, or that many for each")
+          "Class condition as numbers, for models that take numbers (see denoise models NAME): one "
+          "vector for all images, or one for each")
       ->delimiter(',')
       ->group(kWhat);
   command
@@ -97,8 +97,8 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
       ->group(kWhat);
   command
       .add_option("--mask", flags.mask,
-                  "Draw only a part of --init-image anew: a picture of the same size, white where "
-                  "to draw (PNG, JPEG, WebP or .npy)")
+                  "Redraw only a part of --init-image: a picture of the same size, white where to "
+                  "redraw (PNG, JPEG, WebP or .npy)")
       ->type_name(kFile)
       ->group(kWhat);
   command
@@ -140,18 +140,18 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
       ->group(kHow);
   command
       .add_option("--guidance-rescale", flags.guidance_rescale,
-                  "Bring the contrast that guidance adds back to that without it, from 0 (not at "
-                  "all) to 1. Default: 0")
+                  "How much to undo the contrast that guidance adds, 0 (not at all) to 1. Default: "
+                  "0")
       ->group(kHow);
   command
       .add_option("--guidance-start", flags.guidance_start,
-                  "The part of the steps, from 0 to 1, before which there is no guidance, and none "
-                  "of its cost. Default: 0")
+                  "Start guidance after this fraction of the steps; steps before it are cheaper. "
+                  "Default: 0")
       ->group(kHow);
   command
       .add_option(
           "--guidance-stop", flags.guidance_stop,
-          "The part of the steps, from 0 to 1, after which there is no guidance. Default: 1")
+          "Stop guidance after this fraction of the steps; steps after it are cheaper. Default: 1")
       ->group(kHow);
   command
       .add_option(
@@ -176,12 +176,12 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
       ->group(kHow);
   command
       .add_option("--clip-skip", flags.clip_skip,
-                  "Layers left out at the end of the text encoder. Default: 0")
+                  "Number of layers to skip at the end of the text encoder. Default: 0")
       ->group(kHow);
   command
       .add_option("--max-chunks", flags.max_chunks,
-                  "Read so many chunks (75 tokens for CLIP) of each prompt; 1 reads as much as "
-                  "diffusers. Default: all that the server allows")
+                  "Maximum number of chunks (75 tokens for CLIP) read from each prompt; diffusers "
+                  "reads 1. Default: as many as the server allows")
       ->group(kHow);
   command
       .add_option("--order", flags.order,
@@ -224,8 +224,8 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   command
       .add_option(
           "--preview-decoder", flags.preview_decoder,
-          "What makes previews of latents: \"linear\", a colour for each latent pixel, or "
-          "\"tiny\", the small autoencoder of models that have one. Default: tiny if there is one")
+          "How previews of latents are decoded: \"linear\", one colour per latent pixel, or "
+          "\"tiny\", a small autoencoder. Default: tiny if the model has it")
       ->check(CLI::IsMember({"linear", "tiny"}))
       ->group(kOutput);
   command

@@ -4,13 +4,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace denoised::command {
 
 std::string HumanDuration(std::chrono::duration<double> duration) {
   const double seconds = std::max(duration.count(), 0.0);
   if (seconds < 59.95) return fmt::format("{:.1f} s", seconds);
-  const auto whole = static_cast<int64_t>(seconds + 0.5);
+  const int64_t whole = std::llround(seconds);
   if (whole < 3600) return fmt::format("{} min {:02} s", whole / 60, whole % 60);
   return fmt::format("{} h {:02} min", whole / 3600, whole % 3600 / 60);
 }

@@ -76,6 +76,7 @@ std::optional<Range<T>> ParseRange(std::string_view text) {
 template <typename Enum>
 std::string Names(const std::vector<Enum>& values) {
   std::vector<std::string_view> names;
+  names.reserve(values.size());
   for (const Enum value : values) names.push_back(client::Name(value));
   return fmt::format("{}", fmt::join(names, ", "));
 }

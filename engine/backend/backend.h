@@ -12,16 +12,16 @@
 
 namespace denoised {
 
-/// A device with all that it computes. Who needs one of the three takes that one. cpu/ implements
-/// them plainly in fp32 and is the reference for tests; cuda/ fuses.
+/// A device and its ops. Code that needs only one of the three interfaces takes that one. cpu/
+/// implements them plainly in fp32 and is the reference for tests; cuda/ fuses.
 class Backend : public ComputeDevice, public NetworkOps, public SamplerOps {};
 
-/// Called with the inputs of layers that have a name, each time that they have been computed, on
-/// any thread, several at a time. For calibration.
+/// Called with the input of a named layer each time it has been computed, on any thread, several at
+/// a time. For calibration.
 using InputObserver = std::function<void(const std::string& layer, const Tensor& x)>;
 
 struct BackendOptions {
-  std::string device = "auto";  // "auto" (CUDA when there is one), "cpu", "cuda"
+  std::string device = "auto";  // "auto" (CUDA if there is one), "cpu", "cuda"
   int number = 0;               // CUDA's device number; on the CPU only a part of the name
   /// CPU: the dtype in which convolutions and linears over tokens multiply, F32 or BF16; sums and
   /// activations are F32. BF16 needs AVX512-BF16 or AMX.
@@ -29,8 +29,7 @@ struct BackendOptions {
   bool fp32 = false;  // CUDA: activations and arithmetic in fp32, for debugging
   /// CUDA: only the kernels for any GPU from compute capability 8.0 on, even if others are faster.
   bool generic_kernels = false;
-  /// CUDA: packed weights are written again between ops, so no op may read them before the ops
-  /// before it have ended.
+  /// CUDA: packed weights change between ops, so no op may read them before earlier ops have ended.
   bool weights_change = false;
   /// CUDA: for shapes that were not measured before, Capture() first measures which of the kernels
   /// that give the same bits is the fastest.
@@ -40,8 +39,8 @@ struct BackendOptions {
   InputObserver observe_input;  // CPU; may be empty
 };
 
-/// InvalidArgument for an unknown name; FailedPrecondition, with the remedy, when the device is not
-/// there or this build has no CUDA.
+/// InvalidArgument for an unknown name; FailedPrecondition, with the remedy, if the device does not
+/// exist or this build has no CUDA.
 absl::StatusOr<std::unique_ptr<Backend>> OpenBackend(const BackendOptions& options);
 
 }  // namespace denoised

@@ -5,8 +5,8 @@
 
 namespace denoised {
 
-/// What devices of a kind can do. Whoever schedules asks for these and never for the kind, so a new
-/// kind of device is one more line in CapabilitiesOf().
+/// The capabilities of a kind of device. Schedulers query these, never the kind of device, so a new
+/// kind is one more line in CapabilitiesOf().
 struct Capabilities {
   /// Launch() returns before the work is done, so the host may run ahead of the device.
   bool runs_ahead = false;
@@ -14,11 +14,11 @@ struct Capabilities {
   bool overlaps_streams = false;
   /// Several images in one op are faster than one after the other.
   bool gains_from_batches = false;
-  /// A graph belongs to its number of rows and takes time to capture, while a padding row is cheap:
-  /// few graphs are captured, and rows are padded to the next. Otherwise every number of rows has
-  /// its own, and a padding row costs as much as any other.
+  /// A graph is captured for one number of rows. If capturing is slow and padding rows are cheap,
+  /// few graphs are captured and rows are padded to the next size. Otherwise every number of rows
+  /// has its own graph, because a padding row costs as much as any other.
   bool pads_rows = false;
-  /// Rows of an evaluation, unless the options say.
+  /// Default of EngineOptions::max_rows.
   int default_rows = 16;
 };
 

@@ -6,12 +6,12 @@
 #include "engine/backend/backend.h"
 
 /// The shapes, dtypes and devices that each op of backend.h accepts, checked in one place for every
-/// backend. A violation is a bug of the caller: CHECK. Weights come from files, so what is wrong
-/// with them is a Status.
+/// backend. A violation is a bug of the caller: CHECK. Weights come from files, so errors in them
+/// are a Status.
 
 namespace denoised {
 
-/// What a backend computes with: activations must lie on `device` in `activation`.
+/// Activations must be on `device`, of dtype `activation`.
 struct TensorRules {
   Device device;
   DType activation;

@@ -9,14 +9,14 @@
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
 
-/// A device without what it computes: memory, transfers, graphs, markers, threads.
+/// A device without its ops: memory, transfers, graphs, markers, threads.
 ///
-/// It has one queue, in whose order ops, copies and downloads happen. Errors are kept and returned
-/// by status(). Only the thread that owns the device uses it, except inside ForEachPart().
+/// It has one queue, which orders ops, copies and downloads. Errors are kept and returned by
+/// status(). Only the thread that owns the device uses it, except inside ForEachPart().
 
 namespace denoised {
 
-/// A copy to the host under way. Destroying it early is allowed.
+/// A pending copy to the host. It may be destroyed early.
 class Download {
  public:
   virtual ~Download() = default;
@@ -77,8 +77,8 @@ class ComputeDevice {
     return nullptr;
   }
 
-  // Rows. A CPU is fastest when each thread takes rows of its own through all ops: the rows stay in
-  // the core's cache, and threads wait for each other once an evaluation instead of once an op.
+  // Rows. A CPU is fastest when each thread takes its own rows through all ops: the rows stay in
+  // the core's cache, and threads wait for each other once per evaluation instead of once per op.
   /// How an evaluation of `rows` rows should be divided. A row has the same bits either way.
   virtual RowSplit SplitRows(int /*rows*/) const { return {}; }
   /// Calls body(begin, count, worker) for parts of at most split.part rows that make up rows

@@ -14,14 +14,14 @@ struct Work {
   int64_t ops = 0;
 };
 
-/// Computes nothing and touches no tensor memory: it checks every op as the real backends do and
-/// counts its work: norms of inputs as ops of their own, shortcuts and gates as parts of the
-/// product. With Arena::Measuring() it computes how much memory a model needs before any is
-/// allocated. Packed weights hold sizes only.
+/// Computes nothing and touches no tensor memory. It checks every op as the real backends do and
+/// counts its work: norms of inputs as separate ops, shortcuts and gates as parts of the product.
+/// With Arena::Measuring() it computes how much memory a model needs before any is allocated.
+/// Packed weights hold sizes only.
 class CountingBackend : public Backend {
  public:
   CountingBackend(Device device, DType activation_dtype);
-  /// Counts in the place of `real`: the same device, dtype and abilities.
+  /// Counts instead of `real`, with the same device, dtype and capabilities.
   explicit CountingBackend(const Backend& real);
 
   /// Since construction or ResetWork(). Ops inside Capture() count at each Launch().
@@ -86,7 +86,7 @@ class CountingBackend : public Backend {
 
  private:
   void Count(double flops, double weight_bytes, std::initializer_list<const Tensor*> operands);
-  /// Bytes of `elements` weights of so many outputs.
+  /// Bytes of `elements` weights of `outputs` outputs.
   size_t WeightBytes(int64_t elements, int outputs, const E4m3Layer& e4m3) const;
   Tensor Nowhere(const Shape& shape, DType dtype) const;
 

@@ -3,13 +3,13 @@
 
 #include "engine/backend/network_ops.h"
 
-/// The default decomposition of a Prologue and an Epilogue. A backend calls it for what its kernels
-/// do not fuse: an op of its own for the part, and the arguments of what is left. Fused or not, the
-/// bits are the same.
+/// The default decomposition of a Prologue and an Epilogue. A backend calls it for parts that its
+/// kernels do not fuse: each function runs one part as a separate op and returns the arguments of
+/// the rest. Fused or not, the bits are the same.
 
 namespace denoised {
 
-/// The norm of the input as an op of its own, and the layer that reads its result.
+/// The norm of the input as a separate op, and the layer that reads its result.
 template <typename Args>
 GroupNormArgs InputNormOf(const Args& args) {
   const Prologue& prologue = args.prologue;
@@ -42,7 +42,7 @@ inline Conv2dArgs WithoutShortcut(NetworkOps& ops, Conv2dArgs args) {
   return args;
 }
 
-/// A gated layer's values and gates, of which NetworkOps::Gate() makes its result.
+/// Computes a gated layer's values and gates; NetworkOps::Gate() then computes its result.
 inline LinearArgs WithoutGate(LinearArgs args) {
   args.out = args.epilogue.ungated;
   args.epilogue = {};

@@ -9,8 +9,8 @@
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
 
-/// The ops of networks. nn/ is written once against them and says what it wants: what is fused with
-/// a product, and what is an op of its own, each backend decides.
+/// The ops of networks. nn/ is written once against them. Each backend decides what it fuses with a
+/// product and what it runs as a separate op.
 ///
 /// Activations are NHWC ([N, H, W, C], or [N, tokens, C]) in activation_dtype(). "Row" is one
 /// sample of the batch: dimension 0. Every op computes each row with an order of operations that
@@ -26,12 +26,12 @@ constexpr int kMaxHeadDim = 512;
 constexpr int kMaxNormChannels = 6144;
 
 /// A convolution or linear layer that may multiply in e4m3 (engine/core/e4m3.h). With an input
-/// scale s, its input is RoundToE4m3(x / s), and its weights are rounded in the same way when they
-/// are packed, with the E4m3Scale() of each output's largest. Products are exact, sums F32. So the
-/// result is the layer's of the rounded numbers, and all else in its op is as without: bias, add,
-/// residual, scale, activation. Not for `upsample2x`, nor for linears of one vector a row (rank 2).
+/// scale s, its input is RoundToE4m3(x / s). Its weights are rounded in the same way when they are
+/// packed, with the E4m3Scale() of the largest weight of each output. Products are exact, sums F32.
+/// So the result is that of the layer on rounded numbers. Bias, add, residual, scale and activation
+/// are unchanged. Not for `upsample2x`, nor for linears of one vector per row (rank 2).
 struct E4m3Layer {
-  std::string name;       // in the checkpoint, for InputObserver; empty: it is not observed
+  std::string name;       // in the checkpoint, for InputObserver; empty: not observed
   float input_scale = 0;  // a power of two; 0: products are in the activation dtype
 };
 
@@ -59,7 +59,7 @@ struct Norm {
   float eps = 1e-5f;
   Tensor scale_shift;  // optional [N, 2·C], may be a Columns() view: scales, then shifts
   Activation activation = Activation::kNone;
-  bool applied = false;  // by the Epilogue of what wrote x
+  bool applied = false;  // by the Epilogue of the op that wrote x
 };
 inline bool IsToBeApplied(const Norm& norm) { return norm.gamma.defined() && !norm.applied; }
 
@@ -70,8 +70,8 @@ struct Conv2dShortcut {
   const PackedConv2d* weight = nullptr;  // [Cout, 1, 1, C + C2]; its bias is part of the other's
 };
 
-/// What becomes of the input `x` of a convolution or a linear layer before the product. A backend
-/// fuses what it can and is faster; the rest it runs as ops of their own (decompose.h), with the
+/// What is done to the input `x` of a convolution or a linear layer before the product. A backend
+/// fuses what is supported and faster; it runs the rest as separate ops (decompose.h), with the
 /// same bits. Only convolutions have `x2` and `upsample2x`.
 struct Prologue {
   Tensor x2;                // optional [N, H, W, C2]: the input is concat(x, x2) along channels
@@ -81,10 +81,10 @@ struct Prologue {
                             // stride 1 and the padding 1 on all sides
 };
 
-/// What becomes of the product with weight and bias:
+/// What is done to the result of the product with weight and bias:
 ///   out = act((product + add + residual or shortcut) · scale), or its gate.
-/// Fused as a Prologue is. Only convolutions have `add` and `shortcut`, only linears a gate, which
-/// is alone then.
+/// Fused like a Prologue. Only convolutions have `add` and `shortcut`. Only linears have a gate,
+/// without anything else.
 struct Epilogue {
   Tensor add;       // optional [N, Cout], rows may be a Columns() view: added to every pixel
   Tensor residual;  // optional, shape of out
@@ -92,11 +92,11 @@ struct Epilogue {
   float scale = 1.0f;
   Activation activation = Activation::kNone;
   /// Optional, with weights that were packed for it: GEGLU (arXiv 2002.05202). [.., 2·C] for values
-  /// and gates; undefined afterwards. out [.., C] is value · gelu(gate), both rounded to the
-  /// activation dtype before.
+  /// and gates; its contents are undefined afterwards. out [.., C] is value · gelu(gate), both
+  /// rounded to the activation dtype first.
   Tensor ungated;
-  /// Optional: the norm through which alone `out` is read. The backend may apply it to `out` and
-  /// set `applied`; else it is left to the Prologue of who reads `out`, which has the same norm.
+  /// Optional: the norm applied by every reader of `out`. The backend may apply it to `out` and set
+  /// `applied`. Otherwise the Prologues of the readers apply it.
   Norm* norm = nullptr;
 };
 
@@ -137,8 +137,8 @@ struct AttentionArgs {
   Tensor k, v;  // [S, key tokens, heads·dim], likewise; S is N unless there is a key_set
   /// Optional I32 [N]: row n attends to set key_set[n], in [0, S), of keys and values.
   Tensor key_set;
-  /// Optional I32 [S]: only so many of a set's keys exist, from 1 to all. What k and v hold behind
-  /// them has no effect.
+  /// Optional I32 [S]: the number of keys in each set, at least 1. Rows of k and v after them have
+  /// no effect.
   Tensor key_counts;
   bool causal = false;  // query i attends to keys 0 to i
   int heads = 1;
@@ -176,7 +176,7 @@ struct EmbeddingArgs {
   Tensor out;    // [N, dim]
 };
 
-/// Resampling by two, for blocks whose resampling has no convolution of its own.
+/// Resampling by two, for blocks that resample without a convolution.
 enum class Resample : uint8_t {
   kNearestUp,  // to 2n, or to 2n − 1 without the last line
   kAveragePoolDown,
@@ -191,14 +191,14 @@ class NetworkOps {
   virtual ~NetworkOps() = default;
 
   virtual DType activation_dtype() const = 0;
-  /// To what layers that are not in e4m3 round their operands, at most.
+  /// The lowest precision to which layers outside e4m3 round their operands.
   virtual DType product_dtype() const { return activation_dtype(); }
   /// Whether layers may have an E4m3Layer::input_scale.
   virtual bool MultipliesE4m3() const { return false; }
 
   // Weights: host tensors as in the file, of any float dtype. Several linears become one with their
   // outputs side by side (fused QKV); either all have a bias or none has.
-  /// `upsample2x` must be that of every Prologue; `gated`: of one weight, values, then gates.
+  /// `upsample2x` must be that of every Prologue. `gated`: one weight of values, then gates.
   virtual absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
                                                                    const Tensor& bias,
                                                                    bool upsample2x,
@@ -210,11 +210,11 @@ class NetworkOps {
   virtual absl::StatusOr<Tensor> PackVector(const Tensor& values) = 0;
 
   // Ops.
-  /// As many elements of the same dtype; `to` may be a Columns() view as wide as `from`.
+  /// `to` has as many elements of the same dtype; it may be a Columns() view as wide as `from`.
   virtual void Copy(const Tensor& from, const Tensor& to) = 0;
   virtual void Conv2d(const Conv2dArgs& args) = 0;
   virtual void Linear(const LinearArgs& args) = 0;
-  /// out = value · gelu(gate) of the result of a Linear() with weights that were packed for it.
+  /// out = value · gelu(gate), from the result of a Linear() whose weights are packed for a gate.
   virtual void Gate(const Tensor& values_and_gates, const Tensor& out) = 0;
   virtual void GroupNorm(const GroupNormArgs& args) = 0;
   virtual void LayerNorm(const LayerNormArgs& args) = 0;

@@ -5,7 +5,8 @@
 #include "engine/core/tensor.h"
 
 /// The ops of samplers: from the slots of images in flight to the rows of an evaluation, and back.
-/// They enqueue, and keep a row's bits, as the ops of networks do (network_ops.h).
+/// Like the ops of networks (network_ops.h), they only enqueue, and a row's bits do not depend on
+/// the batch.
 
 namespace denoised {
 
@@ -21,7 +22,7 @@ struct SlotState {
   Tensor seed;       // I64 [S], the bits of a uint64
   Tensor guidance;   // F32 [S, kGuidanceNumbers]: step_plan.h's Guidance
   Tensor embedding;  // optional F32 [S, D]: class vector ("identity") or class value ("timestep")
-  // Of images with a mask; read only where the slot's plan has one.
+  // For images with a mask; read only if the slot's plan has one.
   Tensor known;  // optional F32 [S, 2, H, W, C]: the init image, and the initial noise
   Tensor mask;   // with `known`: F32 [S, H, W], 1 where the image is drawn anew
   /// Optional F32 [S, H, W, E]: channels that the model reads after those of the state.
@@ -31,10 +32,10 @@ constexpr int kGuidanceNumbers = sizeof(Guidance) / sizeof(float);
 
 /// One row of an evaluation. Uploaded as I32 [rows, kRowNumbers].
 struct EvaluationRow {
-  int32_t slot;               // −1: padding, computes zeros and influences nobody
-  int32_t label;              // class index, when the model has a table of classes
-  int32_t unconditional_row;  // guidance: the row with the unconditional output; −1 without
-  int32_t advances;  // 1: this row moves its slot on; 0: it only serves as an unconditional row
+  int32_t slot;                // −1: padding, computes zeros and affects no other row
+  int32_t label;               // class index, when the model has a table of classes
+  int32_t unconditional_row;   // guidance: the row with the unconditional output; −1 without
+  int32_t advances;            // 1: this row advances its slot; 0: it is only an unconditional row
   int32_t imageless_row = -1;  // guidance by an image: the unconditional row with no_extra set
   int32_t no_extra = 0;        // 1: zeros in place of the slot's extra channels
 };

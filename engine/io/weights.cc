@@ -24,6 +24,7 @@ struct Weights::State {
   bool may_have_scales = false;
   std::optional<std::map<std::string, float>> scales;
   std::set<std::string> used_scales;
+  std::function<void()> progress;
 };
 
 namespace {
@@ -166,6 +167,7 @@ absl::StatusOr<Tensor> Weights::Get(std::string_view name, const Shape& shape) c
 }
 
 absl::StatusOr<Tensor> Weights::GetOptional(std::string_view name, const Shape& shape) const {
+  if (state_->progress) state_->progress();
   if (state_->synthetic_seed) {
     state_->synthetic.insert_or_assign(Full(name), shape);
     if (!state_->drawn) return Zeros(shape);
@@ -225,6 +227,10 @@ absl::Status Weights::CheckAllUsed() const {
       file(), count, fmt::join(unused, ", "));
 }
 
+void Weights::SetProgress(std::function<void()> progress) const {
+  state_->progress = std::move(progress);
+}
+
 void Weights::SetInputScales(std::optional<std::map<std::string, float>> scales) const {
   state_->may_have_scales = true;
   state_->scales = std::move(scales);
@@ -245,6 +251,7 @@ absl::StatusOr<float> Weights::InputScale() const {
 std::string Weights::Fingerprint() const {
   Hash hash;
   for (const auto& [name, tensor] : state_->tensors.tensors()) {
+    if (state_->progress) state_->progress();
     hash.Add(name.data(), name.size());
     hash.Add(static_cast<uint64_t>(tensor.dtype()));
     for (int i = 0; i < tensor.shape().rank(); ++i) hash.Add(static_cast<uint64_t>(tensor.dim(i)));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -56,6 +57,10 @@ class Weights {
   /// 16 hexadecimal digits that differ, as good as certainly, for other names, shapes or values of
   /// tensors. Reads the whole file.
   std::string Fingerprint() const;
+
+  /// `progress` is called before each tensor is read, by this or any other view of the file. It may
+  /// be empty.
+  void SetProgress(std::function<void()> progress) const;
 
   /// Elements of all float tensors in the file.
   int64_t parameters() const;

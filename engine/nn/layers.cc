@@ -4,7 +4,7 @@
 namespace denoised::nn {
 namespace {
 
-/// A new tensor in activation dtype with the rows of `shape`, of so many features.
+/// A new tensor in activation dtype with the rows of `shape` and `features` features.
 Tensor NewRows(Context& context, const Shape& shape, int64_t features) {
   int64_t dims[Shape::kMaxRank];
   for (int i = 0; i < shape.rank(); ++i) dims[i] = shape[i];
@@ -14,7 +14,7 @@ Tensor NewRows(Context& context, const Shape& shape, int64_t features) {
 
 int64_t Features(const Tensor& x, const Tensor& x2) { return x.dim(-1) + (x2 ? x2.dim(-1) : 0); }
 
-/// Also where the norm turns out to be applied: memory must not depend on the ops.
+/// Allocated even if the norm is applied elsewhere, so that memory does not depend on fusion.
 void MakeRoom(Context& context, const Tensor& x, Prologue* prologue) {
   if (prologue->norm.gamma)
     prologue->normed = NewRows(context, x.shape(), Features(x, prologue->x2));

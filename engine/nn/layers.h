@@ -29,7 +29,7 @@ struct Context {
   }
 };
 
-/// In what a layer multiplies: always in the activation dtype, or in e4m3 if the model is in fp8
+/// The precision of a layer's products: always the activation dtype, or e4m3 if the model is in fp8
 /// and its weights have a scale for the layer (Weights::InputScale()).
 enum class Products { kWide, kOfModel };
 

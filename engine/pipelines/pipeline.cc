@@ -129,8 +129,12 @@ namespace {
 
 class Loader {
  public:
-  Loader(NetworkOps& ops, const PipelineFiles& files)
-      : ops_(ops), files_(files), directory_(files.directory), scheduler_(files.scheduler) {}
+  Loader(NetworkOps& ops, const PipelineFiles& files, const std::function<void()>& progress)
+      : ops_(ops),
+        files_(files),
+        directory_(files.directory),
+        scheduler_(files.scheduler),
+        progress_(progress) {}
 
   absl::StatusOr<Pipeline> Load() {
     DENOISED_RETURN_IF_ERROR(LoadTextEncoders());
@@ -149,6 +153,7 @@ class Loader {
  private:
   absl::StatusOr<Weights> Open(const Component& component) {
     DENOISED_ASSIGN_OR_RETURN(Weights weights, component.OpenWeights());
+    weights.SetProgress(progress_);
     pipeline_.parameters += weights.parameters();
     return weights;
   }
@@ -295,13 +300,15 @@ class Loader {
   const PipelineFiles& files_;
   const ModelDirectory& directory_;
   const SchedulerConfig& scheduler_;
+  const std::function<void()>& progress_;
   Pipeline pipeline_;
 };
 
 }  // namespace
 
-absl::StatusOr<Pipeline> LoadPipeline(NetworkOps& ops, const PipelineFiles& files) {
-  return Loader(ops, files).Load();
+absl::StatusOr<Pipeline> LoadPipeline(NetworkOps& ops, const PipelineFiles& files,
+                                      const std::function<void()>& progress) {
+  return Loader(ops, files, progress).Load();
 }
 
 }  // namespace denoised

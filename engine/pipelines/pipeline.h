@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -52,7 +53,9 @@ struct Pipeline {
 
 /// Packs all weights. The errors of the parts, which name file and field or tensor; InvalidArgument
 /// if the parts do not fit together; those of Calibration::Find(), and FailedPrecondition if the
-/// backend cannot multiply in the precision.
-absl::StatusOr<Pipeline> LoadPipeline(NetworkOps& ops, const PipelineFiles& files);
+/// backend cannot multiply in the precision. `progress`, if not empty, is called before each tensor
+/// is read.
+absl::StatusOr<Pipeline> LoadPipeline(NetworkOps& ops, const PipelineFiles& files,
+                                      const std::function<void()>& progress = {});
 
 }  // namespace denoised

@@ -10,11 +10,12 @@
 
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <system_error>
 #include <thread>
+
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
 
 namespace denoised::training {
 namespace {
@@ -32,26 +33,26 @@ class SoleExchange final : public Exchange {
 class LoopbackMeeting {
  public:
   void Swap(int side, const Tensor& mine, const Tensor& theirs) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return !left_[side].defined(); });
+    MutexLock lock(&mutex_);
+    while (left_[side].defined()) changed_.Wait(&mutex_);
     left_[side] = mine;
-    changed_.notify_all();
-    changed_.wait(lock, [&] { return left_[1 - side].defined(); });
+    changed_.NotifyAll();
+    while (!left_[1 - side].defined()) changed_.Wait(&mutex_);
     std::memcpy(theirs.data(), left_[1 - side].data(), theirs.bytes());
     // `mine` may be overwritten when Swap returns, so wait until the other has read it too.
     ++taken_;
-    changed_.notify_all();
+    changed_.NotifyAll();
     const uint64_t both = (taken_ + 1) / 2 * 2;
-    changed_.wait(lock, [&] { return taken_ >= both; });
+    while (taken_ < both) changed_.Wait(&mutex_);
     left_[1 - side] = {};
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  Tensor left_[2];
-  uint64_t taken_ = 0;
+  Mutex mutex_;
+  ConditionVariable changed_;
+  Tensor left_[2] ABSL_GUARDED_BY(mutex_);
+  uint64_t taken_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 class LoopbackExchange final : public Exchange {

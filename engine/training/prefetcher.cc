@@ -6,7 +6,7 @@
 namespace denoised::training {
 namespace {
 
-/// How many samples a thread takes at a time.
+/// Samples that a thread takes at a time.
 constexpr int64_t kBlock = 8;
 
 }  // namespace
@@ -19,18 +19,18 @@ Prefetcher::Prefetcher(int threads, int64_t samples, int64_t bytes, Prepare prep
 
 Prefetcher::~Prefetcher() {
   {
-    const std::lock_guard lock(mutex_);
+    MutexLock lock(&mutex_);
     stop_ = true;
   }
-  work_.notify_all();
+  work_.NotifyAll();
   for (std::thread& thread : threads_) thread.join();
 }
 
 const uint8_t* Prefetcher::Take(int64_t step) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(&mutex_);
   if (paused_ || step != taken_ + 1) {
     paused_ = true;
-    progress_.wait(lock, [this] { return busy_ == 0; });
+    while (busy_ > 0) progress_.Wait(&mutex_);
     std::fill(std::begin(prepared_), std::end(prepared_), 0);
     next_step_ = step;
     next_sample_ = 0;
@@ -39,33 +39,40 @@ const uint8_t* Prefetcher::Take(int64_t step) {
     prepared_[taken_ % kBatches] = 0;
   }
   taken_ = step;
-  work_.notify_all();
-  progress_.wait(lock, [&] { return prepared_[step % kBatches] == samples_; });
+  work_.NotifyAll();
+  while (prepared_[step % kBatches] < samples_) progress_.Wait(&mutex_);
   return batches_[step % kBatches].data();
 }
 
 void Prefetcher::Work() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    work_.wait(lock, [this] { return stop_ || (!paused_ && next_step_ < taken_ + kBatches); });
-    if (stop_) return;
-    const int64_t step = next_step_, begin = next_sample_;
-    const int64_t end = std::min(begin + kBlock, samples_);
-    next_sample_ = end;
-    if (end == samples_) {
-      ++next_step_;
-      next_sample_ = 0;
-    }
-    ++busy_;
-    lock.unlock();
-    uint8_t* const batch = batches_[step % kBatches].data();
-    for (int64_t sample = begin; sample < end; ++sample)
-      prepare_(step, sample, batch + sample * bytes_);
-    lock.lock();
-    --busy_;
-    prepared_[step % kBatches] += end - begin;
-    progress_.notify_all();
+  Block block;
+  while (Begin(&block)) {
+    uint8_t* const batch = batches_[block.step % kBatches].data();
+    for (int64_t sample = block.begin; sample < block.end; ++sample)
+      prepare_(block.step, sample, batch + sample * bytes_);
+    End(block);
   }
+}
+
+bool Prefetcher::Begin(Block* block) {
+  MutexLock lock(&mutex_);
+  while (!stop_ && (paused_ || next_step_ >= taken_ + kBatches)) work_.Wait(&mutex_);
+  if (stop_) return false;
+  *block = {next_step_, next_sample_, std::min(next_sample_ + kBlock, samples_)};
+  next_sample_ = block->end;
+  if (block->end == samples_) {
+    ++next_step_;
+    next_sample_ = 0;
+  }
+  ++busy_;
+  return true;
+}
+
+void Prefetcher::End(const Block& block) {
+  MutexLock lock(&mutex_);
+  --busy_;
+  prepared_[block.step % kBatches] += block.end - block.begin;
+  progress_.NotifyAll();
 }
 
 }  // namespace denoised::training

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <vector>
+
+#include "engine/core/condition_variable.h"
+#include "engine/core/mutex.h"
 
 namespace denoised::training {
 
@@ -33,18 +34,25 @@ class Prefetcher {
 
  private:
   static constexpr int64_t kBatches = 2;
+  /// Samples [begin, end) of a step's batch.
+  struct Block {
+    int64_t step, begin, end;
+  };
   void Work();
+  /// Waits for something to prepare. False if the threads are to end.
+  bool Begin(Block* block);
+  void End(const Block& block);
 
   const int64_t samples_, bytes_;
   const Prepare prepare_;
-  std::mutex mutex_;
-  std::condition_variable work_, progress_;
   std::vector<uint8_t> batches_[kBatches];  // of step s: s modulo kBatches
-  int64_t prepared_[kBatches] = {};         // samples
-  int64_t taken_ = -1;                      // the step whose batch is in use
-  int64_t next_step_ = 0, next_sample_ = 0;
-  int64_t busy_ = 0;  // threads that prepare
-  bool paused_ = true, stop_ = false;
+  Mutex mutex_;
+  ConditionVariable work_, progress_;
+  int64_t prepared_[kBatches] ABSL_GUARDED_BY(mutex_) = {};  // samples
+  int64_t taken_ ABSL_GUARDED_BY(mutex_) = -1;               // the step whose batch is in use
+  int64_t next_step_ ABSL_GUARDED_BY(mutex_) = 0, next_sample_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t busy_ ABSL_GUARDED_BY(mutex_) = 0;  // threads that prepare
+  bool paused_ ABSL_GUARDED_BY(mutex_) = true, stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;  // last, since they use all members above
 };
 

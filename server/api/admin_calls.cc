@@ -61,7 +61,7 @@ grpc::Status ToGrpc(const absl::Status& status) {
   return ToGrpcStatus(status, reason, "");
 }
 
-void AdminCalls::Post(std::shared_ptr<CallRecord> record, ModelChange change,
+void AdminCalls::Post(const std::shared_ptr<CallRecord>& record, ModelChange change,
                       std::function<grpc::Status()> work,
                       std::function<void(const grpc::Status&)> end) {
   WorkerPool& threads = change.waits ? waiting_ : quick_;

@@ -32,7 +32,7 @@ class AdminCalls {
   /// Runs `work` on a thread that may block. Refuses at once if the caller is no admin or the
   /// server is shutting down. Logs `change` with the caller and the result. `end` is given what
   /// came of it, after the end of the record.
-  void Post(std::shared_ptr<CallRecord> record, ModelChange change,
+  void Post(const std::shared_ptr<CallRecord>& record, ModelChange change,
             std::function<grpc::Status()> work, std::function<void(const grpc::Status&)> end);
   /// The same for a call of gRPC.
   grpc::ServerUnaryReactor* Post(grpc::CallbackServerContext* context, const char* method,

@@ -20,7 +20,7 @@
 
 namespace denoised {
 
-/// What calls for images share. All pointers must outlive the calls.
+/// Shared by calls for images. All pointers must outlive the calls.
 struct GenerationCallContext {
   Calls* calls;
   Jobs* jobs;
@@ -142,14 +142,14 @@ class StreamCall : public GenerationCall {
 grpc::Status AdmitStream(const GenerationCallContext& context, const Caller& caller,
                          const std::string& peer, ClientLoad::Lease* stream);
 
-/// From which event a job is watched, and what the caller's protocol calls that field.
+/// The event after which a job is watched, and the name of that field in the caller's protocol.
 struct WatchStart {
   const char* field;
   uint64_t sequence;  // events up to it are known
 };
 
-/// Watches a job of the caller; null with `refusal` if there is none, or if it has no event of that
-/// number yet, as whoever names one saw another job.
+/// Watches a job of the caller. Null with `refusal` if there is no such job, or no such event yet:
+/// the caller must have seen another job.
 std::shared_ptr<Generation> BeginWatch(const GenerationCallContext& context,
                                        const CallRecord& record, const std::string& request_id,
                                        WatchStart start,

@@ -50,7 +50,7 @@ void DescribeTensors(const ModelInfo& model, inference::ModelMetadataResponse* m
 
 /// A ModelInferRequest in our own types.
 struct Inference {
-  v1::GenerationParams params;                       // but for the model
+  v1::GenerationParams params;                       // without the model
   std::optional<std::chrono::microseconds> timeout;  // from its arrival
   std::vector<std::string> outputs;                  // in the order of the reply
   MemoryBudget::Lease upload;                        // of files and texts in `params`
@@ -61,10 +61,9 @@ struct Inference {
 /// The priority in the parameters; normal if there is none or it is invalid.
 Priority ReadPriority(const inference::ModelInferRequest& request);
 
-/// Checks names, types, shapes and lengths, all that the protocol adds; what the values may be, the
-/// request's way through Generate tells. Whatever is wrong is appended to `violations`, under the
-/// name of the input where it is one. Memory for files is reserved in `memory`, which must outlive
-/// the result.
+/// Checks names, types, shapes and lengths; Generate checks the values. Errors are appended to
+/// `violations`, under the name of the input if there is one. Memory for files is reserved in
+/// `memory`, which must outlive the result.
 Inference ReadInference(const inference::ModelInferRequest& request, const ModelInfo& model,
                         const RequestLimits& limits, MemoryBudget* memory,
                         std::vector<FieldViolation>* violations);

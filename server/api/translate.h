@@ -36,18 +36,18 @@ Translation Translate(const v1::GenerationParams& params, const v1::PreviewOptio
                       const RequestLimits& limits, MemoryBudget* memory,
                       std::vector<FieldViolation>* violations);
 
-/// The priority that a request asks for; normal when it names none, or none that there is.
+/// The priority of a request; normal if it is unset or unknown.
 Priority ReadPriority(const v1::GenerationParams& params);
 
 /// The path in the proto of a field of JobSpec: "class_labels[2]" is
 /// "params.conditions[2].class_label".
 std::string ProtoField(const std::string& job_field);
 
-/// The request that draws what `job` draws, sent as `rendering` says: every default is filled in.
-/// init_image, mask and initial_noise are there where the job has them, without their bytes.
+/// A complete request that reproduces `job`: every default is filled in, and images are returned as
+/// in `rendering`. It has init_image, mask and initial_noise if the job does, without their bytes.
 v1::GenerationParams ToProto(const EffectiveJob& job, const Rendering& rendering);
 
-/// What a reply tells of a job beside its parameters.
+/// Facts about a job besides its parameters, for replies.
 v1::Run RunOf(const EffectiveJob& job);
 
 v1::Model ToProto(const CatalogModel& model, const std::string& device,

@@ -168,7 +168,7 @@ std::string Members(const nlohmann::json& object) {
 }
 
 std::string CompleteModels(const HttpRequest&, const v1::ListModelsResponse& response,
-                           std::string json) {
+                           const std::string& json) {
   auto data = nlohmann::json::array();
   for (const v1::Model& model : response.models()) {
     if (model.state() != v1::MODEL_STATE_AVAILABLE) continue;
@@ -180,12 +180,12 @@ std::string CompleteModels(const HttpRequest&, const v1::ListModelsResponse& res
 }
 
 std::string CompleteModel(const HttpRequest& request, const v1::GetModelResponse&,
-                          std::string json) {
+                          const std::string& json) {
   return With(Members(OpenAiModel(request.arguments[0])), json);
 }
 
 std::string CompleteUnload(const HttpRequest& request, const v1::UnloadModelResponse&,
-                           std::string json) {
+                           const std::string& json) {
   return With(Members({{"id", request.arguments[0]}, {"object", "model"}, {"deleted", true}}),
               json);
 }
@@ -597,7 +597,7 @@ void HttpApi::Answer(const std::shared_ptr<Exchange>& exchange, const Request& r
   HttpReply reply;
   if (status.ok()) {
     std::string json = ToJson(response);
-    if (complete != nullptr) json = complete(http, response, std::move(json));
+    if (complete != nullptr) json = complete(http, response, json);
     reply = JsonReply(std::move(json));
   } else {
     reply = ErrorReply(status);
@@ -630,7 +630,7 @@ void HttpApi::Change(const std::shared_ptr<Exchange>& exchange, std::shared_ptr<
         HttpReply reply;
         if (status.ok()) {
           std::string json = ToJson(*response);
-          if (complete != nullptr) json = complete(exchange->request(), *response, std::move(json));
+          if (complete != nullptr) json = complete(exchange->request(), *response, json);
           reply = JsonReply(std::move(json));
         } else {
           reply = ErrorReply(status);
@@ -640,7 +640,7 @@ void HttpApi::Change(const std::shared_ptr<Exchange>& exchange, std::shared_ptr<
       });
 }
 
-void HttpApi::Generate(std::shared_ptr<Exchange> exchange) {
+void HttpApi::Generate(const std::shared_ptr<Exchange>& exchange) {
   const HttpRequest& http = exchange->request();
   QueryReader query(http.parameters);
   std::optional<bool> asked;
@@ -687,7 +687,7 @@ void HttpApi::Generate(std::shared_ptr<Exchange> exchange) {
   });
 }
 
-void HttpApi::WatchJob(std::shared_ptr<Exchange> exchange) {
+void HttpApi::WatchJob(const std::shared_ptr<Exchange>& exchange) {
   const HttpRequest& http = exchange->request();
   uint64_t sequence = 0;
   QueryReader query(http.parameters);
@@ -705,7 +705,7 @@ void HttpApi::WatchJob(std::shared_ptr<Exchange> exchange) {
   });
 }
 
-void HttpApi::ListJobs(std::shared_ptr<Exchange> exchange) {
+void HttpApi::ListJobs(const std::shared_ptr<Exchange>& exchange) {
   const auto& query = exchange->request().parameters;
   v1::ListJobsRequest request;
   std::optional<bool> all;
@@ -724,46 +724,46 @@ void HttpApi::ListJobs(std::shared_ptr<Exchange> exchange) {
   });
 }
 
-void HttpApi::GetJob(std::shared_ptr<Exchange> exchange) {
+void HttpApi::GetJob(const std::shared_ptr<Exchange>& exchange) {
   v1::GetJobRequest request;
   request.set_request_id(exchange->request().arguments[0]);
   Answer(exchange, request, &Methods::GetJob);
 }
 
-void HttpApi::CancelJob(std::shared_ptr<Exchange> exchange) {
+void HttpApi::CancelJob(const std::shared_ptr<Exchange>& exchange) {
   v1::CancelJobRequest request;
   request.set_request_id(exchange->request().arguments[0]);
   Answer(exchange, request, &Methods::CancelJob);
 }
 
-void HttpApi::ListModels(std::shared_ptr<Exchange> exchange) {
+void HttpApi::ListModels(const std::shared_ptr<Exchange>& exchange) {
   Answer(exchange, v1::ListModelsRequest(), &Methods::ListModels, CompleteModels);
 }
 
-void HttpApi::GetModel(std::shared_ptr<Exchange> exchange) {
+void HttpApi::GetModel(const std::shared_ptr<Exchange>& exchange) {
   v1::GetModelRequest request;
   request.set_name(exchange->request().arguments[0]);
   Answer(exchange, request, &Methods::GetModel, CompleteModel);
 }
 
-void HttpApi::GetServerInfo(std::shared_ptr<Exchange> exchange) {
+void HttpApi::GetServerInfo(const std::shared_ptr<Exchange>& exchange) {
   Answer(exchange, v1::GetServerInfoRequest(), &Methods::GetServerInfo);
 }
 
-void HttpApi::LoadModel(std::shared_ptr<Exchange> exchange) {
+void HttpApi::LoadModel(const std::shared_ptr<Exchange>& exchange) {
   const auto request = std::make_shared<v1::LoadModelRequest>();
   const grpc::Status status = ReadChange(exchange.get(), request.get());
   if (!status.ok()) return exchange->Reply(ErrorReply(status));
   Change<v1::LoadModelRequest, v1::LoadModelResponse>(exchange, request);
 }
 
-void HttpApi::UnloadModel(std::shared_ptr<Exchange> exchange) {
+void HttpApi::UnloadModel(const std::shared_ptr<Exchange>& exchange) {
   const auto request = std::make_shared<v1::UnloadModelRequest>();
   request->set_name(exchange->request().arguments[0]);
   Change<v1::UnloadModelRequest, v1::UnloadModelResponse>(exchange, request, CompleteUnload);
 }
 
-void HttpApi::SetAlias(std::shared_ptr<Exchange> exchange) {
+void HttpApi::SetAlias(const std::shared_ptr<Exchange>& exchange) {
   const auto request = std::make_shared<v1::SetAliasRequest>();
   const grpc::Status status = ReadChange(exchange.get(), request.get());
   if (!status.ok()) return exchange->Reply(ErrorReply(status));
@@ -776,14 +776,14 @@ void HttpApi::SetAlias(std::shared_ptr<Exchange> exchange) {
   Change<v1::SetAliasRequest, v1::SetAliasResponse>(exchange, request);
 }
 
-void HttpApi::DeleteAlias(std::shared_ptr<Exchange> exchange) {
+void HttpApi::DeleteAlias(const std::shared_ptr<Exchange>& exchange) {
   const auto request = std::make_shared<v1::DeleteAliasRequest>();
   request->set_alias(exchange->request().arguments[0]);
   Change<v1::DeleteAliasRequest, v1::DeleteAliasResponse>(exchange, request);
 }
 
-void HttpApi::GenerateImages(std::shared_ptr<Exchange> exchange) { OpenAi(exchange, false); }
-void HttpApi::EditImages(std::shared_ptr<Exchange> exchange) { OpenAi(exchange, true); }
+void HttpApi::GenerateImages(const std::shared_ptr<Exchange>& exchange) { OpenAi(exchange, false); }
+void HttpApi::EditImages(const std::shared_ptr<Exchange>& exchange) { OpenAi(exchange, true); }
 
 namespace {
 
@@ -854,7 +854,7 @@ void HttpApi::OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit) {
   });
 }
 
-void HttpApi::ImageFile(std::shared_ptr<Exchange> exchange) {
+void HttpApi::ImageFile(const std::shared_ptr<Exchange>& exchange) {
   const std::string& file = exchange->request().arguments[0];
   const auto image = links_.Find(file.substr(0, file.find('.')));
   if (image == nullptr) {
@@ -870,22 +870,22 @@ void HttpApi::ImageFile(std::shared_ptr<Exchange> exchange) {
                    .body = image->bytes});
 }
 
-void HttpApi::Scrape(std::shared_ptr<Exchange> exchange) {
+void HttpApi::Scrape(const std::shared_ptr<Exchange>& exchange) {
   context_.calls.workers->Post(Priority::kNormal,
                                [this, exchange] { exchange->Reply(Text(200, context_.scrape())); });
 }
 
-void HttpApi::Live(std::shared_ptr<Exchange> exchange) {
+void HttpApi::Live(const std::shared_ptr<Exchange>& exchange) {
   const bool live = context_.health->live();
   exchange->Reply(Text(live ? 200 : 503, live ? "ok\n" : "no\n"));
 }
 
-void HttpApi::Ready(std::shared_ptr<Exchange> exchange) {
+void HttpApi::Ready(const std::shared_ptr<Exchange>& exchange) {
   const bool ready = StateOf(context_) == v1::SERVER_STATE_SERVING;
   exchange->Reply(Text(ready ? 200 : 503, ready ? "ok\n" : "no\n"));
 }
 
-void HttpApi::OpenApi(std::shared_ptr<Exchange> exchange) {
+void HttpApi::OpenApi(const std::shared_ptr<Exchange>& exchange) {
   static const auto* const text = new std::string(OpenApiJson());
   exchange->Reply(JsonReply(*text));
 }

@@ -23,12 +23,12 @@ namespace denoised {
 
 struct OpenAiRequest;
 
-/// What the handlers of the HTTP port work with. What is pointed to must outlive them.
+/// Shared by the handlers of the HTTP port. All pointers must outlive them.
 struct HttpApiContext {
   GenerationCallContext calls;
   const Methods* methods;
   const Catalog* catalog;
-  AdminCalls* admin;  // null where nobody may change the models
+  AdminCalls* admin;  // null if nobody may change the models
   const ModelChanges* changes;
   const Health* health;
   const Clients* clients;
@@ -46,7 +46,7 @@ class HttpApi;
 
 /// A path and method of docs/http.md.
 struct Route {
-  using Serve = void (HttpApi::*)(std::shared_ptr<Exchange>);
+  using Serve = void (HttpApi::*)(const std::shared_ptr<Exchange>&);
   enum Access { kOpen, kCaller, kAdmin };
   enum Body { kNone, kSmallJson, kJson, kFormOrJson };  // kSmallJson: up to 64 KiB
 
@@ -75,25 +75,25 @@ class HttpApi final : public HttpHandler {
   HttpReply Malformed(int code, const std::string& problem) override;
 
   // The routes.
-  void Generate(std::shared_ptr<Exchange> exchange);
-  void ListJobs(std::shared_ptr<Exchange> exchange);
-  void GetJob(std::shared_ptr<Exchange> exchange);
-  void WatchJob(std::shared_ptr<Exchange> exchange);
-  void CancelJob(std::shared_ptr<Exchange> exchange);
-  void ListModels(std::shared_ptr<Exchange> exchange);
-  void GetModel(std::shared_ptr<Exchange> exchange);
-  void GetServerInfo(std::shared_ptr<Exchange> exchange);
-  void LoadModel(std::shared_ptr<Exchange> exchange);
-  void UnloadModel(std::shared_ptr<Exchange> exchange);
-  void SetAlias(std::shared_ptr<Exchange> exchange);
-  void DeleteAlias(std::shared_ptr<Exchange> exchange);
-  void GenerateImages(std::shared_ptr<Exchange> exchange);
-  void EditImages(std::shared_ptr<Exchange> exchange);
-  void ImageFile(std::shared_ptr<Exchange> exchange);
-  void Scrape(std::shared_ptr<Exchange> exchange);
-  void Live(std::shared_ptr<Exchange> exchange);
-  void Ready(std::shared_ptr<Exchange> exchange);
-  void OpenApi(std::shared_ptr<Exchange> exchange);
+  void Generate(const std::shared_ptr<Exchange>& exchange);
+  void ListJobs(const std::shared_ptr<Exchange>& exchange);
+  void GetJob(const std::shared_ptr<Exchange>& exchange);
+  void WatchJob(const std::shared_ptr<Exchange>& exchange);
+  void CancelJob(const std::shared_ptr<Exchange>& exchange);
+  void ListModels(const std::shared_ptr<Exchange>& exchange);
+  void GetModel(const std::shared_ptr<Exchange>& exchange);
+  void GetServerInfo(const std::shared_ptr<Exchange>& exchange);
+  void LoadModel(const std::shared_ptr<Exchange>& exchange);
+  void UnloadModel(const std::shared_ptr<Exchange>& exchange);
+  void SetAlias(const std::shared_ptr<Exchange>& exchange);
+  void DeleteAlias(const std::shared_ptr<Exchange>& exchange);
+  void GenerateImages(const std::shared_ptr<Exchange>& exchange);
+  void EditImages(const std::shared_ptr<Exchange>& exchange);
+  void ImageFile(const std::shared_ptr<Exchange>& exchange);
+  void Scrape(const std::shared_ptr<Exchange>& exchange);
+  void Live(const std::shared_ptr<Exchange>& exchange);
+  void Ready(const std::shared_ptr<Exchange>& exchange);
+  void OpenApi(const std::shared_ptr<Exchange>& exchange);
 
  private:
   std::optional<HttpReply> CheckOrigin(HttpRequest* head) const;
@@ -104,7 +104,7 @@ class HttpApi final : public HttpHandler {
   /// What can be added to the JSON of a reply.
   template <typename Response>
   using Complete = std::string (*)(const HttpRequest& request, const Response& response,
-                                   std::string json);
+                                   const std::string& json);
 
   /// A call that waits for nothing.
   template <typename Request, typename Response>

@@ -100,7 +100,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   virtual void Start() = 0;
 
   void Reply(HttpReply reply, Exchange::Done done);
-  void Begin(HttpReply head, std::string keep_alive);
+  void Begin(const HttpReply& head, std::string keep_alive);
   void Write(std::string part, Exchange::Done done);
   void End(Exchange::Done done);
   void Close();
@@ -109,7 +109,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   }
 
  protected:
-  Connection(Shared* shared, const tcp::socket::executor_type& strand, tcp::endpoint peer, bool tls)
+  Connection(Shared* shared, const tcp::socket::executor_type& strand, const tcp::endpoint& peer,
+             bool tls)
       : shared_(shared),
         strand_(strand),
         peer_(Peer(peer)),
@@ -212,7 +213,7 @@ class Connection::ConnectionExchange final : public Exchange {
   }
   void Begin(HttpReply head, std::string keep_alive) override {
     Post([head = std::move(head), text = std::move(keep_alive)](Connection& connection) mutable {
-      connection.Begin(std::move(head), std::move(text));
+      connection.Begin(head, std::move(text));
     });
   }
   void Write(std::string part, Done done) override {
@@ -250,7 +251,7 @@ class Connection::ConnectionExchange final : public Exchange {
     if (stop) stop();
   }
   /// On the strand.
-  void WatchDeadline(std::shared_ptr<ConnectionExchange> self) {
+  void WatchDeadline(const std::shared_ptr<ConnectionExchange>& self) {
     if (!request_.deadline) return;
     deadline_.expires_at(*request_.deadline);
     deadline_.async_wait(asio::bind_executor(connection_->executor(),
@@ -553,7 +554,7 @@ void Connection::Reply(HttpReply reply, Exchange::Done done) {
         .last = true});
 }
 
-void Connection::Begin(HttpReply head, std::string keep_alive) {
+void Connection::Begin(const HttpReply& head, std::string keep_alive) {
   quiet_part_ = std::move(keep_alive);
   Send({.head = HeadOf(head, false), .last = false});
 }

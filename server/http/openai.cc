@@ -60,7 +60,7 @@ class Reader {
 
   grpc::Status Run(OpenAiFiles files) {
     if (!body_.is_object()) return InvalidFields({{"body", "is no JSON object"}}, "");
-    if (const grpc::Status status = ReadExtensions(); !status.ok()) return status;
+    if (grpc::Status status = ReadExtensions(); !status.ok()) return status;
     ReadModel();
     // How many a model draws at most is checked with the rest of the message.
     ReadInt("n", INT_MIN, INT_MAX, [this](int n) {
@@ -473,7 +473,7 @@ class Reader {
 
   static std::string Classes(const ModelInfo& info) {
     constexpr size_t kMost = 20;
-    const std::string numbers = fmt::format("0 to {}", info.num_classes - 1);
+    std::string numbers = fmt::format("0 to {}", info.num_classes - 1);
     if (info.labels.empty()) return numbers;
     const std::vector<std::string> some(info.labels.begin(),
                                         info.labels.begin() + std::min(kMost, info.labels.size()));

@@ -127,7 +127,7 @@ std::vector<std::string> CertificateNames(SSL* connection) {
       std::array<char, INET6_ADDRSTRLEN> text{};
       if (inet_ntop(size == 4 ? AF_INET : AF_INET6, ASN1_STRING_get0_data(name->d.iPAddress),
                     text.data(), text.size()) != nullptr) {
-        names.push_back(text.data());
+        names.emplace_back(text.data());
       }
     }
   }

@@ -52,10 +52,9 @@ class GenerationWatcher {
 ///
 ///   gRPC's thread      a call posts itself to the workers
 ///   a worker           Jobs::Begin makes the Generation; Start checks the request and submits it
-///   the engine's       the JobListener methods put results into an inbox and return
-///   workers            encode images in parallel; Deliver moves the inbox to the event log, in
-///   order,
-///                      and notifies the watchers; each watcher reads at its own pace
+///   engine's threads   the JobListener methods put results into an inbox and return
+///   workers            encode images in parallel; Deliver moves the inbox to the event log in
+///                      order and notifies the watchers; each watcher reads at its own pace
 ///
 /// The inbox keeps only the latest place in the queue, the latest progress and the latest preview
 /// of each image. Thread-safe.

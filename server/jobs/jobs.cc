@@ -122,7 +122,7 @@ std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
     return nullptr;
   }
   const bool survives = params.disconnect_policy() == v1::DISCONNECT_POLICY_CONTINUE;
-  const auto generation =
+  auto generation =
       std::make_shared<Generation>(context_, this,
                                    Generation::Origin{.caller = request.caller,
                                                       .peer = request.peer,

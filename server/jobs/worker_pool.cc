@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/core/available_cores.h"
+
 namespace denoised {
 namespace {
 
@@ -61,5 +63,7 @@ std::function<void()> WorkerPool::Take() {
 void WorkerPool::Run() {
   while (const std::function<void()> task = Take()) task();
 }
+
+int WorkerThreads(int asked) { return asked > 0 ? asked : std::max(2, AvailableCores() / 2); }
 
 }  // namespace denoised

@@ -50,4 +50,7 @@ class WorkerPool {
   std::vector<std::thread> threads_;
 };
 
+/// Threads of a pool: as many as `asked`; if that is 0, half of AvailableCores(), at least 2.
+int WorkerThreads(int asked);
+
 }  // namespace denoised

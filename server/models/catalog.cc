@@ -180,7 +180,7 @@ absl::Status Catalog::Save() {
     MutexLock lock(&mutex_);
     changes = Changes();
   }
-  const absl::Status status = options_.file->Write(changes);
+  absl::Status status = options_.file->Write(changes);
   if (status.ok()) return status;
   log::Error("change of the models not saved", {{"error", std::string(status.message())}});
   return Internal(
@@ -256,7 +256,7 @@ absl::Status Catalog::LoadListed(const std::string& name) {
                 {"version", instead},
                 {"directory", *configured},
                 {"error", std::string(status.message())}});
-  const absl::Status fallback = Open(model_name, instead, *configured);
+  absl::Status fallback = Open(model_name, instead, *configured);
   MutexLock lock(&mutex_);
   Model& model = *FindModel(model_name);
   Version& opened = *FindVersion(model, instead);
@@ -383,7 +383,7 @@ absl::Status Catalog::Open(const std::string& name, const std::string& version,
   for (const ModelSource& source : options_.models) {
     if (source.name == name) precision = source.precision;
   }
-  const absl::Status status = engine_->Open(EngineName(name, version), directory, precision);
+  absl::Status status = engine_->Open(EngineName(name, version), directory, precision);
   if (!status.ok()) {
     // The engine keeps failed models. Remove it: the catalog keeps the failures that matter.
     engine_->Close(EngineName(name, version)).IgnoreError();

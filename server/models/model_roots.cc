@@ -73,7 +73,7 @@ absl::StatusOr<std::string> ModelRoots::Resolve(const std::string& directory) co
 
 absl::StatusOr<std::string> ModelRoots::Find(const std::string& name) const {
   for (const fs::path& root : roots_) {
-    const auto directory = Resolve((root / name).string());
+    auto directory = Resolve((root / name).string());
     if (directory.ok() && IsModelDirectory(*directory)) return directory;
   }
   return NotFound(

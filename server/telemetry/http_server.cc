@@ -39,7 +39,7 @@ HttpServer::HttpServer() = default;
 HttpServer::~HttpServer() = default;
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Listen(const std::string& address,
-                                                               Pages pages) {
+                                                               const Pages& pages) {
   // An idle connection occupies a thread until it times out. Prometheus, probes and a few browsers
   // need more than two.
   const std::vector<std::string> options = {"listening_ports",    address, "num_threads", "16",
@@ -55,8 +55,8 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Listen(const std::string
         address, error.what());
   }
   server->port_ = server->server_->getListeningPorts().front();
-  for (auto& [path, make] : pages) {
-    const auto page = server->pages_.emplace(path, std::make_unique<Page>(std::move(make))).first;
+  for (const auto& [path, make] : pages) {
+    const auto page = server->pages_.emplace(path, std::make_unique<Page>(make)).first;
     server->server_->addHandler(path, page->second.get());
   }
   return server;

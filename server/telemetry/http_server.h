@@ -27,7 +27,7 @@ class HttpServer {
   /// Answers GET and HEAD on `address` (host:port) until destruction; port 0 picks a free port.
   /// Unavailable names --metrics-listen if the address cannot be bound.
   static absl::StatusOr<std::unique_ptr<HttpServer>> Listen(const std::string& address,
-                                                            Pages pages);
+                                                            const Pages& pages);
   /// Waits for replies in progress. Takes a second or two.
   ~HttpServer();
 

@@ -35,6 +35,8 @@ class SimulatedBackend final : public Backend {
   std::function<absl::Status()> fault;
   /// When set, called by Synchronize, as before a model's memory is freed. May block.
   std::function<void()> wait;
+  /// When set, called before a convolution's weights are packed. May block.
+  std::function<void()> pack;
   /// False: rows are computed together, as on a GPU, so that memory does not depend on the cores.
   bool splits_rows = true;
   /// Null: decoding takes no time.
@@ -75,6 +77,7 @@ class SimulatedBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight_oihw,
                                                            const Tensor& bias, bool upsample2x,
                                                            const E4m3Layer& e4m3) override {
+    if (pack) pack();
     return cpu_->PackConv2d(weight_oihw, bias, upsample2x, e4m3);
   }
   absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(const std::vector<Tensor>& weights_oi,

@@ -595,6 +595,14 @@ class FailingDevice : public ::testing::Test {
                          std::unique_lock lock(mutex_);
                          released_.wait(lock, [this] { return !hang_wait_; });
                        };
+                       backend->pack = [this] {
+                         std::unique_lock lock(mutex_);
+                         ++packed_;
+                         released_.wait(lock, [this] { return !hang_pack_; });
+                         const auto delay = pack_delay_;
+                         lock.unlock();
+                         std::this_thread::sleep_for(delay);
+                       };
                        return backend;
                      });
     EXPECT_TRUE(engine.ok()) << engine.status();
@@ -619,7 +627,7 @@ class FailingDevice : public ::testing::Test {
   }
   void Release() {
     std::lock_guard lock(mutex_);
-    hang_ = hang_wait_ = false;
+    hang_ = hang_wait_ = hang_pack_ = false;
     released_.notify_all();
   }
   std::shared_ptr<Collector> Submit() {
@@ -645,7 +653,10 @@ class FailingDevice : public ::testing::Test {
   std::condition_variable released_;
   bool hang_ = false;                   // every launch
   bool hang_wait_ = false;              // waiting for the device
+  bool hang_pack_ = false;              // packing weights
+  int packed_ = 0;                      // weights
   std::chrono::milliseconds delay_{0};  // before every launch
+  std::chrono::milliseconds pack_delay_{0};
   absl::Status error_;
   std::unique_ptr<Engine> engine_;
   EffectiveJob long_job_;
@@ -685,6 +696,33 @@ TEST_F(FailingDevice, ALoadThatDoesNotReturnIsAnError) {
   EXPECT_EQ(engine_->Find("second")->state, ModelState::kFailed);
   ExpectAllTold({}, kWhy);
   EXPECT_TRUE(engine_->Close("digits").ok()) << "it asks nothing of a lost device";
+}
+
+TEST_F(FailingDevice, PackingThatDoesNotReturnIsAnError) {
+  Open(/*watchdog_seconds=*/4);
+  {
+    std::lock_guard lock(mutex_);
+    hang_pack_ = true;
+  }
+  const absl::Status opened = engine_->Open("second", kDigits);
+  constexpr char kWhy[] = "a part of loading or removing a model did not return within 4 s";
+  EXPECT_EQ(opened.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(opened.message()), HasSubstr(kWhy));
+  EXPECT_EQ(engine_->Find("second")->state, ModelState::kFailed);
+  EXPECT_EQ(engine_->Open("third", kDigits).code(), absl::StatusCode::kUnavailable) << "at once";
+  ExpectAllTold({}, kWhy);
+}
+
+TEST_F(FailingDevice, PackingThatIsSlowButGoesOnIsNone) {
+  Open(/*watchdog_seconds=*/4);
+  {
+    std::lock_guard lock(mutex_);
+    pack_delay_ = std::chrono::milliseconds(5000 / packed_ + 1);  // per weight, as the last time
+  }
+  const auto begin = Clock::now();
+  EXPECT_TRUE(engine_->Open("second", kDigits).ok());
+  EXPECT_GT(Clock::now() - begin, std::chrono::seconds(5));
+  EXPECT_TRUE(engine_->Health().ok()) << engine_->Health();
 }
 
 TEST_F(FailingDevice, ARemovalThatDoesNotReturnIsAnError) {

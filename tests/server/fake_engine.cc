@@ -182,6 +182,12 @@ int FakeEngine::QueuedImages(const std::string& model) const {
 
 absl::StatusOr<JobId> FakeEngine::Submit(EffectiveJob job, std::shared_ptr<JobListener> listener,
                                          Estimate* estimate) {
+  std::function<void(const JobSpec&)> hook;
+  {
+    std::lock_guard lock(mutex_);
+    hook = on_submit_;
+  }
+  if (hook) hook(job.spec);
   std::lock_guard lock(mutex_);
   if (estimate) estimate->images_ahead = Queued();
   if (draining_) return Unavailable("the engine is draining");
@@ -203,6 +209,11 @@ absl::StatusOr<JobId> FakeEngine::Submit(EffectiveJob job, std::shared_ptr<JobLi
   jobs_.push_back(made);
   wake_.notify_all();
   return made->id;
+}
+
+void FakeEngine::OnSubmit(std::function<void(const JobSpec&)> hook) {
+  std::lock_guard lock(mutex_);
+  on_submit_ = std::move(hook);
 }
 
 void FakeEngine::Cancel(JobId id, EndReason) {

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -80,6 +81,8 @@ class FakeEngine : public Engine {
   int evaluations() const { return evaluations_; }
   /// The spec that was submitted last.
   JobSpec last_spec() const;
+  /// Submit calls `hook` first, on the caller's thread.
+  void OnSubmit(std::function<void(const JobSpec&)> hook);
 
  private:
   struct Job {
@@ -119,6 +122,7 @@ class FakeEngine : public Engine {
   EngineObserver* observer_ = nullptr;
   std::array<absl::Status, 2> health_;
   JobSpec last_spec_;
+  std::function<void(const JobSpec&)> on_submit_;
   JobId next_id_ = 1;
   bool paused_ = false, draining_ = false, expired_ = false, stopping_ = false;
   std::thread thread_;

@@ -639,7 +639,9 @@ TEST(TranslateTest, PicturesNeedOneOrThreeChannels) {
 TEST(TranslateTest, RepliesAreBounded) {
   v1::GenerationParams params;
   params.set_count(1'000'000);
-  EXPECT_THAT(Translated(params, nullptr, Digits(), true).fields(), ElementsAre("params.count"));
+  const Outcome together = Translated(params, nullptr, Digits(), true);
+  EXPECT_THAT(together.fields(), ElementsAre("params.count"));
+  EXPECT_THAT(together.violations[0].description, HasSubstr("use StreamGenerate"));
   EXPECT_TRUE(Translated(params, nullptr, Digits(), false).violations.empty());
 }
 

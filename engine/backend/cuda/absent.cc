@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cuda/cuda_backend.h"
 
-/// What a build without CUDA links in place of the backend, so that callers need no #if.
+/// A build without CUDA links this file instead of the backend, so that callers need no #if.
 
 namespace denoised {
 

@@ -4,14 +4,13 @@
 //
 // Policy. One block takes kQueries queries of one head of one image over all keys, in tiles of
 // kKeys and in order, so a row's bits are the same in any batch. Each warp owns 16 queries: their
-// scores, running maximum, running sum and output stay in its registers; from 256 dimensions on two
-// warps may share 16 queries, each with half of the output, and both compute the scores. Keys and
-// values are copied to shared memory asynchronously, the values while the scores are made and the
-// next keys while the output is. Softmax in fp32; bf16 operands. Dimensions between the listed ones
-// are padded with zeros in shared memory; dimensions that are no multiple of eight go to
-// attention_fp32.cu. Where images share sets of keys, sets have fewer keys, or queries see no later
-// keys, a variant of each kernel reads which; a causal block leaves out the tiles behind its last
-// query, which would add nothing.
+// scores, running maximum, running sum and output stay in its registers. From 256 dimensions on,
+// two warps may share 16 queries: each computes all scores and half of the output. Keys and values
+// are copied to shared memory asynchronously: the values while scores are computed, the next keys
+// while the output is. Operands are bf16, the softmax fp32. Other dimensions than those listed are
+// padded with zeros in shared memory; dimensions that are not multiples of eight go to
+// attention_fp32.cu. A variant of each kernel supports shared key sets, sets with fewer keys, and
+// causal attention; a causal block skips the tiles after its last query.
 
 #include "engine/backend/cuda/attention.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
@@ -25,7 +24,7 @@ template <int kDim_, int kQueries_, int kKeys_, int kSplit_>
 struct Shape {
   static constexpr int kDim = kDim_, kQueries = kQueries_, kKeys = kKeys_, kSplit = kSplit_;
   static constexpr int kThreads = 32 * kQueries / 16 * kSplit;
-  // A multiprocessor's: how many its registers hold.
+  // Per multiprocessor, limited by registers.
   static constexpr int kBlocks = (kDim <= 64 ? 512 : 256) / kThreads;
   static constexpr int kLine = kDim + 8;  // eight rows of an 8×8 matrix lie in different banks
   static constexpr int kSharedBytes = (kQueries + 2 * kKeys) * kLine * 2;
@@ -66,8 +65,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 
   WaitForPredecessors();
   int64_t set = image;
-  int key_tokens = attention.key_tokens;  // that there are
-  int keys_end = key_tokens;              // that any query of this block sees
+  int key_tokens = attention.key_tokens;  // in this image's set
+  int keys_end = key_tokens;              // end of the keys that any query of this block sees
   if constexpr (kSelects) {
     set = KeySet(attention, image);
     key_tokens = keys_end = KeyCount(attention, set);
@@ -81,13 +80,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   CopyRows<S, S::kKeys>(attention.v, key_row, 0, key_tokens, head, attention.dim, values);
   CommitCopies();
 
-  // Of the 16 × … tiles a lane holds row lane / 4 (index 0) and lane / 4 + 8 (index 1).
+  // Of each tile of 16 rows, a lane holds rows lane / 4 (index 0) and lane / 4 + 8 (index 1).
   float output[kOutputFragments][4] = {};
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
   const float scale_log2 = attention.scale * 1.4426950408889634f;  // exp(x) = exp2(x log₂ e)
 
   for (int first_key = 0; first_key < keys_end; first_key += S::kKeys) {
-    WaitCopies<1>();  // the keys; the values may be under way
+    WaitCopies<1>();  // for the keys; the values may be in flight
     __syncthreads();
     float scores[kKeyFragments][4] = {};
 #pragma unroll
@@ -103,7 +102,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
         Multiply(scores[j + 1], a, b[2], b[3]);
       }
     }
-    __syncthreads();  // everyone has read the keys
+    __syncthreads();  // all warps have read the keys
     const int next_key = first_key + S::kKeys;
     if (next_key < keys_end) {
       CopyRows<S, S::kKeys>(attention.k, key_row, next_key, key_tokens, head, attention.dim, keys);
@@ -151,15 +150,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         scores[j][e] = Exp2(fmaf(scores[j][e], scale_log2, -shift[e / 2]));
-        sum[e / 2] += scores[j][e];  // of this lane's columns; lanes are added at the end
+        sum[e / 2] += scores[j][e];  // over this lane's columns; lanes are added at the end
       }
     }
 
-    WaitCopies<1>();  // the values; the next keys may be under way
+    WaitCopies<1>();  // for the values; the next keys may be in flight
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < kKeyFragments; j += 2) {
-      // Two score fragments of 8 columns, rounded, are one operand of 16.
+      // Two score fragments of 8 columns, rounded, are one operand fragment of 16.
       const uint32_t a[4] = {PackBf16(scores[j][0], scores[j][1]),
                              PackBf16(scores[j][2], scores[j][3]),
                              PackBf16(scores[j + 1][0], scores[j + 1][1]),
@@ -173,7 +172,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
         Multiply(output[d + 1], a, b[2], b[3]);
       }
     }
-    __syncthreads();  // everyone has read the values
+    __syncthreads();  // all warps have read the values
     if (next_key < keys_end) {
       CopyRows<S, S::kKeys>(attention.v, key_row, next_key, key_tokens, head, attention.dim,
                             values);
@@ -206,8 +205,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   }
 }
 
-// Where there are many a block takes twice the queries, and reads its keys half as often; or half
-// of them, where a warp has much to do for each.
+// If there are many queries, wide blocks take twice as many and read the keys half as often. Large
+// heads take fewer queries per block, because each is more work for its warp.
 using Dim32 = Shape<32, 64, 64, 1>;
 using Dim48 = Shape<48, 64, 64, 1>;
 using Dim64 = Shape<64, 64, 64, 1>;
@@ -234,10 +233,10 @@ cudaError_t LaunchWith(const AttentionLaunch& attention, const Queue& queue) {
       queue, attention);
 }
 
-/// S where the wide one's blocks would leave multiprocessors empty.
+/// Launches S if wide blocks would leave multiprocessors empty.
 template <typename S, typename Wide>
 cudaError_t LaunchWidest(const AttentionLaunch& attention, const Queue& queue) {
-  static_assert(S::kKeys == Wide::kKeys, "the choice follows the batch, the bits the tile of keys");
+  static_assert(S::kKeys == Wide::kKeys, "the bits depend on kKeys, the choice on the batch");
   const int64_t blocks = int64_t{(attention.tokens + Wide::kQueries - 1) / Wide::kQueries} *
                          attention.heads * attention.images;
   const bool fills =
@@ -264,7 +263,7 @@ cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue
   }
   const bool vector = attention.q.vector && attention.k.vector && attention.v.vector &&
                       attention.out.vector && attention.dim % 8 == 0;
-  // With a scale that is not positive the greatest score would not have the greatest weight.
+  // If the scale is not positive, the largest score does not have the largest weight.
   const bool suits = vector && attention.scale > 0;
   if (attention.fp32 || !suits) return LaunchAttentionFp32(attention, queue);
   const int dim = attention.dim;

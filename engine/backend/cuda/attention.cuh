@@ -11,13 +11,14 @@ __device__ inline int64_t KeySet(const AttentionLaunch& attention, int64_t image
   return max(0, min(attention.key_set[image], attention.key_sets - 1));
 }
 
-/// The keys that there are in a set.
+/// Number of keys in a set.
 __device__ inline int KeyCount(const AttentionLaunch& attention, int64_t set) {
   if (attention.key_counts == nullptr) return attention.key_tokens;
   return max(1, min(attention.key_counts[set], attention.key_tokens));
 }
 
-/// Of a query whose weights were exp(score − maximum), if it is wanted; `score` is scaled.
+/// Stores the log-sum-exp of a query if it is requested. Weights were exp(scaled score − maximum),
+/// and `sum` is their sum.
 __device__ inline void StoreLogSumExp(const AttentionLaunch& attention, int64_t image, int head,
                                       int query, float maximum, float sum) {
   if (attention.log_sum_exp == nullptr) return;

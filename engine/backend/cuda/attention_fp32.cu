@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Softmax attention in fp32 arithmetic: for the debugging mode, and for head dimensions that the
-// tensor-core kernel cannot load. Any element, any dimension up to kMaxHeadDim.
+// tensor-core kernel cannot load. Any element type, any dimension up to kMaxHeadDim.
 //
 // Policy. A warp owns one query, a block kWarps queries of one head of one image. Keys come in
-// tiles of 32 through shared memory: each lane makes the score of one key, then each lane sums its
-// columns of the values, tile after tile with a running maximum (arXiv 1805.02867). Every query
-// sees key 0, so its maximum is finite from the first tile on.
+// tiles of 32 through shared memory. For each tile, each lane computes the score of one key, then
+// adds its columns of the values, with a running maximum (arXiv 1805.02867). Every query sees key
+// 0, so its maximum is finite from the first tile on.
 
 #include "engine/backend/cuda/attention.cuh"
 #include "engine/backend/cuda/element.cuh"
@@ -24,7 +24,7 @@ template <bool kSelects>  // SelectsKeys()
 __global__ void __launch_bounds__(kThreads)
     AttentionFp32Kernel(const __grid_constant__ AttentionLaunch attention) {
   extern __shared__ __align__(16) float floats[];
-  const int dim = attention.dim, line = dim | 1;  // odd: a column lies in all banks
+  const int dim = attention.dim, line = dim | 1;  // odd: a column is spread over all banks
   float* queries = floats;                        // [kWarps][dim]
   float* tile = floats + kWarps * dim;            // [kKeys][line]: keys, then values
 
@@ -34,9 +34,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t head_column = static_cast<int64_t>(blockIdx.y) * dim;
   const int64_t query_row = static_cast<int64_t>(blockIdx.z) * attention.tokens + query;
   int64_t set = blockIdx.z;
-  int key_tokens = attention.key_tokens;  // that there are
-  int keys_end = key_tokens;              // that any query of this block sees
-  int visible = key_tokens;               // that this warp's query sees
+  int key_tokens = attention.key_tokens;  // in this image's set
+  int keys_end = key_tokens;              // end of the keys that any query of this block sees
+  int visible = key_tokens;               // end of the keys that this warp's query sees
   if constexpr (kSelects) {
     set = KeySet(attention, blockIdx.z);
     key_tokens = keys_end = visible = KeyCount(attention, set);

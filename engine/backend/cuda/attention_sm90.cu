@@ -7,19 +7,19 @@
 // and in order. It belongs to one warpgroup, whose registers hold the scores, the weights and the
 // output. A CTA takes up to kGroups neighbouring query tiles of a head at a time. Its producer warp
 // loads their queries and one tile of keys or values after another through a pipeline in shared
-// memory that the warpgroups share. A warpgroup starts the scores of key tile i, then the output of
-// tile i - 1, and computes the weights of tile i as soon as its scores are there. Warpgroups
-// ping-pong: named barriers order their products, so that one's softmax runs under another's
-// products.
+// memory that the warpgroups share. A warpgroup issues the scores of key tile i, then the output
+// products of tile i - 1, and computes the weights of tile i as soon as its scores are complete.
+// Warpgroups ping-pong: named barriers order their products, so that one's softmax overlaps
+// another's products.
 //
 // Cross-attention: images share sets of keys, and a set may have fewer keys than there is room for
 // (kSelects). The producer looks up the set and tells the consumers how many keys it has; the tiles
 // are as wide as a prompt of 77 tokens needs.
 //
 // A row's bits depend on its own query and its image's keys alone; the size of the grid only
-// decides which query tiles share a CTA. Above 256 dimensions a query tile makes 256 columns of the
-// output, and scores are computed once for each of these parts. TMA fills columns beyond a head's
-// dimensions and keys beyond the last with zeros.
+// decides which query tiles share a CTA. Above 256 dimensions a query tile computes 256 columns of
+// the output, and scores are computed once for each of these parts. TMA fills columns beyond a
+// head's dimensions and keys beyond the last with zeros.
 
 #include <algorithm>
 #include <cmath>
@@ -36,7 +36,7 @@
 namespace denoised::cuda {
 namespace {
 
-constexpr int kQueryTile = 64;  // queries: what one wgmma multiplies
+constexpr int kQueryTile = 64;  // queries: M of one wgmma
 constexpr int kLine = 64;       // dimensions: 128 bytes of bf16, the widest swizzle
 constexpr int kMaxPart = 256;   // columns of the output that a warpgroup's registers hold
 constexpr int kMaxShared = 232448;
@@ -49,31 +49,32 @@ struct Tile {
   static constexpr int kDim = kDim_, kKeys = kKeys_, kStages = kStages_;
   static constexpr int kGroups = kGroups_, kBlocks = kBlocks_;
   static constexpr int kParts = (kDim + kMaxPart_ - 1) / kMaxPart_, kPart = kDim / kParts;
-  static constexpr int kLines = (kPart + kLine - 1) / kLine;  // beside each other, of a part
+  static constexpr int kLines = (kPart + kLine - 1) / kLine;  // per part
   static constexpr int kStageBytes = kLines * kKeys * kLine * 2;
   static constexpr int kUnitBytes = kParts * kLines * kQueryTile * kLine * 2;
   static constexpr int kStepBytes = kGroups * kUnitBytes;
-  // The queries of the next step are loaded early where there is room for two steps'.
+  // If there is room for the queries of two steps, those of the next step are loaded early.
   static constexpr int kAhead =
       (2 * kStepBytes + kStages * kStageBytes + 2048) * kBlocks <= kMaxShared ? 2 : 1;
   static constexpr int kBarriers = 2 * (kStages + kAhead);
   static constexpr int kSharedBytes =
       kAhead * kStepBytes + kStages * kStageBytes + kBarriers * 8 + kAhead * 8;
-  // With several consumers the producer is a whole warpgroup, so that its registers can go to them.
+  // With several consumers the producer is a whole warpgroup, because setmaxnreg moves registers
+  // between warpgroups.
   static constexpr int kThreads = 128 * kGroups + (kGroups > 1 ? 128 : 32);
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 160 : 112;
   static_assert(kPart % 8 == 0 && kKeys % 16 == 0 && kSharedBytes <= kMaxShared);
 };
 
-/// What the kernel needs besides the AttentionLaunch. A step is what the warpgroups of a CTA do at
-/// a time: neighbouring query tiles of one head (and part). The first `wide_heads` are cut into
-/// steps of as many query tiles as there are warpgroups, the others into steps of `narrow`.
+/// Arguments besides the AttentionLaunch. A step is the work of a CTA's warpgroups at one time:
+/// neighbouring query tiles of one head (and part). The first `wide_heads` are divided into steps
+/// of as many query tiles as there are warpgroups, the others into steps of `narrow`.
 struct Params {
   CUtensorMap q, k, v;
-  int query_tiles = 0;  // of a head
+  int query_tiles = 0;  // per head
   int wide_heads = 0, narrow = 1, steps = 0;
-  FastDivmod wide_steps, narrow_steps;  // of a head
+  FastDivmod wide_steps, narrow_steps;  // per head
   FastDivmod heads, blocks;
   int shift = 0;  // from one round of steps to the next, in CTAs
 };
@@ -99,23 +100,23 @@ __device__ inline Step StepAt(const AttentionLaunch& attention, const Params& pa
   step.query = first * kQueryTile;
   step.part = head % T::kParts;
   step.head = head / T::kParts % params.heads;
-  // From the last image on: the projection before left it in the L2.
+  // In reverse order: the previous projection left the last image in L2.
   step.image = attention.images - 1 - head / T::kParts / params.heads;
   return step;
 }
 
-/// The softmax of two rows so far: of a thread's sums (hopper.cuh) index 0 and 1 are row 0, 2 and 3
-/// row 1, and so on.
+/// The running softmax of two rows. Of a thread's accumulators (hopper.cuh), index 0 and 1 are row
+/// 0, 2 and 3 row 1, and so on.
 struct Softmax {
   float maximum[2];
-  float sum[2];     // of this lane's columns; lanes are added at the end
+  float sum[2];     // over this lane's columns; lanes are added at the end
   float shrink[2];  // factor of the output so far
 
   /// Turns scores into weights; kMasked: only keys before `valid` count. The maximum moves only
   /// when it grows by more than 2^kSlack, so that the output is seldom rescaled; weights up to
   /// 2^kSlack are as precise. This depends on the row alone.
   ///
-  /// No branches: the compiler ends a wgmma before any branch.
+  /// No branches: the compiler waits for a wgmma before any branch.
   template <bool kMasked, int kScores>
   __device__ inline void Add(float (&scores)[kScores], bool first, int valid, float scale_log2) {
     constexpr float kSlack = 8;
@@ -173,7 +174,7 @@ __device__ inline void ExchangeWords(uint32_t (&v)[4]) {
   }
 }
 
-/// A warp's 16 rows from `query` on.
+/// A warp's 16 rows, starting at `query`.
 template <typename T>
 __device__ inline void WriteOutput(const AttentionLaunch& attention, const Step& step, int query,
                                    const Softmax& softmax, const float (&output)[T::kPart / 2]) {
@@ -214,15 +215,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     AttentionHopperKernel(const __grid_constant__ AttentionLaunch attention,
                           const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) unsigned char queries[];  // as the swizzle wants it
+  extern __shared__ __align__(1024) unsigned char queries[];  // the swizzle's alignment
   unsigned char* const ring = queries + T::kAhead * T::kStepBytes;
   uint64_t* const full = reinterpret_cast<uint64_t*>(ring + T::kStages * T::kStageBytes);
   uint64_t* const empty = full + T::kStages;
   uint64_t* const queries_full = empty + T::kStages;
   uint64_t* const queries_empty = queries_full + T::kAhead;
-  int* const key_counts = reinterpret_cast<int*>(queries_empty + T::kAhead);  // of a step, kSelects
+  int* const key_counts = reinterpret_cast<int*>(queries_empty + T::kAhead);  // per step; kSelects
 
-  // Uniform for the compiler, so that descriptors live in uniform registers.
+  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const auto tiles_of = [](int keys) { return (keys + T::kKeys - 1) / T::kKeys; };
 
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       Keys keys = keys_of(step), next_keys;
       for (int turn = 0; step.active > 0; ++turn, step = next, keys = next_keys) {
         next = StepAt<T>(attention, params, turn + 1);
-        next_keys = keys_of(next);  // read ahead, since it takes as long as several loads
+        next_keys = keys_of(next);  // prefetched: it takes as long as several loads
         const int ahead = turn % T::kAhead, key_tiles = tiles_of(keys.count);
         const auto copy = [&](unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
                               int rows, int first_line, int token, int image) {
@@ -344,8 +345,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     WgmmaCommit();
     advance(1);
   };
-  // Values behind a set's last key may be anything, and 0 · NaN is NaN: they become zero before the
-  // last tile is multiplied. All warpgroups write the same, so they need not wait for each other.
+  // Values after a set's last key may be anything, and 0 · NaN is NaN, so they are set to zero
+  // before the last tile is multiplied. All warpgroups write the same, so none has to wait.
   const auto clear_values_from = [&](int valid) {
     Wait(&full[stage], round & 1);
 #pragma unroll 1
@@ -371,8 +372,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     }
   };
 
-  // Named barrier 1 + i: warpgroup i may start its products. The one before it arrives there;
-  // between steps the first one may.
+  // Named barrier 1 + i: warpgroup i may start its products. The warpgroup before it arrives there.
+  // Between steps it is the turn of the first.
   const auto await_turn = [&](int active) {
     if (T::kGroups > 1 && active > 1) NamedBarrierSync(1 + group, 256);
   };
@@ -388,7 +389,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     const int keys = T::kSelects ? key_counts[ahead] : attention.key_tokens;
     const int key_tiles = tiles_of(keys);
     const int valid = keys - (key_tiles - 1) * T::kKeys;  // of the last tile
-    if (group >= step.active) {                           // idle: only releases stages
+    if (group >= step.active) {                           // idle: it only releases stages
       // An mbarrier distinguishes two phases only: do not fall behind.
       NamedBarrierSync(1 + T::kGroups + group, 128);
       const int stages = key_tiles * (T::kParts + 1);
@@ -412,7 +413,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     WgmmaWait<0>();
     HoldRegisters(scores);
     release(T::kParts);
-    // Scores alone read queries: those of the next step may come under the last weights and values.
+    // Only scores read queries, so those of the next step may be loaded during the last values.
     if (signals && key_tiles == 1) Arrive(&queries_empty[ahead]);
     if (key_tiles == 1) {
       softmax.Add<true>(scores, true, valid, scale_log2);
@@ -424,14 +425,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       constexpr bool kLast = decltype(last)::value;
       await_turn(step.active);
       multiply_keys(ahead);
-      multiply_values();  // of the preceding tile
+      multiply_values();  // of the previous tile
       pass_turn(step.active);
-      WgmmaWait<1>();  // the scores
+      WgmmaWait<1>();  // for the scores
       HoldRegisters(scores);
       release(T::kParts);
       if (kLast && signals) Arrive(&queries_empty[ahead]);
       softmax.Add<kLast>(scores, false, valid, scale_log2);
-      HoldRegisters(scores);  // the wait must not move up before the softmax
+      HoldRegisters(scores);  // keeps the compiler from moving the wait before the softmax
       WgmmaWait<0>();
       HoldRegisters(output);
       release(1);
@@ -451,7 +452,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     release(1);
     WriteOutput<T>(attention, step, step.query + warp * 16, softmax, output);
   }
-  if (T::kGroups > 1 && group == 0) NamedBarrierSync(1, 256);  // leaves no arrival pending
+  if (T::kGroups > 1 && group == 0) NamedBarrierSync(1, 256);  // consumes the last arrival
 #endif
 }
 
@@ -475,12 +476,12 @@ using Dim160Selecting = Selecting<160, 2>;
 constexpr int kMaxSelectingDim = 160;
 
 /// Wide steps are the fastest per query tile, but may leave the last wave nearly empty. So some
-/// heads, or all, are cut into narrower steps, by the cost of the waves. The last step of a head
-/// may be partly filled: from wave to wave CTAs take another place in a head, so that each gets its
-/// share of these.
+/// heads, or all, are divided into narrower steps, by the cost of the waves. The last step of a
+/// head may be partly filled. To give each CTA its share of these, its place in a head shifts from
+/// wave to wave.
 void CutIntoSteps(int heads, int groups, int blocks, Params* params) {
   const auto rounds = [&](int steps) { return (steps + blocks - 1) / blocks; };
-  const auto cost = [](double width) { return 6 + 5 * width; };  // of a step: measured on an H200
+  const auto cost = [](double width) { return 6 + 5 * width; };  // per step, measured on an H200
   const int wide_steps = (params->query_tiles + groups - 1) / groups;
   const double mean_cost = cost(static_cast<double>(params->query_tiles) / wide_steps);
   while (std::gcd(blocks + params->shift, wide_steps) != 1) ++params->shift;
@@ -542,7 +543,7 @@ cudaError_t LoadTiles() {
 }  // namespace
 
 bool SuitsHopper(const AttentionLayer& attention) {
-  // With a scale that is not positive the greatest score would not have the greatest weight.
+  // If the scale is not positive, the largest score does not have the largest weight.
   const auto suits = [](const Rows& rows) { return rows.element == Element::kBf16 && rows.vector; };
   return !attention.fp32 && attention.dim % 8 == 0 && !attention.causal &&
          (!SelectsKeys(attention) || attention.dim <= kMaxSelectingDim) &&
@@ -559,9 +560,9 @@ cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue&
     return LaunchTile<Dim160Selecting>(attention, queue);
   }
   if (dim <= 40) return LaunchTile<Dim40>(attention, queue);
-  // Many short heads are a matter of latency: several small blocks hide each other's, or a block
-  // whose steps are whole heads, with room for keys and values of two. The bits depend on the tile
-  // of keys, hence on the row's shape alone.
+  // Short heads are bound by latency. Several small blocks per SM hide it; so does one block whose
+  // steps are whole heads, with room for the keys and values of two. The bits depend on the tile of
+  // keys, hence on the row's shape alone.
   static_assert(Dim64Whole::kKeys == Dim64Short::kKeys);
   static_assert(Dim256Halves::kKeys == Dim256::kKeys && Dim256Quarters::kKeys == Dim256::kKeys);
   if (dim <= 64 && attention.tokens <= 256) {
@@ -575,7 +576,7 @@ cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue&
   if (dim <= 128) return LaunchTile<Dim128>(attention, queue);
   if (dim <= 160) return LaunchTile<Dim160>(attention, queue);
   if (dim <= 256) {
-    // Few query tiles leave most of the device idle: each makes a part of its columns.
+    // Few query tiles would leave most of the device idle, so each is split by columns.
     const int64_t query_tiles = int64_t{attention.images} * attention.heads *
                                 ((attention.tokens + kQueryTile - 1) / kQueryTile);
     if (query_tiles * 4 <= queue.multiprocessors)

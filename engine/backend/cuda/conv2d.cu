@@ -4,15 +4,15 @@
 //
 // Policy. A CTA computes one kM × kN tile of the output over all of k, in steps of 32 through a
 // pipeline of kStages stages in shared memory; a step is two mma of depth 16. There is no split-K,
-// so an output is added in the same order whatever the tile and the batch, and the launcher may
+// so an output is summed in the same order whatever the tile and the batch, and the launcher may
 // choose the tile by the size of the grid. bf16 operands, fp32 accumulators. Warp tiles are up to
-// 64 × 64: shared memory traffic grows with a tile's edges, products with its area. Where k is
-// short they are half as large, so that four warps a scheduler hide prologue and epilogue. The
-// operands of the next mma are loaded while the present one multiplies.
+// 64 × 64: shared memory traffic grows with a tile's edges, products with its area. If k is short
+// they are half as large, so that four warps per scheduler hide prologue and epilogue. The operands
+// of the next mma are loaded while the current one multiplies.
 //
 // Inputs reach shared memory in one of three ways: by cp.async, 16 bytes at a time; through
-// registers, eight at a time, when they are fp32; or one element at a time, when the channels are
-// no multiple of eight (3, 4, 9) or not aligned.
+// registers, eight at a time, if they are fp32; or one element at a time, if the number of channels
+// is not a multiple of eight (3, 4, 9) or they are not aligned.
 
 #include <utility>
 
@@ -23,11 +23,11 @@ namespace denoised::cuda {
 namespace {
 
 constexpr int kDepth = kDepthPadding;
-constexpr int kChunks = kDepth / 8;  // of eight elements, 16 bytes, along k
+constexpr int kChunks = kDepth / 8;  // along k, of eight elements, 16 bytes
 
 enum class Inputs { kCopied, kVector, kScalar };
 
-/// kBlocks: how many share a multiprocessor, which caps the registers of a thread.
+/// kBlocks: blocks per multiprocessor, which limits the registers per thread.
 template <int kM_, int kN_, int kWarpsM_, int kWarpsN_, int kStages_, int kBlocks_>
 struct Tile {
   static constexpr int kM = kM_, kN = kN_, kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
@@ -36,15 +36,15 @@ struct Tile {
   static constexpr int kSharedBytes = kStages * (kM + kN) * kDepth * 2;
 };
 
-/// Where chunk `chunk` of row `row` lies in a tile [rows, kDepth] in shared memory, in elements.
-/// Eight rows of one chunk, which ldmatrix reads together, lie in different banks.
+/// Offset in elements of a chunk of a row in a tile [rows, kDepth] in shared memory. Eight rows of
+/// one chunk, which ldmatrix reads together, lie in different banks.
 __device__ inline int Swizzled(int row, int chunk) {
   static_assert(kChunks == 4);  // two rows fill the 128 bytes of all banks
   return row * kDepth + (chunk ^ (row / 2 % 4)) * 8;
 }
 
-/// `bias` is conv's, whose own is null: sums begin with it. kVectors: FinishVector makes the
-/// outputs. grid (tiles, phases).
+/// Accumulators begin with `bias`, which is conv's; conv.bias itself is null. kVectors: outputs are
+/// computed by FinishVector. grid (tiles, phases).
 template <typename T, Inputs kInputs, bool kVectors>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     Conv2dKernel(const __grid_constant__ Conv2dLaunch conv, const float* bias,
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   auto* input_ring = reinterpret_cast<__nv_bfloat16*>(shared);  // [kStages][kM][kDepth]
   auto* weight_ring = input_ring + kStages * T::kM * kDepth;    // [kStages][kN][kDepth]
 
-  // Neighbouring blocks share their pixels, which are many, rather than their weights.
+  // Neighbouring blocks share pixels, not weights, because there are more pixels.
   const int m0 = static_cast<int>(blockIdx.x) / n_tiles * T::kM;
   const int n0 = static_cast<int>(blockIdx.x) % n_tiles * T::kN;
   const int phase = static_cast<int>(blockIdx.y);
@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       static_cast<const __nv_bfloat16*>(conv.weight) +
       static_cast<int64_t>(phase * conv.outputs + n0 + first_row) * conv.weight_stride + chunk * 8;
 
-  // Asynchronous copies: the pixel under `tap` for each row, or −1, and the channel in its source.
-  // They are computed when the tap or the source changes and advance along the channels in between,
-  // since index arithmetic would otherwise cost more than the products.
+  // Asynchronous copies: for each row the pixel at `tap`, or −1, and the channel in its source.
+  // They are computed when the tap or the source changes, and advance along the channels in
+  // between: otherwise index arithmetic would cost more than the products.
   int pixels[kRows];
   const __nv_bfloat16* source = nullptr;
   int source_stride = 0, channels = 0, channels_done = 0;
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   float sums[kFragmentsM][kFragmentsN][4];
   InitWithBias(bias, n0 + warp_n, conv.outputs, sums);
   uint32_t a[2][kFragmentsM][4], b[2][kFragmentsN / 2][4];  // one multiplied, one being loaded
-  // Where this lane reads the first of its warp's rows. Sixteen rows further the bits that swizzle
-  // are the same; sixteen deeper two chunks differ, which is one bit of the swizzled address.
+  // Where this lane reads the first of its warp's rows. 16 rows further, the swizzle is the same;
+  // 16 elements along k further, one bit of the swizzled address differs (two chunks).
   const int input_at = Swizzled(warp_m + lane % 16, lane / 16);
   const int weight_at = Swizzled(warp_n + lane % 8 + lane / 16 * 8, lane / 8 % 2);
   const auto load = [&](int into, int stage, int k, int part) {
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
   const int steps = conv.weight_stride / kDepth;
   const __nv_bfloat16* const first_weight = weight;
-  for (int stage = 0; stage < kStages - 1; ++stage) {  // no other kernel's output
+  for (int stage = 0; stage < kStages - 1; ++stage) {  // weights: no kernel writes them
     if (stage < steps) Interleave<kWeightRows, 1>(0, [&](int i) { fill_weights(stage, i); });
     weight += kDepth;
   }
@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     for (int k = 0; k < kDepth; k += 16) {
       const int now = k / 16 % 2;
       if (k + 16 == kDepth) {
-        // The next step's tiles are there, and everyone has loaded what they need of this one's.
-        // After the last step nothing follows, and what is loaded here is never multiplied.
+        // The next step's tiles are complete, and all warps have loaded their fragments of this
+        // one's. After the last step, the fragments loaded here are not used.
         WaitCopies<kStages - 2>();
         __syncthreads();
         empty_stage = stage;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       }
 #pragma unroll
       for (int j = 0; j < kFragmentsN; ++j) {
-        // Copies and loads between the multiplications, which would otherwise wait for them.
+        // Copies and loads are interleaved with MMAs, which would otherwise wait for them.
         Interleave<kLoads, kFragmentsN>(
             j, [&](int part) { load(1 - now, stage, (k + 16) % kDepth, part); });
         if (k == 0 && filling) {
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
                        });
 }
 
-/// Of a phase.
+/// Blocks per phase.
 int64_t Blocks(const Conv2dLaunch& conv, int tile_m, int tile_n) {
   const int64_t m = static_cast<int64_t>(conv.images) * PlaneOf(conv).pixels.value;
   return (m + tile_m - 1) / tile_m * ((conv.outputs + tile_n - 1) / tile_n);
@@ -245,7 +245,7 @@ cudaError_t LoadTile() {
   return LoadKernel(Conv2dKernel<T, kInputs, kVectors>, T::kSharedBytes);
 }
 
-/// A tile for inputs that are copied and outputs that are vectors.
+/// A tile for inputs copied by cp.async and outputs in vectors.
 struct Choice {
   int m, n;
   TileCost cost;
@@ -262,8 +262,8 @@ constexpr Choice ChoiceOf(double step_alone, double rest_alone, double step_shar
           LoadTile<T, Inputs::kCopied, true>};
 }
 using SmallTile = Tile<64, 64, 2, 2, 4, 4>;
-/// Fitted to 32 layers that were measured with every tile: for all but two of them the cheapest is
-/// the fastest, or one within 10 % of it.
+/// Fitted to 32 layers that were measured with every tile. For all but two of them, the tile with
+/// the lowest cost is the fastest or within 10 % of it.
 constexpr Choice kChoices[] = {
     ChoiceOf<Tile<128, 256, 2, 4, 4, 1>>(0.614, 10.7, 0.614, 10.7),
     ChoiceOf<Tile<128, 128, 2, 4, 4, 2>>(0.434, 3.36, 0.704, 7.35),

@@ -2,9 +2,9 @@
 // The implicit GEMM of conv2d.cu in fp32 arithmetic, for the debugging mode: inputs, weights and
 // accumulation in fp32, one fused multiply-add per product, k in order.
 //
-// Policy. A block of 256 threads makes a 64 × 64 tile, a thread 4 × 4 outputs of it; k goes by in
-// steps of 32 through shared memory that is transposed, so that a thread reads its four rows and
-// its four columns as one float4 each.
+// Policy. A block of 256 threads computes a 64 × 64 tile, a thread 4 × 4 outputs of it, in steps of
+// 32 along k. Shared memory is transposed, so that a thread reads its four rows and its four
+// columns as one float4 each.
 
 #include "engine/backend/cuda/implicit_gemm.cuh"
 
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int m0 = static_cast<int>(blockIdx.x / n_tiles) * kM;
   const int n0 = static_cast<int>(blockIdx.x % n_tiles) * kN;
-  const int row = threadIdx.x % kM, chunk = threadIdx.x / kM;  // fills eight of k for one row
+  const int row = threadIdx.x % kM, chunk = threadIdx.x / kM;  // loads eight elements of one row
   const int phase = static_cast<int>(blockIdx.y);
   const Window window = WindowOf(conv, plane, m0 + row, phase);
   Tap tap;

@@ -3,12 +3,12 @@
 // tensor cores, for every architecture from sm_80 on. There is little to multiply, so the aim is to
 // read every activation from memory once.
 //
-// Few inputs. A block brings what the windows of a tile of pixels see into shared memory, where the
-// lanes of a warp gather the at most 64 inputs of each of 16 pixels as the left operand of mma
-// wants them. The weights of 64 outputs stay in registers.
+// Few inputs. A block loads the halo tile of a tile of pixels into shared memory. For each 16
+// pixels, the lanes of a warp gather the inputs, at most 64 per pixel, in the layout of mma's left
+// operand. The weights of 64 outputs stay in registers.
 //
 // Few outputs. Every pixel is multiplied with the weights of all taps at once, by mma, straight
-// from global memory: products [pixels, taps · outputs]. An output adds its nine from its
+// from global memory: products [pixels, taps · outputs]. An output adds nine of these from its
 // neighbours, in the order of the taps, so the bits are the same wherever a block's tile begins.
 
 #include <algorithm>
@@ -21,9 +21,9 @@
 namespace denoised::cuda {
 namespace {
 
-constexpr int kRows = 16;  // pixels of a product
-constexpr int kStep = 16;  // inputs of a product
-constexpr int kTile = 8;   // outputs of a product
+constexpr int kRows = 16;  // pixels per mma
+constexpr int kStep = 16;  // inputs per mma
+constexpr int kTile = 8;   // outputs per mma
 
 bool IsBare(const ConvLayer& conv) {
   return conv.x2.data == nullptr && conv.stride == 1 && !conv.upsample2x &&
@@ -35,9 +35,10 @@ bool IsBare(const ConvLayer& conv) {
 // Few inputs.
 
 constexpr int kInputThreads = 128;
-constexpr int kInputTiles = 8;  // of a warp: 64 outputs
+constexpr int kInputTiles = 8;  // per warp: 64 outputs
 
-/// Of 32 outputs lane t of four has eight neighbours: columns 2t and 2t + 1 of four tiles.
+/// Permutes 32 outputs so that lane t of four, which has columns 2t and 2t + 1 of four tiles, has
+/// eight neighbouring outputs.
 __device__ int OutputOf(int tile, int column) {
   return tile / 4 * 32 + column / 2 * 8 + tile % 4 * 2 + column % 2;
 }
@@ -76,7 +77,8 @@ __global__ void __launch_bounds__(kInputThreads, kSteps > 2 ? 2 : 4)
           conv.bias == nullptr ? 0.0f : conv.bias[first_output + OutputOf(tile, 2 * t + i)];
     }
   }
-  // The inputs that this lane gathers, (kh, kw, channel) in order, from a pixel's first one on.
+  // Offsets of the inputs that this lane gathers, in the order (kh, kw, channel), from a pixel's
+  // first one.
   const int line = (size.width.value + conv.kernel - 1) * conv.channels;
   int offsets[kSteps * 4];
 #pragma unroll
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(kInputThreads, kSteps > 2 ? 2 : 4)
   for (int index = blockIdx.x; index < size.tiles; index += gridDim.x) {
     const int image = index / size.of_image, tile = index % size.of_image;
     const int top = tile / size.across * size.height, left = tile % size.across * size.width.value;
-    __syncthreads();  // all have gathered from the tile before
+    __syncthreads();  // all warps have gathered from the previous tile
     for (int i = threadIdx.x; i < line; i += kInputThreads) {
       const int x = left - conv.pad_left + i / size.channels, channel = i % size.channels;
       const bool inside_x = static_cast<unsigned>(x) < static_cast<unsigned>(conv.width);
@@ -179,14 +181,14 @@ cudaError_t LaunchFewInputs(const Conv2dLaunch& conv, const Queue& queue) {
   size.width = FastDivmod(width);
   size.across = FastDivmod((conv.out_width + width - 1) / width);
   size.channels = FastDivmod(conv.channels);
-  // Large tiles see fewer pixels twice; small ones let one image fill the device.
+  // Large tiles load fewer pixels twice; small ones let one image fill the device.
   const int64_t pixels = int64_t{conv.images} * conv.out_height * conv.out_width;
   const int tile_pixels = pixels < int64_t{queue.multiprocessors} * 256 ? 64 : 256;
   size.height = std::max(1, tile_pixels / width);
   size.of_image =
       FastDivmod(size.across.value * ((conv.out_height + size.height - 1) / size.height));
   size.tiles = conv.images * size.of_image.value;
-  // Blocks that stay: weights are read once. Up to four of them fit on a multiprocessor.
+  // Persistent blocks read the weights once. Up to four of them fit on a multiprocessor.
   const unsigned blocks =
       std::min<unsigned>(size.tiles, std::max<unsigned>(4 * queue.multiprocessors / slices, 1));
   const size_t shared = sizeof(uint16_t) * (size.height + conv.kernel - 1) *
@@ -205,7 +207,7 @@ constexpr int kMaxChunks = 10;     // 320 channels
 
 struct OutputTile {
   int height;
-  FastDivmod width, seen_width;  // and with the pixels around it
+  FastDivmod width, seen_width;  // without and with the halo
   FastDivmod outputs;            // of the convolution
 };
 
@@ -223,7 +225,7 @@ __global__ void __launch_bounds__(kOutputThreads)
   auto* weights = reinterpret_cast<uint4*>(shared);  // [chunks, kTiles, lanes]
   auto* products = reinterpret_cast<float*>(weights + chunks * kTiles * 32);
 
-  // Of a chunk lane t has channels 8t … 8t + 7, four to each of two products.
+  // Lane t loads channels 8t … 8t + 7 of a chunk: four for each of two mma.
   const auto* weight = static_cast<const __nv_bfloat16*>(conv.weight);
   for (int i = threadIdx.x; i < chunks * kTiles * 32; i += kOutputThreads) {
     const int column = i / 32 % kTiles * kTile + i % 32 / 4,
@@ -312,7 +314,7 @@ cudaError_t LaunchFewOutputs(const Conv2dLaunch& conv, const Queue& queue) {
   const OutputTile size = {height, FastDivmod(width), FastDivmod(width + 2),
                            FastDivmod(conv.outputs)};
   const dim3 grid((conv.width + width - 1) / width, (conv.height + height - 1) / height);
-  constexpr int kMostImages = 65535;  // of a grid
+  constexpr int kMostImages = 65535;  // CUDA's limit of gridDim.z
   for (int first = 0; first < conv.images; first += kMostImages) {
     Conv2dLaunch part = conv;
     const int64_t row = int64_t{first} * conv.height * conv.width;
@@ -333,13 +335,13 @@ cudaError_t LaunchFewOutputs(const Conv2dLaunch& conv, const Queue& queue) {
 }
 
 constexpr int kMaxOutputs = 6;
-constexpr int kSharedLimit = 96 * 1024;  // consumer chips of sm_86 and later have 99 KiB a block
+constexpr int kSharedLimit = 96 * 1024;  // consumer GPUs of sm_86 and later: 99 KiB per block
 
 }  // namespace
 
 bool SuitsFewInputs(const ConvLayer& conv) {
-  // A 1×1 convolution of whole vectors is a plain product: with 32 channels and 64 outputs,
-  // [512, 32, 32] took 371 µs here, ten times what memory needs.
+  // A 1×1 convolution of whole vectors is a plain GEMM. This kernel would take ten times as long as
+  // memory needs (docs/kernels-measured.md).
   return IsBare(conv) && (conv.kernel > 1 || conv.channels % 8 != 0) &&
          conv.kernel * conv.kernel * conv.channels <= 4 * kStep &&
          conv.weight_stride % kStep == 0 && conv.outputs % (kInputTiles * kTile) == 0 &&

@@ -31,7 +31,7 @@ struct Tile {
   static constexpr bool kPingPong = kSpec.schedule == Schedule::kPingPong;
   static constexpr bool kSplitK = kSpec.split_k != SplitK::kNone;
   static constexpr int kTilesInFlight =
-      kPingPong ? kGroups : 1;  // tiles that consumers work on at a time
+      kPingPong ? kGroups : 1;  // tiles being computed at one time
   static constexpr int kRows = kM / 64 * kTilesInFlight / kGroups;  // 64 pixels each, per consumer
   static constexpr int kAccumulators = kN / 2;                      // per thread and 64 pixels
   static constexpr int kInputBytes = kM * kStepBytes, kWeightBytes = kN * kStepBytes;
@@ -39,7 +39,7 @@ struct Tile {
   // Staged tiles are stored through shared memory, in boxes of 64 pixels.
   static constexpr bool kStaged = !kSpec.StoresOneByOne();
   static constexpr int kBox = kN % 64 == 0 ? 64 : 32;  // outputs: 128 or 64 bytes, swizzled
-  static constexpr int kAcross = kN / kBox, kBoxes = kRows * kAcross;  // of a consumer
+  static constexpr int kAcross = kN / kBox, kBoxes = kRows * kAcross;  // per consumer
   // Gated layers have half as many outputs: half as many boxes across, or boxes of half the width.
   static constexpr bool kGates = kSpec.FusesGate();
   static constexpr int kGatedBox = kAcross % 2 == 0 ? kBox : kBox / 2;
@@ -55,20 +55,20 @@ struct Tile {
   static_assert(HasRegisters(kSpec));
 };
 
-/// What the kernel needs besides the epilogue's Conv2dLaunch.
+/// Arguments besides the epilogue's Conv2dLaunch.
 struct Params {
   CUtensorMap x, x2, weight;
-  CUtensorMap residual, out;  // where phases == 1
+  CUtensorMap residual, out;  // if phases == 1
   Grid grid;
   int chunks = 0;  // of x
   Depth depth;
   int shared = 1;                // CTAs of a cluster, neighbours along m, that multicast weights
-  int part = 0;                  // outputs whose weights each of them loads for all
+  int part = 0;                  // outputs whose weights each of them loads for all of them
   int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of `shared`
-  // Rasterisation, counted in clusters: along n first; or band by band, in a band along m first.
+  // Rasterisation, counted in clusters: along n first; or band by band, and along m first in each.
   FastDivmod band, last_band;  // clusters along m
   FastDivmod band_tiles;
-  int bands = 0;        // whole bands of a phase
+  int bands = 0;        // whole bands per phase
   int phase_tiles = 0;  // in clusters
   FastDivmod splits;
   const float* bias = nullptr;
@@ -112,8 +112,8 @@ __device__ inline void AddToTile(const Conv2dLaunch& conv, const Params& params,
   }
 }
 
-/// Four lanes hold, of one pixel, two neighbouring outputs of each of four blocks of eight; after
-/// the exchange lane i holds the eight outputs of block i. v[2·j], v[2·j + 1] belong to block j.
+/// Four lanes hold two neighbouring outputs of each of four blocks of eight, of one pixel. After
+/// the exchange, lane i holds the eight outputs of block i. v[2·j], v[2·j + 1] belong to block j.
 __device__ inline void ExchangeInQuad(float (&v)[8]) {
   const int lane = threadIdx.x % 4;
 #pragma unroll
@@ -158,7 +158,7 @@ template <typename T>
 struct EpilogueBuffer {
   unsigned char* boxes;
   uint64_t* ready;   // boxes may be written; they hold the residual if there is one
-  uint64_t* filled;  // per box: it may be stored
+  uint64_t* filled;  // per box: complete, may be stored
   bool scatters;     // ScatterEpilogue() stores it. Then all lanes arrive at `filled`, since
                      // racecheck does not follow the order through __syncwarp()
 
@@ -175,9 +175,9 @@ struct EpilogueBuffer {
   }
 };
 
-/// By one thread for each consumer, which therefore never waits for a copy: stores boxes by TMA as
-/// soon as they are filled, then loads the next tile's residual into them. Tiles are those from
-/// `index` on; the consumer's part of each begins at pixel `pixels_on`.
+/// Run by one thread per consumer, so that consumers never wait for a copy. Stores boxes by TMA as
+/// soon as they are filled, then loads the next tile's residual into them. Tiles start at `index`;
+/// the consumer's part of each begins at pixel `pixels_on`.
 template <typename T>
 __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& params,
                                      const EpilogueBuffer<T>& epilogue, int index, int tiles,
@@ -215,17 +215,17 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
   }
 }
 
-/// The same by a warp, for doubled images: a tile's outputs are every second pixel of some lines,
+/// The same for doubled images, by a warp: a tile's outputs are every second pixel of some lines,
 /// which TMA cannot store.
 template <typename T>
 __device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& params,
                                        const EpilogueBuffer<T>& epilogue, int index, int tiles,
                                        int stride, int rank, int pixels_on) {
-  constexpr int kLanes = T::kBox / 8, kRows = 32 / kLanes;  // lanes of a pixel, pixels at a time
+  constexpr int kLanes = T::kBox / 8, kRows = 32 / kLanes;  // lanes per pixel, pixels at a time
   const int lane = threadIdx.x % 32, width = params.grid.width.value;
   for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
     const TileAt tile = TileOf<T>(params, index, rank);
-    // what(vector in shared memory, of this output pixel's outputs from n on)
+    // Calls what(vector in shared memory, output pixel, n) for vectors of the outputs from n.
     const auto for_vectors = [&](int box, const auto& what) {
       const int n = tile.n0 + box % T::kAcross * T::kBox + lane % kLanes * 8;
       const int m0 = tile.m0 + pixels_on + box / T::kAcross * 64;
@@ -256,14 +256,14 @@ __device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& p
   }
 }
 
-/// kSplitK: with several splits of k; else the code that adds them is left out.
+/// kSplitK: whether k has several splits; otherwise the code that adds them is omitted.
 template <typename T, bool kSplitK, bool kShortcut>
 __global__ void __launch_bounds__(T::kThreads, 1)
     Conv2dHopperKernel(const __grid_constant__ Conv2dLaunch conv,
                        const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) unsigned char block_shared[];  // as the swizzle wants it
-  // Through a shuffle: otherwise the compiler computes the address again in every step.
+  extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
+  // Without a shuffle, the compiler would compute the address again in every step.
   auto* const ring = static_cast<unsigned char*>(
       __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0)));
   unsigned char* const staging = ring + T::kStages * T::kStageBytes;
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const auto inputs_of = [&](int stage) { return ring + stage * T::kStageBytes; };
   const auto weights_of = [&](int stage) { return inputs_of(stage) + T::kInputBytes; };
 
-  // Uniform for the compiler, so that descriptors live in uniform registers.
+  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const int shared = params.shared, rank = static_cast<int>(ClusterRank());
   const int tiles = params.grid.phases * (params.m_tiles / shared) * params.n_tiles;
@@ -314,8 +314,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     return EpilogueBuffer<T>{staging + group * T::kBoxes * T::kBoxBytes, ready + group,
                              filled + group * T::kBoxes, scatters};
   };
-  // Elected anew in each condition: ptxas then knows that one thread runs it, and needs no loop
-  // over lanes for each copy.
+  // ElectOne() is called in each condition: then ptxas knows that one thread runs, and emits no
+  // loop over lanes around each copy.
   constexpr int kCopies = T::kGroups * 4;  // the producer warp
   if (warp == kCopies && ElectOne()) {
     PrefetchTensorMaps<kShortcut>(params);
@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       }
       ReleaseDependents();
     }
-    const int of = warp - kCopies - 1;  // a warp for each consumer
+    const int of = warp - kCopies - 1;  // one warp per consumer
     if (T::kStaged && of >= 0 && of < T::kGroups) {
       WaitForPredecessors();
       if (scatters) {
@@ -422,7 +422,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             }
           }
           WgmmaCommit();
-          WgmmaWait<1>();  // of the previous step
+          WgmmaWait<1>();  // for the previous step
           if (previous >= 0) release(previous);
           previous = stage;
           if (++stage == T::kStages) stage = 0, ++round;
@@ -488,9 +488,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #endif
 }
 
-/// Along n first, every CTA passes over all weights. Where these exceed the L2's share, kBand
-/// clusters along m use each weight at the same time. Each order is 2 to 3 % faster where it is
-/// used.
+/// Along n first, every CTA reads all weights. If these exceed their share of L2, bands are used
+/// instead: kBand clusters along m use each weight at the same time. Each order is 2 to 3 % faster
+/// where it is used.
 constexpr int64_t kWeightsThatStay = int64_t{16} << 20;
 constexpr int kBand = 8;
 
@@ -522,7 +522,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   params.add_pairs = InVectors(conv.add);
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
-  // A tile's pixels are contiguous in the output, and so in what a shortcut reads.
+  // A tile's pixels are contiguous in the output, and so are the pixels that a shortcut reads.
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
     return EncodeInputs(map, rows, channels, conv, params.grid, params.grid.flat || shortcut,
                         T::kM);

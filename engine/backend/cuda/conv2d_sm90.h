@@ -8,7 +8,7 @@
 #include "engine/backend/cuda/launch.h"
 
 /// Convolution and linear on Hopper. conv2d_sm90.cu: im2col, any shape. conv3x3_sm90.cu: 3×3 from
-/// halo tiles, for what SuitsHaloTile(). conv64x64_sm90.cu: few pixels. plan_hopper.cc chooses.
+/// halo tiles, if SuitsHaloTile(). conv64x64_sm90.cu: few pixels. plan_hopper.cc chooses.
 
 namespace denoised::cuda {
 
@@ -32,8 +32,8 @@ struct HopperPlan {
 /// Steps along k of one output, those of a shortcut included.
 int StepsOf(const ConvLayer& layer);
 int SplitsOf(const ConvLayer& layer);
-/// Whether there is no shortcut, or it is computed as extra steps along k, which is done where k is
-/// split.
+/// Whether there is no shortcut, or it is computed as extra steps along k. The latter is done if k
+/// is split.
 bool SuitsShortcut(const ConvLayer& layer);
 /// Whether TMA can read the sources: bf16 in multiples of eight channels, aligned.
 bool SuitsHopper(const ConvLayer& conv);
@@ -52,12 +52,12 @@ struct HopperCandidate {
 /// All plans for `conv`, the cheapest first; SuitsHopper() or SuitsHaloTile() must hold. `splits`
 /// is the same in all plans, so all give the same bits.
 std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Queue& queue);
-/// The name of a plan, unique among those of one launch; everything about a launch that affects its
-/// speed, in words.
+/// The name of a plan, unique among those of one launch; and a key of everything about a launch
+/// that affects its speed.
 std::string NameOf(const HopperPlan& plan);
 std::string Describe(const Conv2dLaunch& conv);
 /// conv.weight: [phases, outputs, taps, channels + channels2] without padding; phases are 4 and
-/// taps 2×2 with upsample2x, else 1 and kernel². An error for a tile that cannot do what is asked.
+/// taps 2×2 with upsample2x, else 1 and kernel². An error if the tile does not support the launch.
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue);
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,

@@ -3,19 +3,19 @@
 // docs/kernels.md.
 //
 // Policy. A subtile is 8×8 pixels of an image. Its halo tile, these and the pixel around them, is
-// in shared memory once for all nine taps, 32 channels at a time. Where images are at most 4×4
-// pixels a subtile is four quads of 4×4, each with its own halo. A step along k is 32 channels
-// under one column of the window: three taps. A line of eight pixels is half of an mma's left
-// operand, so a warp that holds its lines and two more in registers uses them for all three taps:
-// it reads them once where an implicit GEMM reads them three times.
+// in shared memory once for all nine taps, 32 channels at a time. If images are at most 4×4 pixels,
+// a subtile is four quads of 4×4, each with its own halo. A step along k is 32 channels at one
+// column of the window, that is, three taps. A line of eight pixels is half of an mma's left
+// operand. So a warp that holds its lines and two more in registers uses them for all three taps:
+// it reads them once, an implicit GEMM three times.
 //
 // After doubling by nearest neighbour a window has two columns and rows. A CTA then computes one
 // phase (implicit_gemm.cuh), from the same halo tile.
 //
-// Order of additions: 32 channels, column of the window, 16 of the channels, row of the window;
-// whatever the tile. Small images with many channels use split-K with four splits, which are added
-// in order: serially by one CTA in a second set of accumulators, or, where few images leave the
-// device empty, in parallel by four CTAs, the last of which adds them. The layer's shape alone
+// Order of additions, the same for every tile: 32 channels, column of the window, 16 of the
+// channels, row of the window. Small images with many channels use split-K with four splits, which
+// are added in order: serially by one CTA in a second set of accumulators, or, if few images leave
+// the device empty, in parallel by four CTAs, the last of which adds them. The layer's shape alone
 // decides whether k is split, so a row's bits do not depend on the batch.
 
 #include <algorithm>
@@ -28,11 +28,11 @@ namespace denoised::cuda {
 namespace {
 
 constexpr int kSubtileEdge = 8;
-constexpr int kDepth = 32;           // channels of a halo tile and of a step: two mma
+constexpr int kDepth = 32;           // channels per halo tile and per step: two mma
 constexpr int kChunks = kDepth / 8;  // of 16 bytes
 
 /// The CTA tile is kSubtiles subtiles × kN outputs, the warp tile kLines lines of a subtile ×
-/// kWarpN outputs. kBlocks CTAs share an SM, which caps the registers of a thread. kQuadEdge: the
+/// kWarpN outputs. kBlocks CTAs share an SM, which limits the registers per thread. kQuadEdge: the
 /// edge of a subtile's quads. kTaps: along an edge of the window; two in a phase.
 template <int kSubtiles_, int kN_, int kLines_, int kWarpN_, int kStages_, int kHaloTiles_,
           int kBlocks_, int kQuadEdge_ = kSubtileEdge, int kTaps_ = 3>
@@ -47,9 +47,9 @@ struct Tile {
   static constexpr int kLineElements = kHaloTileEdge * kDepth;
   static constexpr int kHaloTileElements = kHaloTileEdge * kLineElements;
   static constexpr int kStageElements = kTaps * kN * kDepth;
-  // A step is asked for kStages - 1 steps early; kPending of them are under way when it is needed.
-  // A halo tile is asked for during kFillSteps of the kTaps steps of one, so early that it has come
-  // by then.
+  // A step's copies are issued kStages - 1 steps early; kPending steps are in flight when it is
+  // needed. A halo tile's copies are spread over kFillSteps of the kTaps steps of the previous one,
+  // early enough to be complete by then.
   static constexpr int kPending = kStages - 2;
   static constexpr int kFillSteps = std::min(kTaps, kTaps*(kHaloTiles - 1) - kPending);
   static_assert(kPending >= 0 && kFillSteps > 0);
@@ -60,15 +60,15 @@ struct Tile {
   static_assert(kSharedBytes <= 99 * 1024, "what consumer chips have");
 };
 
-/// Where chunk `chunk` of a row of weights lies in elements: of the `nth` of neighbours, eight of
-/// which ldmatrix reads together and which lie in different banks.
+/// Offset in elements of a chunk in a row of weights, the `nth` row. Eight neighbouring rows, which
+/// ldmatrix reads together, lie in different banks.
 __device__ inline int Swizzled(int row, int chunk, int nth) {
   static_assert(kChunks == 4);  // two rows fill the 128 bytes of all banks
   return row * kDepth + (chunk ^ (nth / 2 % 4)) * 8;
 }
 __device__ inline int Swizzled(int row, int chunk) { return Swizzled(row, chunk, row); }
-/// The same for pixel `x` of a halo tile's line: between two quads lie two pixels that no load
-/// reads.
+/// The same for pixel `x` of a halo tile's line. A load skips the two halo pixels between two
+/// quads.
 template <typename T>
 __device__ inline int SwizzledPixel(int x, int chunk) {
   return Swizzled(x, chunk, T::kQuads == 1 ? x : x - x / (T::kQuadEdge + 2) * 2);
@@ -78,14 +78,14 @@ __device__ inline int SwizzledPixel(int x, int chunk) {
 enum class SplitK { kNone, kSerial, kParallel };
 constexpr int kSplits = 4;
 
-/// kParallel: partial sums [tiles][kSplits][vectors of a thread][threads], and for each tile how
-/// many CTAs have stored theirs: zero before and after a launch.
+/// kParallel: partial sums [tiles][kSplits][vectors per thread][threads], and for each tile the
+/// number of CTAs that have stored theirs, zero before and after a launch.
 struct Partials {
   float4* sums;
   int* semaphores;
 };
 
-/// Quads of a phase of an image, and where one begins.
+/// The quads of a phase of an image, and where each begins.
 struct Quads {
   FastDivmod across, of_image;
 };
@@ -96,7 +96,7 @@ __device__ inline PlanePixel QuadAt(const Quads& quads, int quad) {
           in_image % quads.across * T::kQuadEdge};
 }
 
-/// `bias` is conv's, whose own is null: sums begin with it.
+/// Accumulators begin with `bias`, which is conv's; conv.bias itself is null.
 template <typename T, SplitK kMode>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv, const float* bias,
@@ -108,8 +108,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   constexpr int kHaloTileEdge = T::kHaloTileEdge, kLineElements = T::kLineElements;
   constexpr int kFragmentsM = kLines / 2, kFragmentsN = T::kWarpN / 8;
   constexpr int kPairs = kFragmentsM + kTaps - 1, kColumnPairs = kFragmentsN / 2;
-  // A part of a step is 16 outputs under one row of the window. Copies are issued in the first
-  // parts.
+  // A part of a step is 16 outputs at one row of the window. Copies are issued in the first parts.
   constexpr int kHalfParts = kTaps * kColumnPairs, kParts = 2 * kHalfParts,
                 kFillParts = kHalfParts / 2 + 1;
   static_assert(kFragmentsN % 2 == 0 && kLines % 2 == 0);
@@ -132,7 +131,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks;
   constexpr int kRowsApart = T::kThreads / kChunks;
   constexpr int kWeightFills = (kTaps * T::kN + kRowsApart - 1) / kRowsApart;
-  constexpr bool kWholeTaps = T::kN % kRowsApart == 0;  // which tap it is does not depend on `row`
+  constexpr bool kWholeTaps = T::kN % kRowsApart == 0;  // the tap does not depend on `row`
   const auto* weight =
       static_cast<const __nv_bfloat16*>(conv.weight) + chunk * 8 +
       static_cast<int64_t>(phase * conv.outputs + n0 + (kWholeTaps ? row : 0)) * conv.weight_stride;
@@ -144,8 +143,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
                   weight + (n * conv.weight_stride + tap * channels + depth),
                   n0 + n + (kWholeTaps ? row : 0) < conv.outputs && depth < end);
   };
-  // and of column halo tile_x of every kLinesApart-th line of the halo tiles from halo tile_line
-  // on, whose pixels are in `pixels`, or −1. Threads beyond the last of these lines copy none.
+  // and of column halo_tile_x of every kLinesApart-th line of the halo tiles, starting at
+  // halo_tile_line. `pixels` has their pixels, or −1. Threads beyond the last line copy none.
   constexpr int kLineChunks = kHaloTileEdge * kChunks, kLinesApart = T::kThreads / kLineChunks;
   constexpr int kHaloTileLines = T::kSubtiles * kHaloTileEdge;
   constexpr int kHaloTileFills = (kHaloTileLines + kLinesApart - 1) / kLinesApart;
@@ -193,9 +192,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       warp_subtile * T::kHaloTileElements +
       (in_halo_tile(subtile_line + lane / 8 % 2 * kLines / 2) + phase / 2) * kLineElements;
 
-  // Left operands are pairs of lines: the first with the one in the middle, and so on. A row of the
-  // window is one pair further on, so that rows share all pairs but one each. Right operands are
-  // of 16 outputs. While some are multiplied, others are loaded.
+  // Left operands are pairs of lines: the first with the one in the middle, and so on. The next row
+  // of the window is one pair further, so rows share all pairs but one. Right operands are of 16
+  // outputs. While some are multiplied, the next are loaded.
   uint32_t pairs[2][kPairs][4], columns[2][4];
   const auto load_pair = [&](int half, int slot, int window_column, int pair) {
     LoadMatrices(
@@ -215,7 +214,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
   float sums[kFragmentsM][kFragmentsN][4];
 #pragma unroll
-  for (int step = 0; step < kStages - 1; ++step) {  // no other kernel's output
+  for (int step = 0; step < kStages - 1; ++step) {  // weights: no kernel writes them
 #pragma unroll
     for (int i = 0; i < kWeightFills; ++i)
       fill_weights(step, begin + step / kTaps * kDepth, step % kTaps, i);
@@ -246,18 +245,18 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll
     for (int window_column = 0; window_column < kTaps; ++window_column) {
       const int next_stage = stage + 1 == kStages ? 0 : stage + 1;
-      const int later = window_column + kStages - 1;  // the step that is asked for
+      const int later = window_column + kStages - 1;  // the step whose copies are issued
       const int later_depth = depth + later / kTaps * kDepth;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int half = part / kHalfParts, row = part % kHalfParts / kColumnPairs;
         if (part == kParts - 1) {
-          // The next step's weights and pixels are there, and everyone has loaded this one's.
+          // The next step's weights and pixels are complete, and all warps have loaded this one's.
           CommitCopies();
           WaitCopies<T::kPending>();
           __syncthreads();
         }
-        // Copies and loads between the multiplications, which would otherwise wait for them.
+        // Copies and loads are interleaved with MMAs, which would otherwise wait for them.
         const int now = part % 2;
         if (part + 1 < kParts) {
           load_columns(1 - now, stage, part + 1);
@@ -369,9 +368,9 @@ Quads QuadsOf(const Conv2dLaunch& conv, int quad) {
 
 int64_t TilesAcross(const Conv2dLaunch& conv, int n) { return (conv.outputs + n - 1) / n; }
 
-/// Blocks along the pixels of a phase.
+/// Blocks along the pixels of one phase.
 int64_t BlocksOf(const Conv2dLaunch& conv, int quad, int subtiles) {
-  const int quads = subtiles * (kSubtileEdge / quad) * (kSubtileEdge / quad);  // of a block
+  const int quads = subtiles * (kSubtileEdge / quad) * (kSubtileEdge / quad);  // per block
   return (int64_t{conv.images} * QuadsOf(conv, quad).of_image.value + quads - 1) / quads;
 }
 
@@ -425,8 +424,8 @@ using Tile1x64 = Tile<1, 64, 4, 32, 3, 2, 4>;
 using TileOfQuads = Tile<1, 64, 4, 32, 3, 2, 4, 4>;
 using Tile1x32 = Tile<1, 32, 4, 16, 5, 3, 4>;
 using QuadTile1x32 = Tile<1, 32, 4, 16, 4, 2, 4, 4>;
-/// Fitted to 52 layers that were measured with every tile: on average the cheapest is 1.5 % slower
-/// than the fastest.
+/// Fitted to 52 layers that were measured with every tile. On average, the tile with the lowest
+/// cost is 1.5 % slower than the fastest.
 constexpr Choice kChoices[] = {
     ChoiceOf<Tile<2, 128, 8, 32, 2, 2, 2>>(0.829, 6.96, 1.629, 7.59),
     ChoiceOf<Tile<2, 96, 8, 48, 3, 2, 2>>(0.67, 5.53, 1.223, 7.53),

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // 3×3 convolution for Hopper from halo tiles, for images of at least a tile: like conv2d_sm90.cu,
-// but the pixels of a CTA tile come into shared memory once for all nine taps and may be normalised
-// there.
+// but the pixels of a CTA tile are loaded into shared memory once for all nine taps and may be
+// normalised there.
 //
 // Policy. A CTA tile is 16×8 pixels of an image, or 8×8 of two. Its halo tile, these and the pixel
 // around them, 64 channels deep, is one TMA load, which also writes zeros beyond the image. The
 // left operand of a tap is the halo tile read from another pixel on: wgmma takes 8 pixels of each
-// of 8 lines, with any stride between lines. Shared memory so receives 1.4 pixels for each output
-// pixel and 64 channels instead of 9.
+// of 8 lines, with any stride between lines. So for each output pixel 1.4 input pixels are loaded,
+// instead of nine.
 //
-// Fused input norm: where a group norm comes before, seven warps (three in tiles of 160 outputs and
+// Fused input norm: if a group norm comes before, seven warps (three in tiles of 160 outputs and
 // more) turn the halo tile into silu(2 · (x · factor + offset)) in place, with the arithmetic of
 // the group norm's kernel. The normalised image is never in global memory.
 //
@@ -18,17 +18,17 @@
 //   consumers:  nine taps of halo tile c
 //
 // The 64-channel chunks of a shortcut have one tap and are not normalised. Their halo tiles have no
-// halo, and slots of their own, since they come between those that stay for nine taps.
+// halo. They have their own slots, because they are interleaved with those that stay for nine taps.
 //
 // Split-K: a consumer adds the accumulators of each later split to those of the first. Two subtiles
 // would not leave enough registers for that, so each of the cooperating consumers has one subtile
 // of the CTA tile. The second starts some steps after the first, so that one adds or runs its
 // epilogue while the other multiplies. Without split-K they may ping-pong.
 //
-// Where there are few tiles and two splits, the two CTAs of a cluster can have one split each. Each
-// finishes one subtile and sends the accumulators of the other.
+// With few tiles and two splits, the two CTAs of a cluster can have one split each. Each finishes
+// one subtile and sends its accumulators of the other.
 //
-// The order of steps along k and the splits are those of conv2d_sm90.cu, and so are the bits.
+// Splits and the order of steps along k are those of conv2d_sm90.cu, so the bits are the same.
 
 #include <type_traits>
 
@@ -51,20 +51,20 @@ template <int kRow, int kM = kTiles[kRow].m, int kN_ = kTiles[kRow].n>
 struct Tile {
   static constexpr HopperTileSpec kSpec = kTiles[kRow];
   static constexpr int kN = kN_, kStages = kSpec.kernel.stages;
-  static constexpr int kBuffers = kSpec.kernel.epilogue_buffers;  // of a consumer
+  static constexpr int kBuffers = kSpec.kernel.epilogue_buffers;  // per consumer
   static constexpr bool kPingPong = kSpec.schedule == Schedule::kPingPong;
   static constexpr bool kSplitK = kSpec.split_k != SplitK::kNone;
-  // The MMAs of the first split accumulate in the total itself. With 192 outputs ptxas has no
-  // registers for two sets of 96 accumulators that MMAs write: there the total is a copy.
+  // The MMAs of the first split accumulate in the total itself. With 192 outputs, ptxas finds no
+  // registers for two sets of 96 accumulators that MMAs write, so the total is a copy.
   static constexpr bool kFirstIsTotal = kPingPong || kN < 192;
   static constexpr int kLag = kSpec.kernel.lag;
   static constexpr int kCluster = 2;  // CTAs that multicast weights, or have one split of k each
   static constexpr bool kSplitsOverCluster =
-      kSpec.split_k == SplitK::kCluster;           // may do the latter
+      kSpec.split_k == SplitK::kCluster;           // whether the latter is supported
   static constexpr int kRows = kPingPong ? 2 : 1;  // subtiles per consumer
   static constexpr int kAccumulators = kN / 2;
   static constexpr int kStageBytes = kN * kStepBytes;
-  // Of 64 pixels × kBox outputs.
+  // Bytes of a box of 64 pixels × kBox outputs.
   static constexpr int kBox = kN % 64 == 0 ? 64 : kN % 32 == 0 ? 32 : 16, kBoxes = kN / kBox;
   static constexpr int kBoxBytes = kSubtileEdge * kSubtileEdge * kBox * 2,
                        kBufferBytes = kBoxes * kBoxBytes;
@@ -78,7 +78,7 @@ struct Tile {
   static constexpr int kConsumerRegisters = kSpec.kernel.consumer_registers;
   static constexpr int kProducerRegisters = kSpec.kernel.producer_registers;
   static constexpr bool kFusesInputNorm = kSpec.FusesInputNorm();
-  // conv.add is loaded before the products where there are registers for it.
+  // conv.add is loaded before the products if there are registers for it.
   static constexpr bool kAddsEarly = kSplitK && kFirstIsTotal;
   static constexpr int kThreads = kSpec.kernel.threads;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the producer warp
@@ -93,11 +93,11 @@ struct Params {
   CUtensorMap x, x2, weight, residual, out;
   int chunks = 0;  // of x
   Depth depth;
-  FastDivmod tiles_x, tiles_y;  // of an image
+  FastDivmod tiles_x, tiles_y;  // per image
   FastDivmod n_tiles;
   int m_tiles = 0;  // a multiple of the CTAs that multicast weights
   int images_at_once = 1;
-  FastDivmod pitch;       // pixels of a line of a halo tile
+  FastDivmod pitch;       // pixels per line of a halo tile
   int subtile_pixel = 0;  // where the second subtile of a halo tile begins
   int halo_tile_bytes = 0;
   int shortcut_pitch = 0, shortcut_subtile_pixel = 0;  // of its halo tiles
@@ -110,7 +110,7 @@ struct Params {
 struct TileAt {
   int image, y, x, n0;
 };
-/// kShared: CTAs of a cluster that have a tile each.
+/// kShared: CTAs of a cluster, if each has its own tile.
 template <typename T, int kShared>
 __device__ inline TileAt TileOf(const Params& params, int index, int rank) {
   const int m = index / params.n_tiles * kShared + rank % kShared, line = m / params.tiles_x;
@@ -125,8 +125,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv,
                   const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) unsigned char block_shared[];  // as the swizzle wants it
-  // Through a shuffle: otherwise the compiler computes the address again in every step.
+  extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
+  // Without a shuffle, the compiler would compute the address again in every step.
   auto* const shared = static_cast<unsigned char*>(
       __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0)));
   using P = HaloTilesOf<kShortcut>;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const auto weights_of = [&](int stage) { return ring + stage * T::kStageBytes; };
   const auto halo_tile_of = [&](int slot) { return P::At(shared, slot); };
 
-  // Uniform for the compiler, so that descriptors live in uniform registers.
+  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const int rank = static_cast<int>(ClusterRank());
   const Depth& depth = params.depth;
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       }
       WaitForPredecessors();
 
-      // The next halo tile of the window, and of the shortcut.
+      // The next halo tiles of the window and of the shortcut.
       struct Next {
         int index, chunk, slot;
         TileAt tile;
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     };
 
     constexpr int kTilesInFlight = T::kPingPong ? 2 : 1;
-    // Among all steps and all halo tiles of this CTA.
+    // Counted over all steps and all halo tiles of this CTA.
     int step_at = T::kPingPong ? group * steps : 0;
     int halo_tile_at = T::kPingPong ? group * depth.windowed : 0, shortcut_at = 0;
     int tiles_done = 0;
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           first_tile + stride < tiles ? T::kLag : 1;  // a single tile has no epilogue to hide
       uint32_t added[T::kAccumulators / 4];
 
-      // Stage and slot of the preceding step, released when its wgmma is done.
+      // Stage and slot of the previous step, released when its wgmma is done.
       int used_stage = -1, used_slot = -1;
       const auto give_back = [&] {
         if (used_stage >= 0 && threadIdx.x % 128 < kShared) {
@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #pragma unroll 1
         for (int step = 0; step < count; ++step) {
           const bool of_shortcut = kShortcut && due >= steps;
-          // A step's halo tile is the window's present one, or the shortcut's next.
+          // A step's halo tile is the window's current one or the shortcut's next one.
           const int shortcut_slot = P::kWindowed + shortcut_at % 2;
           if (of_shortcut) {
             Wait(&halo_tile_full[shortcut_slot], shortcut_at / 2 & 1);
@@ -428,7 +428,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           WgmmaCommit();
           continues = true;
           if (T::kSplitK && --steps_until_pass == 0 && group == 0) pass_order();
-          WgmmaWait<1>();  // of the previous step
+          WgmmaWait<1>();  // for the previous step
           give_back();
           used_stage = stage;
           due += depth.shortcut;
@@ -479,7 +479,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       const int last_run = T::kSplitK && !kSplitOverCluster ? (1 << params.log_splits) - 1 : 0;
       for (int run = 0; run <= last_run; ++run) {
         if (run == last_run && finishes) {
-          if (leads) TmaStoreWaitRead();  // of the preceding tile
+          if (leads) TmaStoreWaitRead();  // for the previous tile
 #pragma unroll
           for (int row = 0; row < T::kBuffers; ++row) begin_staging(tile, row);
         }
@@ -553,7 +553,7 @@ template <typename T>
 cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   Params params;
   params.log_splits = BinaryLogarithm(plan.splits);
-  // Each split has at least one step, since there are kTaps and more.
+  // Each split has at least one step, because there are at least kTaps steps.
   if (plan.splits != 1 << params.log_splits || plan.splits > kTaps) return cudaErrorInvalidValue;
   if (!SuitsHaloTile(conv) ||
       ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kSplitK) ||

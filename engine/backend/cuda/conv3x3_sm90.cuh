@@ -3,7 +3,7 @@
 
 #include "engine/backend/cuda/conv_sm90.cuh"
 
-/// What the 3×3 convolutions from halo tiles share: conv3x3_sm90.cu, conv64x64_sm90.cu.
+/// Shared by the 3×3 convolutions from halo tiles: conv3x3_sm90.cu, conv64x64_sm90.cu.
 ///
 /// A subtile is 8×8 pixels of an image: M = 64 of one wgmma. A halo tile is one or two subtiles and
 /// the pixel around them, 128 bytes (64 channels) per pixel, swizzled, `pitch` pixels per line. The
@@ -14,7 +14,7 @@ namespace denoised::cuda {
 constexpr int kTaps = 9;
 constexpr int kSubtileEdge = 8;  // 64 pixels: M of a wgmma
 
-/// Slots for halo tiles: of the window, and behind them of a shortcut.
+/// Slots for halo tiles: those of the window, then those of a shortcut.
 template <bool kShortcut, int kSlotBytes, int kShortcutSlotBytes>
 struct HaloTiles {
   static constexpr int kWindowed = kShortcut ? 2 : 3, kOfShortcut = kShortcut ? 2 : 0;
@@ -27,9 +27,9 @@ struct HaloTiles {
   }
 };
 
-/// For the producer, when step `used` has freed its stage: if the step was the last of its halo
-/// tile, loads the next one into that slot. Then advances `used`. Waiting for the slot earlier
-/// would hold up the loads of weights.
+/// Called by the producer when step `used` has freed its stage. If the step was the last of its
+/// halo tile, loads the next one into that slot. Then advances `used`. Waiting for the slot earlier
+/// would delay the loads of weights.
 template <bool kShortcut, typename Params, typename CopyNext, typename CopyNextOfShortcut>
 __device__ inline void ReplaceUsed(const Conv2dLaunch& conv, const Params& params,
                                    StepAt<kShortcut, kTaps>& used, const CopyNext& copy_next,
@@ -56,9 +56,9 @@ __device__ inline void LoadEight(const float* from, float (&v)[8]) {
   v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
-/// Which pixels a thread has to normalise: it takes eight channels of every kPixelStride-th pixel
-/// of a halo tile of at most kPixels. Bit i: the i-th of them lies in the image; the others stay
-/// zero. `pitch`: a constant, or a FastDivmod.
+/// The pixels that a thread normalises: it takes eight channels of every kPixelStride-th pixel of a
+/// halo tile of at most kPixels. Bit i: the i-th of them lies in the image; the others stay zero.
+/// `pitch`: a constant, or a FastDivmod.
 template <int kPixelStride, int kPixels, typename Pitch>
 __device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, Pitch pitch, int thread, int y0,
                                         int x0) {
@@ -74,8 +74,8 @@ __device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, Pitch pitch, i
   return inside;
 }
 
-/// SiluOfHalf() of each, with the same instructions. All eight tanh come first, which the compiler
-/// would reorder: evaluated one value at a time, each would wait for the special function unit.
+/// SiluOfHalf() of each, with the same instructions, but all eight tanh come first. The compiler
+/// would evaluate one value at a time, and each would wait for the special function unit.
 __device__ inline void SiluOfHalf(float (&h)[8]) {
   float tanh[8];
 #pragma unroll
@@ -84,7 +84,8 @@ __device__ inline void SiluOfHalf(float (&h)[8]) {
   for (int j = 0; j < 8; ++j) h[j] = fmaf(h[j], tanh[j], h[j]);
 }
 
-/// silu(2 · (x · factor + offset)) in place, of every kPixelStride-th pixel from first_pixel on.
+/// silu(2 · (x · factor + offset)) in place for every kPixelStride-th pixel, starting at
+/// first_pixel.
 template <int kPixelStride>
 __device__ inline void Normalise(unsigned char* halo_tile, int first_pixel, int thread,
                                  uint32_t inside, const float (&factor)[8],
@@ -127,7 +128,7 @@ __device__ inline void Normalise(unsigned char* halo_tile, int first_pixel, int 
   }
 }
 
-/// Boxes of `columns` channels (16, 32 or 64, swizzled) of width × height pixels of so many images.
+/// TMA boxes of `columns` channels (16, 32 or 64, swizzled) × width × height × images.
 inline CUresult EncodeImages(CUtensorMap* map, const Rows& rows, int channels,
                              const Conv2dLaunch& conv, int columns, int width, int height,
                              int images) {

@@ -4,15 +4,14 @@
 // device.
 //
 // Policy. The CTA tile is 64 pixels × 64 outputs. The layer's splits of k are shared by the CTAs of
-// a cluster: one each where there are few tiles, all in one CTA where there are many. Nothing is
-// persistent: a CTA computes its splits, sends the partial sums to the CTAs that own the outputs
-// (st.async), adds what it received in the order of the splits, and ends. Who adds does not affect
-// the bits.
+// a cluster: one each if there are few tiles, all in one CTA if there are many. CTAs are not
+// persistent: each computes its splits, sends the partial sums to the CTAs that own the outputs
+// (st.async), adds the received ones in the order of the splits, and ends. Which CTA adds does not
+// affect the bits.
 //
-// One producer warp and one consumer warpgroup. Inputs are either 64 pixels under one tap for each
-// step (im2col, as in conv2d_sm90.cu) or, for a 3×3 convolution, halo tiles of 8×8 pixels for nine
-// steps each (as in conv3x3_sm90.cu), which three more warps normalise where a group norm comes
-// before.
+// One producer warp and one consumer warpgroup. Inputs are either 64 pixels at one tap per step
+// (im2col, as in conv2d_sm90.cu) or, for a 3×3 convolution, halo tiles of 8×8 pixels for nine steps
+// each (as in conv3x3_sm90.cu). If a group norm comes before, three more warps normalise these.
 //
 // Fused output norm: for images of up to 64 pixels a CTA holds whole groups of up to eight
 // channels, so it can also compute the group norm that comes after (NormaliseOutputs).
@@ -27,13 +26,13 @@ namespace {
 constexpr int kPixels = 64, kOutputs = 64, kConsumers = 128;
 constexpr HopperTile kHaloTile64x64 =
     FindTile(Loader::kHaloTile, Schedule::kClusterSplitK, kPixels, kOutputs);
-constexpr int kAccumulators = kPixels * kOutputs / kConsumers;  // a thread
+constexpr int kAccumulators = kPixels * kOutputs / kConsumers;  // per thread
 constexpr int kPitch = kSubtileEdge + 2, kHaloTilePixels = kPitch * kPitch;
 constexpr int kHaloTileSlot = 13 * 1024, kHaloTileBytes = kHaloTilePixels * kStepBytes;
 static_assert(kHaloTileBytes <= kHaloTileSlot);
-constexpr int kShortcutSlot = kPixels * kStepBytes;  // of a halo tile without the pixels around it
+constexpr int kShortcutSlot = kPixels * kStepBytes;  // bytes of a halo tile without halo
 
-/// How inputs come: in halo tiles, or in boxes of 64 pixels, one a step.
+/// Inputs are loaded as halo tiles, or as boxes of 64 pixels, one per step.
 template <bool kInHaloTiles, bool kShortcut>
 struct Tile64x64 {
   static constexpr HopperTileSpec kSpec = SpecOf(kInHaloTiles ? kHaloTile64x64 : kTile64x64);
@@ -49,14 +48,14 @@ struct Tile64x64 {
   static constexpr int kTransformers = kThreads - kConsumers - 32;  // all but the producer warp
   static_assert(kTransformers == 0 || kInHaloTiles);
   static constexpr int kStages = kSpec.kernel.stages;  // at most
-  /// Steps whose weights are loaded early: more would delay the first pixels.
+  /// Steps whose weights are loaded early; more would delay the first pixels.
   static constexpr int kEarly = kInHaloTiles ? 7 : 6;
   static constexpr int kBarriers = (2 * kStages + 2 * kSlots + kWindowed + 1 + 1) / 2 * 2;
 };
-/// Two CTAs fit an SM, of this launch or one of the next: the next launch can load its first
-/// weights and instructions only if it fits beside this one.
+/// Two CTAs fit on an SM, the second of this launch or the next. The next launch can load its first
+/// weights and instructions early only if it fits beside this one.
 constexpr int kMostBytes = 228 * 1024 / 2 - 1024;
-/// A CTA that has an SM to itself and many steps gains more from a longer pipeline.
+/// With many steps and an SM to itself, a CTA gains more from a longer pipeline.
 constexpr int kMostBytesAlone = 190 * 1024, kManySteps = 12;
 
 struct Params {
@@ -64,18 +63,18 @@ struct Params {
   int chunks = 0;  // of x
   Depth depth;
   Grid grid;
-  FastDivmod m_tiles, n_tiles;          // m_tiles: boxes of a phase, or subtiles of all images
-  FastDivmod subtiles_x, subtiles;      // of an image, in halo tiles
+  FastDivmod m_tiles, n_tiles;          // m_tiles: boxes per phase, or subtiles of all images
+  FastDivmod subtiles_x, subtiles;      // per image, in halo tiles
   int log_splits = 0, log_cluster = 0;  // binary logarithms
-  int stages = 0;                       // that there is room for
+  int stages = 0;                       // that fit in shared memory
   const float* bias = nullptr;
   Rows add;                      // per image
-  float norm_count_inverse = 0;  // of the elements of a group of conv.output_norm
+  float norm_count_inverse = 0;  // 1 / elements of a group of conv.output_norm
   ShortcutParams shortcut;
 };
 
-/// Partial sums that a CTA receives: one of the first CTA, whose splits are added in registers, and
-/// one for each split of the others.
+/// Number of partial sums that a CTA receives: one from the first CTA, which adds its splits in
+/// registers, and one for each split of the others.
 __host__ __device__ constexpr int SlotsOf(int log_splits, int log_cluster) {
   return 1 + (((1 << log_cluster) - 1) << (log_splits - log_cluster));
 }
@@ -120,29 +119,29 @@ __device__ inline int64_t RowOf(const Conv2dLaunch& conv, const Params& params, 
   return m < params.grid.pixels ? OutputPixel(conv, params.grid, m, tile.phase) : -1;
 }
 
-/// A CTA's result, as input of the group norm: for each eight outputs of a warp its 16 pixels in
-/// bf16, in place of the partial sums, and behind them the sums of two leaves.
+/// A CTA's result as input of the group norm; it reuses the memory of the partial sums. For each
+/// eight outputs of a warp: its 16 pixels in bf16, then the sums of two leaves.
 struct Finished {
   unsigned char* partials_received;
   static constexpr int kWarpBytes = 32 * sizeof(float4), kWarpPixels = 16;
   __device__ unsigned char* WarpAt(int j, int warp) const {
     return partials_received + (j * (kConsumers / 32) + warp) * kWarpBytes;
   }
-  /// Of eight outputs in bf16.
+  /// Eight outputs of a pixel, in bf16.
   __device__ unsigned char* At(int j, int pixel) const {
     return WarpAt(j, pixel / kWarpPixels) + pixel % kWarpPixels * (kVector * 2);
   }
-  /// [runs of a vector]
+  /// Sums by run of a vector.
   __device__ Sums* LeafAt(int j, int leaf) const {
     return reinterpret_cast<Sums*>(WarpAt(j, leaf / 2) + kWarpPixels * kVector * 2) +
            leaf % 2 * (kVector / 2);
   }
 };
 
-/// Writes silu(group norm) of the CTA's result, `mine` blocks of eight outputs from `output` on, to
-/// conv.out. Leaves, trees and arithmetic are LaunchGroupNormCluster's. Groups have kRun channels.
-/// `affine`: halves of gamma and beta of these outputs; `row_of(pixel)`: its row of conv.out, or
-/// -1.
+/// Writes silu(group norm) of the CTA's result to conv.out: `mine` blocks of eight outputs,
+/// starting at `output`. Leaves, trees and arithmetic are those of LaunchGroupNormCluster. Groups
+/// have kRun channels. `affine`: halves of gamma and beta of these outputs. `row_of(pixel)`: its
+/// row of conv.out, or −1.
 template <int kRun, typename RowOf>
 __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished& finished,
                                         const float2* affine, float count_inverse, int output,
@@ -155,8 +154,8 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
   __syncwarp();
 #pragma unroll 1
   for (int first = 0; first < mine; first += 4) {
-    // Each quad of lanes sums a leaf: two quads the two leaves of the warp, for two blocks of
-    // outputs.
+    // Each quad of lanes sums a leaf: two quads for the two leaves of the warp, in each of two
+    // blocks of outputs.
     const int quad = lane / kQuad, j = first + quad / 2, leaf = warp * 2 + quad % 2;
     const bool is = j < mine;
     uint32_t vectors[kLeafVectors][kWords] = {};
@@ -175,7 +174,7 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
   }
   SyncWarpgroup(0);
 
-  // Two threads a pixel, four outputs each.
+  // Two threads per pixel, four outputs each.
   constexpr int kHalf = kVector / 2, kHalfRuns = kRun < kHalf ? kHalf / kRun : 1;
   const int pixel = threadIdx.x / 2, half = threadIdx.x % 2;
   const int first_leaf = first_of_image(pixel) / kLeafPixels, leaves = image_pixels / kLeafPixels;
@@ -216,7 +215,7 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
                     const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using U = Tile64x64<kInHaloTiles, kShortcut>;
-  extern __shared__ __align__(1024) unsigned char shared[];  // as the swizzle wants it
+  extern __shared__ __align__(1024) unsigned char shared[];  // the swizzle's alignment
   const int stages = params.stages;
   unsigned char* const ring = shared + U::kAllHaloTileBytes;
   uint64_t* const full = reinterpret_cast<uint64_t*>(ring + stages * U::kStageBytes);
@@ -230,7 +229,7 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
   const auto inputs_of = [&](int stage) { return weights_of(stage) + U::kWeightBytes; };
   const auto halo_tile_of = [&](int slot) { return U::P::At(shared, slot); };
 
-  // Uniform for the compiler, so that descriptors live in uniform registers.
+  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int rank = static_cast<int>(ClusterRank());
   const Depth& depth = params.depth;
@@ -289,7 +288,7 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
   if (warp >= kConsumers / 32) {
     if (warp == kConsumers / 32 && ElectOne()) {
       WaitForPredecessors();
-      // The next halo tile of the window, and of the shortcut.
+      // The next halo tiles of the window and of the shortcut.
       struct Next {
         int chunk, slot, round = 0;
       };
@@ -377,8 +376,7 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
   }
 
   // The CTA finishes `mine` of the eight blocks of eight outputs. As in a wgmma's accumulators, a
-  // thread has two neighbouring outputs of each block, of my_pixel and of the eighth pixel after
-  // it.
+  // thread has two neighbouring outputs of each block, of my_pixel and of my_pixel + 8.
   const int mine = kOutputs / 8 >> params.log_cluster;
   const int my_pixel = warp * 16 + threadIdx.x % 32 / 4;
   const int64_t rows[2] = {RowOf<kInHaloTiles>(conv, params, tile, my_pixel),
@@ -441,7 +439,7 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
     window = HaloTileDescriptor(halo_tile_of(slot), kPitch) +
              ((tap / 3 * kPitch + tap_x) * kStepBytes >> 4);
   };
-  // A step's halo tile is the window's present one, or the shortcut's next.
+  // A step's halo tile is the window's current one or the shortcut's next one.
   int due = first.due, shortcut_at = 0, used_slot = -1;
   bool of_shortcut = false;
   const auto shortcut_slot = [&] { return U::kWindowed + shortcut_at % 2; };
@@ -469,8 +467,8 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
 #pragma unroll
       for (int k = 0; k < kStep / 16; ++k) Wgmma(accumulators, input + 2 * k, weight + 2 * k);
       WgmmaCommit();
-      // The next step's descriptors are computed while this one runs: with so few outputs a step
-      // waits for instructions, not for products.
+      // The next step's descriptors are computed while this step runs: with so few outputs, a step
+      // is bound by instructions, not by products.
       const int finished = previous, finished_slot = used_slot;
       previous = stage;
       if (++stage == stages) stage = 0, ++round;
@@ -496,7 +494,7 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
       } else {
         input = MatrixDescriptor(inputs_of(stage));
       }
-      WgmmaWait<1>();  // of the previous step
+      WgmmaWait<1>();  // for the previous step
       if (finished >= 0 && leads) Arrive(&empty[finished]);
       if (kInHaloTiles && finished_slot >= 0 && leads) Arrive(&halo_tile_empty[finished_slot]);
     }
@@ -515,7 +513,7 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
     }
     if (clustered && split == 0) WaitForCluster();  // all its CTAs have started
     if (rank == 0 && split < splits - 1) continue;
-    // To the CTAs that own the outputs, [slots, mine, threads] of four values.
+    // Sent to the CTAs that own the outputs: [slots, mine, threads] of four values.
     const int to_slot = rank == 0 ? 0 : 1 + (rank - 1) * splits + split;
     float4* const to = partials_received + to_slot * mine * kConsumers + threadIdx.x;
 #pragma unroll
@@ -550,7 +548,7 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
       const float4 sum = sum_of(j);
       float v[4] = {sum.x, sum.y, sum.z, sum.w};
       ApplyEpilogue(conv, /*silu=*/false, v);
-      __syncwarp();  // all partial sums are read
+      __syncwarp();  // all partial sums have been read
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         reinterpret_cast<uint32_t*>(finished.At(j, my_pixel + 8 * h))[threadIdx.x % 4] =
@@ -599,7 +597,7 @@ int NormRunOf(const ConvLayer& conv) {
   return conv.output_norm.gamma != nullptr ? conv.outputs / conv.output_norm.groups : 0;
 }
 
-/// Null when there is none.
+/// Null if there is none.
 template <bool kInHaloTiles, bool kShortcut>
 Kernel* KernelOf(int norm_run) {
   if (norm_run == 0) return Conv64x64Kernel<kInHaloTiles, kShortcut, 0>;

@@ -6,12 +6,12 @@
 #include "engine/backend/cuda/implicit_gemm.cuh"
 #include "engine/backend/cuda/mma.cuh"
 
-/// What conv2d.cu and conv3x3.cu share: interleaving loads with MMAs, initial accumulators, the
+/// Shared by conv2d.cu and conv3x3.cu: interleaving loads with MMAs, initial accumulators, the
 /// epilogue, and the cost of a tile.
 
 namespace denoised::cuda {
 
-/// Spreads kParts pieces of work evenly over kSlots slots and does those of `slot`.
+/// Spreads kParts pieces of work evenly over kSlots slots and runs those of `slot`.
 template <int kParts, int kSlots, typename Do>
 __device__ inline void Interleave(int slot, const Do& what) {
 #pragma unroll
@@ -20,13 +20,13 @@ __device__ inline void Interleave(int slot, const Do& what) {
   }
 }
 
-/// Outputs that FinishVector makes, with at most one of add and residual beside them.
+/// Whether FinishVector supports the layer: it has at most one of add and residual.
 inline bool FinishesInVectors(const ConvLayer& conv) {
   return HasVectorOutputs(conv) && (conv.add.data == nullptr || conv.residual.data == nullptr);
 }
 
-/// Eight outputs from their sums, which began with the bias: + beside, · scale, activation. For
-/// outputs that FinishesInVectors() holds for.
+/// Eight outputs from their sums, which include the bias: act((sum + beside) · scale). Requires
+/// FinishesInVectors().
 __device__ inline uint4 FinishVector(const Conv2dLaunch& conv, bool has_beside, uint4 beside,
                                      float (&v)[8]) {
   if (has_beside) {
@@ -46,8 +46,8 @@ __device__ inline uint4 FinishVector(const Conv2dLaunch& conv, bool has_beside, 
   return PackBf16(v);
 }
 
-/// A warp's sums [16 · kM pixels, 8 · kN outputs], the first output being `n`, begin with the bias,
-/// which is padded to kBiasPadding.
+/// Initialises a warp's accumulators [16 · kM pixels, 8 · kN outputs], whose first output is `n`,
+/// with the bias, which is padded to kBiasPadding.
 template <int kM, int kN>
 __device__ inline void InitWithBias(const float* bias, int n, int outputs,
                                     float (&sums)[kM][kN][4]) {
@@ -64,15 +64,15 @@ __device__ inline void InitWithBias(const float* bias, int n, int outputs,
   }
 }
 
-/// Bytes of shared memory that a warp finishes its outputs in: eight floats of padding put four
-/// rows into different banks.
+/// Bytes of shared memory for a warp's epilogue. Eight floats of padding put four rows into
+/// different banks.
 template <int kN>
 constexpr int kFinishBytes = 16 * (8 * kN + 8) * 4;
 
-/// Finishes the outputs of such sums, `pixel_of(row)` being where they belong, or −1. Through
-/// `staged`, kFinishBytes of the warp's own, 16 rows at a time, so that each lane finishes vectors
-/// of eight neighbouring outputs. The loop stays one in the code, since the instructions that
-/// finish an output are many. kVectors: FinishVector makes the outputs.
+/// The epilogue of such accumulators. `pixel_of(row)` is the output pixel, or −1. `staged` is
+/// kFinishBytes of the warp's own; 16 rows at a time pass through it, so that each lane finishes
+/// vectors of eight neighbouring outputs. The loop is not unrolled, to keep the code small.
+/// kVectors: outputs are computed by FinishVector.
 template <bool kVectors, int kM, int kN, typename PixelOf>
 __device__ inline void FinishWarp(const Conv2dLaunch& conv, const float (&sums)[kM][kN][4],
                                   float* staged, int first_n, const PixelOf& pixel_of) {
@@ -85,7 +85,7 @@ __device__ inline void FinishWarp(const Conv2dLaunch& conv, const float (&sums)[
   const auto pixel_at = [&](int part, int pass) {
     return first_n + column_at(pass) < conv.outputs ? pixel_of(part * 16 + row_at(pass)) : -1;
   };
-  // What is added to a vector, of this part and the next, asked for two parts early.
+  // The addends of this part and the next are loaded two parts early.
   const Rows& beside_rows = conv.residual.data != nullptr ? conv.residual : conv.add;
   const bool has_beside = beside_rows.data != nullptr;
   uint4 beside[2][kPasses];
@@ -105,7 +105,7 @@ __device__ inline void FinishWarp(const Conv2dLaunch& conv, const float (&sums)[
   for (int part = 0; part < kM; ++part) {
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
-      if (i != part) continue;  // registers have no index
+      if (i != part) continue;  // registers cannot be indexed
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
         float* to = staged + lane / 4 * kLine + j * 8 + lane % 4 * 2;
@@ -138,19 +138,19 @@ __device__ inline void FinishWarp(const Conv2dLaunch& conv, const float (&sums)[
   }
 }
 
-/// The microseconds that a tile takes on an H200, a step along k and all else, where a block has a
-/// multiprocessor to itself and where `blocks` share one.
+/// Microseconds per tile on an H200: for a step along k and for everything else, if a block has a
+/// multiprocessor to itself and if `blocks` share one.
 struct TileCost {
   int blocks;
   double step_alone, rest_alone, step_shared, rest_shared;
 };
 
-/// The busiest multiprocessor's time for `tiles` of them, without the launch.
+/// Time of the busiest multiprocessor for `tiles` tiles, without the launch.
 inline double Microseconds(const TileCost& cost, int64_t tiles, int steps, int multiprocessors) {
   const int64_t most = (tiles + multiprocessors - 1) / multiprocessors;
   const double alone = steps * cost.step_alone + cost.rest_alone;
   const double shared = steps * cost.step_shared + cost.rest_shared;
-  const int64_t left = most % cost.blocks;  // as many beside each other in the last round
+  const int64_t left = most % cost.blocks;  // blocks in the last round
   const double last = left == 0 ? 0
                                 : alone + (shared - alone) * static_cast<double>(left - 1) /
                                               std::max(1, cost.blocks - 1);

@@ -13,20 +13,20 @@
 #include "engine/backend/cuda/mma.cuh"
 #include "engine/backend/cuda/tensor_map.h"
 
-/// What Hopper's convolution kernels share: steps along k, accumulators, epilogue, and tensor maps.
+/// Shared by Hopper's convolution kernels: steps along k, accumulators, epilogue, and tensor maps.
 ///
-/// A step is 64 channels (a chunk) under one tap. k is walked chunk by chunk, those of x before
-/// those of x2, and for each chunk tap by tap. A chunk of a shortcut is one step. These steps are
-/// spread evenly among the window's, so loads of pixels are spread evenly, too. All kernels add in
-/// this order and give the same bits.
+/// A step is 64 channels (a chunk) at one tap. Steps go chunk by chunk, those of x before those of
+/// x2, and in each chunk tap by tap. A chunk of a shortcut is one step. These steps are spread
+/// evenly among the window's, and with them the loads of pixels. All kernels add in this order and
+/// give the same bits.
 
 namespace denoised::cuda {
 
 static_assert(kStep == 64);  // 128 bytes of bf16, the widest swizzle
 constexpr int kStepBytes = kStep * 2;
 
-/// Whether a CTA starts with at least as many registers as its threads have after setmaxnreg, which
-/// would otherwise wait for ever.
+/// Whether a CTA starts with at least as many registers as its threads have after setmaxnreg. If
+/// not, setmaxnreg would wait forever.
 constexpr bool HasRegisters(const HopperTileSpec& spec) {
   const HopperKernelSpec& kernel = spec.kernel;
   const int multiplying = 128 * kernel.consumers;
@@ -35,7 +35,7 @@ constexpr bool HasRegisters(const HopperTileSpec& spec) {
          65536 / kernel.threads / 8 * 8 * kernel.threads;
 }
 
-/// Returns what(row) for the persistent kernel of `tile` with this loader, where `row` is the row
+/// Returns what(row) for the persistent kernel of `tile` with this loader; `row` is the row
 /// of kTiles as a std::integral_constant; cudaErrorInvalidValue for other tiles.
 template <Loader kLoader, int kRow = 0, typename Do>
 cudaError_t WithRow(HopperTile tile, const Do& what) {
@@ -48,7 +48,7 @@ cudaError_t WithRow(HopperTile tile, const Do& what) {
     return cudaErrorInvalidValue;
   }
 }
-/// what(row) for each of these tiles, until one fails.
+/// Calls what(row) for each of these tiles, until one fails.
 template <Loader kLoader, typename Do>
 cudaError_t ForEachRow(const Do& what) {
   for (int row = 0; row < kHopperTiles; ++row) {
@@ -68,12 +68,12 @@ struct ShortcutParams {
 /// The extent of k.
 struct Depth {
   int windowed = 0;  // chunks
-  FastDivmod taps;   // of each chunk
+  FastDivmod taps;   // per chunk
   int shortcut = 0;  // chunks
-  FastDivmod steps;  // of a tile
+  FastDivmod steps;  // per tile
 };
 
-/// The source of a chunk's pixels. `of`: a kernel's Params for the window, or its shortcut.
+/// The source of a chunk's pixels. `of`: a kernel's Params (the window) or its shortcut.
 struct ChunkAt {
   const CUtensorMap* map;
   int channel;
@@ -84,14 +84,15 @@ __device__ inline ChunkAt ChunkOf(const Of& of, int chunk) {
   return {of_x2 < 0 ? &of.x : &of.x2, (of_x2 < 0 ? chunk : of_x2) * kStep};
 }
 
-/// A chunk's first channel of concat(x, x2), as in the weight: `chunks` have x's `channels`.
+/// A chunk's first channel of concat(x, x2), as in the weight. x has `chunks` chunks of its
+/// `channels` channels.
 __device__ inline int ChannelOf(int chunk, int chunks, int channels) {
   return chunk < chunks ? chunk * kStep : channels + (chunk - chunks) * kStep;
 }
 
 /// A step along k: the window's next chunk and tap, or a shortcut's next chunk. Values are updated
-/// only where they change, since the producer is a single thread. kTaps: of the window, if known
-/// when compiled.
+/// only when they change, because the producer is a single thread. kTaps: of the window, if known
+/// at compile time.
 template <bool kShortcut, int kTaps = 0>
 struct StepAt {
   int tap, chunk, channel;                       // of the window's weight
@@ -134,7 +135,7 @@ struct StepAt {
   }
 };
 
-/// Where the weights of a step lie.
+/// The place of a step's weights.
 struct WeightAt {
   const CUtensorMap* map;
   int channel, tap;
@@ -146,8 +147,8 @@ __device__ inline WeightAt WeightOf(const Params& params, const StepAt<kShortcut
   return {&params.weight, step.channel, step.tap};
 }
 
-/// Prefetches the tensor maps; otherwise TMA would fetch them at their first use. For the producer,
-/// before its first wait.
+/// Prefetches the tensor maps; otherwise TMA would fetch them at their first use. Called by the
+/// producer before its first wait.
 template <bool kShortcut, typename Params>
 __device__ inline void PrefetchTensorMaps(const Params& params) {
   PrefetchTensorMap(&params.weight);
@@ -159,15 +160,15 @@ __device__ inline void PrefetchTensorMaps(const Params& params) {
   if (params.depth.shortcut > params.shortcut.chunks) PrefetchTensorMap(&params.shortcut.x2);
 }
 
-/// The output pixels of a phase, of all images one after the other, as TMA's im2col mode walks
-/// them. A doubled image has four phases: the parities of the output's rows and columns.
+/// The output pixels of a phase, image after image, in the order of TMA's im2col mode. A doubled
+/// image has four phases: the parities of the output's rows and columns.
 struct Grid {
   FastDivmod taps_x;
   int stride = 1, pad_top = 0, pad_left = 0;
   int phases = 1;
-  int pixels = 0;                  // of a phase
-  FastDivmod width, image_pixels;  // of an image of a phase
-  bool flat = false;               // 1×1: inputs lie as the outputs do
+  int pixels = 0;                  // per phase
+  FastDivmod width, image_pixels;  // per image and phase
+  bool flat = false;               // 1×1: inputs have the layout of the outputs
 };
 
 /// The input of a tile's first pixel under the window's first tap.
@@ -179,8 +180,8 @@ __device__ inline StartAt StartOf(const Grid& grid, int m0) {
   return {m0 / grid.image_pixels, pixel / grid.width * grid.stride - grid.pad_top,
           pixel % grid.width * grid.stride - grid.pad_left};
 }
-/// Loads a step's 64 channels of the tile's pixels from m0 on under its tap. A shortcut's pixels
-/// lie as the outputs do.
+/// Loads a step's 64 channels at its tap, for the tile's pixels, starting at m0. A shortcut's
+/// pixels have the layout of the outputs.
 template <bool kShortcut, typename Params>
 __device__ inline void LoadInputsByTma(void* to, const Params& params,
                                        const StepAt<kShortcut>& step, const StartAt& start, int m0,
@@ -212,8 +213,8 @@ __device__ inline void AddPair(uint32_t pair, float& a, float& b) {
   b += __uint_as_float(pair & 0xffff0000u);
 }
 
-/// Loads conv.add for one row of a thread's accumulators: outputs from n0 on, in pairs, ahead of
-/// their use. The number of outputs and n0 are multiples of kMultiple.
+/// Loads conv.add for one row of a thread's accumulators ahead of its use: outputs in pairs,
+/// starting at n0. The number of outputs and n0 are multiples of kMultiple.
 template <int kMultiple = 8, int kPairs>
 __device__ inline void LoadPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
                                     uint32_t (&pairs)[kPairs]) {
@@ -246,9 +247,9 @@ __device__ inline void AddPerImage(const Conv2dLaunch& conv, const Rows& add, in
   }
 }
 
-/// Accumulators start with the bias, which the epilogue then need not add; those of a later split
-/// (bias null) start with zero. Without branches, because wgmma is asynchronous and reads the
-/// registers later than its place in the code.
+/// Accumulators start with the bias, so the epilogue does not add it; those of a later split (bias
+/// null) start with zero. No branches, because wgmma is asynchronous and reads the registers later
+/// than its place in the code.
 __device__ const float kNoBias[kBiasPadding] = {};
 template <int kAccumulators>
 __device__ inline void InitAccumulators(const float* bias, int n0,
@@ -280,7 +281,7 @@ __device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, in
                                          pixel * conv.residual.stride + n);
 }
 
-/// The swizzle of rows of kBox (16, 32 or 64) bf16: vector v lies where v ^ SwizzleOf(row) would.
+/// The swizzle of rows of kBox (16, 32 or 64) bf16: vector v is stored at v ^ SwizzleOf(row).
 template <int kBox>
 __device__ inline int SwizzleOf(int row) {
   return kBox == 64 ? row % 8 : kBox == 32 ? row / 2 % 4 : row / 4 % 2;
@@ -289,15 +290,15 @@ __device__ inline int SwizzleOf(int row) {
 /// The epilogue of a warpgroup's 64 pixels through shared memory, in boxes of 64 pixels × kBox
 /// outputs in TMA's swizzle. begin(i) returns the address of box i, which holds the residual if
 /// there is one and receives the outputs; end(i) is called when it is complete. Residual and
-/// activation are template parameters, since branches around instructions cost more than the
-/// instructions.
+/// activation are template parameters, because branches would cost more than the instructions that
+/// they skip.
 template <int kBox, bool kResidual, bool kSilu, int kAccumulators, typename Begin, typename End>
 __device__ inline void StageEpilogueAs(const Conv2dLaunch& conv,
                                        const float (&accumulators)[kAccumulators],
                                        const Begin& begin, const End& end) {
   constexpr int kLine = kBox * 2;  // bytes
   constexpr int kChunks = kBox / 8;
-  // Residuals are loaded so many at a time, to hide their latency.
+  // Several residuals are loaded at a time, to hide their latency.
   constexpr int kAtOnce = kResidual ? 4 : 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   // The lane's row in the four 8×8 matrices: rows 0…7 and 8…15 of eight outputs, then of the next
@@ -336,7 +337,7 @@ __device__ inline void StageEpilogueAs(const Conv2dLaunch& conv,
 }
 /// The same for a gated layer: accumulators are eight values, their eight gates, the next eight
 /// values, and so on, so there are half as many outputs. Values and gates are rounded before the
-/// product, as they are where the gate is a kernel of its own.
+/// product, as they are if the gate is a separate kernel.
 template <int kBox, int kAccumulators, typename Begin, typename End>
 __device__ inline void StageGatedEpilogue(const float (&accumulators)[kAccumulators],
                                           const Begin& begin, const End& end) {
@@ -412,7 +413,7 @@ inline CUresult EncodeRows(CUtensorMap* map, const Rows& pixels_of, int channels
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-/// What LoadInputsByTma() loads, `pixels` at a time. `rows`: pixels lie as the outputs do.
+/// For LoadInputsByTma(), `pixels` at a time. `rows`: pixels have the layout of the outputs.
 inline CUresult EncodeInputs(CUtensorMap* map, const Rows& rows_of, int channels,
                              const Conv2dLaunch& conv, const Grid& grid, bool rows, int pixels) {
   if (rows) return EncodeRows(map, rows_of, channels, grid.pixels, kStep, pixels);
@@ -441,7 +442,7 @@ inline CUresult EncodeInputs(CUtensorMap* map, const Rows& rows_of, int channels
   return result;
 }
 
-/// A weight [phases, outputs, taps, channels], in boxes of a step for `outputs_at_once`. `stride`:
+/// A weight [phases, outputs, taps, channels] in boxes of one step × `outputs_at_once`. `stride`:
 /// elements from one output to the next.
 inline CUresult EncodeWeight(CUtensorMap* map, const void* weight, int stride, int channels,
                              int taps, int outputs, int phases, int outputs_at_once) {
@@ -457,7 +458,7 @@ inline CUresult EncodeWeight(CUtensorMap* map, const void* weight, int stride, i
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-/// Fills in what `params` has about k: chunks, sources and weights, the latter in boxes of
+/// Sets the fields of `params` about k: chunks, sources and weights, the latter in boxes of
 /// `outputs_at_once`. `encode(map, rows, channels, shortcut)` makes the tensor map of a source.
 template <typename Params, typename Encode>
 CUresult EncodeDepth(Params* params, const Conv2dLaunch& conv, int outputs_at_once,
@@ -491,7 +492,7 @@ CUresult EncodeDepth(Params* params, const Conv2dLaunch& conv, int outputs_at_on
                       outputs_at_once);
 }
 
-/// The epilogue without bias and add, which Params has.
+/// The epilogue's arguments, without bias and add, which are in Params.
 inline Conv2dLaunch EpilogueOf(Conv2dLaunch conv) {
   conv.bias = nullptr;
   conv.add = {};

@@ -24,9 +24,9 @@ namespace {
 static_assert(kMaxHeadDim >= denoised::kMaxHeadDim);
 static_assert(kMaxNormChannels >= denoised::kMaxNormChannels);
 
-/// Partial moments of group norms: 256 images of 32 groups at once.
+/// Partial moments of group norms, for 256 images of 32 groups at a time.
 constexpr size_t kNormWorkspaceBytes = size_t{8} << 20;
-/// Factors of group norms: those of 1024 images of 1024 channels at once.
+/// Factors of group norms, for 1024 images of 1024 channels at a time.
 constexpr size_t kNormFactorBytes = size_t{8} << 20;
 
 /// Identifies this build of the kernels: measurements are kept for one build.
@@ -69,7 +69,7 @@ int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor
 
 float* Floats(const Tensor& tensor) { return tensor ? tensor.as<float>() : nullptr; }
 
-/// `images`: an evaluation's, beside the slots'.
+/// `images`: those of an evaluation; they must be aligned like the slots'.
 SlotsLaunch View(const SlotState& state, const Tensor& images = Tensor()) {
   SlotsLaunch slots;
   slots.x = Floats(state.x);
@@ -126,7 +126,7 @@ class CudaMarker final : public Marker {
 
  private:
   const std::shared_ptr<Context> context_;
-  const Event event_;  // null when it could not be made: the context has the reason
+  const Event event_;  // null if it could not be created; the context has the reason
 };
 
 struct CudaGraph final : Graph {
@@ -541,13 +541,13 @@ class CudaBackend final : public Backend {
     written_.clear();
     absl::StatusOr<RecordedGraph> recorded = RecordGraph(queue_.stream, body);
     capturing_ = false;
-    context_->Record(recorded.status());  // unless an op failed, which says more
+    context_->Record(recorded.status());  // an earlier error of an op, which says more, is kept
     DENOISED_RETURN_IF_ERROR(context_->status());
     return recorded;
   }
 
-  /// Enqueues the candidate that is known to be the fastest, else the first. Outside a graph
-  /// nothing is measured: results are wanted now.
+  /// Enqueues the candidate that was measured to be the fastest, else the first. Outside a graph
+  /// nothing is measured, because a caller waits for the result.
   void EnqueueFastest(const std::string& what, const Candidates& candidates,
                       std::vector<Operand> operands, const char* op) {
     DENOISED_CHECK(!candidates.empty(), "{}: nothing computes {}", op, what);
@@ -591,7 +591,7 @@ class CudaBackend final : public Backend {
     return operands;
   }
 
-  /// What cannot be part of a graph: it uses host memory or events that change from call to call.
+  /// For ops that cannot be captured: they use host memory or events that change with each call.
   void BeginTransfer(const char* op) {
     DENOISED_CHECK(!capturing_, "{} inside Capture", op);
     context_->Use();
@@ -654,7 +654,7 @@ class CudaBackend final : public Backend {
     return conv;
   }
 
-  /// What convolutions and linears share.
+  /// Shared by convolutions and linears.
   void AddLayer(Conv2dLaunch* conv, const Tensor& weight, const Tensor& bias,
                 const Epilogue& epilogue, const Tensor& out) {
     conv->weight = weight.data();
@@ -673,7 +673,7 @@ class CudaBackend final : public Backend {
                    conv->out_height, conv->out_width);
   }
 
-  /// Whether one of Hopper's kernels computes it.
+  /// Whether a kernel for Hopper supports the layer.
   bool HasHopperKernel(const ConvLayer& conv) const {
     return queue_.hopper && !SuitsRowLinear(conv) && !SuitsFewInputs(conv) &&
            !SuitsFewOutputs(conv) && SuitsHopper(conv);
@@ -705,13 +705,13 @@ class CudaBackend final : public Backend {
     return norm;
   }
 
-  /// Whether group_norm_pieces.cu can make the factors.
+  /// Whether group_norm_pieces.cu can compute the factors.
   bool InPieces(const NormLayer& norm) const { return queue_.hopper && SuitsGroupNormPieces(norm); }
-  /// Whether both `out` and the factors can be made in one pass; they have the same bits then.
+  /// Whether `out` and the factors can be computed in one pass; they then have the same bits.
   bool InOnePass(const NormLayer& norm) const {
     return SuitsGroupNormCluster(norm, queue_) || (InPieces(norm) && SuitsGroupNormStream(norm));
   }
-  /// Whether factors can be made, and `out` from them.
+  /// Whether factors can be computed, and `out` from them.
   bool HasFactors(const NormLayer& norm) const {
     return InOnePass(norm) || InPieces(norm) || SuitsGroupNormFactors(norm);
   }
@@ -724,7 +724,7 @@ class CudaBackend final : public Backend {
     }
     return LaunchGroupNormCluster(norm, queue_);
   }
-  /// As many images as there is memory for factors, and a grid allows.
+  /// Images per launch, limited by the memory for factors and by the grid.
   static int ImagesAtOnce(const NormLayer& norm) {
     return static_cast<int>(std::min<size_t>(
         65535, kNormFactorBytes / (2 * sizeof(float) * (norm.channels + norm.channels2))));
@@ -744,7 +744,7 @@ class CudaBackend final : public Backend {
   bool CanFuse(const GroupNormLaunch& norm, const Conv2dLaunch& conv) const {
     return HasHopperKernel(conv) && HasFactors(norm) && norm.images <= ImagesAtOnce(norm) &&
            norm.activation == Activation::kSilu && SuitsHaloTile(conv) &&
-           // The steps along k of x and x2 must be those of the normalised tensor.
+           // Steps along k over x and x2 must be the steps over the normalised tensor.
            (norm.channels2 == 0 || norm.channels % kStep == 0);
   }
 
@@ -771,8 +771,8 @@ class CudaBackend final : public Backend {
                                   kNormWorkspaceBytes + kNormFactorBytes);
   }
 
-  /// Lets `conv` make SiLU of the norm of its result, if that has the bits of the norm's own kernel
-  /// and the fastest tile can do it.
+  /// Fuses SiLU of the norm of its result into `conv`, if the bits are those of the norm's own
+  /// kernel and the fastest tile supports it.
   bool FuseOutputNorm(const Norm& norm, Conv2dLaunch* conv) const {
     if (norm.activation != Activation::kSilu || norm.scale_shift || !HasHopperKernel(*conv) ||
         conv->shortcut.x.data != nullptr) {
@@ -795,7 +795,8 @@ class CudaBackend final : public Backend {
     return true;
   }
 
-  /// The tiles that normalise their input in shared memory, and the norm's kernel before any tile.
+  /// Candidates: tiles that normalise their input in shared memory, and the norm's kernel followed
+  /// by any tile.
   void EnqueueNormed(const GroupNormLaunch& norm, const Conv2dLaunch& conv) {
     const GroupNormLaunch factors = WithFactors(norm);
     Conv2dLaunch fused = conv;
@@ -829,7 +830,8 @@ class CudaBackend final : public Backend {
         Sorted(std::move(candidates)), std::move(operands), "Conv2d");
   }
 
-  /// The tiles that have a gate in their epilogue, and the gate's kernel after any tile.
+  /// Candidates: tiles that have a gate in their epilogue, and any tile followed by the gate's
+  /// kernel.
   void EnqueueGated(const Conv2dLaunch& gated, const Conv2dLaunch& plain) {
     const int features = gated.outputs / 2;
     const int rows = gated.images * gated.width;
@@ -855,7 +857,7 @@ class CudaBackend final : public Backend {
     EnqueueFastest(Describe(gated), Sorted(std::move(candidates)), OperandsOf(plain), "Linear");
   }
 
-  /// The cheapest first; of those that cost the same, the one that fuses.
+  /// The cheapest first; of equals, the one that fuses.
   static Candidates Sorted(Candidates candidates) {
     std::stable_sort(
         candidates.begin(), candidates.end(),
@@ -893,8 +895,8 @@ class CudaBackend final : public Backend {
     }
   }
 
-  /// Weights [outputs, channels, kernel, kernel] or [outputs, inputs], as they lie in the file, one
-  /// below the other in the form of weights.h; in phases one 3×3 convolution.
+  /// Packs weights [outputs, channels, kernel, kernel] or [outputs, inputs], in the layout of the
+  /// file, one below the other into the layout of weights.h. `in_phases`: one 3×3 convolution.
   absl::StatusOr<Tensor> PackWeights(const std::vector<Tensor>& weights, bool in_phases,
                                      std::string_view purpose, bool gated = false) {
     const Shape& shape = weights.front().shape();
@@ -932,7 +934,7 @@ class CudaBackend final : public Backend {
     return packed;
   }
 
-  /// A host tensor in device memory of its own; undefined stays undefined.
+  /// Copies a host tensor to its own device memory; undefined stays undefined.
   absl::StatusOr<Tensor> ToDevice(const Tensor& host, std::string_view purpose) {
     if (!host) return Tensor();
     DENOISED_ASSIGN_OR_RETURN(Tensor on_device, Allocate(host.shape(), host.dtype(), purpose));
@@ -951,11 +953,11 @@ class CudaBackend final : public Backend {
   const std::string name_, description_;
   std::optional<Tuner> tuner_;
   bool capturing_ = false;
-  /// What ops of the present capture write: [begin, end).
+  /// Memory that ops of the current capture write: [begin, end).
   std::vector<std::pair<const std::byte*, const std::byte*>> written_;
 };
 
-/// Every kernel, now rather than in the middle of a capture.
+/// Loads every kernel, because loading one during a capture would fail it.
 absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error : {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
                             hopper ? LoadConv3x3HopperKernels() : cudaSuccess,

@@ -8,20 +8,20 @@
 /// Launches that overlap their predecessor's tail (programmatic dependent launch), for .cu files.
 ///
 /// A kernel may start while the one before it in the stream, or in the graph captured from it,
-/// still runs. It may then do what needs no result of any earlier kernel (indices, parameters of
-/// the model), and calls WaitForPredecessors() before it touches anything else, for writing too:
-/// what it overwrites may still be read. ReleaseDependents() lets the next kernel start likewise;
-/// without the call that happens when the kernel ends. The next one sees memory as it is at this
-/// kernel's end, wherever the call was.
+/// still runs. Until then it may only do what needs no result of an earlier kernel (indices,
+/// weights of the model). It calls WaitForPredecessors() before it reads or writes anything else,
+/// because memory that it overwrites may still be read. ReleaseDependents() lets the next kernel
+/// start early; without the call, it starts when this kernel ends. Wherever the call is, the next
+/// kernel sees memory as it is at this kernel's end.
 ///
 /// Long kernels (convolutions, attention) call it when their last loads are issued. A group norm,
 /// which is short and comes before a kernel that can load weights, calls it at its start. If all
 /// kernels did, many would wait on the SMs (docs/kernels.md).
 ///
-/// In every kernel launched by LaunchDependent() each block has threads that wait, on every path:
-/// so none ends before its predecessors, which makes the order transitive. Kernels launched with
-/// <<<>>> mix with these; they start when all of these have ended. Before sm_90 all of this is an
-/// ordinary launch.
+/// In every kernel launched by LaunchDependent(), each block has threads that wait, on every path.
+/// So no kernel ends before its predecessors, which makes the order transitive. Kernels launched
+/// with <<<>>> can be mixed with these; they start when all of these have ended. Before sm_90 all
+/// of this is an ordinary launch.
 
 namespace denoised::cuda {
 
@@ -29,7 +29,7 @@ struct LaunchShape {
   dim3 grid, block;
   size_t shared_bytes = 0;
   unsigned cluster = 1;  // neighbouring blocks along x; more than 1 needs sm_90
-  /// No block starts before there is room for all, so that they may wait for each other.
+  /// All blocks are resident at the same time, so they may wait for each other.
   bool cooperative = false;
 };
 
@@ -68,7 +68,7 @@ cudaError_t LaunchDependent(void (*kernel)(Parameters...), const LaunchShape& sh
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 
-/// Until every earlier kernel has ended and its writes are visible.
+/// Waits until every earlier kernel has ended and its writes are visible.
 __device__ inline void WaitForPredecessors() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -76,7 +76,8 @@ __device__ inline void WaitForPredecessors() {
 }
 
 /// Whether this block is the last of `count` to call it with `done`, which is zero before the first
-/// and after the last. It then sees what the others wrote before they called. By all threads.
+/// and after the last call. The last block sees what the others wrote before their calls. Called by
+/// all threads.
 __device__ inline bool IsLast(int* done, int count) {
   __shared__ bool is_last;
   __threadfence();

@@ -18,7 +18,7 @@ absl::Status OutOfMemory(std::string_view needs) {
 
 absl::Status ToStatus(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return absl::OkStatus();
-  static_cast<void>(cudaGetLastError());  // reported now; else the next launch would report it
+  static_cast<void>(cudaGetLastError());  // otherwise the next launch would report it again
   if (error == cudaErrorMemoryAllocation) {
     return OutOfMemory(fmt::format("{} needs GPU memory", what));
   }
@@ -34,7 +34,7 @@ absl::StatusOr<Stream> NewStream() {
 
 absl::StatusOr<Event> NewEvent(bool timing) {
   cudaEvent_t event = nullptr;
-  // Blocking: otherwise a thread that waits for it spins, and takes a core from the others.
+  // Blocking sync: otherwise a thread that waits for the event spins and occupies a core.
   const unsigned flags = cudaEventBlockingSync | (timing ? 0 : cudaEventDisableTiming);
   DENOISED_RETURN_IF_ERROR(ToStatus(cudaEventCreateWithFlags(&event, flags), "cudaEventCreate"));
   return Event(event);
@@ -142,8 +142,7 @@ void Context::Record(const absl::Status& status) {
 bool Context::Reached(cudaEvent_t event, std::string_view what) {
   const cudaError_t error = cudaEventQuery(event);
   if (error == cudaErrorNotReady) {
-    static_cast<void>(
-        cudaGetLastError());  // an answer, that must not be taken for a launch's error
+    static_cast<void>(cudaGetLastError());  // "not ready" is an answer; a launch must not report it
     return false;
   }
   Record(error, what);

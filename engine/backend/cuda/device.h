@@ -11,7 +11,7 @@
 
 #include "engine/core/status.h"
 
-/// Owners of CUDA's objects, and what becomes of its return codes.
+/// RAII owners of CUDA objects, and conversion of its return codes.
 
 namespace denoised::cuda {
 
@@ -42,7 +42,7 @@ absl::Status ToStatus(cudaError_t error, std::string_view what);
 absl::StatusOr<Stream> NewStream();
 /// cudaEventSynchronize() of it sleeps; it does not spin.
 absl::StatusOr<Event> NewEvent(bool timing);
-/// What `body` enqueues to `stream`, recorded instead of executed.
+/// Captures what `body` enqueues to `stream`, instead of executing it.
 absl::StatusOr<RecordedGraph> RecordGraph(cudaStream_t stream, const std::function<void()>& body);
 absl::StatusOr<GraphExec> Instantiate(cudaGraph_t recorded);
 /// On the current device. ResourceExhausted says what `purpose` needed and what is free.
@@ -54,7 +54,7 @@ absl::StatusOr<PinnedMemory> AllocatePinned(size_t bytes, std::string_view purpo
 /// downloads share it, so they may outlive the backend. One thread at a time.
 class Context {
  public:
-  /// FailedPrecondition when the device cannot be opened, with the remedy.
+  /// FailedPrecondition, with the remedy, if the device cannot be opened.
   static absl::StatusOr<std::shared_ptr<Context>> Open(int device);
 
   int device() const { return device_; }
@@ -69,7 +69,7 @@ class Context {
   void Record(const absl::Status& status);
   const absl::Status& status() const { return status_; }
 
-  /// Has the event happened? False once an error is recorded by this call.
+  /// Whether the event has happened. False if this call records an error.
   bool Reached(cudaEvent_t event, std::string_view what);
 
  private:

@@ -5,12 +5,12 @@
 
 #include "engine/backend/cuda/launch.h"
 
-/// Loads, stores and pointwise functions that all kernels share. Arithmetic is fp32; bf16 is
-/// rounded to nearest even once, at the store.
+/// Loads, stores and pointwise functions shared by all kernels. Arithmetic is fp32; bf16 is rounded
+/// to nearest even once, at the store.
 
 namespace denoised::cuda {
 
-/// Of a power of two; of what is none, that of a larger one.
+/// Binary logarithm, rounded up.
 constexpr int BinaryLogarithm(int value) {
   int bits = 0;
   while (1 << bits < value) ++bits;
@@ -47,7 +47,7 @@ __device__ inline void UnpackBf16(const uint4& bits, float (&v)[8]) {
   }
 }
 
-/// Eight neighbours in memory as fp32. `i` is a multiple of 8, `rows.vector` holds.
+/// Eight neighbouring elements as fp32. `i` is a multiple of 8, and `rows.vector` is true.
 template <Element kElement>
 __device__ inline void LoadVectorOf(const Rows& rows, int64_t i, float (&v)[8]) {
   if constexpr (kElement == Element::kBf16) {
@@ -87,7 +87,7 @@ __device__ inline void StoreVector(const Rows& rows, int64_t row, int64_t column
   }
 }
 
-/// V = 8: one vector; V = 1: one element. For kernels that come in both widths.
+/// V = 8: one vector; V = 1: one element. For kernels that exist in both widths.
 template <int V>
 __device__ inline void LoadChannels(const Rows& rows, int64_t row, int64_t column, float (&v)[V]) {
   if constexpr (V == 8) {
@@ -143,9 +143,9 @@ __device__ inline float SiluOfHalf(float h) {
   return fmaf(h, tanh, h);
 }
 
-/// x · Φ(x) = max(x, 0) − |x| · Φ(−|x|), exact to 6e-7. log₂ Φ(−|x|) is nearly a parabola: this
-/// polynomial, fitted on [0, 6], keeps Φ to a relative error of 6e-6 there, and falls beyond. Of
-/// few instructions, since it runs in epilogues.
+/// x · Φ(x) = max(x, 0) − |x| · Φ(−|x|), to 6e-7. log₂ Φ(−|x|) is nearly a parabola: this
+/// polynomial, fitted on [0, 6], has a relative error of Φ of 6e-6 there, and falls beyond. It has
+/// few instructions, because it runs in epilogues.
 __device__ inline float Gelu(float x) {
   const float z = fabsf(x);
   float power = fmaf(z, -1.8348100467510734e-6f, 6.159825326684795e-5f);
@@ -206,7 +206,7 @@ cudaError_t LoadKernel(Kernel* kernel, int shared_bytes = 0) {
     return error;
   }
   if (shared_bytes == 0) return cudaSuccess;
-  // All of the shared memory, so that several blocks fit.
+  // The largest shared memory carve-out, so that several blocks fit.
   if (cudaError_t error = cudaFuncSetAttribute(
           kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
       error != cudaSuccess) {

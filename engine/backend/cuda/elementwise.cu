@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pointwise sums and resampling by two without a convolution.
 //
-// Policy. Bound by memory: a thread makes eight neighbouring channels of one pixel with 16-byte
-// accesses, or one channel where the channels are odd or not aligned.
+// Policy. Bound by memory: a thread computes eight neighbouring channels of one pixel with 16-byte
+// accesses, or one channel if their number is not a multiple of eight or they are not aligned.
 
 #include <algorithm>
 
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// A thread for each vector of V columns, whole rows in a block, so that no thread has to divide.
+/// One thread per vector of V columns. Blocks hold whole rows, so no thread divides.
 template <int V>
 LaunchShape ShapeOf(int64_t rows, int columns) {
   const unsigned vectors = columns / V, across = std::clamp<unsigned>(vectors, 1, kThreads);
@@ -26,7 +26,7 @@ LaunchShape ShapeOf(int64_t rows, int columns) {
           .block = dim3(across, lines)};
 }
 
-/// This thread's place in [rows, columns], or false beyond the end.
+/// This thread's position in [rows, columns]; false beyond the end.
 template <int V>
 __device__ bool Place(int64_t rows, int columns, int64_t* row, int* column) {
   *row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -34,7 +34,7 @@ __device__ bool Place(int64_t rows, int columns, int64_t* row, int* column) {
   return *row < rows && *column < columns;
 }
 
-/// An output pixel of images whose edges the host knows.
+/// Coordinates of an output pixel.
 struct Pixel {
   int64_t image;
   int y, x;
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads)
   StoreChannels<V>(out, row, column, v);
 }
 
-/// A thread for each number of the result, which is small: latents.
+/// One thread per element of the result, which is small (latents).
 __global__ void __launch_bounds__(kThreads)
     GaussianKernel(const __grid_constant__ GaussianLaunch gaussian) {
   WaitForPredecessors();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Embeddings of noise levels and labels: a few thousand elements, one thread each.
 //
-// Policy. Angles reach a thousand radians, where fp32 has lost four digits of the sine; so the
-// angle and its sine are computed in double and rounded once.
+// Policy. Angles reach a thousand radians, where fp32 loses four digits of the sine. So the angle
+// and its sine are computed in double and rounded once.
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
@@ -27,7 +27,7 @@ __global__ void TimestepEmbeddingKernel(const __grid_constant__ TimestepEmbeddin
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   const int half = embedding.dim / 2, k = i < half ? i : i - half;
   const double frequency = exp(-log(embedding.max_period) * k / (half - embedding.freq_shift));
-  WaitForPredecessors();  // most of the time goes by before it
+  WaitForPredecessors();  // most of the work is done before
   ReleaseDependents();
   if (i >= embedding.dim) return;
   const double angle = embedding.t[row] * frequency * embedding.scale;

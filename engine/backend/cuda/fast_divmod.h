@@ -5,8 +5,8 @@
 
 #include "engine/core/host_device.h"
 
-/// Division in kernels by a number that the host knows. The device has no instruction for division,
-/// and a thread that is alone in its warp waits long for the code that the compiler makes of `/`.
+/// Division in kernels by a number that the host knows. GPUs have no integer division instruction,
+/// and the compiler's code for `/` is slow for a thread that is alone in its warp.
 
 namespace denoised::cuda {
 
@@ -20,7 +20,7 @@ struct FastDivmod {
 
   FastDivmod() = default;
   explicit FastDivmod(int value) : value(value) {
-    if (value < 1) return;  // no images: the launch is refused, not the division
+    if (value < 1) return;  // no images: the launch reports the error
     while ((int64_t{1} << shift) < value) ++shift;
     multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + value - 1) / value);
   }

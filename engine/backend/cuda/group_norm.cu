@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Group normalisation with scale, shift and activation, over one source or two side by side.
 //
-// Policy. Two launches. GroupMoments: an image is cut into runs of pixels, by its size alone; a
-// block reads one run of all channels, each thread a fixed set of channels, and leaves the mean and
+// Policy. Two launches. GroupMoments: an image is divided into runs of pixels, by its size alone. A
+// block reads one run of all channels, each thread a fixed set of channels, and writes the mean and
 // the sum of squared deviations of every group. GroupApply: every block combines the runs of its
 // image in order and normalises some pixels.
 //
-// For bf16 in vectors there is another pair: GroupFactors makes a factor and an offset for every
+// For bf16 in vectors there is another pair: GroupFactors computes a factor and an offset for every
 // channel. Each CTA sums a slice of groups of a part of an image, and the last CTA of a slice adds
-// the parts in order. A convolution can then fuse the norm of its input; else GroupScale applies
-// the factors, with the same bits.
+// the parts in order. A convolution can then fuse the norm of its input; otherwise GroupScale
+// applies the factors, with the same bits.
 //
-// Accuracy. Within a run, sums in fp32 are of deviations from an element of the same group, so that
-// a mean that is large against the spread cancels before it is squared. Runs are combined by M2 = Σ
+// Accuracy. Within a run, fp32 sums are of deviations from an element of the same group, so a mean
+// that is large relative to the spread cancels before it is squared. Runs are combined by M2 = Σ
 // M2ᵢ + nᵢ (meanᵢ − mean)² (Chan, Golub, LeVeque 1979), means in double.
 
 #include <algorithm>
@@ -29,14 +29,14 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kChunks = 32;   // runs of pixels, at most
 constexpr int kUnrolled = 4;  // pixels that a thread loads at once
 
-/// Of one group over some pixels.
+/// Moments of one group over some pixels.
 struct Moments {
   double mean;
   double m2;  // sum of squared deviations from the mean
 };
 
-/// How threads lie over pixels × channels: `vectors` of V channels, and as many pixels side by side
-/// as the block has room for.
+/// How threads map to pixels × channels: `vectors` of V channels, by as many pixels as fit in the
+/// block.
 struct Layout {
   int channels, vectors, lines;
 };
@@ -47,7 +47,7 @@ __host__ __device__ Layout LayoutOf(const GroupNormLaunch& norm) {
   return {channels, vectors, vectors < kThreads ? kThreads / vectors : 1};
 }
 
-/// Both sources have the same element.
+/// Both sources have the same element type.
 template <int V, Element kElement>
 __device__ void LoadSources(const GroupNormLaunch& norm, int64_t pixel, int channel,
                             float (&v)[V]) {
@@ -56,7 +56,7 @@ __device__ void LoadSources(const GroupNormLaunch& norm, int64_t pixel, int chan
                               first ? channel : channel - norm.channels, v);
 }
 
-/// Runs of pixels, by the shape of an image alone.
+/// Number of runs of pixels; depends on the shape of an image alone.
 struct Chunks {
   int pixels, count;
 };
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     for (int pixel = begin + line; pixel < end; pixel += layout.lines * kUnrolled) {
-      float v[kUnrolled][V];  // all loads before the first store, which they might alias
+      float v[kUnrolled][V];  // all loads come before the first store, which might alias them
 #pragma unroll
       for (int u = 0; u < kUnrolled; ++u) {
         const int p = pixel + u * layout.lines;
@@ -213,7 +213,7 @@ template <int V, Element kElement>
 cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   const Layout layout = LayoutOf<V>(norm);
   const Chunks chunks = ChunksOf(layout, norm.pixels, kChunks);
-  // Statistics are combined anew by each block, so on large maps it has more pixels.
+  // Each block combines the statistics again, so on large images it has more pixels.
   const int block_pixels = layout.lines * kUnrolled * (norm.pixels > 1024 ? 4 : 1);
   const int blocks = (norm.pixels + block_pixels - 1) / block_pixels;
   const size_t shared_bytes = sizeof(float2) * layout.lines * layout.channels;
@@ -244,16 +244,16 @@ constexpr int kMaxSliceVectors = 32;
 constexpr int kMaxParts = 256;
 constexpr int kGoodBytes = 32 * 1024, kGoodSliceChannels = 32;
 
-/// How GroupFactors cuts an image, by its shape alone; no channels: it cannot.
+/// How GroupFactors divides an image; depends on its shape alone. No channels: not supported.
 struct Cut {
   int channels = 0, slices = 0;  // a slice: whole groups and whole vectors
   int pixels = 0, parts = 0;
 };
-/// Gives each CTA enough to read, in rows of memory that are long enough.
+/// Chosen so that each CTA reads enough bytes, in rows that are long enough.
 Cut CutOf(const NormLayer& norm) {
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
   const int least = std::lcm(group_channels, 8);
-  // Groups of odd numbers of channels have no neighbours to add up.
+  // A group with an odd number of channels has no whole pairs, which the kernel adds.
   if (group_channels % 2 != 0 || channels % least != 0 || least > 8 * kMaxSliceVectors) return {};
   const auto bytes = [&](int slice) { return int64_t{norm.pixels} * slice * 2; };
   int slice = least;
@@ -268,10 +268,10 @@ Cut CutOf(const NormLayer& norm) {
   return {slice, channels / slice, pixels, (norm.pixels + pixels - 1) / pixels};
 }
 
-/// grid (slices, parts, images). kRun: neighbouring channels that are of one group wherever in a
-/// vector they begin. What is summed is x − pivot, an element of the group, so that a mean that is
-/// large against the spread cancels before it is squared. `part_sums`: [images][slices][parts]
-/// [groups of a slice]; `parts_done`: [images][slices], zero before and afterwards.
+/// grid (slices, parts, images). kRun: aligned runs of this many channels belong to one group. Sums
+/// are of x − pivot, an element of the group, so a mean that is large relative to the spread
+/// cancels before it is squared. `part_sums`: [images][slices][parts][groups of a slice];
+/// `parts_done`: [images][slices], zero before and after.
 template <int kRun>
 __global__ void __launch_bounds__(kSliceThreads, 3)
     GroupFactorsKernel(const __grid_constant__ GroupNormLaunch norm, int first_image, Cut cut,
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
   const int vectors = cut.channels / V, lines = kSliceThreads / vectors;
   const int groups = cut.channels / group_channels;
-  // From the last image on, which the convolution before left in the L2.
+  // In reverse order: the previous convolution left the last image in L2.
   const int64_t image = first_image + gridDim.z - 1 - blockIdx.z;
   const int64_t first_pixel = image * norm.pixels;
   const int first_channel = blockIdx.x * cut.channels;
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
   ReleaseDependents();
 
   static_assert(kSliceThreads == 8 * kMaxSliceVectors);
-  Affine affine = {};  // of this thread's channel, asked for early
+  Affine affine = {};  // of this thread's channel, loaded early
   if (threadIdx.x < cut.channels) affine = AffineOf(norm, image, first_channel + threadIdx.x);
   const int vector = threadIdx.x % vectors, line = threadIdx.x / vectors;
   if (line < lines) {
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
   }
   __syncthreads();
 
-  // Every group's, by a warp: value_of(i) of [0, count) in an order that `count` fixes.
+  // A warp adds value_of(i) over [0, count) for a group, in an order that depends on `count` alone.
   const int lane = threadIdx.x % 32, group_runs = group_channels / kRun;
   const auto add = [&](int count, const auto& value_of) {
     float2 total = {};
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const auto* x = static_cast<const __nv_bfloat16*>(rows.data) +
                     image * norm.pixels * rows.stride + (first ? channel : channel - norm.channels);
     for (int pixel = begin + line; pixel < end; pixel += layout.lines * kScaleUnrolled) {
-      uint4 bits[kScaleUnrolled];  // all loads before the first store, which they might alias
+      uint4 bits[kScaleUnrolled];  // all loads come before the first store, which might alias them
 #pragma unroll
       for (int u = 0; u < kScaleUnrolled; ++u) {
         const int p = pixel + u * layout.lines;
@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// Consumer chips of sm_86 and later have 99 KiB of shared memory a block.
+// Consumer GPUs of sm_86 and later have 99 KiB of shared memory per block.
 constexpr int kSharedLimit = 96 * 1024;
 static_assert(kMaxNormChannels * sizeof(float2) <= kSharedLimit);
 static_assert(kMaxNormChannels * sizeof(ExactStatistics) <= kSharedLimit, "one channel a group");
@@ -471,7 +471,7 @@ cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& que
 }
 
 cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue) {
-  constexpr int kMost = 2 * kScaleUnrolled;  // pixels of a thread; fewer where the chip is not full
+  constexpr int kMost = 2 * kScaleUnrolled;  // pixels per thread; fewer if that fills the device
   const int lines = LayoutOf<8>(norm).lines;
   const int64_t pixels = int64_t{norm.images} * norm.pixels;
   const int block_pixels =

@@ -6,11 +6,11 @@
 
 #include "engine/backend/cuda/element.cuh"
 
-/// What the one-pass group norms share, so that they give the same bits: how the sums of an image
-/// are computed and added. group_norm.cu also uses the part that applies them.
+/// Shared by the one-pass group norms, so that they give the same bits: how the sums of an image
+/// are computed and added. group_norm.cu also uses the functions that apply them.
 ///
-/// Sums. Tensor cores add: of the eight rows of X = {x₀ … x₁₅} of a warp, mma makes X·Xᵀ, whose
-/// diagonal are the sums of squares, and 1·Xᵀ. Products of bf16 are exact in fp32, and so are the
+/// Sums. Tensor cores add: for the eight rows of X = {x₀ … x₁₅} of a warp, mma computes X·Xᵀ, whose
+/// diagonal is the sums of squares, and 1·Xᵀ. Products of bf16 are exact in fp32, and so are the
 /// sums of a leaf if the mean is large relative to the deviation. The variance is a difference of
 /// two sums, which loses digits in that case: for 32 thousand elements its relative error is at
 /// most 1e-5 if the mean is 10 deviations, 1e-3 for 100, and 4e-3 for 256 (simulated; bf16 itself
@@ -19,28 +19,29 @@
 ///
 /// Order. Eight pixels of a group are a leaf, and the sums of leaves are added as a binary tree
 /// over the image. A CTA has an aligned power of two of them. So the bits do not depend on how an
-/// image is cut, and the cut may follow the batch.
+/// image is divided, and the division may depend on the batch.
 
 namespace denoised::cuda {
 
 constexpr int kVector = 8;  // channels in 16 bytes
 constexpr int kWords = kVector / 2;
 constexpr int kQuad = 4;         // lanes that have neighbouring pixels of the same channels
-constexpr int kLeafVectors = 2;  // of a lane
+constexpr int kLeafVectors = 2;  // per lane
 constexpr int kLeafPixels = kLeafVectors * kQuad;
-constexpr int kMaxLeaves = 128;  // of a block: four for each lane of a warp
+constexpr int kMaxLeaves = 128;  // per block: four for each lane of a warp
 constexpr int kMaxCluster = 16;
 
-/// How many neighbouring channels of a vector always belong to one group: 2, 4 or 8; or 1 if there
-/// is no such kernel.
+/// Number of neighbouring channels of a vector that always belong to one group: 2, 4 or 8; 1 if no
+/// kernel supports it.
 inline int RunOf(int group_channels) { return std::gcd(group_channels, kVector); }
 
-/// Sources and outputs in whole vectors, of whatever elements.
+/// Whether sources and outputs are whole vectors, of any element type.
 inline bool HasVectors(const NormLayer& norm) {
   return norm.x.vector && norm.channels % kVector == 0 && norm.out.vector &&
          (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % kVector == 0));
 }
-/// Bf16 in whole vectors, groups of an even number of channels, activation none or SiLU.
+/// Whether they are bf16 in whole vectors, groups have an even number of channels, and the
+/// activation is none or SiLU.
 inline bool SuitsOnePass(const NormLayer& norm) {
   return HasVectors(norm) && norm.x.element == Element::kBf16 &&
          norm.out.element == Element::kBf16 &&
@@ -64,8 +65,8 @@ __device__ inline Sums operator+(const Sums& a, const Sums& b) {
   return {a.x + b.x, a.squares + b.squares};
 }
 
-/// How lanes of a warp add up the leaves of a block, and the blocks of an image: 2^bits of them, up
-/// to four elements each.
+/// How lanes of a warp add the leaves of a block, and the blocks of an image: 2^bits lanes, up to
+/// four elements each.
 struct SumTree {
   int leaf_bits = 0, lane_leaves = 0;
   int block_bits = 0, lane_blocks = 0;
@@ -107,9 +108,9 @@ __device__ inline void AddProducts(float (&sums)[4], uint32_t x0, uint32_t x1) {
 
 /// Whether this lane of its quad holds the sums of SumLeaf.
 __device__ inline bool HoldsSums(int lane) { return lane % kQuad == lane / kQuad / 2; }
-/// The sums of a leaf whose vectors the lanes of a quad hold, kLeafVectors each, as keep(r, sums)
-/// for each run r of a vector. By whole warps, lanes in the order of their quads. Vectors outside
-/// the image are zeros.
+/// Sums a leaf, whose vectors are held by the lanes of a quad, kLeafVectors each, and calls keep(r,
+/// sums) for each run r of a vector. Called by whole warps, lanes in the order of their quads.
+/// Vectors outside the image are zeros.
 template <int kRun, typename Keep>
 __device__ inline void SumLeaf(const uint32_t (*vectors)[kWords], int lane, Keep keep) {
   static_assert(kLeafVectors == 2);
@@ -126,8 +127,9 @@ __device__ inline void SumLeaf(const uint32_t (*vectors)[kWords], int lane, Keep
   }
 }
 
-/// The sums of a number of elements of each group, by warps together, as take(sums, group, part) in
-/// each of 2^bits lanes, the parts, to which of_lane(group, part, sums) gives up to four elements.
+/// Adds elements of each group, by all warps together. 2^bits lanes, the parts, get up to four
+/// elements each from of_lane(group, part, sums); each then gets the total by take(sums, group,
+/// part).
 template <typename OfLane, typename Take>
 __device__ inline void SumGroups(int groups, int bits, int warp, int warps, int lane,
                                  OfLane of_lane, Take take) {
@@ -162,7 +164,7 @@ __device__ inline void SumLeaves(const SumTree& tree, const Sums* leaves, int st
       },
       take);
 }
-/// Of blocks [blocks][groups].
+/// The sums of each group over blocks, [blocks][groups].
 template <typename Take>
 __device__ inline void SumBlocks(const SumTree& tree, const Sums* of_blocks, int blocks, int groups,
                                  int warp, int warps, int lane, Take take) {
@@ -189,7 +191,7 @@ __device__ inline Statistics StatisticsOf(const Sums& sums, float count_inverse,
   return statistics;
 }
 
-/// y = x · factor + offset, or half of it where SiluOfHalf follows.
+/// y = x · factor + offset, or half of it if SiluOfHalf follows.
 struct Affine {
   float factor, offset;
 };
@@ -198,7 +200,7 @@ __device__ inline Affine Apply(const Affine& affine, const Statistics& statistic
   const float factor = affine.factor * statistics.inverse_deviation;
   return {factor, fmaf(-statistics.mean, factor, affine.offset)};
 }
-/// y · (1 + scale) + shift; `unit`: what y is halved by.
+/// y · (1 + scale) + shift. `unit`: 0.5 if y is halved, else 1.
 __device__ inline Affine Apply(const Affine& affine, __nv_bfloat16 scale, __nv_bfloat16 shift,
                                float unit) {
   const float factor = 1.0f + __bfloat162float(scale);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Group normalisation in one pass over memory.
 //
-// Policy. The channels of an image are cut into slices of whole groups, and the pixels of a slice
-// among CTAs. A thread keeps eight channels of up to eight pixels in registers from the sums until
-// the store, so memory sees one read and one write. The CTAs of a slice form a cluster and exchange
-// their sums through distributed shared memory. Without clusters a slice is one CTA's. Larger
-// images: see group_norm.cu.
+// Policy. The channels of an image are divided into slices of whole groups, and the pixels of a
+// slice among CTAs. A thread keeps eight channels of up to eight pixels in registers from the sums
+// until the store, so memory is read and written once. The CTAs of a slice form a cluster and
+// exchange their sums through distributed shared memory. Without clusters, a slice belongs to one
+// CTA. Larger images: see group_norm.cu.
 
 #include <algorithm>
 #include <numeric>
@@ -17,7 +17,7 @@
 namespace denoised::cuda {
 namespace {
 
-constexpr int kMaxVectors = 8;                    // of a thread
+constexpr int kMaxVectors = 8;                    // per thread
 constexpr int kMaxThreads = 512, kMaxLines = 64;  // along a block's z
 constexpr int kSharedLimit = 48 * 1024;
 
@@ -29,20 +29,20 @@ __device__ inline bool HasClusters() {
 #endif
 }
 
-/// How an image lies over blocks.
+/// How an image maps to blocks.
 struct Plan {
   int group_channels = 0;
   int slice_groups = 0, slice_channels = 0, slices = 0;
-  int line_vectors = 0;     // of a slice: threads along channels
-  int lines = 0;            // and along pixels, apart from the four of a quad; a power of two
-  int vectors = 0;          // that a thread keeps: its pixels
-  int leaves = 0;           // of a block: lines · vectors / kLeafVectors
-  int blocks = 0;           // of a slice
-  float count_inverse = 0;  // of the elements of a group
+  int line_vectors = 0;     // per slice: threads along channels
+  int lines = 0;            // threads along pixels, apart from the four of a quad; a power of two
+  int vectors = 0;          // per thread, one for each of its pixels
+  int leaves = 0;           // per block: lines · vectors / kLeafVectors
+  int blocks = 0;           // per slice
+  float count_inverse = 0;  // 1 / elements of a group
   SumTree tree;
 };
 
-/// The pieces of a block's shared memory, in bytes from its beginning.
+/// Offsets in a block's shared memory, in bytes.
 struct Layout {
   int leaf_stride;  // Sums of a leaf: odd, so that leaves lie in different banks
   int factors, leaves, of_blocks, statistics, bytes;
@@ -56,16 +56,16 @@ struct Layout {
         bytes(statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics))) {}
 };
 
-/// Computes the pointer here and not where it is used, behind the wait for predecessors: no
-/// compiler moves what a trap depends on.
+/// Makes the compiler compute the pointer here, not at its use after the wait for predecessors: a
+/// trap depends on it.
 __device__ void Pin(const __nv_bfloat16*& pointer) {
   asm volatile("{\n.reg .pred null;\nsetp.eq.u64 null, %0, 0;\n@null trap;\n}" : "+l"(pointer));
   __builtin_assume(__isGlobal(pointer));
 }
 
 /// block (kQuad, plan.line_vectors, plan.lines); grid (plan.blocks: a cluster, slices, images).
-/// kRun: neighbouring channels that are of one group wherever in a vector they begin; it divides
-/// kVector and plan.group_channels.
+/// kRun: aligned runs of this many channels belong to one group; it divides kVector and
+/// plan.group_channels.
 template <int kVectors, int kRun>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     GroupNormClusterKernel(const __grid_constant__ GroupNormLaunch norm,
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   float* offsets = factors + plan.slice_channels;
   auto* leaves = reinterpret_cast<Sums*>(shared + layout.leaves);
   auto* of_blocks = reinterpret_cast<Sums*>(shared + layout.of_blocks);
-  auto* statistics = reinterpret_cast<Statistics*>(shared + layout.statistics);  // of runs
+  auto* statistics = reinterpret_cast<Statistics*>(shared + layout.statistics);  // by run
 
   ReleaseDependents();
   const unsigned line = threadIdx.z;
@@ -86,22 +86,22 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const unsigned threads = kQuad * plan.line_vectors * plan.lines;
   const unsigned warp = thread / 32, lane = thread % 32, warps = threads / 32;
   const bool cluster = HasClusters() && plan.blocks > 1;
-  // From the last image on, which the convolution before left in the L2.
+  // In reverse order: the previous convolution left the last image in L2.
   const int rank = blockIdx.x, slice = blockIdx.y, image = gridDim.z - 1 - blockIdx.z;
   if (cluster) {
     if (thread == 0) {
       InitBarrier(barrier, 1);
       FenceBarrierInit();
     }
-    ArriveAtClusterRelaxed();  // "I am running": others may store into my shared memory
+    ArriveAtClusterRelaxed();  // this CTA runs, so others may store into its shared memory
   }
   const int slice_begin = slice * plan.slice_channels, slice_channel = threadIdx.y * kVector;
   const int channel = slice_begin + slice_channel;
   const int begin = rank * plan.leaves * kLeafPixels + line * kVectors * kQuad + threadIdx.x;
   const int held = max(0, min(kVectors, (norm.pixels - begin + kQuad - 1) / kQuad));
-  const int runs = plan.group_channels / kRun;  // of a group
+  const int runs = plan.group_channels / kRun;  // per group
 
-  // y = (x − mean) / deviation · factor + offset, first of parameters alone.
+  // y = (x − mean) / deviation · factor + offset, which depend on parameters alone.
   const bool silu = norm.activation == Activation::kSilu;
   const float unit = silu ? 0.5f : 1.0f;  // SiluOfHalf
   for (int c = thread; c < plan.slice_channels; c += threads) {
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       to[channels + c] = fmaf(-of_group.mean, factor, offsets[c]);
     }
   } else {
-    // The activation known when compiled, so that the loops have no branches.
+    // The activation is a template argument, so that the loops have no branches.
     const auto apply = [&](auto activate) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
@@ -228,7 +228,7 @@ Kernel* KernelOf(int run) {
   }
   return nullptr;
 }
-/// Null when there is none.
+/// Null if there is none.
 Kernel* KernelOf(int vectors, int run) {
   switch (vectors) {
     case 2:
@@ -267,8 +267,8 @@ bool Possible(const Plan& plan, int max_blocks) {
          Layout(plan, RunOf(plan.group_channels)).bytes <= kSharedLimit;
 }
 
-/// The fewest channels of whole vectors and groups that cut all of them evenly, from `least` on;
-/// `sectors`: of whole sectors of memory (32 bytes) where that can be.
+/// The smallest number of channels, at least `least`, of whole vectors and groups, that divides all
+/// channels evenly. `sectors`: also of whole sectors of memory (32 bytes) if that is possible.
 int SliceChannels(const NormLayer& norm, int least, bool sectors) {
   const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
   int unit = std::lcm(group_channels, sectors ? 2 * kVector : kVector);
@@ -278,7 +278,7 @@ int SliceChannels(const NormLayer& norm, int least, bool sectors) {
   return slice;
 }
 
-/// Blocks of about 128 threads, and larger ones where there would be more than a cluster has.
+/// Blocks of about 128 threads, or larger ones if a cluster could not hold so many blocks.
 Plan Fit(const NormLayer& norm, int least_channels, bool sectors, int vectors, int threads,
          int max_blocks) {
   const int slice_channels = SliceChannels(norm, least_channels, sectors);
@@ -294,7 +294,7 @@ Plan Fit(const NormLayer& norm, int least_channels, bool sectors, int vectors, i
   return plan;
 }
 
-/// With `vectors` a thread, or none (no vectors).
+/// A plan with `vectors` per thread, or none (vectors == 0).
 Plan FitCluster(const NormLayer& norm, int vectors) {
   const bool many = vectors == kMaxVectors;
   for (const Plan& plan : {Fit(norm, many ? 64 : 32, many, vectors, 288, kMaxCluster),
@@ -304,7 +304,7 @@ Plan FitCluster(const NormLayer& norm, int vectors) {
   }
   return {};
 }
-/// The same where a slice is a block's, of `least_channels` or as many as fit.
+/// The same with one block per slice, of `least_channels` or as many as fit.
 Plan FitBlock(const NormLayer& norm, int vectors, int least_channels) {
   for (int least = least_channels; least >= kVector; least /= 2) {
     const Plan plan = Fit(norm, least, /*sectors=*/least > kVector, vectors, kMaxThreads, 1);
@@ -313,15 +313,16 @@ Plan FitBlock(const NormLayer& norm, int vectors, int least_channels) {
   return {};
 }
 
-/// For what fills the device, which moves most with eight vectors a thread and slices of 128 bytes.
-/// None (no vectors) where an image does not fit or has odd channels: then this kernel is not for
-/// the layer, since bits are the same with any plan, but not with another kernel.
+/// The plan for batches that fill the device: eight vectors per thread and slices of 128 bytes move
+/// the most. None (vectors == 0) if an image does not fit or has an odd number of channels per
+/// group. This kernel then does not support the layer at all: every plan gives the same bits, but
+/// another kernel does not.
 Plan PlanOfMany(const NormLayer& norm, const Queue& queue) {
   if (!SuitsOnePass(norm)) return {};
   return queue.hopper ? FitCluster(norm, kMaxVectors) : FitBlock(norm, kMaxVectors, 64);
 }
 
-/// Few images are soonest done by many threads that keep little.
+/// For few images, many threads that keep little are the fastest.
 Plan PlanOf(const GroupNormLaunch& norm, const Queue& queue) {
   const Plan of_many = PlanOfMany(norm, queue);
   if (of_many.vectors == 0) return {};
@@ -363,8 +364,8 @@ cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& que
 cudaError_t LoadGroupNormClusterKernels(bool clusters) {
   for (int vectors : {2, 4, kMaxVectors}) {
     for (int run : {2, 4, 8}) {
-      // Loads under way have their place in L1, so kernels that move much leave it large. The
-      // others share a multiprocessor with kernels that want it small, and a change takes time.
+      // Loads in flight occupy L1, so kernels that move much data leave it large. The others share
+      // a multiprocessor with kernels that need a small L1, and changing its size takes time.
       const int shared_bytes = vectors == kMaxVectors ? 0 : kSharedLimit;
       Kernel* const kernel = KernelOf(vectors, run);
       const cudaError_t error =

@@ -2,10 +2,10 @@
 // The factors of a group norm alone, by CTAs that each read a piece of an image, for batches that
 // fill the device. The bits are group_norm_cluster.cu's.
 //
-// Policy. Nothing is normalised here, so no values have to be kept, and no CTA waits for another. A
-// piece is a run of pixels with all channels, whose leaves a CTA sums as they are loaded; several
-// CTAs share an SM, so that loads are always in flight. A CTA stores the sums of its groups, a node
-// of the tree, and increments a semaphore: the last CTA of an image adds the nodes and makes the
+// Policy. Nothing is normalised here, so no values are kept, and no CTA waits for another. A piece
+// is a run of pixels with all channels. A CTA sums its leaves as they are loaded; several CTAs
+// share an SM, so that loads are always in flight. A CTA stores the sums of its groups, a node of
+// the tree, and increments a semaphore. The last CTA of an image adds the nodes and computes the
 // factors.
 
 #include <algorithm>
@@ -19,20 +19,20 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kTileVectors = 32 / kQuad;  // that a warp loads together
+constexpr int kTileVectors = 32 / kQuad;  // loaded by a warp together
 constexpr int kMaxSharedBytes = 48 * 1024;
 constexpr int kMaxPieces = 128;         // four for each lane of a warp
-constexpr int kMostBytes = 128 * 1024;  // of a piece, where there may be more of them
-constexpr int kAtOnce = 2;              // leaves that a warp has in registers
+constexpr int kMostBytes = 128 * 1024;  // per piece, unless there would be too many pieces
+constexpr int kAtOnce = 2;              // leaves in a warp's registers
 
 struct Plan {
   int group_channels = 0;
-  // Of a pixel.
+  // Per pixel.
   int vectors = 0;
   FastDivmod tiles;
-  int leaves = 0, pieces = 0;  // of a piece, a power of two; of an image
+  int leaves = 0, pieces = 0;  // per piece, a power of two; per image
   int leaf_stride = 0;         // Sums of a leaf: odd, so that leaves lie in different banks
-  float count_inverse = 0;     // of the elements of a group
+  float count_inverse = 0;     // 1 / elements of a group
   SumTree tree;
 };
 
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   extern __shared__ __align__(16) unsigned char pieces_shared[];
   auto* const leaves = reinterpret_cast<Sums*>(pieces_shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_quad = lane % kQuad;
-  // From the last image on, which the convolution before left in the L2. What comes next begins
+  // In reverse order: the previous convolution left the last image in L2. The next kernel begins
   // with the first one.
   const int piece = gridDim.x - 1 - blockIdx.x, of_launch = gridDim.y - 1 - blockIdx.y;
   const int image = first_image + of_launch;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 4)
             });
   if (!IsLast(arrived + of_launch, plan.pieces)) return;
 
-  auto* const statistics = reinterpret_cast<Statistics*>(pieces_shared);  // of groups
+  auto* const statistics = reinterpret_cast<Statistics*>(pieces_shared);  // by group
   SumBlocks(plan.tree, of_image, plan.pieces, norm.groups, warp, kWarps, lane,
             [&](const Sums& sums, int group, int part) {
               if (part == 0) statistics[group] = StatisticsOf(sums, plan.count_inverse, norm.eps);
@@ -117,7 +117,7 @@ Kernel* KernelOf(const Plan& plan) {
 int SharedBytes(const Plan& plan) {
   return plan.leaves * plan.leaf_stride * static_cast<int>(sizeof(Sums));
 }
-size_t NodeBytes(const GroupNormLaunch& norm, const Plan& plan) {  // of an image
+size_t NodeBytes(const GroupNormLaunch& norm, const Plan& plan) {  // per image
   return sizeof(Sums) * plan.pieces * norm.groups;
 }
 
@@ -151,7 +151,7 @@ bool SuitsGroupNormPieces(const NormLayer& norm) {
   return plan.pieces <= kMaxPieces && SharedBytes(plan) <= kMaxSharedBytes;
 }
 
-/// As measured: what fills the device several times with pieces.
+/// As measured: batches whose pieces fill the device several times.
 bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
   constexpr int64_t kMuchBytes = 18 << 20;
   if (!SuitsGroupNormCluster(norm, queue)) return true;

@@ -4,9 +4,8 @@
 //
 // Policy. A work tile is a slice of an image, of whole groups. A team of CTAs takes one work tile
 // after another; each CTA holds its pixels of it in shared memory, in chunks that TMA loads and
-// stores. The warps of a CTA are specialised, so that chunks of one work tile arrive and are
-// reduced while those of the preceding one are normalised and stored, and the exchange between CTAs
-// is hidden:
+// stores. The warps of a CTA are specialised: chunks of one work tile are loaded and reduced while
+// those of the previous one are normalised and stored. This hides the exchange between CTAs.
 //
 //   producer      loads chunks as stages become free, and stores them
 //   reducers      sum leaves as chunks arrive, and publish the CTA's sums of a work tile
@@ -15,30 +14,28 @@
 //
 //   memory ──▶ full ──▶ reducers ──▶ sums_full ──▶ factor warps ──▶ ready ──▶ normalisers ──▶ done
 //
-// Teams. Up to sixteen CTAs are a cluster and exchange sums by st.async. Larger teams exchange them
-// exchange through global memory, which takes longer; the launch is cooperative, so that all CTAs
-// are resident.
+// Teams. Up to sixteen CTAs are a cluster and exchange sums by st.async. Larger teams exchange sums
+// through global memory, which is slower; the launch is cooperative, so that all CTAs are resident.
 //
 // Shared memory. A row is a piece of a pixel's channels. Four neighbouring pixels must lie in
-// different banks: rows are padded by TMA, or, where the exchange is long and much must be
-// buffered, swizzled in pieces of 64 channels.
+// different banks: rows are padded by TMA. If the exchange is long and much must be buffered, they
+// are swizzled instead, in pieces of 64 channels.
 //
 // Tagged sums. In global memory a CTA publishes its sums of a group as 16 bytes, written and read
-// at once, together with the number of the launch, which the last CTA increments, and of the work
+// in one access, with the number of the launch, which the last CTA increments, and of the work
 // tile. So nothing has to be cleared and no fence is needed; a fence would wait for all other
 // stores of the SM. The reducers publish and the factor warps poll: one kind of warp for both was
 // slower.
 //
-// Ring lengths. The chunks in a CTA belong to at most `ahead` work tiles, from the one being
-// reduced on. When a CTA has reduced work tile u, its normalisers are done with u − ahead. For
-// that, all CTAs had published its sums, so they have normalised u − 2 · ahead and no longer need
-// its sums. Hence the lengths of the rings of tagged sums, of sums that other CTAs write, and of
-// factors; none needs an "empty" barrier.
+// Ring lengths. The chunks in a CTA belong to at most `ahead` work tiles, of which the last is
+// being reduced. When a CTA has reduced work tile u, its normalisers are done with u − ahead. So
+// all CTAs had published the sums of u − ahead; hence they have normalised u − 2 · ahead and no
+// longer need its sums. This gives the lengths of the rings of tagged sums, of sums that other CTAs
+// write, and of factors; none needs an "empty" barrier.
 
 #include <algorithm>
 #include <limits>
 #include <map>
-#include <mutex>
 #include <numeric>
 #include <type_traits>
 #include <utility>
@@ -48,27 +45,28 @@
 #include "engine/backend/cuda/group_norm.cuh"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/tensor_map.h"
+#include "engine/core/mutex.h"
 
 namespace denoised::cuda {
 namespace {
 
 constexpr int kMaxThreads = 896;
-constexpr int kSharedBytes = 227 * 1024;  // of a CTA that has an SM to itself
+constexpr int kSharedBytes = 227 * 1024;  // per CTA, which has an SM to itself
 constexpr int kMaxStages = 32;
 constexpr int kMaxAhead = 8;
 constexpr int kAtOnce = 2;  // leaves of a reducer, vectors of a normaliser, in registers
-constexpr int kLaneLeaves = 4, kRunsAtOnce = 4;            // leaves that it then adds, runs of each
+constexpr int kLaneLeaves = 4, kRunsAtOnce = 4;            // leaves that a lane adds, runs of each
 constexpr int kMostReducers = 384, kFewNormalisers = 160;  // as measured, like the sizes of chunks
 constexpr int kFewChunkBytes = 8192, kMostChunkBytes = 24 * 1024;
-// Loads in flight per CTA, in whole chunks. With less, memory is slower; with more it is no faster,
-// and the exchange of sums takes longer.
+// Loads in flight per CTA, in whole chunks. With fewer, memory is slower; with more, it is no
+// faster and the exchange of sums takes longer.
 constexpr int kFewInFlightBytes = 44 * 1024;
-constexpr int kSectorBytes = 32;                          // of the L2
-constexpr int kMaxBoxChannels = 256;                      // TMA's
+constexpr int kSectorBytes = 32;                          // of L2
+constexpr int kMaxBoxChannels = 256;                      // TMA's limit
 constexpr int kSwizzledChannels = 64, kSwizzledRows = 8;  // of CU_TENSOR_MAP_SWIZZLE_128B
 constexpr int kMaxTeam = 128;                             // blocks
 constexpr int kSumsPerThread = 8;                         // tagged sums that a thread polls
-// Polling earlier finds nothing, and delays the stores of others.
+// Earlier polls find nothing and delay the stores of other CTAs.
 constexpr unsigned kExchangeNs = 400;
 static_assert(kMaxTeam <= kSumsPerThread * kMaxCluster, "nodes");
 
@@ -78,34 +76,35 @@ constexpr int kProducers = 32, kFactorThreads = 256;
 struct Plan {
   FastDivmod group_channels;
   int slice_groups = 0, slice_channels = 0;
-  FastDivmod slices;                   // of an image
+  FastDivmod slices;                   // per image
   int tiles = 0;                       // images · slices
-  int piece_channels = 0, pieces = 0;  // of a slice
-  int pieces1 = 0;                     // of all that the first source has
+  int piece_channels = 0, pieces = 0;  // per piece; per slice
+  int pieces1 = 0;                     // of all channels of the first source
   bool swizzled = false;
-  int pitch = 0;                        // bytes from a row to the next
-  int vectors = 0;                      // of a pixel of a slice
-  int leaf_lines = 0, pixel_lines = 0;  // leaves, pixels that reducers, normalisers take at a time
-  int reducers = 0, normalisers = 0;    // threads, in whole warps
-  int chunk_pixels = 0, chunks = 0;     // of a CTA's part of a work tile
-  int in_flight = 0;                    // chunks being loaded at a time
-  int stages = 0;                       // chunks in shared memory
-  int ahead = 0;                        // work tiles that these belong to
-  int sum_slots = 0;                    // slots of sums: 2 · ahead where other CTAs write
-  int leaves = 0;                       // of a block
-  int blocks = 0;                       // CTAs of a team: those of a slice
-  bool cluster = false;                 // the team is a cluster, or a single CTA
-  int nodes = 0;                        // sums of a group that a factor thread adds: of CTAs, or of
-                                        // kSumsPerThread CTAs whose sums came through global memory
-  float count_inverse = 0;              // of the elements of a group
-  int leaf_bits = 0, lane_leaves = 0;   // 2^bits lanes add up a group's leaves, so many each
+  int pitch = 0;                       // bytes from a row to the next
+  int vectors = 0;                     // per pixel of a slice
+  int leaf_lines = 0;                  // leaves that the reducers take at a time
+  int pixel_lines = 0;                 // pixels that the normalisers take at a time
+  int reducers = 0, normalisers = 0;   // threads, in whole warps
+  int chunk_pixels = 0, chunks = 0;    // per chunk; per CTA and work tile
+  int in_flight = 0;                   // chunks being loaded at a time
+  int stages = 0;                      // chunks in shared memory
+  int ahead = 0;                       // work tiles that these belong to
+  int sum_slots = 0;                   // slots of sums: 2 · ahead if other CTAs write
+  int leaves = 0;                      // per block
+  int blocks = 0;                      // CTAs per team: those of a slice
+  bool cluster = false;                // the team is a cluster, or a single CTA
+  int nodes = 0;                       // sums of a group that a factor thread adds: of CTAs, or of
+                                       // kSumsPerThread CTAs whose sums came through global memory
+  float count_inverse = 0;             // 1 / elements of a group
+  int leaf_bits = 0, lane_leaves = 0;  // 2^bits lanes add a group's leaves, lane_leaves each
 };
 
 struct Maps {
   CUtensorMap x, x2, out;
 };
 
-/// The pieces of a block's shared memory, in bytes from its beginning, where the barriers are.
+/// Offsets in a block's shared memory, in bytes. The barriers are at the beginning.
 struct Layout {
   int chunk_bytes;
   int leaf_stride;  // Sums of a leaf: odd, so that leaves lie in different banks
@@ -115,7 +114,7 @@ struct Layout {
       : chunk_bytes(plan.pieces * plan.chunk_pixels * plan.pitch),
         leaf_stride(plan.slice_channels / run | 1),
         chunks(1024),
-        leaves(chunks + plan.stages * chunk_bytes),  // and one that idle lanes write
+        leaves(chunks + plan.stages * chunk_bytes),  // with one more, which idle lanes write
         sums(leaves + (plan.leaves + 1) * leaf_stride * static_cast<int>(sizeof(Sums))),
         affines((sums +
                  plan.sum_slots * plan.nodes * plan.slice_groups * static_cast<int>(sizeof(Sums)) +
@@ -132,7 +131,7 @@ struct TaggedSums {
   uint32_t launch, tile;
 };
 static_assert(sizeof(TaggedSums) == 16);
-/// One 128-bit access: a reader sees all of a write or nothing of it.
+/// One 128-bit access, so a reader sees a whole write or none of it.
 __device__ inline void StoreTagged(TaggedSums* to, const TaggedSums& word) {
   asm volatile(
       "{\n.reg .b64 low, high;\n.reg .b128 word;\nmov.b64 low, {%1, %2};\nmov.b64 high, {%3, %4};\n"
@@ -150,14 +149,14 @@ __device__ inline TaggedSums LoadTagged(const TaggedSums* from) {
       : "memory");
   return word;
 }
-/// The beginning of GroupNormLaunch::flags, in a line of the L2 of its own. TaggedSums [CTAs][2 ·
+/// The beginning of GroupNormLaunch::flags, in its own L2 line. TaggedSums [CTAs][2 ·
 /// ahead][slice_groups] follow.
 struct alignas(256) LaunchCounter {
-  uint32_t launches;  // that have ended
-  uint32_t done;      // blocks of the present one
+  uint32_t launches;  // number of launches that have ended
+  uint32_t done;      // finished blocks of the current one
 };
 
-/// As a binary tree.
+/// Adds as a binary tree.
 template <int kCount>
 __device__ inline Sums AddUp(Sums (&sums)[kCount]) {
 #pragma unroll
@@ -177,7 +176,7 @@ struct Place {
   }
 };
 
-/// A CTA, and what its warps do. kRun: as in group_norm_cluster.cu.
+/// A CTA and the work of its warps. kRun: as in group_norm_cluster.cu.
 template <int kRun>
 struct Block {
   static constexpr int kRuns = kVector / kRun;
@@ -193,7 +192,7 @@ struct Block {
   Sums* sums;                   // [sum_slots][nodes][slice_groups]
   Affine* affines;  // [ahead + 1][kVector / 2][vectors][2], by lanes that read 16 bytes each
   int lane;
-  LaunchCounter* counter;  // of teams that are no cluster
+  LaunchCounter* counter;  // of teams that are not a cluster
   uint32_t launch = 0;     // its number, not zero
   int rank;                // in the team
   int first_tile, step;    // the team's work tiles
@@ -221,7 +220,7 @@ struct Block {
         begin(rank * plan.leaves * kLeafPixels) {}
 
   __device__ bool InCluster() const { return plan.cluster && plan.blocks > 1; }
-  /// From the last image on, which the convolution before left in the L2.
+  /// In reverse order: the previous convolution left the last image in L2.
   __device__ int ImageOf(int tile) const { return norm.images - 1 - tile / plan.slices; }
   __device__ int ChannelOf(int tile) const { return tile % plan.slices * plan.slice_channels; }
   __device__ int TileSums() const { return plan.nodes * plan.slice_groups; }
@@ -231,7 +230,7 @@ struct Block {
     return reinterpret_cast<TaggedSums*>(counter + 1) +
            (block * 2 * plan.ahead + slot) * plan.slice_groups;
   }
-  /// Of a vector in a chunk, in bytes.
+  /// Offset of a vector in a chunk, in bytes.
   __device__ int PlaceOf(int pixel, int vector) const {
     const int piece_vectors = plan.piece_channels / kVector;
     const int row = vector / piece_vectors * plan.chunk_pixels + pixel;
@@ -239,7 +238,7 @@ struct Block {
     return row * plan.pitch + (plan.swizzled ? in_row ^ row % kSwizzledRows : in_row) * 16;
   }
 
-  /// By one thread, before any other uses them.
+  /// Called by one thread, before any other uses the barriers.
   __device__ void InitBarriers() const {
     for (int i = 0; i < plan.stages; ++i) {
       InitBarrier(full + i, 1);
@@ -257,7 +256,8 @@ struct Block {
     ArriveExpectTx(sums_full + slot, TileSums() * static_cast<int>(sizeof(Sums)));
   }
 
-  /// The producer: one thread, so what changes per work tile only is computed once for each.
+  /// The producer is one thread, so values that change per work tile are computed once per work
+  /// tile.
   __device__ void Copy() const {
     struct Chunk {
       int tile, chunk, pixel, image, first_piece;
@@ -297,7 +297,7 @@ struct Block {
       ArriveExpectTx(barrier, layout.chunk_bytes);
       each_piece(in, [&](void* to, int piece, int pixel, int image) {
         const bool first = piece < plan.pieces1;
-        // Slices share lines of the L2, which must stay until all have read them.
+        // Slices share L2 lines, which must stay until all slices have read them.
         TmaLoadWithHint<kEvictLast>(to, first ? &maps.x : &maps.x2, barrier, 0,
                                     first ? piece : piece - plan.pieces1, pixel, image);
       });
@@ -363,7 +363,7 @@ struct Block {
     return AddUp(of_quads);
   }
 
-  // In each of the following `thread` counts within its kind.
+  // In each of the following, `thread` counts the threads of one kind.
 
   __device__ void MakeFactors(int thread) const {
     Place slot, sum_slot, affine_slot;
@@ -405,7 +405,7 @@ struct Block {
     }
     if (!plan.cluster && thread == 0) CountLaunch();
   }
-  /// Every CTA has read `launch` before the last one is done.
+  /// Every CTA reads `launch` before the last one is done.
   __device__ void CountLaunch() const {
     if (atomicAdd(&counter->done, 1) != gridDim.x * gridDim.y - 1) return;
     counter->done = 0;
@@ -414,8 +414,8 @@ struct Block {
 
   __device__ void Sum(int thread) const {
     const int in_quad = thread % kQuad;
-    // In swizzled rows neighbouring quads take vectors that are four apart, so that the four rows
-    // that eight lanes read lie in different banks.
+    // In swizzled rows, neighbouring quads take vectors that are four apart, so that the four rows
+    // read by eight lanes lie in different banks.
     const int quad = thread / kQuad % plan.vectors;
     const int vector = plan.swizzled ? quad / 8 * 8 + quad % 2 * 4 + quad % 8 / 2 : quad;
     const bool idle = thread / kQuad / plan.vectors >= plan.leaf_lines;  // only fills the last warp
@@ -452,7 +452,7 @@ struct Block {
                 leaves + vector * kRuns +
                 (idle ? plan.leaves : chunk * chunk_leaves + leaf) * layout.leaf_stride;
             SumLeaf<kRun>(kept[l], lane, [&](int r, Sums of_run) {
-              // Computed by all lanes, without a branch.
+              // Computed by all lanes, to avoid a branch.
               asm volatile("" : "+f"(of_run.x), "+f"(of_run.squares));
               if (holds) {
                 *reinterpret_cast<float2*>(to + r) = make_float2(of_run.x, of_run.squares);
@@ -487,8 +487,8 @@ struct Block {
     }
   }
 
-  /// The leaves of a group that a lane adds, over runs in their order: as in SumLeaves(), but loads
-  /// do not wait for sums, and few runs take few instructions.
+  /// Adds a lane's leaves of a group, over runs in order, as SumLeaves() does. But loads do not
+  /// wait for sums, and few runs take few instructions.
   __device__ void SumOfLane(int group, int part, Sums (&lanes)[kLaneLeaves]) const {
     int runs = plan.group_channels.value / kRun;
     const Sums* at = leaves + part * plan.lane_leaves * layout.leaf_stride + group * runs;
@@ -584,7 +584,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
   WaitForPredecessors();
   if (!plan.cluster) block.launch = __ldcg(&block.counter->launches) + 1;
-  int thread = threadIdx.x;  // of its kind
+  int thread = threadIdx.x;  // counted within its kind
   if (thread < kProducers) {
     if (ElectOne()) block.Copy();
   } else if ((thread -= kProducers) < kFactorThreads) {
@@ -613,8 +613,8 @@ Kernel* KernelOf(const Plan& plan) {
 }
 
 bool HasSectors(int channels) { return channels * 2 % kSectorBytes == 0; }
-/// Bytes of a row of so many channels, padded so that four neighbouring rows lie in different
-/// banks. Rows that are no whole sectors are not padded, which TMA does slowly.
+/// Bytes of a row of `channels` channels, padded so that four neighbouring rows lie in different
+/// banks. Rows that are not whole sectors are not padded, because TMA does that slowly.
 int PitchOf(int channels) {
   int bytes = channels * 2;
   while (HasSectors(channels) && bytes % 64 != 32) bytes += 16;
@@ -651,7 +651,7 @@ Plan MakePlan(const NormLayer& norm, int slice_channels, int most_blocks, bool c
 
   plan.chunk_pixels = std::max(kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines);
   while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;
-  int pixels = plan.chunk_pixels;  // of a block
+  int pixels = plan.chunk_pixels;  // per block
   while (pixels * most_blocks < norm.pixels) pixels *= 2;
   plan.chunks = pixels / plan.chunk_pixels;
   plan.leaves = pixels / kLeafPixels;
@@ -698,9 +698,9 @@ Plan MakePlan(const NormLayer& norm, int slice_channels, int most_blocks, bool c
 /// A CTA's part of a work tile, in elements.
 int PartOf(const Plan& plan) { return plan.leaves * kLeafPixels * plan.slice_channels; }
 
-/// Whether the plan is possible and useful: rows that TMA moves fast (a single CTA has longer work
-/// tiles and was slow with rows of 96 bytes), work tiles that take longer than the exchange of
-/// sums, and room for nearly two of them.
+/// Whether the plan is possible and useful. It needs rows that TMA moves fast (a single CTA has
+/// longer work tiles and was slow with rows of 96 bytes), work tiles that take longer than the
+/// exchange of sums, and shared memory for nearly two of them.
 bool Suits(const Plan& plan) {
   const int kFewPieceChannels = plan.blocks == 1 ? 64 : 48;
   constexpr int kFewElements = 24 * 1024;
@@ -719,15 +719,15 @@ LaunchShape ShapeOf(const Plan& plan, int teams) {
           .cooperative = !plan.cluster};
 }
 
-/// Teams that are resident at a time, or 0. A CTA has an SM to itself, so the answer depends on the
-/// cluster size alone. The query is slow, so the answer is kept.
+/// Number of teams that are resident at one time, or 0. A CTA has an SM to itself, so it depends on
+/// the cluster size alone. The query is slow, so its result is cached.
 int TeamsOf(const Plan& plan) {
-  static std::mutex mutex;
+  static Mutex mutex;
   static std::map<std::pair<int, int>, int> known;  // clusters by device and blocks
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
   const int cluster = plan.cluster ? plan.blocks : 1;
-  const std::lock_guard lock(mutex);
+  MutexLock lock(&mutex);
   const auto [at, is_new] = known.try_emplace({device, cluster}, 0);
   if (is_new) {
     cudaLaunchAttribute attribute = {};
@@ -747,15 +747,15 @@ int TeamsOf(const Plan& plan) {
   return at->second * cluster / plan.blocks;
 }
 
-/// A plan, the number of teams, and of work tiles of the busiest team.
+/// A plan, the number of teams, and the number of work tiles of the busiest team.
 struct Choice {
   Plan plan;
   int teams = 0, tiles = 0;
 };
-/// The time of a team for so many work tiles, as elements that a CTA moves in it. During the first
-/// one nothing is stored, and during the last one nothing is loaded.
+/// The time of a team for `tiles` work tiles, measured in elements that a CTA moves. During the
+/// first one nothing is stored, and during the last one nothing is loaded.
 double CostOf(const Plan& plan, int tiles) {
-  constexpr int kTileElements = 2048;      // overhead of a work tile
+  constexpr int kTileElements = 2048;      // overhead per work tile
   constexpr double kSlowRows = 1.25;       // slices share sectors
   constexpr double kThroughGlobal = 1.25;  // exchange through global memory
   const double slower =
@@ -784,7 +784,7 @@ void ForEachPlan(const NormLayer& norm, const Take& take) {
     }
   }
 }
-/// The plan whose busiest team ends first; no teams where none suits.
+/// The plan whose busiest team ends first; no teams if no plan suits.
 Choice Choose(const GroupNormLaunch& norm) {
   Choice choice;
   double least = std::numeric_limits<double>::max();
@@ -824,9 +824,9 @@ bool SuitsGroupNormStream(const NormLayer& norm) {
   return suits;
 }
 
-/// As measured: where teams have at least three work tiles each, about equally many, of more than
-/// one CTA. Two are enough where group_norm_cluster.cu is slow: where a group's channels neither
-/// divide a vector nor are whole vectors.
+/// As measured: if teams have more than one CTA and at least three work tiles each, about equally
+/// many. Two are enough if a group's channels neither divide a vector nor are whole vectors,
+/// because group_norm_cluster.cu is slow then.
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormCluster(norm, queue)) return true;
   const auto [plan, teams, tiles] = Choose(norm);

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-/// The instructions of compute capability 9.0, one function each: TMA, mbarriers, wgmma, clusters
-/// and distributed shared memory. See the PTX ISA, 9.7.
+/// Instructions of compute capability 9.0, one function each: TMA, mbarriers, wgmma, clusters and
+/// distributed shared memory. See the PTX ISA, 9.7.
 
 namespace denoised::cuda {
 
@@ -14,8 +14,8 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// True in one thread of the calling warp, always the same one. Use it directly as a condition: if
-/// it goes through a variable, the compiler no longer knows that a single thread runs, and loops
+/// True in one thread of the calling warp, always the same one. Use it directly as a condition. If
+/// it is stored in a variable, the compiler no longer knows that a single thread runs, and loops
 /// over all lanes.
 __device__ inline bool ElectOne() {
   uint32_t elected;
@@ -43,8 +43,8 @@ __device__ inline void ArriveExpectTx(uint64_t* barrier, uint32_t bytes) {
 __device__ inline void Arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
-/// Arrives on the same barrier of another CTA of the cluster. Orders only this thread's finished
-/// reads: a release at cluster scope would wait for all of its stores.
+/// Arrives on the same barrier of another CTA of the cluster. Orders only this thread's completed
+/// reads; a release at cluster scope would wait for all of its stores.
 __device__ inline void ArriveAt(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -68,7 +68,7 @@ __device__ inline uint32_t ClusterRank() {
 #if __CUDA_ARCH__ >= 900
   return __clusterRelativeBlockRank();
 #else
-  return 0;  // compiled for other architectures, too, but never called there
+  return 0;  // also compiled for other architectures, but never called there
 #endif
 }
 /// All threads of the cluster arrive. After WaitForCluster() their earlier writes are visible.
@@ -105,7 +105,7 @@ __device__ inline void StoreAsync(uint32_t address, uint32_t barrier, const floa
       "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
 }
-/// Wait() for what other CTAs stored.
+/// Wait() for stores of other CTAs.
 __device__ inline void WaitForStores(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -129,8 +129,8 @@ __device__ inline void TmaLoad(void* to, const CUtensorMap* map, uint64_t* barri
       "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-/// The same, multicast to the same address in every CTA of the cluster that `blocks` has a bit for;
-/// each CTA's own barrier counts the bytes.
+/// The same, multicast to the same address in every CTA of the cluster whose bit is set in
+/// `blocks`; each CTA's own barrier counts the bytes.
 __device__ inline void TmaLoadMulticast(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
                                         int c1, int c2, int c3, uint16_t blocks) {
   asm volatile(
@@ -139,7 +139,7 @@ __device__ inline void TmaLoadMulticast(void* to, const CUtensorMap* map, uint64
       "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
-/// L2 cache hints, as createpolicy makes them for all of a copy.
+/// L2 cache hints, as createpolicy returns them for whole copies.
 constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
 /// TmaLoad() with such a hint.
 template <uint64_t kPolicy>
@@ -151,14 +151,14 @@ __device__ inline void TmaLoadWithHint(void* to, const CUtensorMap* map, uint64_
       "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(kPolicy)
       : "memory");
 }
-/// TmaLoad() of weights, evict first: they are read once an evaluation.
+/// TmaLoad() of weights, evict first: they are read once per evaluation.
 __device__ inline void TmaLoadWeights(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
                                       int c1, int c2, int c3) {
   TmaLoadWithHint<kEvictFirst>(to, map, barrier, c0, c1, c2, c3);
 }
-/// im2col: channels from `channel` on of consecutive pixels of [images, height, width, channels],
-/// the first one at (image, y, x) plus (offset_y, offset_x): one tap of a convolution for
-/// consecutive outputs.
+/// im2col: one tap of a convolution for consecutive outputs. Loads channels, starting at `channel`,
+/// of consecutive pixels of [images, height, width, channels], the first one at (image, y, x) plus
+/// (offset_y, offset_x).
 __device__ inline void TmaLoadIm2col(void* to, const CUtensorMap* map, uint64_t* barrier,
                                      int channel, int x, int y, int image, uint16_t offset_x,
                                      uint16_t offset_y) {
@@ -201,7 +201,7 @@ __device__ inline void TmaStoreCommit() {
 __device__ inline void TmaStoreWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-/// Between ordinary stores to shared memory and the async proxy (TMA, wgmma).
+/// Orders ordinary stores to shared memory before the async proxy (TMA, wgmma).
 __device__ inline void FenceProxyAsync() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -229,11 +229,11 @@ __device__ inline void IncreaseRegisters() {
 }
 
 // Matrix products of a warpgroup: [64, 16] × [N, 16]ᵀ added to [64, N] in registers. Thread t of
-// the warpgroup holds rows 16·(t/32) + t%32/4 (+ 8) and of every eight columns 2·(t%4) and the
-// next: d[4·j + 2·h + i] is row + 8·h, column 8·j + 2·(t%4) + i.
+// the warpgroup holds two rows, row = 16·(t/32) + t%32/4 and row + 8, and two of every eight
+// columns: d[4·j + 2·h + i] is row + 8·h, column 8·j + 2·(t%4) + i.
 
-/// bf16, rows of 64 elements (128 bytes) as TMA lays them with 128-byte swizzle, the
-/// first one at a multiple of 1024 bytes. A step of 16 elements along k adds 2.
+/// Descriptor of a bf16 matrix with rows of 64 elements (128 bytes) in TMA's 128-byte swizzle, the
+/// first at a multiple of 1024 bytes. For each 16 elements along k, add 2.
 __device__ inline uint64_t MatrixDescriptor(const void* tile) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = uint64_t{1024 >> 4}
@@ -241,16 +241,16 @@ __device__ inline uint64_t MatrixDescriptor(const void* tile) {
   constexpr uint64_t kUnused = uint64_t{1} << 16;
   return kSwizzle128 | kEightRows | kUnused | ((SharedAddress(tile) & 0x3ffff) >> 4);
 }
-/// Before the first product that reads registers or shared memory written by this thread.
+/// Call before the first product that reads registers or shared memory written by this thread.
 __device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-/// Keeps the compiler from moving computations on accumulators across this point: it does not know
+/// Keeps the compiler from moving computations on accumulators across this point. It does not know
 /// that a wgmma reads and writes them later than its place in the code.
 template <int kCount>
 __device__ inline void PinAccumulators(float (&accumulators)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accumulators[i])::"memory");
 }
-/// Accumulators that the next wgmma overwrites: any value.
+/// Declares accumulators that the next wgmma overwrites, so they need no value.
 template <int kCount>
 __device__ inline void AnyAccumulators(float (&accumulators)[kCount]) {
 #pragma unroll
@@ -297,7 +297,7 @@ __device__ inline void WgmmaWait() {
   DENOISED_SUMS_16(d, i), "+f"(d[i + 16]), "+f"(d[i + 17]), "+f"(d[i + 18]), "+f"(d[i + 19])
 #define DENOISED_SUMS_40(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_8(d, i + 32)
 #define DENOISED_SUMS_48(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_16(d, i + 32)
-/// n outputs, r = n / 2 registers; a and b are the numbers of the operands after those.
+/// n outputs, r = n / 2 registers; a and b: the numbers of the asm operands after those.
 #define DENOISED_WGMMA(n, r, a, b)                                                              \
   __device__ inline void Wgmma(float(&d)[r], uint64_t x, uint64_t weight) {                     \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \
@@ -314,8 +314,8 @@ DENOISED_WGMMA(160, 80, 80, 81)
 DENOISED_WGMMA(192, 96, 96, 97)
 DENOISED_WGMMA(256, 128, 128, 129)
 
-/// The same with the choice not to accumulate: the first of a sum then needs no zeros. y is [n,
-/// 16], p the number of the operand after x and y.
+/// The same with a predicate that disables accumulation, so that the first product of a sum needs
+/// no zeros. y is [n, 16]; p: the number of the asm operand after x and y.
 #define DENOISED_WGMMA_FROM_ZERO(n, r, a, b, p)                                                 \
   __device__ inline void Wgmma(float(&d)[r], uint64_t x, uint64_t y, bool add) {                \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #p                                    \
@@ -333,7 +333,7 @@ DENOISED_WGMMA_FROM_ZERO(128, 64, 64, 65, 66)
 DENOISED_WGMMA_FROM_ZERO(160, 80, 80, 81, 82)
 DENOISED_WGMMA_FROM_ZERO(192, 96, 96, 97, 98)
 
-/// Both from shared memory with m and n innermost, by their TransposedDescriptors.
+/// Both operands from shared memory with m and n innermost, by TransposedDescriptor().
 __device__ inline void WgmmaTransposed(float (&d)[96], uint64_t x, uint64_t y, bool add) {
   asm volatile(
       "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"
@@ -343,7 +343,7 @@ __device__ inline void WgmmaTransposed(float (&d)[96], uint64_t x, uint64_t y, b
       : "l"(x), "l"(y), "r"(static_cast<int>(add)));
 }
 
-/// x from registers, in the layout of accumulators, two to a word.
+/// x from registers, in the layout of accumulators, two per word.
 #define DENOISED_WGMMA_REGISTERS_FROM_ZERO(n, r, x0, x1, x2, x3, b, p)                          \
   __device__ inline void Wgmma(float(&d)[r], const uint32_t* x, uint64_t y, bool add) {         \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #p                                    \
@@ -356,7 +356,7 @@ __device__ inline void WgmmaTransposed(float (&d)[96], uint64_t x, uint64_t y, b
   }
 DENOISED_WGMMA_REGISTERS_FROM_ZERO(64, 32, 32, 33, 34, 35, 36, 37)
 
-/// The same; y [16, n] with n innermost, by its TransposedDescriptor.
+/// The same; y is [16, n] with n innermost, by TransposedDescriptor().
 #define DENOISED_WGMMA_REGISTERS(n, r, x0, x1, x2, x3, y0)                                      \
   __device__ inline void Wgmma(float(&d)[r], const uint32_t* x, uint64_t y) {                   \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \
@@ -371,8 +371,8 @@ DENOISED_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68)
 DENOISED_WGMMA_REGISTERS(160, 80, 80, 81, 82, 83, 84)
 DENOISED_WGMMA_REGISTERS(256, 128, 128, 129, 130, 131, 132)
 
-/// Of bf16 [16, n] with n innermost: 64 columns are rows of 128 bytes, as TMA lays them
-/// with 128-byte swizzle, and the next 64 lie `next_columns` bytes on. A step of 16 rows adds 128.
+/// Descriptor of bf16 [16, n] with n innermost: 64 columns are rows of 128 bytes in TMA's 128-byte
+/// swizzle, and the next 64 columns are `next_columns` bytes further. For each 16 rows, add 128.
 __device__ inline uint64_t TransposedDescriptor(const void* tile, uint32_t next_columns) {
   return MatrixDescriptor(tile) - (uint64_t{1} << 16) + (uint64_t{next_columns >> 4} << 16);
 }
@@ -383,7 +383,7 @@ __device__ inline void HoldRegisters(float (&d)[kRegisters]) {
   for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Named barriers, by number; 0 is __syncthreads'. Whole warps arrive or wait.
+// Named barriers, by number; 0 is __syncthreads(). Whole warps arrive or wait.
 
 __device__ inline void NamedBarrierSync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

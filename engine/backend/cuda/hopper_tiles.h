@@ -4,53 +4,53 @@
 #include <cstdint>
 #include <iterator>
 
-/// The CTA tiles of Hopper's convolutions. kTiles is the only place that knows a tile: kernels,
-/// shared memory, launches, candidates, their names and their expected times all follow from its
+/// The CTA tiles of Hopper's convolutions. kTiles is the only place that defines a tile: kernels,
+/// shared memory, launches, candidates, their names and their expected times are derived from its
 /// rows. To add a tile, add a row.
 
 namespace denoised::cuda {
 
-/// How a tile's pixels come into shared memory.
+/// How a tile's pixels are loaded into shared memory.
 enum class Loader : uint8_t {
-  kIm2col,    // conv2d_sm90.cu: the pixels under one tap for each step; any layer
-  kHaloTile,  // conv3x3_sm90.cu: the pixels under all taps at once; what SuitsHaloTile()
+  kIm2col,    // conv2d_sm90.cu: in each step the pixels at one tap; any layer
+  kHaloTile,  // conv3x3_sm90.cu: the pixels at all taps at once; layers that SuitsHaloTile()
 };
 
 enum class Schedule : uint8_t {
   kCooperative,    // persistent; the consumer warpgroups share a tile
-  kPingPong,       // persistent; each consumer warpgroup has a tile of its own
+  kPingPong,       // persistent; each consumer warpgroup has its own tile
   kClusterSplitK,  // not persistent, for few pixels: conv64x64_sm90.cu, with either loader
 };
 
-/// Who adds up several splits of k, and with them the steps of a shortcut.
+/// Where the splits of k, and the steps of a shortcut, are added.
 enum class SplitK : uint8_t {
-  kNone,     // nobody: one split
-  kCta,      // a CTA has all splits
-  kCluster,  // a CTA, or the CTAs of a cluster; with kCooperative two CTAs, one split each
+  kNone,     // nowhere: there is one split
+  kCta,      // one CTA has all splits
+  kCluster,  // in a CTA or a cluster; with kCooperative two CTAs, one split each
 };
 
 struct HopperKernelSpec {
   int stages = 0;                  // of the pipeline; kClusterSplitK: at most
-  int consumers = 0, threads = 0;  // warpgroups that multiply; threads of a CTA
-  /// A thread's after setmaxnreg, where the kernel is persistent. producer_registers: of all
-  /// threads that do not multiply.
+  int consumers = 0, threads = 0;  // consumer warpgroups; threads per CTA
+  /// Per thread after setmaxnreg, if the kernel is persistent. producer_registers: of all threads
+  /// that are not consumers.
   int consumer_registers = 0, producer_registers = 0;
   // kHaloTile:
-  int epilogue_buffers = 0;  // of each consumer, for a subtile each
-  int lag = 0;               // kCooperative: steps by which the second consumer starts late
+  int epilogue_buffers = 0;  // per consumer, one subtile each
+  int lag = 0;               // kCooperative: steps by which the second consumer starts later
 };
 
 /// Microseconds, fitted to the layers of our models on an H200.
 struct HopperTileCost {
   struct Launch {
-    double launch = 0, step = 0, finish = 0;  // a launch; a step along k and the epilogue of a tile
+    double launch = 0, step = 0, finish = 0;  // a launch; a tile's step along k and its epilogue
     double busy = 1;  // factor of a step with more than kFewWaves waves: narrow tiles need more
                       // bandwidth and power
   };
   Launch single;
   Launch multicast;  // kIm2col: in clusters of two that multicast weights; empty: not a candidate
   double fold = 0;   // adding one more split
-  double alone = 1;  // kClusterSplitK: factor of a step of a CTA that has an SM to itself
+  double alone = 1;  // kClusterSplitK: factor of a step if a CTA has an SM to itself
 
   constexpr bool Multicasts() const { return multicast.launch > 0; }
 };
@@ -66,7 +66,7 @@ struct HopperTileSpec {
   constexpr bool IsPersistent() const { return schedule != Schedule::kClusterSplitK; }
   /// Whether the tile can normalise its input (Conv2dLaunch::input_factors).
   constexpr bool FusesInputNorm() const {
-    constexpr int kRegisters = 72;  // which normalising needs
+    constexpr int kRegisters = 72;  // needed to normalise
     return loader == Loader::kHaloTile &&
            (!IsPersistent() || kernel.producer_registers >= kRegisters);
   }

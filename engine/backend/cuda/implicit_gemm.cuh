@@ -4,13 +4,13 @@
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/fast_divmod.h"
 
-/// What the convolution kernels share: where an element of the implicit matrix lies in memory, and
-/// what happens to an output tile. Row m of the matrix is an output pixel, column k one input that
-/// it sees, in the order (kh, kw, channel), the channels of x before those of x2.
+/// Shared by the convolution kernels: addresses of the implicit im2col matrix, and the epilogue of
+/// an output tile. Row m of the matrix is an output pixel, column k one input of its window, in the
+/// order (kh, kw, channel), the channels of x before those of x2.
 ///
-/// In an image that is doubled by nearest neighbour, several taps of a 3×3 window see the same
+/// In an image that is doubled by nearest neighbour, several taps of a 3×3 window read the same
 /// input pixel. So outputs have four phases, by the parities of their rows and columns. Each phase
-/// is a 2×2 convolution of the input before doubling; its taps are sums of the 3×3 taps that see
+/// is a 2×2 convolution of the input before doubling; its taps are sums of the 3×3 taps that read
 /// the same pixel (pack_weight.cu).
 
 namespace denoised::cuda {
@@ -23,7 +23,7 @@ __host__ __device__ inline int PhasesOf(const Conv2dLaunch& conv) {
 __host__ __device__ inline int EdgeTaps(const Conv2dLaunch& conv) {
   return conv.upsample2x ? 2 : conv.kernel;
 }
-/// Pixels of a phase of an image, and of a row of it.
+/// Number of pixels in a phase of an image, and in a row of it.
 struct Plane {
   FastDivmod pixels, width;
 };
@@ -41,14 +41,14 @@ __device__ inline PlanePixel PixelOf(const Plane& plane, int m) {
   const int pixel = m % plane.pixels;
   return {m / plane.pixels, pixel / plane.width, pixel % plane.width};
 }
-/// The output that it is.
+/// Its output pixel.
 __device__ inline int OutputOf(const Conv2dLaunch& conv, const PlanePixel& at, int phase) {
   const int y = conv.upsample2x ? 2 * at.y + phase / 2 : at.y;
   const int x = conv.upsample2x ? 2 * at.x + phase % 2 : at.x;
   return (at.image * conv.out_height + y) * conv.out_width + x;
 }
 
-/// Where the window of a pixel of a phase begins.
+/// The first pixel of a window.
 struct Window {
   int image_pixel;  // first pixel of its image
   int y, x;         // top left
@@ -83,7 +83,7 @@ __device__ inline int PixelAt(const Conv2dLaunch& conv, const Window& window, co
   return inside ? window.image_pixel + y * conv.width + x : -1;
 }
 
-/// Eight inputs from `tap` on, for any number of channels: they may straddle taps and sources.
+/// Eight inputs, starting at `tap`, for any number of channels: they may span taps and sources.
 __device__ inline void GatherInputs(const Conv2dLaunch& conv, const Window& window, Tap tap,
                                     float (&v)[8]) {
 #pragma unroll
@@ -96,7 +96,7 @@ __device__ inline void GatherInputs(const Conv2dLaunch& conv, const Window& wind
   }
 }
 
-/// The same when both sources have a multiple of eight channels, 16-byte aligned.
+/// The same if both sources have a multiple of eight channels, 16-byte aligned.
 __device__ inline void LoadInputs(const Conv2dLaunch& conv, const Window& window, const Tap& tap,
                                   float (&v)[8]) {
   const int pixel = PixelAt(conv, window, tap);
@@ -162,7 +162,7 @@ __device__ inline void FinishTile(const Conv2dLaunch& conv, const Plane& plane, 
   }
 }
 
-/// Sources that 16-byte loads of eight channels can read.
+/// Whether 16-byte loads of eight channels can read the sources.
 inline bool HasVectorInputs(const ConvLayer& conv) {
   return conv.x.vector && conv.channels % 8 == 0 &&
          (conv.x2.data == nullptr || (conv.x2.vector && conv.channels2 % 8 == 0));

@@ -13,8 +13,7 @@
 #include "engine/core/step_plan.h"
 
 /// The kernels as plain functions of raw device pointers, sizes and a queue, without tensors. Each
-/// enqueues a launch and returns its error. The caller (cuda_backend.cc) has validated the
-/// arguments.
+/// enqueues a launch and returns its error. The caller (cuda_backend.cc) validates the arguments.
 ///
 /// Kernels compute each row of the batch in an order that depends on the row's shape alone: no
 /// float atomics, and no split of a reduction depends on the batch. See docs/kernels.md.
@@ -34,7 +33,7 @@ struct Rows {
 struct Queue {
   cudaStream_t stream = nullptr;
   int multiprocessors = 1;
-  bool hopper = false;            // compute capability 9.0, and its own kernels are wanted
+  bool hopper = false;            // compute capability 9.0, with generic kernels not requested
   bool dependent_launch = false;  // sm_90 and later: dependent_launch.h
 };
 
@@ -56,8 +55,8 @@ struct OutputNorm {
 
 /// Convolution, and linear as a 1×1 convolution over [M, 1, 1, K]:
 ///   out = act((conv(concat(x, x2)) + bias + add + residual + shortcut) · scale)
-/// A layer is all of a launch but the number of images. What decides bits takes a layer, and so
-/// cannot see that number.
+/// A layer is a launch without the number of images. Code that decides bits takes a layer, so it
+/// cannot depend on that number.
 struct ConvLayer {
   Rows x, x2;  // [images · height · width, channels] and channels2
   int channels = 0, channels2 = 0;
@@ -72,8 +71,8 @@ struct ConvLayer {
   const float* bias = nullptr;             // [outputs + kBiasPadding], or null
   int outputs = 0;
   /// The fused input norm: GroupNormLaunch::factors for SiLU, or null. The convolution's input is
-  /// then silu(2 · (concat(x, x2) · factor + offset)), rounded to bf16. For LaunchConv2dHopper and
-  /// what SuitsHaloTile().
+  /// then silu(2 · (concat(x, x2) · factor + offset)), rounded to bf16. For LaunchConv2dHopper, if
+  /// SuitsHaloTile().
   const float* input_factors = nullptr;
   Rows add;                 // [images, outputs], or null
   Rows residual;            // as out, or null; may be `out`
@@ -82,17 +81,17 @@ struct ConvLayer {
   Activation activation = Activation::kNone;
   /// GEGLU: the layer's outputs are values and gates (GatedOutput()), rounded to bf16 before the
   /// product, so the bits are those of a separate LaunchGegluGate. `out` then has outputs / 2. For
-  /// LaunchConv2dHopper and what SuitsGate().
+  /// LaunchConv2dHopper, if SuitsGate().
   bool gated = false;
   /// The fused output norm. The result is rounded to bf16 before it, so the bits are those of a
-  /// separate LaunchGroupNormCluster. For LaunchConv2dHopper and what SuitsOutputNorm().
+  /// separate LaunchGroupNormCluster. For LaunchConv2dHopper, if SuitsOutputNorm().
   OutputNorm output_norm;
   Rows out;  // [images · out_height · out_width, outputs]
 };
 struct Conv2dLaunch : ConvLayer {
   int images = 0;
-  // For Conv3x3Candidates() of small images: partial sums of split-K. Without it, or where it is
-  // too small, the candidates that need it are left out.
+  // For Conv3x3Candidates() of small images: partial sums of split-K. If it is null or too small,
+  // the candidates that need it are omitted.
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
   int* semaphores = nullptr;  // kSemaphores; zero before and after a launch
@@ -101,7 +100,7 @@ struct Conv2dLaunch : ConvLayer {
 inline bool InVectors(const Rows& rows) {
   return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
 }
-/// Outputs, and what is added to them, are bf16 in vectors of eight.
+/// Whether outputs and their addends are bf16 in vectors of eight.
 inline bool HasVectorOutputs(const ConvLayer& conv) {
   return conv.outputs % 8 == 0 && InVectors(conv.out) && InVectors(conv.add) &&
          InVectors(conv.residual) &&
@@ -120,15 +119,15 @@ struct ConvCandidate {
 /// For any convolution in bf16 or with fp32 inputs, the cheapest first.
 std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queue& queue);
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
-/// 3×3 from halo tiles on mma.sync: for what SuitsConv3x3().
+/// 3×3 from halo tiles on mma.sync, if SuitsConv3x3().
 bool SuitsConv3x3(const ConvLayer& conv);
 std::vector<ConvCandidate> Conv3x3Candidates(const Conv2dLaunch& conv, const Queue& queue);
-/// Few inputs under a window, or few outputs: for what SuitsFewInputs(), SuitsFewOutputs().
+/// Few inputs per window, or few outputs, if SuitsFewInputs() or SuitsFewOutputs().
 bool SuitsFewInputs(const ConvLayer& conv);
 cudaError_t LaunchConv2dFewInputs(const Conv2dLaunch& conv, const Queue& queue);
 bool SuitsFewOutputs(const ConvLayer& conv);
 cudaError_t LaunchConv2dFewOutputs(const Conv2dLaunch& conv, const Queue& queue);
-/// Linear over images of one pixel, fast for few of them: for what SuitsRowLinear().
+/// Linear over images of one pixel, fast for few of them, if SuitsRowLinear().
 bool SuitsRowLinear(const ConvLayer& linear);
 cudaError_t LaunchRowLinear(const Conv2dLaunch& linear, const Queue& queue);
 
@@ -147,13 +146,13 @@ struct NormLayer {
 struct GroupNormLaunch : NormLayer {
   int images = 0;
   /// [images, 2, channels + channels2]: factors, then offsets: out = act(x · factor + offset). Both
-  /// are halved where SiLU follows (SiluOfHalf), as Conv2dLaunch::input_factors wants them. When
-  /// not null, LaunchGroupNormCluster writes them instead of `out`. LaunchGroupNorm and
+  /// are halved if SiLU follows (SiluOfHalf), as Conv2dLaunch::input_factors expects them. If not
+  /// null, LaunchGroupNormCluster writes them instead of `out`. LaunchGroupNorm and
   /// LaunchGroupNormStream ignore them.
   float* factors = nullptr;
   void* workspace = nullptr;   // partial moments of at least one image; with more, a launch
   size_t workspace_bytes = 0;  //   takes more images
-  int* semaphores = nullptr;   // for LaunchGroupNormFactors and …Pieces, as a convolution's
+  int* semaphores = nullptr;   // for LaunchGroupNormFactors and …Pieces, as in Conv2dLaunch
   /// For LaunchGroupNormStream: kFlagBytes, zero before the first launch. Nothing else may write
   /// them, and launches that run at the same time must not share them.
   void* flags = nullptr;
@@ -161,23 +160,23 @@ struct GroupNormLaunch : NormLayer {
 constexpr int kMaxNormChannels = 6144;
 constexpr int kFlagBytes = 2 << 20;
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
-/// LaunchGroupNormFactors: the factors in two passes, for bf16 images of any size and what
-/// SuitsGroupNormFactors(). LaunchGroupScale: `out` from factors, also
-/// those of the kernels below.
+/// LaunchGroupNormFactors: the factors in two passes, for bf16 images of any size, if
+/// SuitsGroupNormFactors(). LaunchGroupScale: `out` from these factors or those of the kernels
+/// below.
 bool SuitsGroupNormFactors(const NormLayer& norm);
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue);
-/// `out` or factors in one pass over memory, without a workspace, by clusters on Hopper: for what
+/// `out` or factors in one pass over memory, without a workspace, by clusters on Hopper, if
 /// SuitsGroupNormCluster(). The bits differ from those of the two passes.
 bool SuitsGroupNormCluster(const NormLayer& norm, const Queue& queue);
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
-/// `out` with the same bits by a persistent kernel; `out` must not overlap x or x2. Prefers:
-/// whether this kernel is faster than LaunchGroupNormCluster, or the only one of the two.
+/// `out` with the same bits by a persistent kernel; it must not overlap x or x2. Prefers…: whether
+/// this kernel is faster than LaunchGroupNormCluster, or the only one that supports the launch.
 bool SuitsGroupNormStream(const NormLayer& norm);
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);
 /// Factors with the same bits, with a workspace, by CTAs that each read a piece of an image.
-/// Prefers likewise.
+/// Prefers…: likewise.
 bool SuitsGroupNormPieces(const NormLayer& norm);
 bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
@@ -201,16 +200,16 @@ struct AttentionLayer {
 };
 struct AttentionLaunch : AttentionLayer {
   int images = 0;
-  int key_sets = 0;  // as many as images, unless there is a key_set
+  int key_sets = 0;  // equals images without a key_set
 };
 constexpr int kMaxHeadDim = 512;
-/// Whether an image attends to other keys than all of its own.
+/// Whether an image may attend to other keys than all of its own.
 inline bool SelectsKeys(const AttentionLayer& attention) {
   return attention.key_set != nullptr || attention.key_counts != nullptr || attention.causal;
 }
-/// Integers of key_set and key_counts that are out of range are clamped to it.
+/// Values of key_set and key_counts that are out of range are clamped.
 cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue);
-/// fp32 arithmetic on any element, any dim up to kMaxHeadDim.
+/// fp32 arithmetic, for any element type and any dim up to kMaxHeadDim.
 cudaError_t LaunchAttentionFp32(const AttentionLaunch& attention, const Queue& queue);
 /// LaunchAttention's kernel for Hopper. SuitsHopper: whether it can read the operands; not for
 /// causal attention, nor for large heads where SelectsKeys().
@@ -240,12 +239,12 @@ cudaError_t LaunchFourierEmbedding(const FourierEmbeddingLaunch& embedding, cons
 cudaError_t LaunchEmbedding(const Rows& table, int entries, int dim, const int32_t* index,
                             const float* number, int rows, const Rows& out, const Queue& queue);
 
-/// The outputs in a block, where blocks of values and of gates alternate: eight, so that one thread
-/// of a wgmma has both; or all values, then all gates.
+/// Outputs per block if blocks of values and of gates alternate: eight, so that one thread of a
+/// wgmma has both. Otherwise all values come first, then all gates.
 DENOISED_HOST_DEVICE inline int GatedBlock(int features) {
   return features % 8 == 0 ? 8 : features;
 }
-/// Where output `i` of a gated layer lies: values, then gates, as they lie in the file.
+/// Packed position of output `i` of a gated layer; in the file, values come first, then gates.
 DENOISED_HOST_DEVICE inline int64_t GatedOutput(int64_t i, int64_t features, int64_t block) {
   const int64_t is_gate = i >= features, c = i - is_gate * features;
   return c / block * 2 * block + is_gate * block + c % block;
@@ -269,7 +268,7 @@ struct GaussianLaunch {
 };
 cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, const Queue& queue);
 
-/// Nearest-neighbour doubling to an output of this size, twice the input's, or one line less.
+/// Nearest-neighbour doubling to an output of this size: twice the input's, or one less.
 cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, int channels,
                              const Rows& out, const Queue& queue);
 /// The mean of 2×2 pixels (an odd last line is dropped).
@@ -292,18 +291,18 @@ cudaError_t LaunchNoise(const Rows& out, int64_t rows, int columns, uint64_t see
 cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, int64_t elements,
                              const Rows& out, const Queue& queue);
 
-/// Part of a weight [outputs, channels, taps], as it lies in a file, to its place in
-/// [outputs, taps, channels]; or, 3×3, as four 2×2 weights [4, outputs, 2 · 2, channels] for
-/// outputs at (even, even), (even, odd), (odd, even) and (odd, odd) places of a doubled image.
+/// Packs a part of a weight [outputs, channels, taps], the file's layout, into [outputs, taps,
+/// channels]; or a 3×3 weight into four 2×2 weights [4, outputs, 2 · 2, channels] for outputs at
+/// (even, even), (even, odd), (odd, even) and (odd, odd) positions of a doubled image.
 struct PackWeightLaunch {
   const void* from = nullptr;  // [pairs, taps]
   Element from_element = Element::kF32;
-  int64_t first_pair = 0;  // (output, channel) that `from` begins with, counted through
+  int64_t first_pair = 0;  // index of the (output, channel) pair that `from` begins with
   int64_t pairs = 0;
   int channels = 0, taps = 0;
-  int64_t phase_outputs = 0;  // in phases: the weight's outputs
-  int64_t gated_outputs = 0;  // values and gates alternate in blocks: the outputs of both
-  Rows to;                    // rows of taps · channels; what pads the rows is left alone
+  int64_t phase_outputs = 0;  // outputs of the weight, if it is packed in phases
+  int64_t gated_outputs = 0;  // values and gates together, if their blocks alternate
+  Rows to;                    // rows of taps · channels; their padding is not written
 };
 cudaError_t LaunchPackWeight(const PackWeightLaunch& pack, const Queue& queue);
 
@@ -327,7 +326,7 @@ struct SlotsLaunch {
   int extra_channels = 0;
   int64_t elements = 0;
   int channels = 0;
-  bool vector = false;  // every image, also an evaluation's, begins at a multiple of 16 bytes
+  bool vector = false;  // every image, also of an evaluation, begins at a multiple of 16 bytes
 };
 /// source and noise: [elements], or null.
 cudaError_t LaunchBeginSlot(const SlotsLaunch& slots, int slot, const float* source,

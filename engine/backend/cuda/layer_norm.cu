@@ -2,10 +2,10 @@
 // LayerNorm: the normalisation of each token by itself.
 //
 // Policy. Bound by memory. A warp owns a token. In bf16 it holds the token in registers, each lane
-// kVectors vectors of eight channels, all loaded at once. Other tokens (fp32, channels that are
-// odd, not aligned or too many) are read three times, the second and third time from the L1 cache.
-// A lane writes only what it has read, so the result may lie over the input. The order of the sums
-// follows from the channels alone.
+// kVectors vectors of eight channels, all loaded at once. Other tokens (fp32; channels that are not
+// whole aligned vectors, or too many) are read three times, the second and third time from the L1
+// cache. A lane writes only elements that it has read, so the result may overwrite the input. The
+// order of the sums depends on the number of channels alone.
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 using Kernel = void (*)(LayerNormLaunch);
-/// [n − 1]: n vectors a lane, up to 256 · n channels.
+/// [n − 1]: n vectors per lane, up to 256 · n channels.
 constexpr Kernel kInRegisters[] = {LayerNormInRegistersKernel<1>, LayerNormInRegistersKernel<2>,
                                    LayerNormInRegistersKernel<3>, LayerNormInRegistersKernel<4>,
                                    LayerNormInRegistersKernel<5>, LayerNormInRegistersKernel<6>,

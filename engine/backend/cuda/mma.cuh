@@ -10,15 +10,15 @@
 
 namespace denoised::cuda {
 
-/// 16 bytes from global to shared memory; zeros when `valid` is false (`from` is not read then).
+/// 16 bytes from global to shared memory; zeros if `valid` is false (`from` is not read then).
 __device__ inline void CopyAsync16(void* to, const void* from, bool valid) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(address), "l"(from),
                "r"(valid ? 16 : 0)
                : "memory");
 }
-/// The same if `wanted`, without a branch, across which the compiler could not interleave
-/// instructions.
+/// The same if `wanted`, else nothing. Without a branch, because the compiler does not interleave
+/// instructions across one.
 __device__ inline void CopyAsync16If(bool wanted, void* to, const void* from, bool valid) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   asm volatile(
@@ -27,7 +27,7 @@ __device__ inline void CopyAsync16If(bool wanted, void* to, const void* from, bo
       "l"(from), "r"(valid ? 16 : 0), "r"(static_cast<int>(wanted))
       : "memory");
 }
-/// The same of 4 bytes.
+/// The same for 4 bytes.
 __device__ inline void CopyAsync4(void* to, const void* from, bool valid) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(address), "l"(from),
@@ -42,7 +42,7 @@ __device__ inline void WaitCopies() {
 }
 
 /// Four 8×8 matrices of bf16; lane 8i + j passes the address of row j of matrix i. Lane l receives
-/// of each matrix elements 2(l mod 4), 2(l mod 4) + 1 of row l / 4.
+/// elements 2(l mod 4) and 2(l mod 4) + 1 of row l / 4 of each matrix.
 __device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -52,7 +52,7 @@ __device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t row) {
 __device__ inline void LoadMatrices(uint32_t (&r)[4], const __nv_bfloat16* row) {
   LoadMatrices(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
-/// The same, of each matrix's transpose.
+/// The same; each matrix is transposed.
 __device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

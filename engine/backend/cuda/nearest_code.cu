@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Vector quantisation: each pixel becomes the nearest row of a codebook.
 //
-// Policy. A few million distances an image, once a request. A warp owns a pixel; each lane takes
-// every 32nd code and keeps the first of its nearest, and the lanes agree on the smallest distance,
-// of equals the smallest index.
+// Policy. A few million distances per image, once per request. A warp owns a pixel. Each lane takes
+// every 32nd code and keeps the first of its nearest. The lanes then find the smallest distance; of
+// equals, the smallest index.
 
 #include <climits>
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights as they lie in a file to weights as the kernels read them, on the device: the host only
+// Converts weights from the layout of the file to that of the kernels, on the device; the host only
 // copies bytes.
 //
-// Policy. A thread takes the taps of one (output, channel) pair, which are neighbours in the file;
+// Policy. A thread takes the taps of one (output, channel) pair, which are contiguous in the file;
 // neighbouring threads write neighbouring channels of each tap.
 
 #include <cuda_fp16.h>
@@ -18,12 +18,12 @@ __device__ float ToFloat(float value) { return value; }
 __device__ float ToFloat(__half value) { return __half2float(value); }
 __device__ float ToFloat(__nv_bfloat16 value) { return __bfloat162float(value); }
 
-/// The taps of a 3×3 window that fall on the same pixel before its doubling, summed.
+/// Sums the taps of a 3×3 window that read the same pixel of the image before it is doubled.
 template <typename T>
 __device__ void StorePhases(const PackWeightLaunch& pack, int64_t output, int64_t channel,
                             const T* from) {
-  // Of the three rows under the window, an even output row sees the first in one input row and the
-  // other two in the next; an odd one the first two and then the last. Columns likewise.
+  // For an even output row, the first row of the window lies in one input row and the other two in
+  // the next; for an odd one, the first two in one and the last in the next. Columns likewise.
   constexpr int kTapUnder[2][3] = {{0, 1, 1}, {0, 0, 1}};
 #pragma unroll
   for (int phase = 0; phase < 4; ++phase) {

@@ -7,8 +7,8 @@
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 
-/// Which tiles can compute a convolution on Hopper, with how many splits of k, what each should
-/// cost, and the names under which measurements are kept.
+/// Chooses which tiles can compute a convolution on Hopper and the number of splits of k, estimates
+/// the cost of each tile, and names the launches for the tuner's measurements.
 
 namespace denoised::cuda {
 namespace {
@@ -22,11 +22,11 @@ constexpr int kMinSplitSteps = 4;
 
 int PhasesOf(const ConvLayer& layer) { return layer.upsample2x ? 4 : 1; }
 
-int64_t ImagePixels(const ConvLayer& layer) {  // of a phase
+int64_t ImagePixels(const ConvLayer& layer) {  // per phase
   return int64_t{layer.out_height} * layer.out_width / PhasesOf(layer);
 }
 
-/// CTA tiles of all phases; along m whole clusters.
+/// Number of CTA tiles of all phases; along m, in whole clusters.
 int64_t CtaTilesOf(const ConvLayer& layer, int64_t pixels, int m, int n, int cluster = 1) {
   m *= cluster;
   return PhasesOf(layer) * ((pixels + m - 1) / m) * cluster * ((layer.outputs + n - 1) / n);
@@ -40,17 +40,18 @@ int StepsOf(const ConvLayer& layer) {
          ChunksOf(layer.shortcut.channels) + ChunksOf(layer.shortcut.channels2);
 }
 
-/// Split-K lets one image fill more of the device, but rules out tiles without it, which costs
-/// large batches. Where a wide tile with split-K fits the outputs the loss is small: images are
-/// split until they fill three quarters of the device. Else only images that fill a quarter or less
-/// are, until they fill a half. Figures: docs/benchmarks.md.
+/// Split-K lets one image fill more of the device, but excludes tiles without split-K, which slows
+/// down large batches. If a wide tile with split-K fits the outputs, the loss is small: k is split
+/// until an image fills three quarters of the device. Otherwise it is split only if an image fills
+/// a quarter or less, until it fills a half. Figures: docs/benchmarks.md.
 int SplitsOf(const ConvLayer& layer) {
   if (!HasVectorOutputs(layer)) return 1;  // the tile that stores outputs one by one has no split-K
   const bool folds_wide = layer.outputs % 192 == 0 || layer.outputs % 160 == 0;
   const int64_t few = folds_wide ? 100 : 33, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = CtaTilesOf(layer, ImagePixels(layer), 64, 64);
   int splits = 1;
-  // A 1×1 layer has few steps: only the longest gain in small batches, and all lose in large ones.
+  // A 1×1 layer has few steps. Only the longest layers gain in small batches, and all lose in
+  // large.
   const int steps = StepsOf(layer);
   const bool worth = layer.kernel > 1 || steps >= 16;
   while (worth && of_an_image < few && splits < kMaxSplits &&
@@ -77,7 +78,7 @@ bool SuitsGate(const ConvLayer& conv) {
 
 namespace {
 
-/// Whether the tile can do all that the launch asks, with so many splits.
+/// Whether the tile supports the launch with this number of splits.
 bool Suits(const HopperTileSpec& spec, const ConvLayer& conv, int splits, bool halo_tiles) {
   if (spec.StoresOneByOne() == HasVectorOutputs(conv)) return false;
   if (spec.loader == Loader::kHaloTile && !halo_tiles) return false;
@@ -87,14 +88,14 @@ bool Suits(const HopperTileSpec& spec, const ConvLayer& conv, int splits, bool h
   return !conv.gated || spec.FusesGate();
 }
 
-/// Expected microseconds of a launch. `cost`: of the tile's in clusters as the plan has them.
+/// Expected microseconds of a launch. `cost`: the tile's, for clusters of the plan's size.
 double MicrosecondsOf(const ConvLayer& layer, const HopperPlan& plan,
                       const HopperTileCost::Launch& cost, bool splits_over_cluster, int64_t tiles,
                       const Queue& queue) {
   const HopperTileSpec& spec = SpecOf(plan.tile);
   const int blocks = splits_over_cluster ? plan.cluster : 1;  // CTAs that share a tile's splits
   const int splits_each = plan.splits / blocks;
-  // CTAs with several splits receive more partial sums: as measured they cost as much as if each
+  // CTAs with several splits receive more partial sums. As measured, they cost as much as if each
   // had an SM to itself.
   const int beside = !spec.IsPersistent() && (blocks == 1 || splits_each == 1) ? 2 : 1;
   const double waves = static_cast<double>(tiles * blocks) / (queue.multiprocessors * beside);

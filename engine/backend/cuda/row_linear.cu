@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layers over one vector a sample, as the time embedding has: few rows, so that what counts
-// is how soon the weight arrives.
+// Linear layers over one vector per sample, such as the time embedding's. There are few rows, so
+// the time is that of loading the weight.
 //
-// Policy. A block makes 8 · kGroups outputs of up to 16 · kTiles rows; its warps share the inputs
-// in chunks of 32, warp w taking chunks w, w + kWarps, …, and their sums are added in order. A lane
-// reads eight neighbouring inputs of a weight's row and of x's rows; which of them an mma takes
-// together does not matter as long as both sides agree. The weight is asked for before the
-// predecessor has ended, and all inputs at once: they are bf16 and need nothing before the mma.
-// However many rows there are, and whatever the block, each is summed alike.
+// Policy. A block computes 8 · kGroups outputs of up to 16 · kTiles rows. Its warps divide the
+// inputs in chunks of 32: warp w takes chunks w, w + kWarps, …, and their sums are added in order.
+// A lane reads eight neighbouring inputs of a weight's row and of x's rows; which of them an mma
+// takes together does not matter as long as both operands agree. The weight is loaded before the
+// predecessor has ended, and all inputs are loaded at once: they are bf16 and need no conversion
+// before the mma. A row's order of sums does not depend on the number of rows or on the block.
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
@@ -28,8 +28,8 @@ __device__ uint4 LoadEight(const void* data, int64_t stride, int rows, int colum
   return row < rows && k < columns ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
 }
 
-/// grid (columns / (8 · kGroups), rows / (16 · kTiles)). kAhead chunks of the weight are on their
-/// way at once.
+/// grid (columns / (8 · kGroups), rows / (16 · kTiles)). kAhead chunks of the weight are in flight
+/// at one time.
 template <int kTiles, int kGroups, int kAhead>
 __global__ void __launch_bounds__(kThreads)
     RowLinearKernel(const __grid_constant__ Conv2dLaunch linear) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   const int first_row = blockIdx.y * kRows, first_column = blockIdx.x * kColumns;
   const int chunks = linear.weight_stride / kChunk;
 
-  // A thread's outputs lie below each other.
+  // A thread's outputs are in one column.
   static_assert(kThreads % kColumns == 0);
   const int my_column = first_column + threadIdx.x % kColumns;
   const bool has_bias = linear.bias != nullptr && my_column < linear.outputs;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sampler on the device: begin a slot, gather slots into the rows of an evaluation, move them
-// on. The formulas are step_plan.h's; one kernel runs every sampler.
+// The sampler on the device: begin a slot, gather slots into the rows of an evaluation, advance
+// them. The formulas are those of step_plan.h; one kernel runs every sampler.
 //
 // Policy. A thread owns four neighbouring elements of an image, the four normals of one Philox
-// block, so noise depends on (seed, evaluation, element) alone. Bound by memory: a vector a load
-// where images are multiples of one, and no register is read or written whose weights are zero. The
-// index of the evaluation moves on when the last block of an image has read it: its upper bits
-// count them.
+// block, so noise depends on (seed, evaluation, element) alone. Bound by memory: loads are vectors
+// if images are multiples of them, and registers whose weights are zero are neither read nor
+// written. The index of the evaluation advances when the last block of an image has read it; its
+// upper bits count the blocks.
 
 #include <algorithm>
 #include <climits>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kOwned = 4;         // elements a thread owns
-constexpr int kMostBlocks = 256;  // of an image; a larger one has threads own several times four
+constexpr int kMostBlocks = 256;  // per image; in a larger one, threads own several times four
 constexpr int kIndexBits = 20;
 constexpr int kMostEvaluations = 1 << kIndexBits;
 static_assert(kMostBlocks <= INT_MAX >> kIndexBits);
@@ -34,10 +34,10 @@ struct Row {
   int32_t slot, label, unconditional_row, advances, imageless_row, no_extra;
 };
 
-/// The index of a slot's evaluation, without the bits that count.
+/// The index of a slot's evaluation, without the bits that count blocks.
 __device__ int IndexOf(const SlotsLaunch& slots, int slot) {
   const int index = __ldcg(&slots.evaluation[slot]) & (kMostEvaluations - 1);
-  // A slot past its plan is the caller's bug; it must not read beyond the table.
+  // A slot past its plan is a bug of the caller; do not read beyond the table.
   return min(index, slots.max_evaluations - 1);
 }
 __device__ const DeviceEvaluation* PlanAt(const SlotsLaunch& slots, int slot, int index) {
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// Which weights of an evaluation are not zero: bit o · kPlanInputs + k. A weight of zero means
-/// absent, whatever it would be multiplied with.
+/// that the input is absent, even if it is not finite.
 using Present = uint64_t;
 constexpr int kWeights = kPlanOutputs * kPlanInputs;
 static_assert(kWeights > 32 && kWeights <= 64);
@@ -180,7 +180,7 @@ __device__ constexpr Present InputBits(int k) {
   for (int o = 0; o < kPlanOutputs; ++o) bits |= WeightBit(o, k);
   return bits;
 }
-/// Of a whole warp.
+/// Called by a whole warp.
 __device__ Present PresentIn(const DeviceEvaluation& plan) {
   const float* weights = &plan.weights[0][0];
   const int lane = threadIdx.x % 32;
@@ -189,7 +189,7 @@ __device__ Present PresentIn(const DeviceEvaluation& plan) {
   return high << 32 | low;
 }
 
-/// Where an image's outputs lie: its own row's, and those of the rows that guide it.
+/// The model's outputs for an image: of its own row, and of the rows that guide it.
 struct Outputs {
   const float* conditional = nullptr;
   const float* unconditional = nullptr;  // or null
@@ -209,12 +209,12 @@ __device__ float GuidedAt(const Outputs& outputs, const Guidance& guidance, int6
                                       : Guided(guidance, c, u, outputs.imageless[at]);
 }
 
-/// Threads of a block that rescales a row: one block a row, so that the order of its sums depends
-/// on the image's size alone.
+/// Threads of a block that rescales a row. One block per row, so that the order of sums depends on
+/// the image's size alone.
 constexpr int kRescaleThreads = 512;
 
-/// The sums of two numbers over all threads of a block, in each of them. `shared`: two numbers a
-/// warp.
+/// The sums of two numbers over all threads of a block, returned to each thread. `shared`: two
+/// numbers per warp.
 __device__ float2 SumOfBlock(float2 v, float2* shared) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kRescaleThreads)
   }
   const Outputs outputs =
       OutputsOf(what, model_output, slots.elements / slots.channels * model_channels);
-  // Of the conditional and of the guided output.
+  // Sums of the conditional and of the guided output.
   const auto sum = [&](auto&& of) {
     float2 total = {};
     for (int64_t i = threadIdx.x; i < slots.elements; i += kRescaleThreads) {
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kRescaleThreads)
                      : guidance.rescale * sqrtf(squares.x / squares.y) + (1.0f - guidance.rescale);
 }
 
-/// What an evaluation starts from, at a thread's elements.
+/// Inputs of an evaluation, at a thread's elements.
 struct Inputs {
   float x[kOwned], model[kOwned], variance[kOwned];
 };
@@ -282,8 +282,8 @@ __global__ void __launch_bounds__(kThreads, 3)
     AdvanceKernel(const __grid_constant__ SlotsLaunch slots, const Row* rows,
                   const float* model_output, int model_channels, const float* factor) {
   constexpr int kWords = sizeof(DeviceEvaluation) / sizeof(uint32_t);
-  __shared__ uint32_t words[2 * kWords];  // of the evaluation before, and of this one
-  const Row what = rows[blockIdx.y];      // uploaded, as all of a slot but its index and images
+  __shared__ uint32_t words[2 * kWords];  // of the previous evaluation and of this one
+  const Row what = rows[blockIdx.y];      // uploaded, like all of a slot but its index and images
   if (what.slot < 0 || what.advances == 0) {
     WaitForPredecessors();
     return;
@@ -307,14 +307,14 @@ __global__ void __launch_bounds__(kThreads, 3)
       Load(outputs.conditional, owned, in.model);
       if (outputs.unconditional != nullptr) Load(outputs.unconditional, owned, unguided);
       if (outputs.imageless != nullptr) Load(outputs.imageless, owned, imageless);
-    } else {  // variances lie between the pixels
+    } else {  // each pixel's outputs are followed by its variances
       int channel = static_cast<int>(owned.first % slots.channels);
       int64_t at = owned.first / slots.channels * model_channels + channel;
 #pragma unroll
       for (int j = 0; j < kOwned; ++j) {
         if (j >= owned.count) break;
         in.model[j] = outputs.conditional[at];
-        // The conditional row's own: guidance extrapolates the mean alone.
+        // That of the conditional row: guidance extrapolates the mean alone.
         in.variance[j] = outputs.conditional[at + slots.channels];
         if (outputs.unconditional != nullptr) unguided[j] = outputs.unconditional[at];
         if (outputs.imageless != nullptr) imageless[j] = outputs.imageless[at];
@@ -334,14 +334,14 @@ __global__ void __launch_bounds__(kThreads, 3)
   int64_t block = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   Owned owned = OwnedAt(block, slots);
   Inputs in = {};
-  if (owned.count > 0) in = load(owned);  // on the way beside the plan
+  if (owned.count > 0) in = load(owned);  // in flight while the plan is loaded
 
   const int index = IndexOf(slots, what.slot);
   const auto* now = reinterpret_cast<const uint32_t*>(PlanAt(slots, what.slot, index));
   for (int i = threadIdx.x; i < 2 * kWords; i += kThreads) {
     words[i] = i < kWords && index == 0 ? 0 : now[i - kWords];
   }
-  __syncthreads();  // all have read the index
+  __syncthreads();  // all threads have read the index
   if (threadIdx.x == 0) {
     const int arrived = atomicAdd(&slots.evaluation[what.slot], kMostEvaluations) >> kIndexBits;
     if (arrived == static_cast<int>(gridDim.x) - 1) slots.evaluation[what.slot] = index + 1;
@@ -418,7 +418,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     owned = OwnedAt(block, slots);
     if (owned.count > 0) in = load(owned);
   }
-  // Several threads may store the same number: that of this evaluation, if none before it did.
+  // Several threads may store the same number: that of this evaluation, if it is the first.
   if (!finite && __ldcg(&slots.nonfinite[what.slot]) == 0) slots.nonfinite[what.slot] = index + 1;
 }
 

@@ -8,8 +8,8 @@
 
 namespace denoised::cuda {
 
-/// The driver's functions that describe a tensor to TMA, from the driver that the
-/// runtime has loaded anyway: no link to libcuda. With an `error` they are null.
+/// The driver's functions that describe a tensor to TMA, taken from the driver that the runtime has
+/// loaded, so that we need not link libcuda. If `error` is set, they are null.
 struct TensorMapEncoders {
   decltype(&cuTensorMapEncodeTiled) tiled = nullptr;
   decltype(&cuTensorMapEncodeIm2col) im2col = nullptr;

@@ -9,7 +9,7 @@ namespace denoised::cuda {
 namespace {
 
 constexpr size_t kRingBytes = size_t{16} << 20;
-constexpr size_t kPieceBytes = size_t{4} << 20;  // several fit, so packing and copying overlap
+constexpr size_t kPieceBytes = size_t{4} << 20;  // several fit, so that packing and copying overlap
 constexpr size_t kAlignment = 256;
 constexpr size_t kSmallestStaging = 4096;
 
@@ -70,7 +70,7 @@ size_t UploadRing::Take(size_t bytes) {
   const auto overlaps = [&](const Piece& piece) {
     return piece.begin < head_ + bytes && head_ < piece.end;
   };
-  // Pieces follow one another around the ring, so the oldest are those in the way.
+  // Pieces are allocated around the ring, so the oldest ones are freed first.
   while (std::any_of(pieces_.begin(), pieces_.end(), overlaps)) {
     context_->Record(cudaEventSynchronize(pieces_.front().consumed.get()), "upload");
     pieces_.pop_front();

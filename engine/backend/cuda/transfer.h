@@ -22,8 +22,8 @@ class UploadRing {
 
   void Upload(const void* from, size_t bytes, void* to);
 
-  /// Enqueues work that reads a piece of an upload, which stays in device memory until that is
-  /// done.
+  /// Enqueues work that reads a piece of an upload. The piece stays in device memory until the work
+  /// is done.
   using Consume = std::function<cudaError_t(const void* piece, size_t offset, size_t bytes)>;
   /// In pieces of whole `unit`s, each of at most some MiB.
   void UploadThrough(const void* from, size_t bytes, size_t unit, const Consume& consume);
@@ -74,7 +74,7 @@ class DownloadPool {
 
  private:
   absl::StatusOr<std::shared_ptr<const Staging::Memory>> Add(size_t bytes, int count);
-  /// The smallest that is free and large enough, or null.
+  /// The smallest free one that is large enough, or null.
   std::shared_ptr<Staging> Free(size_t bytes);
 
   const std::shared_ptr<Context> context_;

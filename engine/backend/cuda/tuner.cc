@@ -8,10 +8,10 @@
 namespace denoised::cuda {
 namespace {
 
-/// How many candidates are measured at most, and what each may cost, as a multiple of the cheapest.
-/// In a model, long launches reach the device's power limit, which slows them down; a measurement
-/// is too short for that. So the more candidates are measured, the more of them seem faster and are
-/// slower in a model (65536 × 256 → 768 takes 53.4 us when four are measured, 56.4 us with ten).
+/// The maximum number of candidates to measure, and of the expected cost of each, as a multiple of
+/// the cheapest. In a model, long launches reach the device's power limit, which slows them down; a
+/// measurement is too short for that. So the more candidates are measured, the more likely one is
+/// chosen that is slower in a model (docs/kernels-measured.md).
 struct Attempts {
   size_t most;
   double cost;
@@ -19,12 +19,12 @@ struct Attempts {
 constexpr Attempts kShort = {10, 2.0}, kLong = {4, 1.5};
 constexpr double kLongMicroseconds = 30;
 /// A candidate is launched repeatedly in a graph, so that only the device's time counts and
-/// launches overlap as they do in a model. It goes from place to place, so that caches hold no more
-/// of the operands than they would in the model.
+/// launches overlap as they do in a model. Successive launches use different operands, so that
+/// caches hold no more of them than they would in the model.
 constexpr double kGraphMicroseconds = 100;
 constexpr int kRounds = 3;
-/// Another candidate must be this much faster than the first: a launch among its like does not run
-/// quite as in a model. With 0.98 a model lost time to choices that seemed to gain 3 %.
+/// Another candidate must be this much faster than the first, because repeated launches do not
+/// behave quite as in a model. With 0.98, a model lost time to choices that seemed to gain 3 %.
 constexpr double kClearly = 0.96;
 
 Candidates Contenders(const Candidates& candidates) {
@@ -62,7 +62,7 @@ absl::StatusOr<size_t> Tuner::Fastest(const std::string& what, const std::vector
   struct Runner {
     GraphExec graph;
     Event begin, end;
-    float best = INFINITY;  // ms a launch
+    float best = INFINITY;  // ms per launch
   };
   const int launches =
       static_cast<int>(std::clamp(kGraphMicroseconds / contenders[0].microseconds, 2.0, 16.0));
@@ -80,7 +80,7 @@ absl::StatusOr<size_t> Tuner::Fastest(const std::string& what, const std::vector
     DENOISED_ASSIGN_OR_RETURN(runner.begin, NewEvent(/*timing=*/true));
     DENOISED_ASSIGN_OR_RETURN(runner.end, NewEvent(/*timing=*/true));
   }
-  for (int round = 0; round < kRounds; ++round) {  // in alternation, as the clock changes
+  for (int round = 0; round < kRounds; ++round) {  // in alternation, because the clock changes
     for (const Runner& runner : runners) {
       DENOISED_RETURN_IF_ERROR(ToStatus(cudaEventRecord(runner.begin.get(), stream), "tuning"));
       DENOISED_RETURN_IF_ERROR(ToStatus(cudaGraphLaunch(runner.graph.get(), stream), "tuning"));
@@ -142,7 +142,7 @@ absl::Status Tuner::Measure() {
   return absl::OkStatus();
 }
 
-/// At the first use: a backend that only packs weights does not need it.
+/// Created at the first use, because a backend that only packs weights does not need it.
 void Tuner::ReadFile() {
   read_ = true;
   if (!file_) return;

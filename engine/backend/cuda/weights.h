@@ -6,9 +6,9 @@
 #include "engine/backend/cuda/launch.h"
 #include "engine/backend/network_ops.h"
 
-/// Weights as the kernels read them: [outputs, k] with k in the order (kh, kw, channel), rows
+/// Weights in the layout of the kernels: [outputs, k] with k in the order (kh, kw, channel), rows
 /// padded with zeros to kDepthPadding, in the dtype of the arithmetic; biases fp32. A 3×3 weight
-/// after nearest-neighbour doubling comes in four phases (implicit_gemm.cuh).
+/// after nearest-neighbour doubling is in four phases (implicit_gemm.cuh).
 
 namespace denoised::cuda {
 
@@ -24,7 +24,7 @@ struct CudaLinear final : PackedLinear {
 /// `count` up to a multiple of `multiple`.
 int64_t RoundUp(int64_t count, int64_t multiple);
 
-/// In host memory; undefined when the biases are none. Arguments were checked.
+/// In host memory; undefined if there are no biases. The arguments are already checked.
 Tensor PackBias(const std::vector<Tensor>& biases);
 /// The same of a gated linear layer, as GatedOutput() has its outputs.
 Tensor PackGatedBias(const Tensor& bias);

@@ -2,7 +2,8 @@
 #include "engine/backend/cuda/cuda_backend.h"
 #include "engine/training/backend.h"
 
-/// What a build without CUDA links in place of the backend: serving's refuses with the remedy.
+/// A build without CUDA links this file instead of the backend. The error comes from serving's
+/// backend and names the remedy.
 
 namespace denoised::training {
 

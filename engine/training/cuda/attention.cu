@@ -5,19 +5,19 @@
 //   P = exp(scale·QKᵀ − L)    Δ = Σ dO·O    dS = P ∘ (dO Vᵀ − Δ)
 //   dQ = scale·dS K           dK = scale·dSᵀ Q    dV = Pᵀ dO
 //
-// Policy. A kernel by queries makes Δ and dQ, then a kernel by keys makes dK and dV: both make P
-// and dS, so that no block adds to another's sums. They are one template. A block owns tokens of
-// one head of one image, queries (Q, dO) or keys (K, V), and walks over the others in order, so the
-// bits of a token depend on its image alone.
+// Policy. One kernel owns queries and computes Δ and dQ; a second owns keys and computes dK and dV.
+// Both recompute P and dS, so no block adds to another block's sums. They are one template. A block
+// owns tokens of one head of one image, queries (Q, dO) or keys (K, V), and iterates over the
+// others in order, so the bits of a token depend on its image alone.
 //
-// Tensor cores: each warp owns kTiles · 16 tokens, whose gradients stay in its registers. It makes
-// P and dS of kChunk others at a time, where the sums of one product are the operand of the next.
-// The others come through a ring of two cp.async stages. Above 128 dimensions kSplit warps share
-// their tokens, each with a part of the gradients' columns, and all compute the scores. Dimensions
-// between the listed ones are padded with zeros in shared memory.
+// Tensor cores: each warp owns kTiles · 16 tokens and keeps their gradients in registers. It
+// computes P and dS for kChunk others at a time; the accumulators of one product are the operand of
+// the next. The others pass through a ring of two cp.async stages. Above 128 dimensions, kSplit
+// warps share their tokens: each computes all scores and a part of the gradients' columns. Other
+// dimensions than those listed are padded with zeros in shared memory.
 //
-// Plain, in fp32 arithmetic, for any element and any dimension up to kMaxHeadDim: a warp owns one
-// token, and its lanes have one other each, then columns.
+// Plain, in fp32 arithmetic, for any element type and any dimension up to kMaxHeadDim: a warp owns
+// one token. Each lane computes the score of one other token, then some columns of the gradients.
 
 #include <algorithm>
 
@@ -30,14 +30,14 @@ namespace {
 
 using namespace denoised::cuda;
 
-/// Whether a key is seen by a query, both of one image.
+/// Whether the query attends to the key; both are of one image.
 template <bool kOfKeys>
 __device__ inline bool Sees(const Gradient& gradient, int own, int other) {
   const int key = kOfKeys ? own : other;
   return (kOfKeys || key < gradient.others.count) &&
          (!gradient.causal || key <= (kOfKeys ? other : own));
 }
-/// The others that any of `count` own tokens from `first` on sees or is seen by.
+/// The others with which `count` own tokens, starting at `first`, share any score.
 struct Range {
   int begin, end;
 };
@@ -50,24 +50,23 @@ __device__ inline Range OthersOf(const Gradient& gradient, int first, int count)
 
 // Tensor cores.
 
-/// kWarps warps own kTiles · 16 tokens for each kSplit of them.
+/// Each group of kSplit warps owns kTiles · 16 tokens.
 template <int kDim_, int kWarps_, int kTiles_, int kOthers_, int kChunk_, int kSplit_ = 1>
 struct Shape {
   static constexpr int kDim = kDim_, kWarps = kWarps_, kTiles = kTiles_, kOthers = kOthers_,
                        kChunk = kChunk_, kSplit = kSplit_;
   static constexpr int kThreads = 32 * kWarps, kOwn = kWarps / kSplit * kTiles * 16;
-  static constexpr int kBlocks = 256 / kThreads;  // that a multiprocessor's registers hold
+  static constexpr int kBlocks = 256 / kThreads;  // per multiprocessor, limited by registers
   static constexpr int kLine = kDim + 8;  // eight rows of an 8×8 matrix lie in different banks
   static constexpr int kColumns = kDim / kSplit;
   static constexpr int kStage = 2 * kOthers * kLine;
-  // After the two stages log-sum-exp and Δ of their queries, which walk where keys own.
+  // Behind the two stages: log-sum-exp and Δ of their queries, if the block owns keys.
   static constexpr int kSharedBytes = (2 * kOwn * kLine + 2 * kStage) * 2 + 2 * 2 * kOthers * 4;
   static_assert(kColumns % 16 == 0 && kOthers % kChunk == 0 && kChunk % 16 == 0);
   static_assert(kSharedBytes <= 99 * 1024, "what consumer chips have");
 };
 
-/// Copies kCount tokens of one head from `begin` on; zeros behind the last and behind the head's
-/// dimensions.
+/// Copies kCount tokens of one head, starting at `begin`. Missing tokens and dimensions are zeros.
 template <typename S, int kCount>
 __device__ inline void CopyTokens(const Rows& from, int row, int begin, int count, int column,
                                   int dim, __nv_bfloat16* to) {
@@ -82,7 +81,7 @@ __device__ inline void CopyTokens(const Rows& from, int row, int begin, int coun
   }
 }
 
-/// A warp's part of the gradients of `first`: [kTiles · 16 tokens, kColumns].
+/// Stores a warp's part of one gradient: [kTiles · 16 tokens, kColumns].
 template <typename S>
 __device__ inline void StoreGradient(const Gradient& gradient, const Rows& to, int token, int row,
                                      int column, int end, float scale,
@@ -117,7 +116,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   auto* const numbers = reinterpret_cast<float*>(ring + 2 * S::kStage);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Rows have 32 bits, since registers are few.
+  // Rows are counted in 32 bits to save registers.
   const int begin = blockIdx.x * S::kOwn, head = blockIdx.y, image = blockIdx.z;
   const int column = head * gradient.dim;
   const int own_row = image * gradient.own.count, other_row = image * gradient.others.count;
@@ -146,7 +145,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     CommitCopies();
   };
 
-  // All chunks of the others begin at multiples of a stage, wherever the range does.
+  // Stages begin at multiples of kOthers, even if the range does not.
   int first = range.begin / S::kOthers * S::kOthers;
   CopyTokens<S, S::kOwn>(gradient.own.first, own_row, begin, gradient.own.count, column,
                          gradient.dim, own_first);
@@ -156,7 +155,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   WaitCopies<0>();
   __syncthreads();
 
-  // Of the 16 × … tiles a lane holds row lane / 4 (half 0) and lane / 4 + 8 (half 1).
+  // Of each tile of 16 rows, a lane holds rows lane / 4 (half 0) and lane / 4 + 8 (half 1).
   const float scale_log2 = gradient.scale * kLog2E;  // exp(x) = exp2(x log₂ e)
   float own_log2[S::kTiles][2], own_delta[S::kTiles][2];
   if constexpr (!kOfKeys) {
@@ -186,8 +185,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     }
   }
 
-  // Rows of an operand in shared memory as ldmatrix wants them: lane 8i + j names row j of the i-th
-  // 8×8 matrix. In bytes, of which 32 bits are enough.
+  // Row addresses for ldmatrix, in bytes: lane 8i + j gives row j of the i-th 8×8 matrix.
   constexpr int kOwnBytes = S::kOwn * S::kLine * 2, kOthersBytes = S::kOthers * S::kLine * 2;
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const uint32_t own = address + ((warp_token + lane % 16) * S::kLine + lane / 16 * 8) * 2;
@@ -198,10 +196,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   float sums_second[kOfKeys ? S::kTiles : 1][kOfKeys ? S::kColumns / 8 : 1][4] = {};
   for (int stage = 0; first < range.end; first += S::kOthers, stage ^= 1) {
     WaitCopies<0>();
-    __syncthreads();  // this stage has arrived, and nobody reads the other
+    __syncthreads();  // this stage is full, and no warp reads the other one
     if (first + S::kOthers < range.end) load(first + S::kOthers, stage ^ 1);
     uint32_t other = address + 2 * kOwnBytes + stage * 2 * kOthersBytes;
-    // Missing queries need no mask: their operands and numbers are zeros.
+    // Missing queries need no mask: their operands, log-sum-exp and Δ are zeros.
     const bool masked = kOfKeys ? gradient.causal && first < begin + S::kOwn
                                 : first + S::kOthers > gradient.others.count ||
                                       (gradient.causal && first + S::kOthers > begin + 1);
@@ -258,7 +256,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
         }
       }
 
-      // Two fragments of 8 columns, rounded, are one operand of 16.
+      // Two accumulator fragments of 8 columns, rounded, are one operand fragment of 16.
 #pragma unroll
       for (int j = 0; j < kFragments; j += 2) {
         const auto add = [&](const auto& weights, uint32_t lines, auto& sums) {
@@ -308,7 +306,7 @@ template <bool kOfKeys>
 __global__ void __launch_bounds__(32 * kPlainWarps, 2)
     PlainGradientKernel(const __grid_constant__ Gradient gradient) {
   extern __shared__ __align__(16) float floats[];
-  const int dim = gradient.dim, line = dim | 1;  // odd: a column lies in all banks
+  const int dim = gradient.dim, line = dim | 1;  // odd: a column is spread over all banks
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float* const own_first = floats + 2 * warp * dim;
   float* const own_second = own_first + dim;
@@ -407,7 +405,7 @@ cudaError_t LaunchShape(const Gradient& gradient, int images, cudaStream_t strea
                 stream);
 }
 
-/// Half of the block where the other half would idle at the end.
+/// Uses the smaller block if half of the last larger block would idle.
 template <typename Half, typename Whole, bool kOfKeys>
 cudaError_t LaunchFitting(const Gradient& gradient, int images, cudaStream_t stream) {
   const bool whole = (gradient.own.count - 1) % Whole::kOwn >= Half::kOwn;
@@ -415,7 +413,6 @@ cudaError_t LaunchFitting(const Gradient& gradient, int images, cudaStream_t str
                : LaunchShape<Half, kOfKeys>(gradient, images, stream);
 }
 
-/// What computes a gradient.
 enum class Kernels : uint8_t { kPlain, kTensorCores, kHopper };
 
 template <bool kOfKeys>

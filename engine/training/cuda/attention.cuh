@@ -3,17 +3,17 @@
 
 #include "engine/training/cuda/launch.h"
 
-/// The backward pass of attention, as attention.cu's kernels and Hopper's have it: one gradient of
-/// the tokens that blocks own, queries or keys, against all others of their image.
+/// The backward pass of attention, as the kernels of attention.cu and attention_sm90.cu see it:
+/// blocks own tokens (queries or keys) and compute their gradients against all others of the image.
 
 namespace denoised::training::cuda {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-/// Queries with the gradient of their outputs, or keys with their values.
+/// Queries and the gradients of their outputs, or keys and values.
 struct Tokens {
   Rows first, second;
-  int count = 0;  // of an image
+  int count = 0;  // per image
 };
 
 struct Gradient {
@@ -21,13 +21,14 @@ struct Gradient {
   int heads = 1, dim = 0;
   float scale = 1;
   bool causal = false;
-  Rows out;                            // the forward pass's
-  const float* log_sum_exp = nullptr;  // [images, heads, queries], as delta
-  float* delta = nullptr;              // written by queries, read by keys
-  Rows d_first, d_second;              // d_second: of keys
+  Rows out;                            // of the forward pass
+  const float* log_sum_exp = nullptr;  // [images, heads, queries]
+  float* delta = nullptr;              // likewise; written if queries are owned, else read
+  Rows d_first, d_second;              // of own.first and own.second; d_second: of values only
 };
 
-/// The kernels for Hopper, for bf16 in vectors. Of few own tokens a warpgroup would idle.
+/// The kernels for Hopper; they need bf16 in aligned vectors. With few own tokens, a warpgroup
+/// would idle.
 inline bool SuitsGradientHopper(const Gradient& gradient) {
   return gradient.dim <= 256 && !gradient.causal && gradient.own.count > 64;
 }

@@ -2,14 +2,14 @@
 // attention.cu's two kernels for Hopper, with TMA, wgmma and mbarriers. See docs/kernels.md for a
 // picture.
 //
-// Policy. A persistent CTA takes one item after another: own tokens of one head, 64 for each
-// warpgroup, which walks over the others in tiles. A producer warp loads the own tokens, those of
-// the next item early where there is room, and both tensors of a tile into a stage of the ring that
-// the warpgroups share; beside queries it writes their log-sum-exp and Δ. A warpgroup starts the
-// scores and dP of tile i, then what tile i − 1 adds to the gradients, and computes P and dS of
-// tile i under the latter. P and dS stay in registers: the layout of one product's sums is that of
-// the next one's left operand. TMA fills what is beyond a head's dimensions and an image's tokens
-// with zeros.
+// Policy. A persistent CTA takes one work item after another: own tokens of one head, 64 per
+// consumer warpgroup, which iterates over the others in tiles. A producer warp loads the own tokens
+// (those of the next item early if there is room) and both tensors of a tile into a stage of the
+// ring, which the warpgroups share. If the others are queries, it also writes their log-sum-exp and
+// Δ. A warpgroup issues the scores and dP of tile i, then the gradient products of tile i − 1, and
+// computes P and dS of tile i while the latter run. P and dS stay in registers: the accumulator of
+// one product has the layout of the next one's left operand. TMA fills with zeros beyond a head's
+// dimensions and an image's tokens.
 
 #include <algorithm>
 #include <type_traits>
@@ -26,35 +26,35 @@ namespace {
 
 using namespace denoised::cuda;
 
-constexpr int kTile = 64;  // own tokens of a warpgroup: what one wgmma multiplies
+constexpr int kTile = 64;  // own tokens per warpgroup: M of one wgmma
 constexpr int kLine = 64;  // dimensions: 128 bytes of bf16, the widest swizzle
 constexpr int kGroups = 2;
-// The producer is a whole warpgroup, so that its registers can go to the others.
+// The producer is a whole warpgroup, because setmaxnreg moves registers between warpgroups.
 constexpr int kThreads = 128 * (kGroups + 1);
 
-/// Heads of up to kDim dimensions, others in tiles of kOthers.
+/// For heads of up to kDim dimensions; the others come in tiles of kOthers.
 template <int kDim_, int kOthers_, int kOwnBuffers_, int kStages_, bool kOfKeys_>
 struct Shape {
   static constexpr int kDim = kDim_, kOthers = kOthers_, kOwnBuffers = kOwnBuffers_,
                        kStages = kStages_;
   static constexpr bool kOfKeys = kOfKeys_;
   static constexpr int kLines = kDim / kLine;
-  // The left operands of scores and dP: in registers, where there are enough.
+  // Whether the left operands of scores and dP fit in registers.
   static constexpr bool kOwnInRegisters = kDim <= 64;
-  // Where registers have no room for both gradients of a key, one warpgroup makes dV and the other
-  // dK, of the same keys.
+  // If registers cannot hold both gradients of a key, one warpgroup computes dV and the other dK,
+  // of the same keys.
   static constexpr bool kShared = kOfKeys && kDim > 128;
   static constexpr int kOwnTiles = kShared ? 1 : kGroups;
   static constexpr int kOwnTileBytes = kTile * kDim * 2, kOwnBytes = 2 * kOwnTiles * kOwnTileBytes;
   static constexpr int kOthersBytes = kOthers * kDim * 2, kStageBytes = 2 * kOthersBytes;
-  static constexpr int kNumbers = 2 * kOthers;  // of a stage: log-sum-exp by log₂ e, Δ
+  static constexpr int kNumbers = 2 * kOthers;  // per stage: log-sum-exp · log₂ e, and Δ
   static constexpr int kSharedBytes = kOwnBuffers * kOwnBytes +
                                       kStages * (kStageBytes + kNumbers * 4) +
                                       2 * (kStages + kOwnBuffers) * 8;
   static_assert(kSharedBytes <= 232448);
 };
 
-/// Boxes of one head's tokens; items by own tokens, heads and images.
+/// TMA boxes are tokens of one head. Items are ordered by image, head and block of own tokens.
 struct Params {
   CUtensorMap own_first, own_second, first, second;
   int items = 0;
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     GradientHopperKernel(const __grid_constant__ Gradient gradient,
                          const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) unsigned char own[];  // as the swizzle wants it
+  extern __shared__ __align__(1024) unsigned char own[];  // the swizzle's alignment
   unsigned char* const ring = own + S::kOwnBuffers * S::kOwnBytes;
   auto* const numbers = reinterpret_cast<float*>(ring + S::kStages * S::kStageBytes);
   auto* const full = reinterpret_cast<uint64_t*>(numbers + S::kStages * S::kNumbers);
@@ -74,13 +74,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   uint64_t* const own_full = empty + S::kStages;
   uint64_t* const own_empty = own_full + S::kOwnBuffers;
 
-  // Uniform for the compiler, so that descriptors live in uniform registers.
+  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const int lane = threadIdx.x % 32;
   const int tiles = (gradient.others.count + S::kOthers - 1) / S::kOthers;
   struct Item {
     int begin, head, image;
-    int64_t queries;  // before its head's
+    int64_t queries;  // index of the first query of its head
   };
   const auto item_at = [&](int index) {
     const int of_head = index / params.blocks;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     int loaded = 0;  // tiles
     for (int index = blockIdx.x, turn = 0; index < params.items; index += gridDim.x, ++turn) {
       const Item item = item_at(index);
-      // Those of the next tile are read ahead.
+      // Prefetched for the next tile.
       float log2[S::kOthers / 32], delta[S::kOthers / 32];
       const auto read_numbers = [&](int tile) {
 #pragma unroll
@@ -164,18 +164,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   IncreaseRegisters<232>();
   const float scale_log2 = gradient.scale * kLog2E;  // exp(x) = exp2(x log₂ e)
-  // kFirst, kSecond: which gradients this warpgroup makes.
+  // kFirst, kSecond: the gradients that this warpgroup computes.
   const auto consume = [&](auto makes_first, auto makes_second) {
     constexpr bool kFirst = decltype(makes_first)::value, kSecond = decltype(makes_second)::value;
     const int own_tile = S::kOwnTiles == 1 ? 0 : group;
-    // A thread's sums (hopper.cuh): of every eight columns 2 · (lane % 4) and the next, of its rows
-    // 0 and 1; index 4j + 2 · row + i.
+    // Accumulators (hopper.cuh): in each octet j of columns, a thread has columns 2 · (lane % 4) +
+    // i of its two rows, at index 4j + 2 · row + i.
     float s[S::kOthers / 2], dp[kFirst ? S::kOthers / 2 : 1];
     float sums_first[kFirst ? S::kDim / 2 : 1], sums_second[kSecond ? S::kDim / 2 : 1];
     uint32_t p_words[kSecond ? S::kOthers / 4 : 1], ds_words[kFirst ? S::kOthers / 4 : 1];
     uint32_t own_words[2][S::kOwnInRegisters ? S::kDim / 4 : 1];
     float own_log2[2], own_delta[2];
-    int done = 0, ahead = 0;  // tiles before this item; its own tokens
+    int done = 0, ahead = 0;  // tiles before this item; buffer of its own tokens
 
     const auto own_at = [&](int tensor) {
       return own + ahead * S::kOwnBytes + (tensor * S::kOwnTiles + own_tile) * S::kOwnTileBytes;
@@ -222,9 +222,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       HoldRegisters(sums_first);
       HoldRegisters(sums_second);
     };
-    /// s becomes P, dp becomes dS. Missing queries have zeros as operands and numbers, so they need
-    /// no mask; missing keys are in the last tile alone. No branches: the compiler ends a wgmma
-    /// before any branch.
+    /// s becomes P, dp becomes dS. Missing queries need no mask, since their operands, log-sum-exp
+    /// and Δ are zeros; only the last tile has missing keys. No branches: the compiler waits for a
+    /// wgmma before any branch.
     const auto weigh = [&](int tile, auto last) {
       [[maybe_unused]] const float* const of_tile =
           numbers + (done + tile) % S::kStages * S::kNumbers + lane % 4 * 2;
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto release_own = [&] {
       if (lane == 0) Arrive(&own_empty[ahead]);
     };
-    /// Left operands as wgmma takes them, of a swizzled tile: 16 bytes by the line's number.
+    /// Reads left operands for wgmma from a swizzled tile: 16-byte columns are XORed with the line.
     const auto read_own = [&] {
 #pragma unroll
       for (int tensor = 0; tensor < 2; ++tensor) {
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     };
-    /// Log-sum-exp and Δ of this thread's queries.
+    /// Reads log-sum-exp and computes Δ of this thread's queries.
     const auto read_queries = [&](const Item& item, int first_row) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         hold_scores();
         if (!S::kOwnInRegisters && decltype(last)::value) release_own();
         weigh(tile, last);
-        hold_scores();  // the wait must not move up before P and dS
+        hold_scores();  // keeps the compiler from moving the wait before P and dS
         WgmmaWait<0>();
         hold_sums();
         release(tile - 1);

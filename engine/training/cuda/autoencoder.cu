@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What autoencoders have beside their networks: the posterior of latents, and the distance of
-// pictures.
+// Ops of autoencoder training: the posterior of latents, and the reconstruction loss.
 //
-// Policy. Posterior: a block owns a row, since KL is a sum over it. Distance: the difference d is
-// halved three times into scratch memory; then every thread makes elements of the gradient from the
-// four scales, and their shares of the loss. All in double: what decides is the sign of small
-// differences.
+// Policy. Posterior: a block owns a row, because KL is a sum over it. Reconstruction: the
+// difference d is halved three times into scratch memory. Then every thread computes elements of
+// the gradient, and their part of the loss, from the four scales. All in double, because the
+// gradient is the sign of small differences.
 
 #include <algorithm>
 
@@ -63,18 +62,18 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kScales = 4;
 
-/// Elements of the smaller scales of a row, and where one of them begins.
+/// First element of `scale` in a row of `halved`, which holds scales 1 and up.
 __host__ __device__ constexpr int64_t BeginOfScale(int64_t elements, int scale) {
   int64_t begin = 0;
   for (int s = 1; s < scale; ++s) begin += elements >> (2 * s);
   return begin;
 }
 
-/// d of a row at scale 0 … 3.
+/// d of a row at scales 0 … 3.
 struct Differences {
   const float* output;  // of the row
   const float* target;
-  const double* halved;  // the smaller scales
+  const double* halved;  // scales 1 … 3
   int width, channels;
   int64_t elements;
 
@@ -94,7 +93,7 @@ __device__ Differences DifferencesOf(const ReconstructionLaunch& of, int64_t row
           elements};
 }
 
-/// A thread has an element of the smallest scale: 64 of the largest.
+/// One thread per element of the smallest scale, which is 64 elements of the largest.
 __global__ void __launch_bounds__(kThreads)
     HalveKernel(const __grid_constant__ ReconstructionLaunch of) {
   const int64_t row = blockIdx.y;
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(kThreads)
   const int x = static_cast<int>(i / of.channels % smallest);
   const int y = static_cast<int>(i / of.channels / smallest);
   for (int scale = 1; scale < kScales; ++scale) {
-    const int edge = 1 << (kScales - 1 - scale);  // of this thread's part
+    const int edge = 1 << (kScales - 1 - scale);  // of this thread's square
     for (int p = 0; p < edge * edge; ++p) {
       const int at_y = y * edge + p / edge, at_x = x * edge + p % edge;
       const double sum = d.At(scale - 1, 2 * at_y, 2 * at_x, c) +
@@ -122,9 +121,8 @@ __global__ void __launch_bounds__(kThreads)
 
 __device__ double SignOf(double value) { return value > 0 ? 1.0 : value < 0 ? -1.0 : 0.0; }
 
-/// Adds to the gradient at (y, x, c) what the differences from its neighbours along one dimension
-/// make of it, and to the loss that from the next one: `before` and `after` are the neighbours, if
-/// there are any.
+/// The gradient at an element of its differences from the neighbours along one dimension, `before`
+/// and `after` if they exist. Adds the difference from `after` to the loss.
 __device__ double Slope(double value, bool has_before, double before, bool has_after, double after,
                         double share, double* loss) {
   double slope = 0;
@@ -148,7 +146,7 @@ __global__ void __launch_bounds__(kThreads)
     const int x = static_cast<int>(i / of.channels % of.width);
     const int y = static_cast<int>(i / of.channels / of.width);
     const double own = d.At(0, y, x, c);
-    double gradient = share * SignOf(own), weight = of.edges;  // weight: 1/4 from scale to scale
+    double gradient = share * SignOf(own), weight = of.edges;  // weight: quartered at each scale
     loss += share * fabs(own);
     for (int scale = 0; scale < kScales && of.edges != 0; ++scale, weight *= 0.25) {
       const int at_y = y >> scale, at_x = x >> scale;
@@ -166,7 +164,7 @@ __global__ void __launch_bounds__(kThreads)
           Slope(value, above, neighbour(-1, 0, above), below, neighbour(1, 0, below),
                 1.0 / (static_cast<double>(width) * (height - 1) * of.channels), &edges);
       gradient += weight * slope;
-      // Each difference counts once: for the first of the pixels that it was made of.
+      // Each difference counts once: at the first of the pixels that it was averaged from.
       if (at_y << scale == y && at_x << scale == x) loss += of.edges * edges;
     }
     of.doutput[row * d.elements + i] = static_cast<float>(of.scale * gradient);

@@ -5,7 +5,8 @@
 
 namespace denoised::training::cuda {
 
-/// Σ over the kThreads threads of a block, in a fixed order, for thread 0. Once in a kernel.
+/// Sum over the kThreads threads of a block in a fixed order, returned to thread 0. A kernel may
+/// call it once.
 template <int kThreads>
 __device__ double BlockSum(double value) {
   __shared__ double sums[kThreads / 32];

@@ -12,12 +12,13 @@
 #include "engine/training/backend.h"
 #include "engine/training/cuda/launch.h"
 
-/// training/backend.h on CUDA. Convolutions and linears, forwards and for the gradient of their
-/// input, are ops of serving's backend, whose packed weights LaunchPack() writes anew after every
-/// update; so are other ops that serving has. The rest are kernels of launch.h on the same stream.
+/// training/backend.h on CUDA. Convolutions and linears, forward and for the gradient of their
+/// input, are ops of serving's backend; LaunchPack() rewrites their packed weights after every
+/// update. Other ops that serving has are its too. The rest are kernels of launch.h on the same
+/// stream.
 ///
-/// A pass has all chunks of a micro-batch. Its activations belong to the trainer; what an op needs
-/// for itself is scratch here, which all ops share, since they run one after another.
+/// A pass has all chunks of a micro-batch. The trainer owns its activations. Temporary memory of
+/// ops is scratch here; ops share it, because they run one after another.
 
 namespace denoised::training {
 namespace cuda {
@@ -33,7 +34,7 @@ using denoised::cuda::kMaxHeadDim;
 using denoised::cuda::RoundUp;
 using denoised::cuda::ToStatus;
 
-/// The gradient of the input is a convolution of dout with `backward`: [in, taps turned, out].
+/// The gradient of the input is a convolution of dout with `backward`: [in, rotated taps, out].
 struct TrainingConv2d final : PackedConv2d {
   CudaConv2d forward, backward;
 };
@@ -49,7 +50,7 @@ struct CudaRecording final : Recording {
 Element ElementOf(DType dtype) { return dtype == DType::kBF16 ? Element::kBf16 : Element::kF32; }
 int64_t BytesOf(Element element) { return element == Element::kBf16 ? 2 : 4; }
 
-/// Lines of the last dimension.
+/// The tensor as lines of its last dimension.
 Rows View(const Tensor& tensor) {
   if (!tensor) return {};
   DENOISED_CHECK(tensor.device() == denoised::Device::kCuda, "a tensor of the host");
@@ -95,14 +96,14 @@ class CudaBackend final : public Backend {
   }
 
   std::unique_ptr<Recording> NewRecording() override { return std::make_unique<CudaRecording>(); }
-  /// The first run is made as it is, since it takes memory and loads kernels.
+  /// The first run is not captured, because it allocates memory and loads kernels.
   void Run(Recording* recording, const std::function<void()>& body) override {
     auto& recorded = static_cast<CudaRecording&>(*recording);
     if (recorded.runs++ == 0) return body();
     if (!ok()) return;
     if (recorded.graph == nullptr) {
-      // Capture() may wait for the whole device, an error while another rank of this process
-      // records.
+      // Capture() may wait for the whole device, which fails while another rank of this process
+      // captures.
       static Mutex one_at_a_time;
       MutexLock lock(&one_at_a_time);
       recording_ = true;
@@ -437,7 +438,7 @@ class CudaBackend final : public Backend {
   }
   void Embedding(const Tensor& table, const Tensor& index, const Tensor& out) override {
     if (!ok()) return;
-    constexpr int64_t kMost = 65535;  // rows of a launch
+    constexpr int64_t kMost = 65535;  // rows per launch
     const int64_t lines = index.elements();
     const Tensor from = index.Reshape({lines}), to = out.Reshape({lines, table.dim(1)});
     for (int64_t first = 0; first < lines; first += kMost) {
@@ -600,7 +601,7 @@ class CudaBackend final : public Backend {
   }
 
  private:
-  /// Memory of one op. It begins where the scratch of the op around it ends.
+  /// Temporary memory of one op. It begins where the scratch of the calling op ends.
   class Scratch {
    public:
     explicit Scratch(CudaBackend* backend) : backend_(backend), begin_(backend->scratch_used_) {}
@@ -626,8 +627,8 @@ class CudaBackend final : public Backend {
     const int64_t begin_;
   };
 
-  /// Null after an error. Blocks stay until the end, so that addresses in graphs remain good: a
-  /// recording needs no more than the run before it.
+  /// Null after an error. Blocks are never freed, so addresses in captured graphs stay valid. A
+  /// capture needs no more scratch than the run before it.
   void* TakeScratch(int64_t bytes) {
     bytes = RoundUp(std::max<int64_t>(bytes, 1), 256);
     int64_t begin = 0;
@@ -659,7 +660,7 @@ class CudaBackend final : public Backend {
   void Record(cudaError_t error, const char* op) {
     if (error != cudaSuccess) Keep(ToStatus(error, op));
   }
-  /// Rows of a chunk, of an op on `rows` of them.
+  /// Rows per chunk in an op on `rows` rows.
   int64_t ChunkOf(int64_t rows) const {
     const int64_t chunk = chunk_rows_ == 0 ? rows : chunk_rows_;
     DENOISED_CHECK(rows % chunk == 0, "{} rows in chunks of {}", rows, chunk);
@@ -681,14 +682,14 @@ class CudaBackend final : public Backend {
     pack.packed_bias = Floats(bias);
     Record(LaunchPack(pack, stream_), "packing weights");
   }
-  /// dout of the last convolution is F32; products want the activations' type.
+  /// dout of the last convolution is F32; products take the activations' type.
   Tensor InActivationType(const Tensor& tensor, Scratch* scratch) {
     if (tensor.dtype() == dtype_) return tensor;
     const Tensor rounded = scratch->New(tensor.shape(), dtype_);
     if (rounded) Add(tensor, 1, Tensor(), 0, 0, rounded);
     return rounded;
   }
-  /// `tensor` as tensor cores read it: with zeros up to eight channels or a multiple of that.
+  /// `tensor` as tensor cores read it: channels padded with zeros to a multiple of eight.
   Tensor InVectors(const Tensor& tensor, Scratch* scratch) {
     if (dtype_ != DType::kBF16 || tensor.dim(-1) % 8 == 0) return tensor;
     const Tensor padded = scratch->New({LinesOf(tensor), RoundUp(tensor.dim(-1), 8)}, dtype_);
@@ -696,13 +697,12 @@ class CudaBackend final : public Backend {
     return padded;
   }
 
-  /// Columns [first_output, …) of dout against x, or patches of it: dweight [outputs, channels,
-  /// taps].
+  /// dweight [outputs, channels, taps] = columns [first_output, …) of doutᵀ · x, or · im2col of x.
   void WeightGradient(const Tensor& dout, int first_output, const Tensor& x, const Patches* patches,
                       const Tensor& dweight) {
     if (!ok() || WeightGradientHopper(dout, first_output, x, patches, dweight)) return;
     const int64_t rows = dout.dim(0), chunk = ChunkOf(rows), chunks = rows / chunk;
-    const int64_t lines = dout.elements() / dout.dim(-1) / rows * chunk;  // of a chunk
+    const int64_t lines = dout.elements() / dout.dim(-1) / rows * chunk;  // per chunk
     const int taps = patches == nullptr ? 1 : patches->kernel * patches->kernel;
     DENOISED_CHECK(dout.contiguous() && x.contiguous() && lines * chunks <= INT32_MAX);
     Scratch scratch(this);
@@ -744,7 +744,7 @@ class CudaBackend final : public Backend {
            "the gradient of a weight");
   }
 
-  /// The same on Hopper's own kernel. False: it does not suit.
+  /// The same by weight_gradient_sm90.cu. False if it does not support this layer or device.
   bool WeightGradientHopper(const Tensor& dout, int first_output, const Tensor& x,
                             const Patches* patches, const Tensor& dweight) {
     WeightGradientLaunch gradient = {.images = dout.dim(0),
@@ -787,7 +787,7 @@ class CudaBackend final : public Backend {
     return true;
   }
 
-  /// Column sums of dout, part by part.
+  /// Sums of dout's columns; each fused layer has its own dbias.
   void BiasGradients(const Tensor& dout, const std::vector<Tensor>& dbiases) {
     if (!ok()) return;
     const int64_t rows = dout.dim(0), chunk = ChunkOf(rows), outputs = dout.dim(-1);
@@ -812,9 +812,9 @@ class CudaBackend final : public Backend {
     }
   }
 
-  /// dx = dout convolved with the turned weights. With a stride, dout is spread with zeros between
-  /// its pixels first, to the size of the input, so that the convolution's edges are alike. Of a
-  /// doubled input, the sums of each four.
+  /// dx = dout convolved with the rotated weights. With a stride, zeros are first inserted between
+  /// the pixels of dout (a transposed convolution). If the input is doubled, the gradients of each
+  /// four pixels are added.
   void InputGradient(const TrainingConv2d& conv, const Conv2dGeometry& g, Tensor dout,
                      const Tensor& dx) {
     if (!ok()) return;
@@ -913,7 +913,7 @@ class CudaBackend final : public Backend {
             .channels = Extent(args.noise, -1),
             .weight = args.weight};
   }
-  /// sum = scale · Σ loss, over chunks as gradients are.
+  /// sum = scale · Σ loss; chunks are added as for gradients.
   void SumLoss(const Tensor& loss, float scale, const Tensor& sum) {
     if (!sum || !ok()) return;
     const int64_t rows = loss.dim(0), chunk = ChunkOf(rows);
@@ -940,7 +940,7 @@ class CudaBackend final : public Backend {
                         Extent(small, 3), scale, Flat(large), stream_),
            "doubling");
   }
-  /// Zeros in what `to` has more.
+  /// Further columns of `to` become zeros.
   void CopyColumns(const Tensor& from, const Tensor& to) {
     if (!ok()) return;
     Record(LaunchCopyColumns(View(from), Extent(from, -1), LinesOf(from), View(to), Extent(to, -1),
@@ -957,11 +957,11 @@ class CudaBackend final : public Backend {
   const DType dtype_;
   const denoised::cuda::Queue queue_;
   const cudaStream_t stream_;
-  absl::Status status_;  // the first error of a kernel of ours
+  absl::Status status_;  // the first error of a kernel of launch.h
   int64_t chunk_rows_ = 0;
   bool recording_ = false;
   std::vector<ScratchBlock> scratch_;
-  int64_t scratch_used_ = 0;  // of all blocks, one after another
+  int64_t scratch_used_ = 0;  // bytes, counted through all blocks
 };
 
 }  // namespace

@@ -5,7 +5,7 @@
 
 namespace denoised::training::cuda {
 
-/// act′(z), of the activations that training has.
+/// act′(z) for the activations that training supports.
 __device__ inline float Derivative(Activation activation, float z) {
   using denoised::cuda::Sigmoid;
   switch (activation) {

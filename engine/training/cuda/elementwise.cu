@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ops without sums over pixels or channels, and those of few: a thread owns an element of the
-// result, or four where Philox draws four. All tensors are contiguous.
+// Elementwise ops, resampling and copies. A thread owns one element or vector of the result; for
+// dropout four elements, as many as one call of Philox draws. All tensors are contiguous.
 
 #include "engine/backend/cuda/element.cuh"
 #include "engine/training/cuda/derivative.cuh"
@@ -18,7 +18,7 @@ unsigned BlocksFor(int64_t count) {
   return static_cast<unsigned>((count + kThreads - 1) / kThreads);
 }
 
-/// to[i .. i + V) = each(j) of what is loaded there.
+/// Calls each(i) for this thread's vector, elements [i, i + V).
 template <int V, typename Each>
 __device__ void ForEach(int64_t count, const Each& each) {
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-/// x: lines of values, then gates.
+/// A line of x holds the values, then the gates.
 template <int V>
 __global__ void __launch_bounds__(kThreads)
     GegluKernel(Rows x, int width, int64_t count, Rows out) {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-/// The place of element i of [.., height, width, channels].
+/// Coordinates of element i of [.., height, width, channels].
 struct Pixel {
   int64_t image;
   int h, w, c;

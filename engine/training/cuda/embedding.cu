@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradient of a table: sums over the lines of each entry. Most entries have no line, and one,
-// the padding of captions, has most of them.
+// The gradient of an embedding table: for each entry, the sum over its lines. Most entries have no
+// line; one entry, the padding of captions, has most of them.
 //
-// Policy. Lines of a chunk are sorted by entry, those of one entry in their order. Then blocks sum
-// pieces of kPiece sorted lines, and other blocks the pieces of each entry, chunk by chunk. So what
-// is added in which order depends on the chunk's own indices alone, and no block walks many lines.
+// Policy. The lines of a chunk are sorted by entry (a stable sort). Then blocks sum pieces of
+// kPiece sorted lines, and other blocks sum the pieces of each entry, chunk by chunk. So the order
+// of sums depends on the indices of the chunk alone, and no block reads many lines.
 
 #include <algorithm>
 
@@ -18,8 +18,8 @@ using namespace denoised::cuda;
 
 constexpr int kThreads = 256, kPiece = 32, kMostLevels = 32;
 
-/// sorted[chunk, place] = {entry, line}. A line's place is the number of those before it, so no
-/// thread waits for another.
+/// sorted[chunk, place] = {entry, line}. Each thread counts the lines that belong before its own,
+/// so no thread waits for another.
 __global__ void __launch_bounds__(kThreads)
     SortKernel(const int32_t* index, int64_t chunk_lines, int2* sorted) {
   __shared__ int32_t tile[kThreads];
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
     if (first + threadIdx.x < chunk_lines) tile[threadIdx.x] = from[first + threadIdx.x];
     __syncthreads();
     const int count = static_cast<int>(min(static_cast<int64_t>(kThreads), chunk_lines - first));
-    // Of the lines with the same entry, only those that come earlier.
+    // Lines of the same entry keep their order.
     const int earlier = static_cast<int>(max(int64_t{0}, min(int64_t{count}, line - first)));
     int before = 0;
 #pragma unroll 8
@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kThreads)
     sorted[blockIdx.y * chunk_lines + place] = make_int2(entry, static_cast<int>(line));
 }
 
-/// A thread sums a channel of the piece's lines, run by run of equal entries, and leaves each sum
-/// at the first place of its run: sums[chunk, place, channel].
+/// A thread sums one channel over the lines of a piece. Each run of equal entries has a sum, which
+/// is stored at the first place of the run: sums[chunk, place, channel].
 __global__ void __launch_bounds__(kThreads)
     PiecesKernel(const __grid_constant__ EmbeddingBackwardLaunch embedding) {
   __shared__ int2 places[kPiece];
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
     values[i] = i < count ? Load(embedding.dout, chunk + places[i].y, channel) : 0.0f;
   float sum = 0;
 #pragma unroll
-  for (int i = kPiece - 1; i >= 0; --i) {  // backwards: a run ends where its first place is
+  for (int i = kPiece - 1; i >= 0; --i) {  // backwards, to end each run at its first place
     if (i >= count) continue;
     sum += values[i];
     if (i > 0 && places[i - 1].x == places[i].x) continue;
@@ -85,11 +85,12 @@ __device__ int FirstPlace(const int2* sorted, int64_t count, int entry) {
   return static_cast<int>(low);
 }
 
-/// Σ over the pieces of a chunk's run [begin, end) of an entry, of this thread's share of them.
+/// Adds this thread's share of the pieces of an entry, whose sorted lines in the chunk are
+/// [begin, end).
 template <int V>
 __device__ void AddPieces(const EmbeddingBackwardLaunch& embedding, const Rows& sums, int64_t chunk,
                           int begin, int end, int column, float (&sum)[V]) {
-  // Pieces begin at multiples of kPiece, the first where the run does.
+  // Pieces begin at multiples of kPiece, except the first, which begins with the run.
   const int first = begin / kPiece;
   for (int piece = first + Strip<V>::Line(); piece * kPiece < end; piece += Strip<V>::kLines) {
     float v[V];
@@ -104,17 +105,17 @@ template <int V>
 __global__ void __launch_bounds__(kStripThreads)
     EntriesKernel(const __grid_constant__ EmbeddingBackwardLaunch embedding) {
   using S = Strip<V>;
-  __shared__ int bounds[kStripThreads];  // of chunks: begin, end
+  __shared__ int bounds[kStripThreads];  // begin and end, by chunk
   __shared__ float shared[S::kLines][S::kChannels];
   const Rows sums = {embedding.sums, embedding.dim, Element::kF32, V == 8};
   const int column = S::Column(), thread = static_cast<int>(threadIdx.x);
   const int64_t chunks = embedding.lines / embedding.chunk_lines;
   for (int entry = blockIdx.y; entry < embedding.entries; entry += gridDim.y) {
-    float waiting[kMostLevels];  // of this thread's channel, as in TreeSumKernel
+    float waiting[kMostLevels];  // sums of this thread's channel, as in Subtrees (sums.cu)
     int levels = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       const int at = static_cast<int>(chunk % (kStripThreads / 2)) * 2;
-      __syncthreads();  // nobody reads `shared`, nor the bounds that are replaced
+      __syncthreads();  // before `shared` and `bounds` are overwritten
       if (at == 0) {
         const int64_t of = chunk + thread / 2;
         if (of < chunks)

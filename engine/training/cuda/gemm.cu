@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of weights: products of dout and the input of all pixels or tokens. Of a
-// convolution, of dout and the patches of its input, which are read where they lie: no im2col
-// matrix is written.
+// Gradients of weights: the product of dout and the input, summed over all pixels or tokens. For a
+// convolution the input is its im2col matrix, which is not written to memory: loads compute the
+// addresses (implicit GEMM).
 //
-// Policy. Tensor cores: a block of 256 threads owns a tile of out and walks k in steps of 32
-// through a ring of cp.async stages; eight warps share the tile 2 × 4 and read fragments by
-// ldmatrix, which transposes both operands, whose lines are not along k. Columns of patches are
-// those of all taps in a row, so that tiles need not end with a tap; a thread loads the same ones,
-// of one tap, in every step. Otherwise: the same tile loop, plain, in fp32 and for any shape. Every
-// element of out is a sum over ascending k in one thread or one fragment, whatever the tile and
-// whatever else is in the batch.
+// Policy. Tensor cores: a block of 256 threads owns a tile of out and loops over k in steps of 32
+// through a ring of cp.async stages. Eight warps share the tile as 2 × 4 and read fragments by
+// transposing ldmatrix, because neither operand is contiguous along k. The im2col columns of all
+// taps are numbered through, so a tile may span taps; a thread loads the same columns, of one tap,
+// in every step. Without tensor cores: the same loop over tiles in fp32, for any shape. Every
+// element of out is a sum over ascending k in one thread or fragment, whatever the tile and the
+// batch.
 
 #include <algorithm>
 
@@ -34,10 +34,10 @@ struct Gemm {
   float* out;
   int64_t out_stride, out_outer, out_inner;
   Patches patches;
-  FastDivmod out_height, out_width, channels;  // n is all taps' channels
+  FastDivmod out_height, out_width, channels;  // of one tap; n counts the channels of all taps
 };
 
-/// The batch, the tile and the range of k of this block.
+/// The batch, tile and range of k of this block.
 struct Place {
   int64_t outer, inner, m, n, k_begin, k_end;
 };
@@ -54,8 +54,7 @@ __device__ Place PlaceOf(const Gemm& gemm) {
   return place;
 }
 
-/// Where column `n` of output pixel `p`'s patch lies in the convolution's input, in elements, or −1
-/// beyond the edge.
+/// Offset in the convolution's input of element (p, n) of the im2col matrix; −1 beyond the edge.
 __device__ int64_t PatchAt(const Gemm& gemm, int64_t p, int64_t n) {
   const Patches& patches = gemm.patches;
   const int tap = static_cast<int>(n) / gemm.channels,
@@ -77,7 +76,7 @@ __device__ float LoadElement(const void* data, Element element, int64_t i) {
                                    : static_cast<const float*>(data)[i];
 }
 
-/// Of element (m, 0) of the block's batch.
+/// Offset in out of element (m, 0) of the block's batch.
 __device__ int64_t OutOf(const Gemm& gemm, const Place& place, int64_t m) {
   return place.outer * gemm.out_outer + blockIdx.z % gemm.inner * gemm.out_inner +
          m * gemm.out_stride;
@@ -86,18 +85,19 @@ __device__ int64_t OutOf(const Gemm& gemm, const Place& place, int64_t m) {
 // Tensor cores.
 
 constexpr int kStages = 4, kStep = 32;
-constexpr int kVector = 8, kPadding = 8;  // elements; the padding keeps ldmatrix free of conflicts
+constexpr int kVector = 8, kPadding = 8;  // elements; the padding avoids bank conflicts of ldmatrix
 
-/// A stage's tile of an operand of `kSize` rows of out.
+/// A stage's tile of one operand: kSize rows or columns of out.
 template <int kSize>
 struct Tile {
   static constexpr int kLine = kSize + kPadding;
   static constexpr int kElements = kLine * kStep;
   static constexpr int kVectorsOfLine = kSize / kVector;
-  static constexpr int kLoads = kStep * kVectorsOfLine / kThreads;  // of a thread
+  static constexpr int kLoads = kStep * kVectorsOfLine / kThreads;  // per thread
 };
 
-/// `base` is the operand's first element of this batch; `first` its first row of out in this tile.
+/// `base` is the operand's first element in this batch, `first` the tile's first row or column of
+/// out.
 template <int kSize, bool kPatches>
 __device__ void LoadTile(const Gemm& gemm, const Operand& operand, const __nv_bfloat16* base,
                          const Place& place, int64_t first, int64_t size, int64_t k,
@@ -123,7 +123,7 @@ __device__ void LoadTile(const Gemm& gemm, const Operand& operand, const __nv_bf
 template <int kM, int kN>
 constexpr int kSharedBytes = kStages*(Tile<kM>::kElements + Tile<kN>::kElements) * 2;
 
-/// Blocks that a multiprocessor's registers should hold.
+/// Blocks per multiprocessor, limited by registers.
 template <int kM, int kN>
 constexpr int kBlocks = kM* kN >= 128 * 128  ? 2
                         : kM* kN >= 64 * 128 ? 3
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
     TensorCoreKernel(const __grid_constant__ Gemm gemm) {
   using A = Tile<kM>;
   using B = Tile<kN>;
-  constexpr int kTilesM = kM / 32, kTilesN = kN / 32;  // of 16 and of 8 in a warp
+  constexpr int kTilesM = kM / 32, kTilesN = kN / 32;  // per warp, of 16 rows and of 8 columns
   extern __shared__ __align__(16) __nv_bfloat16 stages[];
   const Place place = PlaceOf<kM, kN>(gemm);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -161,13 +161,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
   for (int step = 0; step < kStages - 1; ++step) load(step);
   for (int step = 0; step < steps; ++step) {
     WaitCopies<kStages - 2>();
-    __syncthreads();  // this step has arrived, and nobody reads the stage that is filled next
+    __syncthreads();  // this stage is full, and no warp reads the one that is filled next
     load(step + kStages - 1);
     const __nv_bfloat16* tile_a = stage_of(step);
     const __nv_bfloat16* tile_b = tile_a + A::kElements;
 #pragma unroll
     for (int k = 0; k < kStep; k += 16) {
-      // Lane 8i + j names line j of the i-th 8×8 matrix; mma.cuh says which element goes where.
+      // Lane 8i + j gives the address of line j of the i-th 8×8 matrix; mma.cuh has the layouts.
       const int j = lane % 8, i = lane / 8;
       uint32_t fragments_a[kTilesM][4], fragments_b[kTilesN / 2][4];
 #pragma unroll
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ 
   const int64_t a = place.outer * gemm.a.outer + place.inner * gemm.a.inner;
   const int64_t b = place.outer * gemm.b.outer + place.inner * gemm.b.inner;
   const int row = threadIdx.x / 16, column = threadIdx.x % 16;  // of a 16 × 16 grid of 4 × 4
-  // Neighbouring threads read neighbours of a line.
+  // Neighbouring threads read neighbouring elements of a line.
   const auto fill = [&](const Operand& operand, int64_t base, int64_t first, int64_t size,
                         int64_t k, bool patches, float(*tile)[kPlainTile + 1]) {
     for (int i = threadIdx.x; i < kPlainStep * kPlainTile; i += kThreads) {
@@ -302,7 +302,7 @@ bool InVectors(const Operand& operand, int64_t size) {
   return reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && operand.stride % kVector == 0 &&
          operand.inner % kVector == 0 && size % kVector == 0;
 }
-/// bf16 lines in vectors of eight, aligned; lines of the result in pairs.
+/// Operands must be bf16 in aligned vectors of eight, lines of the result aligned pairs.
 bool SuitsTensorCores(const GemmLaunch& gemm) {
   const bool in_pairs = reinterpret_cast<uintptr_t>(gemm.out) % 8 == 0 &&
                         gemm.out_stride % 2 == 0 && gemm.out_outer % 2 == 0 &&

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Group norm with an activation, and its gradients, each in two passes over memory.
 //
-// Policy. Blocks own strips of channels (strips.cuh). The first pass leaves two sums for every row,
-// part and channel; a warp for each row and group then makes what the second pass needs. Forward:
-// the sums are of x minus the channel's first pixel, so a large mean costs no digits. Backward,
-// with x̂ = (x − μ)·rstd, z = (γx̂ + β)(1 + s) + t, dz = dout·act′(z), A = Σ dz·(x − μ) and B = Σ dz
-// over a row's pixels:
+// Policy. Blocks own strips of channels (strips.cuh). The first pass computes two sums for every
+// row, part and channel. One warp per row and group turns them into the coefficients of the second
+// pass. Forward, the sums are of x minus the channel's first pixel, so a large mean costs no
+// digits. Backward, with sums over a row's pixels:
 //
+//   x̂ = (x − μ)·rstd     z = (γx̂ + β)(1 + s) + t     dz = dout·act′(z)
+//   A = Σ dz·(x − μ)     B = Σ dz
 //   dγ = Σ rows rstd·A·(1 + s)     dβ = Σ rows B·(1 + s)     ds = γ·rstd·A + β·B     dt = B
 //   dx = rstd·(dz·γ′ − c2 − x̂·c1),   γ′ = γ(1 + s),   c1 = mean of dz·γ′·x̂,   c2 = mean of dz·γ′
 //
@@ -26,7 +27,7 @@ using namespace denoised::cuda;
 
 constexpr int kWarps = 4;
 
-/// z = (x − mean)·slope + offset, of V channels of a row.
+/// z = (x − mean)·slope + offset, for V channels of a row.
 template <int V>
 struct Line {
   float mean[V], slope[V], offset[V];
@@ -51,8 +52,8 @@ __device__ Line<V> LineOf(const NormLaunch& norm, const FastDivmod& group_size, 
   return line;
 }
 
-/// kActivation is norm.activation, or kAny: without a switch for every element the arithmetic of a
-/// vector's elements overlaps.
+/// kActivation is norm.activation, or kAny. If it is a constant, no element needs a switch, and the
+/// arithmetic of a vector's elements overlaps.
 constexpr int kAny = -1;
 template <int kActivation>
 __device__ Activation ActivationOf(const NormLaunch& norm) {
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kStripThreads)
   }
 }
 
-/// Sum `s` of MomentsKernel over the parts of a row.
+/// Adds sum `s` of MomentsKernel over the parts of a row.
 __device__ double SumOfParts(const NormLaunch& norm, int parts, int64_t row, int channel, int s) {
   double sum = 0;
   for (int part = 0; part < parts; ++part)
@@ -172,8 +173,8 @@ __global__ void __launch_bounds__(kStripThreads)
       });
 }
 
-/// coefficients = {b, k} of dx = dz·slope + (x − mean)·b + k; a row's share of dγ, dβ; and
-/// dscale_shift.
+/// Computes the coefficients {b, k} of dx = dz·slope + (x − mean)·b + k, a row's share of dγ and
+/// dβ, and dscale_shift.
 __global__ void __launch_bounds__(32 * kWarps)
     CoefficientsKernel(const __grid_constant__ NormBackwardLaunch backward, int parts) {
   const NormLaunch& norm = backward.forward;
@@ -257,7 +258,7 @@ dim3 GroupGrid(const NormLaunch& norm) {
               static_cast<unsigned>(norm.rows));
 }
 
-/// What a kernel is compiled for.
+/// Template arguments of the kernels.
 template <int kEach, int kStrip, Element kOf, int kWith>
 struct Variant {
   static constexpr int V = kEach, kWidth = kStrip, kActivation = kWith;
@@ -307,8 +308,8 @@ cudaError_t InVectorsOfBf16(const NormLaunch& norm, const Launch& launch) {
       return launch(Variant<8, kWidth, Element::kBf16, kAny>());
   }
 }
-/// Calls `launch` with the Variant. Vectors in bf16 have to be fast: there, SiLU and no activation
-/// have kernels of their own.
+/// Calls `launch` with the Variant. Only bf16 vectors must be fast: for them, SiLU and no
+/// activation have their own kernels.
 template <typename Launch>
 cudaError_t WithVariant(const NormLaunch& norm, bool vectors, const Launch& launch) {
   if (norm.x.element != Element::kBf16)

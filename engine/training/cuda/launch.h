@@ -9,12 +9,12 @@
 #include "engine/backend/cuda/launch.h"
 #include "engine/training/device_data.h"
 
-/// The kernels of training as plain functions of device pointers, sizes and a stream, as
-/// engine/backend/cuda/launch.h has those of serving. cuda_backend.cc has validated the arguments.
+/// The kernels of training as plain functions of device pointers, sizes and a stream, like those of
+/// serving in engine/backend/cuda/launch.h. cuda_backend.cc has validated the arguments.
 ///
-/// No atomics. What is computed of one sample depends on that sample alone; a sum over samples is
-/// made chunk by chunk, each in an order that follows from shapes, and LaunchTreeSum adds the
-/// chunks as backend.h says. How a sum is split into parts never depends on the number of chunks.
+/// No atomics. Results for a sample depend on that sample alone. A sum over samples is computed
+/// chunk by chunk, each in an order that depends on shapes only, and LaunchTreeSum adds the chunks
+/// as backend.h describes. How a sum is split into parts never depends on the number of chunks.
 
 namespace denoised::training::cuda {
 
@@ -23,8 +23,8 @@ using denoised::cuda::Element;
 using denoised::cuda::Queue;
 using denoised::cuda::Rows;
 
-/// The input of a convolution as a matrix that is not made: row p is output pixel p, and the
-/// columns of tap t are the input's channels under it, or zeros beyond the edge.
+/// The im2col matrix of a convolution's input, which is not written to memory. Row p is output
+/// pixel p. The columns of tap t are the input's channels at that tap, or zeros beyond the edge.
 struct Patches {
   int height = 0, width = 0;  // of the input, before doubling
   int out_height = 0, out_width = 0;
@@ -32,7 +32,7 @@ struct Patches {
   bool upsample2x = false;
 };
 
-/// A matrix for each (outer, inner) of a batch. A line is one k, and holds m or n neighbours.
+/// A batch of matrices, one per (outer, inner). A line is one k: m or n contiguous elements.
 struct Operand {
   const void* data = nullptr;
   int64_t stride = 0;            // elements from line to line
@@ -42,32 +42,33 @@ struct Operand {
 /// out(m, n) = Σ_k a(k, m) · b(k, n), in fp32 over ascending k.
 struct GemmLaunch {
   Operand a, b;
-  Element element = Element::kF32;  // of a and b; kBf16 in aligned vectors: tensor cores
+  Element element = Element::kF32;  // of a and b; kBf16 in aligned vectors uses tensor cores
   int64_t m = 0, n = 0, k = 0;
   int outer = 1, inner = 1;
-  /// Not 0: the inner batches are parts of one k, each of so many but the last; k is of all.
+  /// If not 0: split-K. The inner batches are parts of one sum of length k; each has k_part, but
+  /// the last may have fewer.
   int64_t k_part = 0;
-  /// Not null: b is this convolution's input, whose line p is a line of k; n is its channels, and
-  /// the result has kernel² · n columns, tap by tap. b.outer and k_part count lines.
+  /// If not null: b is the input of this convolution. Its output pixels are the lines of k, n is
+  /// its number of channels, and the result has kernel² · n columns, tap by tap. b.outer and k_part
+  /// count lines.
   const Patches* patches = nullptr;
   float* out = nullptr;
   int64_t out_stride = 0, out_outer = 0, out_inner = 0;
 };
 cudaError_t LaunchGemm(const GemmLaunch& gemm, cudaStream_t stream);
-/// Into how many parts k should be split for `chunks` batches of such a product to fill a GPU: by
-/// shapes alone.
+/// Number of parts of k that fills a GPU. Depends on the shapes alone.
 int SplitsOfK(int64_t m, int64_t columns, int64_t k);
 
-/// out[g, j] = the tree over the chunks of Σ splits, in order, of in[g, chunk, split, i]; j is i,
-/// or with taps the place of (output, tap, channel) in [output, channel, tap].
+/// out[g, j] = the sum of in[g, chunk, split, i]: over splits in order, over chunks as a tree. j is
+/// i; with taps, i is an index of [output, tap, channel] and j of [output, channel, tap].
 struct TreeSumLaunch {
   const float* in = nullptr;
   int64_t in_stride = 0;  // elements from one split to the next
   int64_t groups = 1;
-  int64_t in_group = 0;  // elements from one group to the next; 0: its chunks follow one another
-  int64_t chunks = 1, splits = 1;               // chunks: a power of two
-  int64_t count = 0;                            // of in
-  int taps = 1, channels = 1, in_channels = 1;  // in_channels: of in, the last of them not wanted
+  int64_t in_group = 0;            // elements from one group to the next; 0: groups are contiguous
+  int64_t chunks = 1, splits = 1;  // chunks: a power of two
+  int64_t count = 0;               // elements of `in` per group, chunk and split
+  int taps = 1, channels = 1, in_channels = 1;  // in_channels: with padding, which is dropped
   float scale = 1;                              // of the result
   void* out = nullptr;
   Element out_element = Element::kF32;
@@ -75,29 +76,28 @@ struct TreeSumLaunch {
 };
 cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, cudaStream_t stream);
 
-/// The gradient of a weight, on Hopper: dout's columns against x's, or with nine taps against x
-/// under a 3×3 window that goes a pixel beyond each image, where there are zeros. Chunks are added
-/// as a tree.
+/// The gradient of a weight, on Hopper: doutᵀ · x, or with nine taps that of a 3×3 convolution
+/// which pads each image by one pixel. Chunks are added as a tree.
 struct WeightGradientLaunch {
-  Rows dout, x;  // [images · height · width, ..], bf16, in vectors
+  Rows dout, x;  // [images · height · width, ..], bf16 in aligned vectors
   int outputs = 0, channels = 0;
   int64_t images = 0, height = 1, width = 1;
   int64_t chunks = 1;        // of the images: a power of two
   int taps = 1;              // or 9
-  float* partial = nullptr;  // scratch: WeightGradientPartials() of them
+  float* partial = nullptr;  // scratch of WeightGradientPartials() floats
   float* out = nullptr;      // [outputs, channels, taps]
 };
 int64_t WeightGradientPartials(const WeightGradientLaunch& launch);
 cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, cudaStream_t stream);
 
-/// Parts into which the lines of a segment are cut, by their number alone.
+/// Number of parts into which `lines` lines of a segment are divided.
 int PartsOf(int64_t lines);
 /// partial[segment, part, c] = Σ over the part's lines of x[segment, line, c].
 cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int channels,
                              float* partial, cudaStream_t stream);
 
 struct NormLaunch {
-  Rows x;  // what else has pixels is of its element
+  Rows x;  // everything that has pixels is of this element type
   int64_t rows = 0, pixels = 0;
   int channels = 0, groups = 1;
   const float* gamma = nullptr;
@@ -121,7 +121,7 @@ struct NormBackwardLaunch {
 };
 cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, cudaStream_t stream);
 
-/// The forward pass is serving's LaunchAttention() with a log_sum_exp, without key sets.
+/// The forward pass is LaunchAttention() of serving, with log_sum_exp and without key sets.
 struct AttentionBackwardLaunch {
   AttentionLaunch forward;
   Rows dout;               // as out
@@ -130,7 +130,7 @@ struct AttentionBackwardLaunch {
 };
 cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, const Queue& queue);
 struct LayerNormLaunch {
-  Rows x;  // tokens; what else has tokens is of its element
+  Rows x;  // everything that has tokens is of this element type
   int64_t tokens = 0;
   int channels = 0;
   const float* gamma = nullptr;
@@ -145,42 +145,43 @@ struct LayerNormBackwardLaunch {
   LayerNormLaunch forward;  // without out
   Rows dout, add, dx;
   int64_t chunk_tokens = 0;
-  /// Out [chunks, PartsOf(chunk_tokens), 2, channels]: shares of dγ and dβ; null: not wanted.
+  /// Out [chunks, PartsOf(chunk_tokens), 2, channels]: shares of dγ and dβ; null: not computed.
   float* parameters = nullptr;
 };
 cudaError_t LaunchLayerNormBackward(const LayerNormBackwardLaunch& norm, cudaStream_t stream);
 
-/// A master weight [outputs, channels, taps] and its bias, rounded to both layouts that serving's
-/// convolutions read (engine/backend/cuda/weights.h): forward [outputs, taps, channels], from row
-/// first_output on, or in four phases; backward, for the gradient of the input, [channels, taps,
-/// outputs] with the taps turned by 180°, from column first_output on.
+/// Rounds a master weight [outputs, channels, taps] and its bias into the layouts that serving's
+/// convolutions read (engine/backend/cuda/weights.h). Forward: [outputs, taps, channels], starting
+/// at row first_output, or in four phases. Backward, for the gradient of the input: [channels,
+/// taps, outputs] with the taps rotated by 180°, starting at column first_output.
 struct PackLaunch {
   const float* weight = nullptr;
   const float* bias = nullptr;  // or null
   int outputs = 0, channels = 0, taps = 1, first_output = 0;
-  int all_outputs = 0;  // of all parts
+  int all_outputs = 0;  // of all fused layers
   bool phases = false;
   Rows forward, backward;
-  float* packed_bias = nullptr;  // all parts
+  float* packed_bias = nullptr;  // of all fused layers
 };
 cudaError_t LaunchPack(const PackLaunch& pack, cudaStream_t stream);
 
 cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const Rows& dout,
                                    int64_t count, const Rows& dx, cudaStream_t stream);
-/// GEGLU: x [lines, 2 · width], values before gates. dx may be x.
+/// GEGLU: x [lines, 2 · width], values, then gates. dx may be x.
 cudaError_t LaunchGeglu(const Rows& x, int64_t lines, int width, const Rows& out,
                         cudaStream_t stream);
 cudaError_t LaunchGegluBackward(const Rows& x, const Rows& dout, int64_t lines, int width,
                                 const Rows& dx, cudaStream_t stream);
-/// to[line, c] = from[line, c] for c < columns, else 0 up to to_columns. Of the same element.
+/// to[line, c] = from[line, c] for c < columns, else 0, up to to_columns. Both of one element type.
 cudaError_t LaunchCopyColumns(const Rows& from, int columns, int64_t lines, const Rows& to,
                               int to_columns, cudaStream_t stream);
-/// small[n, h, w] = scale · the sum of the four of large; and large = scale · small of its four.
+/// Pool: small[n, h, w] = scale · Σ of the four pixels of large. Spread: each of the four pixels of
+/// large = scale · small[n, h, w].
 cudaError_t LaunchPool(const Rows& large, int64_t images, int height, int width, int channels,
                        float scale, const Rows& small, cudaStream_t stream);
 cudaError_t LaunchSpread(const Rows& small, int64_t images, int height, int width, int channels,
                          float scale, const Rows& large, cudaStream_t stream);
-/// out[n, stride·h + offset, stride·w + offset_w] = x[n, h, w] where that exists, else 0.
+/// out[n, stride·h + offset_top, stride·w + offset_left] = x[n, h, w]; other elements are 0.
 struct DilateLaunch {
   Rows x;
   int64_t images = 0;
@@ -222,10 +223,10 @@ struct SamplesLaunch {
   float* image = nullptr;  // y, or null
 };
 cudaError_t LaunchMakeSamples(const SamplesLaunch& samples, cudaStream_t stream);
-/// out [rows, elements]: what posteriors are drawn with.
+/// out [rows, elements]: standard normal noise that samples posteriors.
 cudaError_t LaunchNoise(uint64_t seed, const int32_t* step, const SampleRow* samples, int64_t rows,
                         int64_t elements, float* out, cudaStream_t stream);
-/// loss [rows], doutput; see LossArgs.
+/// See LossArgs. loss [rows].
 cudaError_t LaunchLoss(const float* output, const float* target, const SampleRow* samples,
                        int64_t rows, int64_t elements, float scale, float* loss, float* doutput,
                        cudaStream_t stream);
@@ -236,7 +237,7 @@ struct VarianceLossLaunch {
   const float* target = nullptr;
   const float* image = nullptr;
   const SampleRow* samples = nullptr;
-  int64_t rows = 0, elements = 0;  // of target, in a row
+  int64_t rows = 0, elements = 0;  // elements: of target, per row
   int channels = 0;                // of target
   float scale = 1, weight = 0;
   float* loss = nullptr;
@@ -248,7 +249,7 @@ cudaError_t LaunchVarianceLoss(const VarianceLossLaunch& of, cudaStream_t stream
 struct GaussianLaunch {
   const float* moments = nullptr;
   const float* noise = nullptr;
-  int64_t rows = 0, elements = 0;  // of latents, in a row
+  int64_t rows = 0, elements = 0;  // elements: of latents, per row
   int channels = 0;                // of latents
   float weight = 0;
   Rows latents;
@@ -263,7 +264,7 @@ struct GaussianBackwardLaunch {
 };
 cudaError_t LaunchGaussianBackward(const GaussianBackwardLaunch& backward, cudaStream_t stream);
 
-/// Scratch of a row, by its elements alone.
+/// Scratch per row; depends on its number of elements alone.
 struct ReconstructionScratch {
   int64_t halved;  // doubles
   int parts;       // doubles
@@ -285,7 +286,7 @@ struct ReconstructionLaunch {
 };
 cudaError_t LaunchReconstruction(const ReconstructionLaunch& of, cudaStream_t stream);
 
-/// Partial sums of the squared norm: SquaredNormParts(count) floats of scratch.
+/// Floats of scratch for LaunchSquaredNorm().
 int64_t SquaredNormParts(int64_t count);
 cudaError_t LaunchSquaredNorm(const float* x, int64_t count, float* partial, float* out,
                               cudaStream_t stream);

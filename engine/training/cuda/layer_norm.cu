@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// LayerNorm and its gradients. Serving's keeps no statistics.
+// LayerNorm and its gradients. Unlike serving's kernel, the forward pass stores the statistics.
 //
-// Policy. A warp owns a token and reads it again, from the L1 cache, rather than keep it. Sums over
-// tokens, for dγ = Σ d·x̂ and dβ = Σ d, are made of strips of channels of each chunk (strips.cuh)
-// and come first, since dx may lie over dout. With x̂ = (x − μ)·rstd and g = d·γ:
+// Policy. A warp owns a token and reads it several times, from the L1 cache, instead of keeping it
+// in registers. The sums over tokens, dγ = Σ d·x̂ and dβ = Σ d, use strips of channels of each chunk
+// (strips.cuh). They come first, because dx may overwrite dout. With x̂ = (x − μ)·rstd and g = d·γ:
 //
 //   dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), means over a token
 
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
     reinterpret_cast<float2*>(norm.statistics)[token] = make_float2(mean, rstd);
 }
 
-/// parameters[chunk, part, 2, channels]: the part's share of dγ and dβ.
+/// Writes parameters[chunk, part, 2, channels]: the part's share of dγ and dβ.
 template <int V, Element kElement>
 __global__ void __launch_bounds__(kStripThreads)
     ParametersKernel(const __grid_constant__ LayerNormBackwardLaunch backward) {

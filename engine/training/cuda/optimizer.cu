@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done to all weights at once: the gradient's norm, sums of gradients, AdamW and averages.
+// Operations on all weights at once: the norm of the gradient, sums of gradients, AdamW and moving
+// averages.
 //
-// Policy. Flat buffers, a thread for each element; rate, step and clipping are read on the device,
-// so that a step can be one graph. The norm is made of blocks of 8192 elements, whatever the GPU.
+// Policy. Flat buffers, one thread per element. Learning rate, step and gradient norm are read on
+// the device, so that a training step can be one CUDA graph. The norm is summed over blocks of 8192
+// elements on every GPU, so its bits do not depend on the GPU.
 
 #include "engine/training/cuda/block_sum.cuh"
 #include "engine/training/cuda/launch.h"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Master weights, rounded and laid out for the forward pass and for the gradient of the input.
+// Rounds master weights into the layouts of the forward pass and of the gradient of the input.
 //
-// Policy. A block takes 32 outputs × 32 channels with all taps through shared memory, so that it
-// reads lines of the master and writes lines of both layouts.
+// Policy. A block transposes 32 outputs × 32 channels with all taps through shared memory, so that
+// reads and both writes are contiguous.
 
 #include <algorithm>
 
@@ -16,8 +16,8 @@ using namespace denoised::cuda;
 
 constexpr int kThreads = 256, kEdge = 32;
 
-/// The taps of a 3×3 window that fall on the same pixel before its doubling, summed in the order of
-/// the taps (engine/backend/cuda/pack_weight.cu).
+/// Sums the taps of a 3×3 window that read the same pixel of the image before it is doubled, in the
+/// order of the taps (as engine/backend/cuda/pack_weight.cu).
 __device__ float PhaseTap(const float* taps, int phase, int tap) {
   constexpr int kTapUnder[2][3] = {{0, 1, 1}, {0, 0, 1}};
   float sum = 0;
@@ -27,7 +27,7 @@ __device__ float PhaseTap(const float* taps, int phase, int tap) {
   return sum;
 }
 
-/// Rounds `count` ≤ 8 values at `to`: one store where it is a whole, aligned vector of bf16.
+/// Rounds and stores `count` ≤ 8 values, by one store if they are a whole, aligned vector.
 template <typename Value>
 __device__ void StoreRun(const Rows& rows, int64_t row, int64_t column, int count, bool vectors,
                          const Value& value) {
@@ -41,8 +41,8 @@ __device__ void StoreRun(const Rows& rows, int64_t row, int64_t column, int coun
   }
 }
 
-/// kTaps: of the weight, or 0 for any. All indices are those of a whole tile: divisions by what the
-/// compiler knows, of which there are many.
+/// kTaps: taps of the weight, or 0 for any number. Indices count through a whole tile even at the
+/// edges, so that the many divisions are by constants.
 template <int kTaps>
 __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ PackLaunch pack) {
   extern __shared__ __align__(16) float tile[];  // [kEdge][line]: outputs, then channel and tap

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Both ends of a pass: noisy samples from pictures or from posteriors of latents, and the losses.
+// Start and end of a pass: noisy samples, made from images or from posteriors of latents, and the
+// losses.
 //
-// Policy. Samples: a thread makes four elements, as many as Philox draws. Losses: a block owns a
-// row; its threads' sums are added in a fixed order, in double.
+// Policy. Samples: a thread computes four elements, as many as one call of Philox draws. Losses: a
+// block owns a row and adds the sums of its threads in a fixed order, in double.
 
 #include "engine/training/cuda/block_sum.cuh"
 #include "engine/training/cuda/launch.h"
@@ -22,7 +23,7 @@ __device__ Normal4 NormalOf(uint64_t seed, Purpose purpose, const int32_t* step,
       Draw(seed, purpose, static_cast<uint32_t>(*step), row.sample, static_cast<uint32_t>(i / 4)));
 }
 
-/// y of four elements of a row, from i on.
+/// Elements [i, i + 4) of a row's image y.
 template <bool kPosteriors>
 __device__ void Images(const SamplesLaunch& samples, const SampleRow& row, int64_t i,
                        int64_t elements, float (&y)[4]) {
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) of.loss[n] = static_cast<float>(sum / static_cast<double>(of.elements));
 }
 
-/// Four elements of a row a thread.
+/// Four elements per thread.
 dim3 RowGrid(int64_t elements, int64_t rows) {
   return dim3(static_cast<unsigned>((elements + 4 * kThreads - 1) / (4 * kThreads)),
               static_cast<unsigned>(rows));

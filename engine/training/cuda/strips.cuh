@@ -3,18 +3,18 @@
 
 #include "engine/backend/cuda/element.cuh"
 
-/// How blocks share [segments, lines, channels]: a block has a strip of channels of one part of one
-/// segment's lines. A warp reads neighbouring channels of a line or of a few.
+/// How blocks divide [segments, lines, channels]: a block has a strip of channels, and of one
+/// segment one part of the lines. A warp reads neighbouring channels of one or a few lines.
 
 namespace denoised::training::cuda {
 
 constexpr int kStripThreads = 256;
-constexpr int kMostSegments = 65535;  // of a grid
+constexpr int kMostSegments = 65535;  // CUDA's limit of gridDim.y and gridDim.z
 
-constexpr int kWideStrip = 64, kNarrowStrip = 32;  // narrow: threads of a wide one would be idle
+constexpr int kWideStrip = 64, kNarrowStrip = 32;  // channels; see StripWidth()
 
-/// V channels for each thread: eight, or one where channels are no vectors. kWidth: channels of a
-/// strip.
+/// V channels per thread: eight, or one if the channels are not aligned vectors. kWidth: channels
+/// of a strip.
 template <int V, int kWidth = V == 8 ? kWideStrip : kNarrowStrip>
 struct Strip {
   static constexpr int kChannels = kWidth;
@@ -28,12 +28,13 @@ struct Strip {
                 static_cast<unsigned>(parts), segments);
   }
 };
+/// Narrow if half of the threads of the last wide strip would idle.
 inline int StripWidth(int channels, bool vectors) {
   const int rest = channels % kWideStrip;
   return vectors && (rest == 0 || rest > kNarrowStrip) ? kWideStrip : kNarrowStrip;
 }
-/// V channels of a line as they lie in memory, so that several loads take few registers. What is
-/// kF32 or single is kept as fp32.
+/// V channels of a line in their memory format, so that several loads in flight take few registers.
+/// Other types than vectors of bf16 are converted to fp32 at once.
 template <int V, denoised::cuda::Element kElement>
 struct Channels {
   float values[V];
@@ -65,8 +66,8 @@ __device__ inline void StoreChannelsOf(const denoised::cuda::Rows& rows, int64_t
   }
 }
 
-/// Calls load(u, line) for kCount of a thread's lines, then use(u, line), so that their loads are
-/// in flight together.
+/// Calls load(u, line) for kCount of a thread's lines, then use(u, line) for the same, so that
+/// their loads are in flight together.
 template <int kCount, int kStride, typename LoadAt, typename Use>
 __device__ void ForLines(int64_t begin, int64_t end, const LoadAt& load, const Use& use) {
   for (int64_t line = begin; line < end; line += kCount * kStride) {
@@ -82,14 +83,14 @@ __device__ void ForLines(int64_t begin, int64_t end, const LoadAt& load, const U
 struct Range {
   int64_t begin, end;
 };
-/// Part `part` of `parts` of `lines`.
+/// The lines of one of `parts` parts.
 __device__ inline Range RangeOf(int64_t lines, int parts, int part) {
   const int64_t size = (lines + parts - 1) / parts;
   const int64_t begin = part * size;
   return {begin, begin + size < lines ? begin + size : lines};
 }
 
-/// Σ value(i) over i < kCount, a power of two, in pairs.
+/// Σ value(i) over i < kCount as a balanced tree; kCount is a power of two.
 template <int kCount, typename Value>
 __device__ inline float SumOf(const Value& value) {
   if constexpr (kCount == 1) {

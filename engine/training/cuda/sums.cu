@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums in a fixed order: columns of a gradient (biases, time embeddings), and the tree over chunks
-// of everything that is summed over samples.
+// Sums in a fixed order: columns of a gradient (for biases and time embeddings), and the tree over
+// chunks for everything that is summed over samples.
 //
-// Policy. Column sums: a block owns a strip of channels of one part of a segment; its threads take
-// lines in turn, and their sums are added in order. Tree: a thread owns an element.
+// Policy. Column sums: a block owns a strip of channels in one part of a segment. Its threads take
+// turns at the lines, and their sums are added in a fixed order. Tree: a thread owns an element.
 
 #include <algorithm>
 
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kStripThreads)
 
 constexpr int kThreads = 256, kMostLevels = 32;
 
-/// Where element i of a group is written.
+/// Index in the result of element i of a group; −1 if it is dropped.
 __device__ inline int64_t PlaceOf(const TreeSumLaunch& sum, int64_t i) {
   if (sum.taps == 1 && sum.in_channels <= sum.channels) return i;
   const auto at = static_cast<unsigned>(i);  // a weight has fewer elements
@@ -72,7 +72,8 @@ __device__ inline int64_t GroupStride(const TreeSumLaunch& sum) {
   return sum.in_group > 0 ? sum.in_group : sum.chunks * sum.splits * sum.in_stride;
 }
 
-/// Completed subtrees, the largest first, as a binary counter of leaves.
+/// A stack of the sums of completed subtrees, the largest first. Like the bits of the number of
+/// leaves: two subtrees of equal size are added at once.
 struct Subtrees {
   float waiting[kMostLevels];
   int levels = 0;
@@ -82,9 +83,9 @@ struct Subtrees {
   }
 };
 
-/// Many elements, few splits: kLeaves chunks of a split are read together, since with one load at a
-/// time memory would wait for the threads. Reads follow one another; writes do not where the result
-/// is laid out otherwise, but they are fewer.
+/// For many elements and few splits: a thread reads kLeaves chunks of a split at once, because
+/// single loads would leave the memory bandwidth unused. Reads are coalesced. Writes are not if the
+/// result has another layout, but there are fewer of them.
 template <int kLeaves>
 __global__ void __launch_bounds__(kThreads)
     TreeSumKernel(const __grid_constant__ TreeSumLaunch sum) {
@@ -107,8 +108,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Few elements, many splits, as of a bias: a thread has one of kLeaves chunks and several splits
-/// under way. The same order of sums.
+/// For few elements and many splits, such as a bias: a thread owns one of kLeaves chunks and loads
+/// several splits at once. The order of sums is the same.
 template <int kLeaves>
 __global__ void __launch_bounds__(32 * kLeaves)
     ManySplitsKernel(const __grid_constant__ TreeSumLaunch sum) {
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(32 * kLeaves)
 template <int kLeaves>
 void StartTreeSum(const TreeSumLaunch& sum, cudaStream_t stream) {
   const bool many = sum.splits >= 8;
-  const int64_t elements = many ? 32 : kThreads;  // of a block
+  const int64_t elements = many ? 32 : kThreads;  // per block
   const dim3 grid(static_cast<unsigned>((sum.count + elements - 1) / elements),
                   static_cast<unsigned>(std::min<int64_t>(sum.groups, kMostSegments)));
   if (many) {

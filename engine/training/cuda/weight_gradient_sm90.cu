@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of weights for Hopper: the product of dout and of x, or of x under the taps of a 3×3
-// window, over all pixels, by TMA and wgmma. Both operands have lines of pixels, so both are
-// MN-major in shared memory: a pixel is a row of 128 bytes, 64 channels.
+// Gradients of weights for Hopper, by TMA and wgmma: the product of dout and x over all pixels, or
+// of dout and x at each tap of a 3×3 window. Both operands are MN-major in shared memory: a pixel
+// is a row of 128 bytes, 64 channels.
 //
-// Policy. A CTA has a tile of the weight and one part of the pixels, 64 of them in a step. Three
-// warpgroups multiply [64 outputs, 192 columns] each, a producer warp loads.
-//   Window: a tile is 64 outputs × 9 taps × 64 channels. A step is a patch of 8×8 pixels (8×4 of
-//   two images that are not higher): dout there, and x in a halo tile, a pixel more on each side,
-//   with zeros beyond the image. The three warpgroups have a row of the window each, and read the
-//   halo tile from its first, second or third line on. The taps of a row are the same lines one
-//   pixel later: 64 columns each, whose distance (LBO) is one row of 128 bytes.
-//   Lines: a tile is 192 outputs × 192 channels.
-// A halo tile is loaded once for nine taps and 64 outputs, so loads are no bottleneck.
+// Policy. A CTA has a tile of the weight and one part of the pixels, which it reads 64 at a step.
+// Three consumer warpgroups multiply [64 outputs, 192 columns] each; a producer warp loads.
+//   Window: a tile is 64 outputs × 9 taps × 64 channels. A step covers 8×8 pixels, or 8×4 of two
+//   images at most 4 pixels high. It reads dout there and x in a halo tile, which has one more
+//   pixel on each side; beyond the image there are zeros. Each warpgroup has one row of the window
+//   and reads the halo tile from its first, second or third line. The next tap of a row reads the
+//   same lines one pixel later: its 64 columns are one row of 128 bytes away (the descriptor's
+//   LBO). Lines: a tile is 192 outputs × 192 channels.
+// A halo tile is loaded once for nine taps and 64 outputs, so loads are not the bottleneck.
 //
-// Sums. The parts are leaves of a binary tree: chunks, each cut into a power of two of parts where
-// the tiles are too few for a GPU. The CTAs of a cluster have neighbouring leaves. Each sends every
-// CTA its share of the columns by st.async, and that CTA adds them as the tree and writes the
-// result. What clusters have summed, LaunchTreeSum adds. So the bits follow from the tree alone.
+// Sums. The parts are the leaves of a binary tree over the chunks. If there are too few tiles to
+// fill the GPU, each chunk is split into a power of two of parts. The CTAs of a cluster have
+// neighbouring leaves. Each CTA owns a share of the columns: the others send it theirs by st.async,
+// and it adds them in the order of the tree and writes the result. LaunchTreeSum adds the sums of
+// the clusters. So the bits depend on the tree alone.
 
 #include <algorithm>
 
@@ -37,10 +38,10 @@ constexpr int kLine = 64, kLineBytes = kLine * 2;  // channels: the widest swizz
 constexpr int kStep = 64;                          // pixels
 constexpr int kBlockBytes = kStep * kLineBytes;
 constexpr int kColumns = 192, kBlocks = kColumns / kLine, kOctets = kLine / 8;
-constexpr int kSums = kColumns / 2;  // of a thread
+constexpr int kSums = kColumns / 2;  // per thread
 constexpr int kEdge = 8, kPitch = kEdge + 2, kTaps = 9;
 constexpr int kMaxCluster = 8;
-constexpr int kVectorsReceived = kBlocks * kOctets;  // by a thread, from all CTAs together
+constexpr int kVectorsReceived = kBlocks * kOctets;  // per thread, from all CTAs together
 constexpr int kReceivedBytes = kVectorsReceived * kConsumers * 16;
 // A line of the result in shared memory: 8 channels × 9 taps.
 constexpr int kResultLine = 8 * kTaps, kResultPitch = kResultLine + 4;
@@ -54,12 +55,12 @@ struct Tile {
   static constexpr int kStageBytes = kOutputBytes + (kWindow ? 15 * 1024 : kBlocks * kBlockBytes);
   static constexpr int kStages = kWindow ? 8 : 4;
   static constexpr int kBarriers = 2 * kStages + 1;
-  // Operands of a window overlap. compute-sanitizer takes one for 6 KB without gaps, which from the
-  // last lines of the last stage go on for 3.5 KB behind it.
+  // The operands of a window overlap. compute-sanitizer takes each for 6 KB without gaps. In the
+  // last lines of the last stage, they would end 3.5 KB behind it, so the ring is longer.
   static constexpr int kRingBytes = kStages * kStageBytes + (kWindow ? 4096 : 0);
   static constexpr int kSharedBytes = kRingBytes + kBarriers * 8;
   static_assert(kStageBytes % 1024 == 0 && kSharedBytes <= 232448);
-  // Sums are received, and results laid out, where the stages were.
+  // Received sums and the result's layout reuse the memory of the stages.
   static_assert(kReceivedBytes + (kWindow ? kLine * kResultPitch * 4 : 0) <= kStages * kStageBytes);
 };
 
@@ -68,17 +69,17 @@ struct Params {
   int outputs = 0, channels = 0;  // of the result
   FastDivmod tiles, channel_tiles, splits;
   int log_cluster = 0;
-  int steps = 0;  // of a chunk
-  // Of a window:
-  FastDivmod patches_x, patches_y;     // of an image
-  int images_at_once = 1, images = 0;  // of a step, of a chunk
+  int steps = 0;  // per chunk
+  // With a window:
+  FastDivmod steps_x, steps_y;         // per image
+  int images_at_once = 1, images = 0;  // per step; per chunk
   float* out = nullptr;
   int64_t out_stride = 0;  // elements from one cluster's sum to the next
 };
 
-/// The part of this CTA.
+/// What this CTA computes.
 struct Part {
-  int group, output, channel, chunk, begin, end;  // steps of the chunk
+  int group, output, channel, chunk, begin, end;  // [begin, end): steps of the chunk
 };
 template <bool kWindow>
 __device__ inline Part PartOf(const Params& params) {
@@ -97,8 +98,8 @@ __device__ inline Part PartOf(const Params& params) {
   return part;
 }
 
-/// Columns of the three taps of a row of the window: MN-major as TransposedDescriptor() has it, but
-/// with lines of 8 pixels kPitch apart, and 64 columns one pixel from the next 64.
+/// The columns of the three taps of a window's row: MN-major like TransposedDescriptor(), but lines
+/// of 8 pixels are kPitch pixels apart, and each 64 columns are one pixel from the next 64.
 __device__ inline uint64_t TapsDescriptor(const void* halo_tile) {
   constexpr uint64_t kLines = uint64_t{kPitch * kLineBytes - 1024} >> 4;
   return TransposedDescriptor(halo_tile, kLineBytes) + (kLines << 32);
@@ -107,7 +108,7 @@ __device__ inline uint64_t TapsDescriptor(const void* halo_tile) {
 __device__ inline float4 operator+(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
-/// Σ of kCount vectors, `stride` apart, as a tree.
+/// Sum of kCount vectors, `stride` apart, as a balanced tree.
 template <int kCount>
 __device__ inline float4 SumVectors(const float4* from, int stride) {
   if constexpr (kCount == 1) {
@@ -123,11 +124,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     WeightGradientKernel(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using T = Tile<kWindow>;
-  extern __shared__ __align__(1024) unsigned char ring[];  // as the swizzle wants it
+  extern __shared__ __align__(1024) unsigned char ring[];  // the swizzle's alignment
   uint64_t* const full = reinterpret_cast<uint64_t*>(ring + T::kRingBytes);
   uint64_t* const empty = full + T::kStages;
   uint64_t* const received = empty + T::kStages;
-  // Uniform for the compiler, so that descriptors live in uniform registers.
+  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   const Part part = PartOf<kWindow>(params);
 
@@ -158,13 +159,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         unsigned char* const channels = outputs + T::kOutputBytes;
         Wait(&empty[stage], (round & 1) ^ 1);
         if constexpr (kWindow) {
-          const int height = kEdge / params.images_at_once;  // of the patch
+          const int height = kEdge / params.images_at_once;  // of the step
           ArriveExpectTx(&full[stage], T::kOutputBytes + params.images_at_once * kPitch *
                                                              (height + 2) * kLineBytes);
-          const int line = step / params.patches_x;
-          const int x = step % params.patches_x * kEdge, y = line % params.patches_y * height;
+          const int line = step / params.steps_x;
+          const int x = step % params.steps_x * kEdge, y = line % params.steps_y * height;
           const int image =
-              part.chunk * params.images + line / params.patches_y * params.images_at_once;
+              part.chunk * params.images + line / params.steps_y * params.images_at_once;
           TmaLoad(outputs, &params.dout, &full[stage], part.output, x, y, image);
           TmaLoad(channels, &params.x, &full[stage], part.channel, x - 1, y - 1, image);
         } else {
@@ -189,11 +190,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   IncreaseRegisters<kConsumerRegisters>();
   const bool signals = threadIdx.x % 128 == 0;
-  const int lines_gap =  // from the second image's lines to where they would be without a halo
+  const int lines_gap =  // the halo between the lines of two images
       params.images_at_once == 1 ? 0 : 2 * kPitch * (kLineBytes >> 4);
   float sums[kSums];
   AnyAccumulators(sums);
-  int last = 0;  // the stage before
+  int last = 0;  // the previous stage
 #pragma unroll 1
   for (int step = part.begin; step < part.end; ++step) {
     const unsigned char* const outputs = ring + stage * T::kStageBytes;
@@ -206,14 +207,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kStep; k += 16) {
-      const int lines = k / kEdge;  // of the patch
+      const int lines = k / kEdge;  // of the step
       const int at = kWindow
                          ? lines * kPitch * (kLineBytes >> 4) + (lines < kEdge / 2 ? 0 : lines_gap)
                          : k * (kLineBytes >> 4);
       WgmmaTransposed(sums, a + k * (kLineBytes >> 4), b + at, k > 0 || step > part.begin);
     }
     WgmmaCommit();
-    WgmmaWait<1>();  // of the previous step
+    WgmmaWait<1>();  // for the previous step
     if (signals && step > part.begin) Arrive(&empty[last]);
     last = stage;
     advance();
@@ -221,8 +222,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   WgmmaWait<0>();
   HoldRegisters(sums);
 
-  // The CTA sums `mine` of the eight octets of columns of each block of 64. A CTA alone is launched
-  // without a cluster, where st.async is an illegal instruction: its threads keep what is theirs.
+  // The CTA adds `mine` of the eight octets of columns of each block of 64. A single CTA is
+  // launched without a cluster, where st.async is an illegal instruction; its threads use plain
+  // stores.
   const int thread = threadIdx.x, rank = static_cast<int>(ClusterRank());
   const int log_mine = 3 - params.log_cluster, mine = 1 << log_mine;
   auto* const vectors = reinterpret_cast<float4*>(ring);  // [CTA, octet, block, thread]
@@ -231,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return make_float4(v[0], v[1], v[2], v[3]);
   };
   if (params.log_cluster == 0) {
-    NamedBarrierSync(1, kConsumers);  // nobody reads a stage any more
+    NamedBarrierSync(1, kConsumers);  // all stages have been read
 #pragma unroll
     for (int octet = 0; octet < kOctets; ++octet) {
 #pragma unroll
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     ArriveAtCluster();
-    WaitForCluster();  // the same of the whole cluster
+    WaitForCluster();  // likewise, in the whole cluster
 #pragma unroll
     for (int octet = 0; octet < kOctets; ++octet) {
       const uint32_t owner = octet >> log_mine;
@@ -256,8 +258,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   float* const out = params.out + part.group * params.out_stride;
   float* const results = reinterpret_cast<float*>(ring + kReceivedBytes);
-  const int row = warp % 4 * 16 + thread % 32 / 4;  // and the eighth after it
-  const int column = thread % 4 * 2;                // and the next one, of an octet
+  const int row = warp % 4 * 16 + thread % 32 / 4;  // and row + 8
+  const int column = thread % 4 * 2;                // in an octet; and column + 1
 #pragma unroll 1
   for (int octet = 0; octet < mine; ++octet) {
     const int channel = part.channel + (rank * mine + octet) * 8;
@@ -298,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-/// Boxes of kLine channels of [d3, d2, d1, channels].
+/// A tensor [d3, d2, d1, channels], with boxes of kLine channels.
 CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, int64_t d1, int64_t d2,
                 int64_t d3, int box1, int box2, int box3) {
   const auto pixel_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
@@ -317,20 +319,21 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, int64_t d1, in
 
 int64_t CountOf(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-/// What follows from the shapes.
+/// Derived from the shapes.
 struct Plan {
-  int64_t output_tiles, channel_tiles, steps;  // of a chunk
-  int images_at_once = 1;                      // of a step
-  int splits = 1;                              // of a chunk
+  int64_t output_tiles, channel_tiles;
+  int64_t steps;           // per chunk
+  int images_at_once = 1;  // per step
+  int splits = 1;          // per chunk
   int64_t leaves;
   int log_cluster = 0;
 
   int64_t groups() const { return leaves >> log_cluster; }
 };
 
-/// A power of two of parts for each chunk. Waves of 16 clusters of 8 are what a GPU holds when a
-/// pass has eight chunks. In clocks: a step at the tensor cores' rate; what a CTA needs besides,
-/// and what the partial sums of a tile need in memory, by bandwidth.
+/// Number of parts per chunk, a power of two, by estimated clocks. When a pass has eight chunks, a
+/// GPU holds 16 clusters of 8 at a time (a wave). A step takes kStepClocks at the tensor cores'
+/// rate, a CTA kPartClocks besides, and the partial sums of a tile kSumClocks of memory bandwidth.
 int SplitsOfSteps(int64_t tiles, int64_t steps) {
   constexpr int64_t kStepClocks = 1152, kPartClocks = 12'000, kSumClocks = 170;
   int best = 1;
@@ -400,8 +403,8 @@ cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, fl
   params.splits = FastDivmod(plan.splits);
   params.log_cluster = plan.log_cluster;
   params.steps = static_cast<int>(plan.steps);
-  params.patches_x = FastDivmod(static_cast<int>(CountOf(launch.width, kEdge)));
-  params.patches_y =
+  params.steps_x = FastDivmod(static_cast<int>(CountOf(launch.width, kEdge)));
+  params.steps_y =
       FastDivmod(static_cast<int>(CountOf(launch.height, kEdge / plan.images_at_once)));
   params.images_at_once = plan.images_at_once;
   params.images = static_cast<int>(launch.images / launch.chunks);

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// Requests are checked at their own priority: one that somebody waits for does not wait for the
+// images of batch jobs to be encoded.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <future>
+#include <string>
+#include <thread>
+
+#include "inference/open_inference.grpc.pb.h"
+#include "tests/eventually.h"
+#include "tests/server/server_fixture.h"
+
+namespace denoised {
+namespace {
+
+constexpr int kBatchImages = 32;
+
+class PriorityTest : public ServerFixture {
+ protected:
+  PriorityTest() {
+    config_.worker_threads = 1;
+    config_.metrics_listen = "127.0.0.1:0";
+  }
+
+  static v1::GenerationParams Params(const std::string& request_id, v1::Priority priority) {
+    v1::GenerationParams params;
+    params.set_request_id(request_id);
+    params.set_priority(priority);
+    return params;
+  }
+
+  int EncodedImages(const std::string& request_id) const {
+    v1::GetJobRequest request;
+    request.set_request_id(request_id);
+    grpc::ClientContext context;
+    v1::GetJobResponse response;
+    EXPECT_TRUE(stub_->GetJob(&context, request, &response).ok());
+    return response.job().images_done();
+  }
+
+  /// Whether the server has begun `count` calls of `method`.
+  bool HasBegun(const std::string& method, int count) const {
+    const std::string text = Scrape(), name = "grpc_server_started_total{";
+    for (size_t at = text.find(name); at != std::string::npos; at = text.find(name, at + 1)) {
+      const std::string line = text.substr(at, text.find('\n', at) - at);
+      if (line.find("grpc_method=\"" + method + "\"") != std::string::npos)
+        return std::stod(line.substr(line.rfind(' '))) >= count;
+    }
+    return false;
+  }
+
+  /// Lets all images of a batch job wait for the only worker, then makes `call`, whose request is
+  /// interactive. The number of images that were encoded before the request was checked.
+  int EncodedBefore(const std::string& method, int calls, const std::function<bool()>& call) {
+    std::promise<void> may_go_on;
+    std::atomic<bool> holds{false};
+    std::atomic<int> encoded{-1};
+    engine_->OnSubmit([&](const JobSpec& spec) {
+      if (spec.request_id == "batch") return;
+      if (spec.request_id == "holder") {
+        holds = true;
+        may_go_on.get_future().wait();
+      } else {
+        encoded = EncodedImages("batch");
+      }
+    });
+    engine_->Pause(true);
+    std::thread batch([&] {
+      v1::GenerateRequest request;
+      *request.mutable_params() = Params("batch", v1::PRIORITY_BATCH);
+      request.mutable_params()->set_count(kBatchImages);
+      EXPECT_TRUE(Generate(request).ok());
+    });
+    EXPECT_TRUE(Eventually([&] { return engine_->QueuedImages("digits@1") == kBatchImages; }));
+    std::thread holder([&] {
+      v1::GenerateRequest request;
+      *request.mutable_params() = Params("holder", v1::PRIORITY_INTERACTIVE);
+      EXPECT_TRUE(Generate(request).ok());
+    });
+    EXPECT_TRUE(Eventually([&] { return holds.load(); }));
+    engine_->Pause(false);
+    EXPECT_TRUE(Eventually([&] {
+      const EngineStats stats = engine_->Stats()[0];
+      return stats.queued_images == 0 && stats.active_images == 0;
+    }));
+    std::thread caller([&] { EXPECT_TRUE(call()); });
+    EXPECT_TRUE(Eventually([&] { return HasBegun(method, calls); }));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // it is posted by now
+    may_go_on.set_value();
+    caller.join();
+    holder.join();
+    batch.join();
+    engine_->OnSubmit(nullptr);
+    return encoded;
+  }
+};
+
+TEST_F(PriorityTest, GenerateIsCheckedBeforeBatchImagesAreEncoded) {
+  Start();
+  const int encoded = EncodedBefore("Generate", 3, [&] {
+    v1::GenerateRequest request;
+    *request.mutable_params() = Params("interactive", v1::PRIORITY_INTERACTIVE);
+    return Generate(request).ok();
+  });
+  EXPECT_GE(encoded, 0);
+  EXPECT_LE(encoded, 2) << "of " << kBatchImages;
+}
+
+TEST_F(PriorityTest, StreamGenerateIsCheckedBeforeBatchImagesAreEncoded) {
+  Start();
+  const int encoded = EncodedBefore("StreamGenerate", 1, [&] {
+    v1::StreamGenerateRequest request;
+    *request.mutable_params() = Params("interactive", v1::PRIORITY_INTERACTIVE);
+    grpc::ClientContext context;
+    const auto reader = stub_->StreamGenerate(&context, request);
+    for (v1::StreamGenerateResponse event; reader->Read(&event);) continue;
+    return reader->Finish().ok();
+  });
+  EXPECT_GE(encoded, 0);
+  EXPECT_LE(encoded, 2) << "of " << kBatchImages;
+}
+
+TEST_F(PriorityTest, ModelInferIsCheckedBeforeBatchImagesAreEncoded) {
+  Start();
+  const auto stub = inference::GRPCInferenceService::NewStub(channel_);
+  const int encoded = EncodedBefore("ModelInfer", 1, [&] {
+    inference::ModelInferRequest request;
+    request.set_model_name("digits");
+    (*request.mutable_parameters())["priority"].set_int64_param(v1::PRIORITY_INTERACTIVE);
+    auto* seed = request.add_inputs();
+    seed->set_name("seed");
+    seed->set_datatype("UINT64");
+    seed->add_shape(1);
+    request.add_raw_input_contents(std::string(8, '\1'));
+    request.add_outputs()->set_name("encoded");
+    grpc::ClientContext context;
+    inference::ModelInferResponse response;
+    return stub->ModelInfer(&context, request, &response).ok();
+  });
+  EXPECT_GE(encoded, 0);
+  EXPECT_LE(encoded, 2) << "of " << kBatchImages;
+}
+
+}  // namespace
+}  // namespace denoised
