@@ -2,7 +2,8 @@
 """Stands for every program that measure.py starts, in its test: fake_worker.py NAME | --list.
 
 Workers whose name contains "eager" fail to compile, and the op with in:3 refuses; everything else
-answers at once. denoised takes 2, peers 3, with a little more in each round.
+answers at once. denoised takes 2, peers 3, with a little more in each round. A peer of ops that has
+searched and is then asked for what FAKE_BROKEN contains answers everything with an error from then on.
 """
 import json
 import os
@@ -18,14 +19,19 @@ if sys.argv[1] == "--list":
     print("\n".join(OPS))
     sys.exit()
 
-name, measured = sys.argv[1], 0
-ours = name.startswith(("denoised", "backend", "clocks-ours", "own"))
-unit = "us" if name.startswith(("ops", "backend", "cublaslt", "clocks")) else "ms"
+name, measured, has_searched, broken = sys.argv[1], 0, False, False
+ours = name.startswith(("denoised", "backend", "training", "clocks-ours", "own"))
+breaks_at = os.environ.get("FAKE_BROKEN")
+of_ops = name.startswith(("ops", "train-ops"))
+unit = "us" if of_ops or name.startswith(("backend", "training", "cublaslt", "clocks")) else "ms"
 print(json.dumps({"ready": {"device": "no device"} if ours else {"torch": "0", "cudnn": 1}}),
       flush=True)
 for line in sys.stdin:
     verb, _, what = line.strip().partition(" ")
-    if verb == "measure":
+    broken |= bool(breaks_at) and verb == "prepare" and has_searched and breaks_at in what
+    if broken:
+        answer = {"error": "broken"}
+    elif verb == "measure":
         measured += 1
         answer = {unit: (2 if ours else 3) + 0.01 * measured}
         if ours and unit == "ms":
@@ -36,9 +42,10 @@ for line in sys.stdin:
         answer = {"us": 250.0, "first_us": 240.0, "last_us": 251.0, "found": {}}
     elif "in:3/" in what and not ours:
         answer = {"error": "refused"}
-    elif verb == "prepare" and name.startswith("ops"):
+    elif verb == "prepare" and of_ops:
         answer = {"fastest": "cuDNN", "candidates_us": {"cuDNN": 3.0}, "refused": {}}
     elif verb == "search":
+        has_searched = True
         shape, end = what.split()
         slow = shape.startswith("conv_bias")
         answer = {"searched": not slow and float(end) > 0, "not_tried": 0 if slow else 2}

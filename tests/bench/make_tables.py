@@ -42,7 +42,9 @@ CPU_BUSY_BAR, CPU_BF16_BAR = 2.4, 1.4
 START_BARS = {"cifar10-32": 3, "adm-64": 6}  # seconds, the first start
 WEIGHTS_BAR = 5  # GB/s
 LOOP_BARS = {"cifar10-32/rows:1": 0.10, "cifar10-32/rows:64": 0.03}
-EXPECTED_OPS = (Path(__file__).parent / "ops.txt").read_text().split()
+EXPECTED_OPS = {topic: (Path(__file__).parent / name).read_text().split()
+                for topic, name in (("ops", "ops.txt"), ("train-ops", "train_ops.txt"))}
+GRADIENT_BAR, NORM_GRADIENT_BAR = 1.0, 0.75  # of cuDNN and SDPA; of a copy of as many bytes
 DIGITS_BAR = 1.0
 HEAP_BAR = 2  # bytes an image: less than one smallest allocation in 16 images
 HTTP_BAR = 0.3e-3  # seconds
@@ -65,6 +67,9 @@ INTERACTIVE_BAR, PAGE_BAR = 200, 150_000  # ms; bytes
 
 
 # ---- Figures
+
+UNMEASURED = {"context": {}, "rows": []}  # in place of a file
+
 
 def combined(files):
     """Several runs of a topic as one. Each row keeps the context of its run."""
@@ -135,9 +140,9 @@ def rows_by_name(file, expected):
     return {name: found.get(name) for name in dict.fromkeys([*expected, *found])}
 
 
-def ops_of(file, *kinds):
-    """Those of tests/bench/ops.txt and of the file, of these kinds."""
-    return {name: row for name, row in rows_by_name(file, EXPECTED_OPS).items()
+def ops_of(file, *kinds, topic="ops"):
+    """Those of the topic's list in tests/bench and of the file, of these kinds."""
+    return {name: row for name, row in rows_by_name(file, EXPECTED_OPS[topic]).items()
             if arguments(name)[0] in kinds}
 
 
@@ -272,6 +277,13 @@ def percent(share, digits=0):
     return f"{100 * share:.{digits}f} %".replace("-", "−")
 
 
+def percents(shares):
+    """As spread()."""
+    text = percent(statistics.median(shares), 1)
+    return text + (f" ({percent(min(shares), 1)} to {percent(max(shares), 1)})"
+                   if len(shares) > 1 else "")
+
+
 def seconds(value):
     return f"{number(value)} s" if value >= 1 else f"{number(1e3 * value)} ms"
 
@@ -385,7 +397,7 @@ def table_of_models(data, topic, bars):
 
 def train(data):
     """Time, memory and first step, each with its own verdict."""
-    file = data("train") or {"context": {}, "rows": []}
+    file = data("train") or UNMEASURED
     rows, verdicts = [], []
     for name, row in rows_by_name(file, TRAIN_BARS).items():
         each = Compared(row, TRAIN_BARS.get(name), file["context"])
@@ -452,11 +464,11 @@ def loop(data):
     return origin(*contexts_of(data("models"))) + table(["Model", "Rows", "Model alone", "Evaluation", "More", "Bar", ""], rows)
 
 
-def compared_ops(data, bar, *kinds):
+def compared_ops(data, bar, *kinds, topic="ops"):
     """(row, Compared) by name, of all ops of these kinds."""
-    file = data("ops")
+    file = data(topic)
     return {name: (row, Compared(row, bar, file["context"]))
-            for name, row in ops_of(file, *kinds).items()}
+            for name, row in ops_of(file, *kinds, topic=topic).items()}
 
 
 def convolutions(data):
@@ -550,6 +562,70 @@ def group_norms(data):
     return (origin(*contexts_of(file, "group_norm_silu")) +
             table(["[images, edge, channels]", "MiB", "denoised", "Of the copy", "Of a pass",
                    "PyTorch", RATIO, ""], rows) + count_misses(verdicts))
+
+
+def train_ops_of(data):
+    return lambda topic: data(topic) or UNMEASURED
+
+
+def convolution_gradients(data):
+    """Of a convolution's input (dgrad) and of its weights (wgrad), by shape."""
+    data = train_ops_of(data)
+    kinds = ("dgrad", "wgrad")
+    rows, found = [], compared_ops(data, GRADIENT_BAR, *kinds, topic="train-ops")
+    for shape in dict.fromkeys(name.split("/", 1)[1] for name in found):
+        each = arguments(f"/{shape}")[1]
+        edge = each["kernel"]
+        cells = [f"[{each['rows']}, {each['size']}, {each['in']}, {each['out']}], {edge}×{edge}" +
+                 (f", stride {each['stride']}" if each["stride"] > 1 else "")]
+        for kind in kinds:
+            row, beside = found.get(f"{kind}/{shape}", (None, None))
+            cells += [with_flops(row or {}, beside.ours), number(beside.theirs), beside.label,
+                      beside.cell(), beside.verdict] if beside else [""] * 5
+        rows.append(cells)
+    all_of = [each for _, each in found.values()]
+    file = data("train-ops")
+    return (origin(*contexts_of(file, *kinds)) + table(
+        ["[images, edge, channels, outputs]", "dgrad: denoised", "peer", "as", RATIO, "",
+         "wgrad: denoised", "peer", "as", RATIO, ""], rows) + footnotes(all_of) +
+            count_misses([each.verdict for each in all_of]) + clocks_of(file["rows"]))
+
+
+def group_norm_gradients(data):
+    """Beside a copy of as many bytes, which has the bar, and beside the fastest of PyTorch."""
+    file, kind = data("train-ops") or UNMEASURED, "group_norm_silu_backward"
+    rows, verdicts, all_of = [], [], []
+    for name, row in ops_of(file, kind, topic="train-ops").items():
+        peers = dict(row["peers"]) if row else {}
+        shares = ratios_of(peers.pop("copy", {"pairs": []}))
+        each = Compared(row and row | {"peers": peers}, None, file["context"])
+        all_of.append(each)
+        old = bool(row) and is_old(row.get("context", file["context"]), row)
+        verdicts.append(verdict(shares, NORM_GRADIENT_BAR, old))
+        shape = arguments(name)[1]
+        ours = ours_of(row) if row else None
+        bytes_ = row["ours"].get("bytes") if row else None
+        rows.append([f"[{shape['rows']}, {shape['size']}, {shape['channels']}], {shape['groups']} groups",
+                     f"{bytes_ >> 20}" if bytes_ else "–", number(ours),
+                     percents(shares) if shares else "–", verdicts[-1], number(each.theirs),
+                     each.label, each.cell()])
+    return (origin(*contexts_of(file, kind)) + table(
+        ["[images, edge, channels]", "MiB", "denoised", "Of the copy", "", "PyTorch", "as", RATIO],
+        rows) + footnotes(all_of) + count_misses(verdicts))
+
+
+def attention_gradients(data):
+    data, kind = train_ops_of(data), "attention_backward"
+    rows, found = [], compared_ops(data, GRADIENT_BAR, kind, topic="train-ops")
+    for name, (row, each) in found.items():
+        shape = arguments(name)[1]
+        rows.append([f"[{shape['rows']}, {shape['heads']}, {shape['tokens']}, {shape['dim']}]",
+                     with_flops(row or {}, each.ours), number(each.theirs), each.label,
+                     each.cell(), each.verdict])
+    return (origin(*contexts_of(data("train-ops"), kind)) +
+            table(["[images, heads, tokens, dim]", "denoised", "peer", "as", RATIO, ""], rows) +
+            footnotes([each for _, each in found.values()]) +
+            count_misses([each.verdict for _, each in found.values()]))
 
 
 def ceilings(data):
@@ -964,6 +1040,8 @@ def speed(data):
 TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": models, "latent": latent, "train": train, "memory": memory, "loop": loop,
           "convolutions": convolutions, "other-convolutions": other_convolutions,
           "linears": linears, "attentions": attentions, "group-norms": group_norms,
+          "convolution-gradients": convolution_gradients,
+          "group-norm-gradients": group_norm_gradients, "attention-gradients": attention_gradients,
           "ceilings": ceilings, "clocks": clocks, "cpu": cpu, "portable": portable, "start": start,
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
           "serving": serving, "pipelines": pipelines, "http": http, "event-streams": event_streams, "page": page,

@@ -234,6 +234,44 @@ class PipelinesTest(unittest.TestCase):
         self.assertIn("| 100 ms, no peer | ≥ 1.6× | 1.8× | **not measured** |", text)
 
 
+class GradientsTest(unittest.TestCase):
+    def table(self, name, *rows):
+        context = {"date": "2026-11-25", "device": "a GPU"}
+        return make_tables.TABLES[name](
+            {"train-ops": {"context": context, "rows": list(rows)}}.get)
+
+    def row(self, name, **peers):
+        return {"name": name, "unit": "us", "searched": True, "ours": {"flop": 4e8, "bytes": 6 << 20},
+                "peers": {label: {"pairs": pairs} for label, pairs in peers.items()}}
+
+    def test_both_gradients_of_a_convolution_stand_in_one_row(self):
+        shape = "rows:128/size:32/in:128/out:128/kernel:3/stride:2"
+        table = self.table("convolution-gradients", self.row(f"dgrad/{shape}", cuDNN=[[2.0, 3.0]]),
+                           self.row(f"wgrad/{shape}", cuDNN=[[2.0, 1.0]]))
+        self.assertIn("| [128, 32, 128, 128], 3×3, stride 2 | 2.00 (200) | 3.00 | cuDNN | 1.50× | met "
+                      "| 2.00 (200) | 1.00 | cuDNN | 0.50× | **miss** |", table)
+        self.assertIn("1 of 16 rows reach their bar (14 **not measured**, 1 **miss**).", table)
+
+    def test_the_copy_judges_a_norm_and_is_no_peer(self):
+        names = make_tables.EXPECTED_OPS["train-ops"]
+        first, second = [name for name in names if name.startswith("group_norm")][:2]
+        table = self.table(
+            "group-norm-gradients",
+            self.row(first, copy=[[2.0, 1.6], [2.0, 1.52]], compiled=[[2.0, 3.0], [2.0, 3.0]]),
+            self.row(second, copy=[[2.0, 1.4], [2.0, 1.4]]))
+        self.assertIn("| [128, 32, 128], 32 groups | 6 | 2.00 | 78.0 % (76.0 % to 80.0 %) | met | 3.00 "
+                      "| compiled | 1.50× (1.50–1.50) |", table)
+        self.assertIn("| [128, 16, 256], 32 groups | 6 | 2.00 | 70.0 % (70.0 % to 70.0 %) | **miss** "
+                      "| – | – | – |", table)
+        self.assertIn("1 of 5 rows reach their bar (1 **miss**, 3 **not measured**).", table)
+
+    def test_without_figures_nothing_is_met(self):
+        for name in ("convolution-gradients", "group-norm-gradients", "attention-gradients"):
+            table = make_tables.TABLES[name](lambda _: None)
+            self.assertRegex("\n".join(table),
+                             r"0 of \d+ rows reach their bar \(\d+ \*\*not measured\*\*\)")
+
+
 class RatioTest(unittest.TestCase):
     def test_the_median_of_the_rounds_and_the_fastest_peer(self):
         row = {"name": "x", "peers": {

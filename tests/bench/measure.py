@@ -12,6 +12,7 @@
   memory   device memory of the evaluations of models. Nothing else may be on the GPU
   digits   16 guided digits: whole requests and their evaluations beside PyTorch; also on a CPU
   ops      single ops beside cuDNN, cuBLAS, cuBLASLt, SDPA and torch.compile
+  train-ops  single backward ops beside cuDNN, SDPA, torch.compile and a copy
   clocks   one convolution of cuDNN, timed in several ways: after rest and after work, on zeros, …
   portable the kernels for every GPU beside those for Hopper
   system   start, loading of weights, two models at a time, splits, serving: denoised alone
@@ -35,10 +36,11 @@ over the rounds of the peer's time over denoised's. Compiling comes first, in pr
 nothing else runs while one measures. SM clock, power and temperature are logged meanwhile
 (nvidia-smi).
 
-Needs Python with PyTorch for CUDA and, for models and digits, diffusers; for ops also
+Needs Python with PyTorch for CUDA and, for models and digits, diffusers; for ops and train-ops also
 nvidia-cudnn-frontend, without which cuDNN is what PyTorch takes of it. Build first:
 scripts/build -DDENOISED_BUILD_TESTS=ON release denoised denoise denoised-bench backend-throughput \\
-cublaslt-search splits-bench engine-throughput synthetic-model scheduling-bench train-bench"""
+cublaslt-search splits-bench engine-throughput synthetic-model scheduling-bench train-bench \\
+training-throughput"""
 
 import argparse
 import contextlib
@@ -72,7 +74,9 @@ DIGITS, DIGIT_STEPS = 16, 10
 LOCK = pathlib.Path(tempfile.gettempdir()) / "denoised-bench.lock"
 PEERLESS_OPS = ("linear_residual", "gated_linear", "cross_attention", "layer_norm")
 SECONDS_AFTER_SEARCH = 60
-SECONDS_OF_AN_OP = 2.5  # to measure it and its peer, at most
+SECONDS_OF_AN_OP, SECONDS_OF_A_TRAIN_OP = 2.5, 5  # to measure it and its peer, at most
+SECONDS_TO_RESTART = 45  # a peer, and to measure an op with it
+OURS, COPY = "ours", "copy"
 START_SECONDS, MEASURE_SECONDS, PREPARE_SECONDS = 180, 60, 120  # that a worker may take
 WARM_UP = "0.2"  # seconds of requests before those that count
 
@@ -526,104 +530,147 @@ def ops(session):
     program = [sys.executable, args.fake] if args.fake else [session.program("backend-throughput")]
     listed = subprocess.run([*program, "--list"], check=True, capture_output=True,
                             text=True).stdout.split()
-    names = [name for name in listed if args.ops in name and name not in searched_in(args.without)
-             and name.split("/")[0] not in PEERLESS_OPS]
+    linear = session.start("cublaslt-search", [session.program("cublaslt-search"), "--turns"],
+                           **libraries_of(args.python))
+    # Nothing is searched for linear layers and attention. First what is compiled in seconds.
+    compare_ops(session, "ops", "backend-throughput",
+                [name for name in listed if name.split("/")[0] not in PEERLESS_OPS],
+                first="group_norm", without_search=("linear/", "attention/"),
+                seconds_of_an_op=SECONDS_OF_AN_OP,
+                more_peers=lambda name, _: [("cuBLASLt", linear, name)]
+                if name.startswith("linear/") else [],
+                versions=lambda: {"cublaslt": ready(linear, START_SECONDS).get("cublaslt")})
+    session.stop(linear)
+
+
+def train_ops(session):
+    """A norm's gradient has a bar beside a copy of as many bytes, which the same peer measures."""
+    compare_ops(session, "train-ops", "training-throughput",
+                (HERE / "train_ops.txt").read_text().split(), first="group_norm",
+                seconds_of_an_op=SECONDS_OF_A_TRAIN_OP,
+                more_peers=lambda name, peer: [(COPY, peer, f"copy/{name.split('/', 1)[1]}")]
+                if name.startswith("group_norm") else [])
+
+
+def compare_ops(session, topic, program, names, first, seconds_of_an_op, more_peers,
+                without_search=(), versions=dict):
+    """Ops of `program`, which is denoised's, beside the fastest of its peer's candidates, and then
+    beside more_peers(name, peer), (label, worker, what it is asked for) each."""
+    args = session.args
+    names = [name for name in names if args.ops in name and name not in searched_in(args.without)]
     count = min(args.processes, len(names))
     # An op of a shape goes where the same convolution was searched.
     shapes = list(dict.fromkeys(name.split("/", 1)[1] for name in names))
     of_name = {name: shapes.index(name.split("/", 1)[1]) % count for name in names}
     threads = max(1, (os.cpu_count() or 1) // count)
 
-    def start_peer(i):
-        return session.python(f"ops-{i}", "bench/peer_ops.py", f"--lock={LOCK}",
+    def start(who):
+        if who == OURS:
+            return session.start(program, [session.program(program), f"--device={args.device}",
+                                           "--turns"])
+        script = f"bench/peer_{topic.replace('-', '_')}.py"
+        return session.python(f"{topic}-{who}", script, f"--lock={LOCK}",
                               f"--search-seconds={args.search_seconds}",
                               TORCHINDUCTOR_COMPILE_THREADS=f"{threads}",
                               OMP_NUM_THREADS=f"{threads}")
 
-    peers = [start_peer(i) for i in range(count)]
-    ours = session.start("backend-throughput", [session.program("backend-throughput"),
-                                                f"--device={args.device}", "--turns"])
-    linear = session.start("cublaslt-search", [session.program("cublaslt-search"), "--turns"],
-                           **libraries_of(args.python))
-    our_ready = ready(ours, START_SECONDS)
-    peer_ready = [ready(peer, START_SECONDS) for peer in peers][0] | {
-        "cublaslt": ready(linear, START_SECONDS).get("cublaslt")}
+    def restart(who, why):
+        """A peer's ops are measured all the same, without what it had found."""
+        searched.update({name: {"error": why} for name in names if of_name[name] == who})
+        session.say(f"{why}; {workers[who].name} is started anew")
+        session.stop(workers[who])
+        workers[who] = start(who)
+        ready(workers[who], START_SECONDS)
+
+    def is_broken(who):
+        """Whether a kernel that failed has left the process unable to run another."""
+        return who == OURS or "error" in workers[who].ask("ceilings", "", MEASURE_SECONDS)
+
+    def prepare(who, name):
+        """Twice if need be."""
+        answer = workers[who].ask("prepare", name, PREPARE_SECONDS)
+        if "error" in answer and session.left() > SECONDS_TO_RESTART and is_broken(who):
+            restart(who, f"{name}: {answer['error']}")
+            answer = workers[who].ask("prepare", name, PREPARE_SECONDS)
+        return answer
+
+    def measure(row, label, name, worker, what):
+        row["peers"][label] = result = alternate((workers[OURS], name), (worker, what),
+                                                 args.rounds, session.log, MEASURE_SECONDS)
+        session.say(f"{name}, {label}: {shown_ratio(result, 'us')}")
+
+    searched = {}  # what the workers say of it, by name
+    peers = range(count)
+    workers = {who: start(who) for who in [*peers, OURS]}
+    our_ready = ready(workers[OURS], START_SECONDS)
+    peer_ready = [ready(workers[i], START_SECONDS) for i in peers][0] | versions()
     rows = []
     content = {"context": session.context(our_ready, peer_ready), "rows": rows,
                "left_out": []}
-    content["ceilings_before"] = peers[0].ask("ceilings", "", MEASURE_SECONDS)
+    content["ceilings_before"] = workers[0].ask("ceilings", "", MEASURE_SECONDS)
 
     # Side by side: each worker is sent its next name when it has answered for the last.
-    to_measure = SECONDS_OF_AN_OP * len(names) + SECONDS_AFTER_SEARCH / 2
+    to_measure = seconds_of_an_op * len(names) + SECONDS_AFTER_SEARCH / 2
     end = time.monotonic() + min(args.search_phase,
                                  max(session.left() / 2, session.left() - to_measure))
-    # First what is compiled in seconds; nothing is searched for linear layers and attention.
-    wanted = sorted((name for name in names if not name.startswith(("linear/", "attention/"))),
-                    key=lambda name: not name.startswith("group_norm"))
-    waiting = [[name for name in wanted if of_name[name] == i] for i in range(count)]
-    busy, searched = {}, {}
+    wanted = sorted((name for name in names if not name.startswith(without_search)),
+                    key=lambda name: not name.startswith(first))
+    waiting = [[name for name in wanted if of_name[name] == i] for i in peers]
+    busy = {}
     while time.monotonic() < end:
-        for i, peer in enumerate(peers):
-            if i not in busy and waiting[i] and not peer.error:
+        for i in peers:
+            if i not in busy and waiting[i] and not workers[i].error:
                 busy[i] = waiting[i].pop(0)
-                peer.send("search", f"{busy[i]} {end:.3f}")
+                workers[i].send("search", f"{busy[i]} {end:.3f}")
         if not busy:
             break
         for i, name in list(busy.items()):
-            if peers[i].has_answer():
-                searched[name] = peers[i].answer(1)
+            if workers[i].has_answer():
+                searched[name] = workers[i].answer(1)
                 del busy[i]
         time.sleep(0.02)
     # These begin no other plan, but may have to compile one with torch.compile.
     end = time.monotonic() + SECONDS_AFTER_SEARCH
     for i, name in busy.items():
-        searched[name] = peers[i].answer(end - time.monotonic())
-    for i, peer in enumerate(peers):
-        if peer.error:  # its ops are measured all the same, without what it had found
-            searched |= {name: {"error": peer.error} for name in names if of_name[name] == i}
-            session.say(f"{peer.error}; started anew")
-            session.stop(peer)
-            peers[i] = start_peer(i)
-            ready(peers[i], START_SECONDS)
+        searched[name] = workers[i].answer(end - time.monotonic())
+    for i in peers:
+        if workers[i].error:
+            restart(i, workers[i].error)
     ran = [name for name, answer in searched.items() if answer.get("searched")]
     session.say(f"searched {len(ran)} of {len(wanted)} ops, "
                 f"{sum(searched[name]['not_tried'] == 0 for name in ran)} of them to the end")
-    content["ceilings"] = peers[0].ask("ceilings", "", MEASURE_SECONDS)
+    content["ceilings"] = workers[0].ask("ceilings", "", MEASURE_SECONDS)
 
     for name in names:
         if session.left() < 8:
             content["left_out"].append(name)
             continue
-        peer = peers[of_name[name]]
+        i = of_name[name]
+        row = {"name": name, "unit": "us", "peers": {}, "left_out": {},
+               "ours": prepare(OURS, name), "survey": prepare(i, name)}
         search = searched.get(name, {"error": "no time to search"})
         if name not in wanted:
             search = {"searched": True}
-        row = {"name": name, "unit": "us", "peers": {}, "left_out": {},
-               "searched": search.get("searched", False),
-               "not_tried": search.get("not_tried", 0), "search": search}
+        row |= {"searched": search.get("searched", False),
+                "not_tried": search.get("not_tried", 0), "search": search}
         rows.append(row)
-        row["ours"] = ours.ask("prepare", name, PREPARE_SECONDS)
-        row["survey"] = peer.ask("prepare", name, PREPARE_SECONDS)
+        if "error" in row["ours"]:
+            row["left_out"]["denoised"] = row["ours"]["error"]
+            session.say(f"{name}, denoised: {row['ours']['error']}")
         label = row["survey"].get("fastest")
         if label:
-            result = alternate((ours, name), (peer, name), args.rounds, session.log,
-                               MEASURE_SECONDS)
-            row["peers"][label] = result
-            session.say(f"{name}, {label}: {shown_ratio(result, 'us')}")
+            measure(row, label, name, workers[i], name)
         else:
             row["left_out"]["all"] = row["survey"].get("error")
             session.say(f"{name}: {row['survey'].get('error')}")
-        if name.startswith("linear/"):
-            row["cublaslt"] = linear.ask("prepare", name, PREPARE_SECONDS)
-            result = alternate((ours, name), (linear, name), args.rounds, session.log,
-                               MEASURE_SECONDS)
-            row["peers"]["cuBLASLt"] = result
-            session.say(f"{name}, cuBLASLt: {shown_ratio(result, 'us')}")
-        peer.ask("release", name, MEASURE_SECONDS)
-        session.write("ops", content)
-    content["ceilings_after"] = peers[0].ask("ceilings", "", MEASURE_SECONDS)
-    session.write("ops", content)
-    session.stop(ours, linear, *peers)
+        for label, worker, what in more_peers(name, workers[i]):
+            row[label.lower()] = worker.ask("prepare", what, PREPARE_SECONDS)
+            measure(row, label, name, worker, what)
+        workers[i].ask("release", name, MEASURE_SECONDS)
+        session.write(topic, content)
+    content["ceilings_after"] = workers[0].ask("ceilings", "", MEASURE_SECONDS)
+    session.write(topic, content)
+    session.stop(*workers.values())
 
 
 CLOCK_ROUNDS = 2
@@ -825,7 +872,7 @@ def scheduling(session):
 
 TOPICS = {f.__name__: f
           for f in (models, memory, latent, train, digits, ops, clocks, system, portable, scheduling)}
-TOPICS |= pipelines.TOPICS
+TOPICS |= {"train-ops": train_ops} | pipelines.TOPICS
 
 
 def main():
@@ -853,8 +900,9 @@ def main():
                         f"default: {AUTOTUNED_ROWS}")
     parser.add_argument("--ops", default="", help="those whose name contains this")
     parser.add_argument("--without", type=pathlib.Path, nargs="*", default=[], metavar="FILE",
-                        help="of earlier runs of ops: leaves out what they searched to the end")
-    parser.add_argument("--processes", type=int, default=12, help="that search and compile for ops")
+                        help="of earlier runs of the topic: leaves out what they searched to the end")
+    parser.add_argument("--processes", type=int, default=12,
+                        help="that search and compile for ops and train-ops")
     parser.add_argument("--search-seconds", type=float, default=10,
                         help="for cuDNN's plans of one graph")
     parser.add_argument("--search-phase", type=float, default=150, help="seconds, for all ops")

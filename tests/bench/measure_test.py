@@ -179,12 +179,41 @@ esac
         self.assertEqual(self.read("train")["rows"][0]["left_out"],
                          {"torch.compile, one graph": "no time left"})
 
+    def test_backward_ops_are_measured_beside_their_peers_and_a_copy(self):
+        self.measure("train-ops", "--rounds=2", "--seconds=1000")
+        content = self.read("train-ops")
+        self.assertEqual([row["name"] for row in content["rows"]],
+                         make_tables.EXPECTED_OPS["train-ops"])
+        for row in content["rows"]:
+            norm = row["name"].startswith("group_norm")
+            self.assertEqual(list(row["peers"]), ["cuDNN", "copy"] if norm else ["cuDNN"])
+            self.assertTrue(all(len(peer["pairs"]) == 2 for peer in row["peers"].values()))
+        self.assertIn("ceilings_after", content)
+        for name, count in (("convolution-gradients", 16), ("group-norm-gradients", 5),
+                            ("attention-gradients", 4)):
+            self.assertIn(f"All {count} rows reach their bar.",
+                          make_tables.TABLES[name](self.read), name)
+
+    def test_a_peer_that_breaks_is_started_anew(self):
+        broken = "attention_backward/rows:32/heads:6/tokens:1024/dim:64"
+        with mock.patch.dict(os.environ, {"FAKE_BROKEN": broken}):
+            said = self.measure("train-ops", "--rounds=1", "--seconds=1000", "--ops=attention",
+                                "--processes=2")
+        self.assertIn(f"{broken}: broken; train-ops-1 is started anew", said)
+        rows = self.read("train-ops")["rows"]
+        self.assertEqual([len(row["peers"]["cuDNN"]["pairs"]) for row in rows], [1] * 4)
+        # Of this process the plans are lost, also those of the op that comes later.
+        self.assertEqual([row["searched"] for row in rows], [True, False, True, False])
+
     def test_what_there_was_no_time_for_is_named(self):
-        self.measure("models", "ops", "--models=cifar10-32:1", "--rounds=1", "--seconds=2")
+        self.measure("models", "ops", "train-ops", "--models=cifar10-32:1", "--rounds=1",
+                     "--seconds=2")
         self.assertEqual(self.read("models")["rows"][0]["left_out"],
                          {"torch.compile, one graph": "no time left",
                           measure.AUTOTUNED: "no time left"})
         self.assertEqual(len(self.read("ops")["left_out"]), 6)
+        self.assertEqual(self.read("train-ops")["left_out"],
+                         make_tables.EXPECTED_OPS["train-ops"])
 
 
 class AlternateTest(unittest.TestCase):
@@ -226,16 +255,19 @@ class StopwatchTest(unittest.TestCase):
 
 
 class PlansTest(unittest.TestCase):
-    """cudnn_plans.py's search with fake libraries: plan i takes 3 − i µs."""
+    """cudnn_plans.py's search with fake libraries: plan i takes 3 − i µs, and `alone` launched
+    alone."""
 
-    def search(self, seconds, end, waits=0.0):
+    def search(self, seconds, end, waits=0.0, alone_us=(9.0, 9.0, 9.0)):
         fakes = {name: mock.MagicMock() for name in ("cudnn", "torch", "peer")}
         fakes["peer"].LEAST_LAUNCHES = 1
         fakes["torch"].empty.return_value.numel.return_value = 1
         fakes["peer"].median_ms.side_effect = [3e-3, 2e-3, 1e-3]
+        fakes["peer"].times_ms.side_effect = [[1.0, 1e-3 * us] for us in alone_us]
+        tensors = {"x": mock.Mock(shape=(1, 1, 8, 8)), "weight": mock.Mock(shape=(1, 1, 3, 3))}
         with mock.patch.dict(sys.modules, fakes):
             import cudnn_plans
-            convolution = cudnn_plans.Convolution(None, [1, 1, 8, 8], [1, 1, 3, 3], [1, 1, 8, 8])
+            convolution = cudnn_plans.Convolution(None, tensors, (1, 1, 8, 8))
             graph = convolution.graph
             graph.get_execution_plan_count.return_value = 3
             graph.get_plan_name_at_index.side_effect = "plan {}".format
@@ -246,11 +278,17 @@ class PlansTest(unittest.TestCase):
                 time.sleep(waits)
                 yield
 
-            return convolution.search({}, seconds, alone, end)
+            return convolution.search({}, seconds, alone, end) | {"us": convolution.found}
 
     def test_waiting_for_the_gpu_does_not_use_up_the_time(self):
         found = self.search(seconds=0.2, end=float("inf"), waits=0.3)
         self.assertEqual((found["worked"], found["not_tried"], found["fastest"]), (3, 0, "plan 2"))
+
+    def test_a_plan_that_is_slow_alone_is_not_timed_further(self):
+        found = self.search(seconds=60, end=float("inf"), alone_us=(9.0, 999.0, 9.0))
+        self.assertEqual({name: round(us, 6) for name, us in found["us"].items()},
+                         {"plan 0": 3, "plan 1": 999, "plan 2": 2})
+        self.assertEqual((found["worked"], found["fastest"]), (3, "plan 2"))
 
     def test_plans_that_were_not_tried_are_counted(self):
         found = self.search(seconds=60, end=0)
@@ -259,16 +297,30 @@ class PlansTest(unittest.TestCase):
 
 
 class LabelsTest(unittest.TestCase):
-    """peer_ops.py's convolutions with fake libraries."""
+    """Convolutions of peer_ops.py and peer_train_ops.py with fake libraries."""
 
-    def test_only_a_convolution_alone_is_called_cudnn_without_a_search(self):
+    def libraries(self):
         torch = mock.MagicMock()
         fakes = {"torch": torch, "torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional,
-                 "torch.nn.attention": torch.nn.attention, "peer": mock.MagicMock(),
+                 "torch.nn.attention": torch.nn.attention, "torch.utils": torch.utils,
+                 "torch.utils.deterministic": torch.utils.deterministic, "peer": mock.MagicMock(),
                  "cudnn": mock.MagicMock(), "cudnn_plans": mock.MagicMock()}
         fakes["peer"].copies_for.return_value = 1
+        return mock.patch.dict(sys.modules, fakes)
+
+    def test_of_gradients_only_those_of_a_1x1_convolution_are_matrix_products(self):
+        shape = {"rows": 1, "size": 8, "in": 32, "out": 32}
+        with self.libraries():
+            import peer_train_ops
+            for op in ("dgrad", "wgrad"):
+                for k, stride in ((1, 1), (3, 1), (3, 2)):
+                    gradient = peer_train_ops.ConvolutionGradients(None, op, **shape, kernel=k,
+                                                                   stride=stride)
+                    self.assertEqual("cuBLAS" in gradient.candidates()[0], k == 1)
+
+    def test_only_a_convolution_alone_is_called_cudnn_without_a_search(self):
         labels = {}
-        with mock.patch.dict(sys.modules, fakes):
+        with self.libraries():
             import peer_ops
             for op in ("conv", "conv_bias_residual_silu", "conv_shortcut", "conv_down", "conv_up"):
                 shape = {"rows": 1, "size": 8, "in": 32, "out": 32}

@@ -21,6 +21,7 @@ alone, eager for one with more around it.
 import argparse
 import contextlib
 import fcntl
+import functools
 import statistics
 import time
 import warnings
@@ -74,28 +75,36 @@ class Library:
             yield
             torch.cuda.synchronize()
 
-    def plan(self, tensors, out, **graph):
-        """cuDNN's fastest plan of a graph, searched once; None without the frontend."""
+    def plan(self, kind, tensors, *rest, **graph):
+        """cuDNN's fastest plan of a graph, one of the classes of cudnn_plans, and what the search says.
+        Each graph is searched once; None without the frontend."""
         if not cudnn:
             return None, {}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        key = repr((shapes, out, graph))
+        key = repr((kind, shapes, rest, graph))
         if key not in self.plans:
-            convolution = cudnn_plans.Convolution(self.handle, shapes["x"], shapes["weight"], out,
-                                                  **graph)
+            plans = None
             try:
-                found = convolution.search(tensors, self.search_seconds, self.alone, self.end)
+                plans = getattr(cudnn_plans, kind)(self.handle, tensors, *rest, **graph)
+                found = plans.search(tensors, self.search_seconds, self.alone, self.end)
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}"[:300]}
-            self.plans[key] = None if "error" in found else convolution, found
+            self.plans[key] = None if "error" in found else plans, found
         return self.plans[key]
+
+
+class Candidates:
+    """Of one op. search(): see above. candidates(): {label: function of a copy's index}, and how many
+    copies there are. A function returns the result, or a tuple of them."""
+
+    must_repeat = False  # whether a candidate whose next run has other bits is refused
 
 
 def out_size_of(op, size):
     return {"conv_down": size // 2, "conv_up": size * 2}.get(op, size)
 
 
-class Convolutions:
+class Convolutions(Candidates):
     """conv, conv_bias_residual_silu, conv_down, conv_up and conv_shortcut."""
 
     def __init__(self, library, op, rows, size, shortcut=0, **channels):
@@ -144,7 +153,7 @@ class Convolutions:
         return F.conv2d(x, self.weight, padding=1)
 
     def search(self):
-        plan, out = self.library.plan, self.out_shape()
+        plan, out = functools.partial(self.library.plan, "Convolution"), self.out_shape()
         with self.library.alone():
             tensors = self.activations()
             base = {"x": tensors["x"], "weight": self.weight}
@@ -165,8 +174,7 @@ class Convolutions:
                 x=F.interpolate(x, scale_factor=2.0, mode="nearest"), weight=weight)
         if self.fused:
             whole, self.details["cuDNN, fused"] = plan(
-                base | {"bias": bias4, "residual": tensors["residual"]}, out, bias=True,
-                residual=True, silu=True)
+                base | {"bias": bias4, "residual": tensors["residual"]}, out, silu=True)
             if whole:
                 self.functions["cuDNN, fused"] = lambda x, residual: whole(
                     x=x, weight=weight, bias=bias4, residual=residual)
@@ -179,7 +187,7 @@ class Convolutions:
             first, self.details["cuDNN, 1×1"] = plan(
                 {"x": tensors["skip"], "weight": skip_weight}, out, before=(0, 0), after=(0, 0))
             second, self.details["cuDNN, fused"] = plan(
-                base | {"bias": bias4, "residual": sum_of_shortcut}, out, bias=True, residual=True)
+                base | {"bias": bias4, "residual": sum_of_shortcut}, out)
             if first and second:
                 self.functions["cuDNN, fused with the sum"] = lambda x, skip: second(
                     x=x, weight=weight, bias=bias4, residual=first(x=skip, weight=skip_weight))
@@ -196,7 +204,7 @@ class Convolutions:
         return {label: on_copies(each) for label, each in self.functions.items()}, copies
 
 
-class Linears:
+class Linears(Candidates):
     def __init__(self, _library, _op, rows, tokens, **features):
         self.rows, self.cin, self.cout = rows * tokens, features["in"], features["out"]
         self.details = {}
@@ -221,7 +229,7 @@ class Linears:
                 "cuBLASLt, PyTorch's choice": through("cublaslt")}, copies
 
 
-class Attentions:
+class Attentions(Candidates):
     def __init__(self, _library, _op, rows, heads, tokens, dim):
         self.shape = (rows, tokens, 3, heads, dim)
         self.details = {}
@@ -250,7 +258,7 @@ class Attentions:
         return found, copies
 
 
-class GroupNorms:
+class GroupNorms(Candidates):
     def __init__(self, library, _op, rows, size, channels):
         self.library, self.shape = library, (rows, channels, size)
         self.gamma, self.beta = torch.randn(channels, **BF16), torch.randn(channels, **BF16)
@@ -326,7 +334,8 @@ def variant(library, name):
     weight = (make(cout, cin, 3, 3, **BF16) * scale).to(memory_format=layout)
     outputs = [None] * copies
     if given.get("limit") == "plan":
-        plan, found = library.plan({"x": xs[0], "weight": weight}, (rows, cout, size, size))
+        plan, found = library.plan("Convolution", {"x": xs[0], "weight": weight},
+                                   (rows, cout, size, size))
         if not plan:
             raise RuntimeError(f"no plan: {found}")
         function = lambda x: plan(x=x, weight=weight)  # noqa: E731
@@ -360,16 +369,37 @@ def variant(library, name):
             "timed": [end - 1e-3 * sum(times), end]}
 
 
+def difference_of(results, reference):
+    """The largest of the results' distances, each of its reference's norm. NaN stays."""
+    return torch.stack([(one.float() - other).norm() / other.norm()
+                        for one, other in zip(results, reference, strict=True)]).max().item()
+
+
+def results_of(op):
+    """Of copy 0, a tuple also where there is only one."""
+    results = op.outputs[0]
+    return results if isinstance(results, tuple) else (results,)
+
+
+def repeats(op):
+    """Whether another run has the same bits."""
+    before = [result.clone() for result in results_of(op)]
+    op.graph.replay()
+    return all(map(torch.equal, before, results_of(op)))
+
+
 class Worker:
-    def __init__(self, library):
-        self.library = library
+    """`kinds`: the class of each op by its name, as OPS has them."""
+
+    def __init__(self, library, kinds):
+        self.library, self.kinds = library, kinds
         self.ops = {}
         self.prepared = None
 
     def op(self, name):
         if name not in self.ops:
             op, shape = shape_of(name)
-            self.ops[name] = OPS[op](self.library, op, **shape)
+            self.ops[name] = self.kinds[op](self.library, op, **shape)
         return self.ops[name]
 
     def search(self, asked):
@@ -389,11 +419,13 @@ class Worker:
                 op = peer.Op(run, copies)
                 took = op.us(samples=SURVEY_SAMPLES, warm_up_ms=SURVEY_WARM_UP_MS)
                 if label != PASS:
-                    result = op.outputs[0].float()
-                    reference = result if reference is None else reference
-                    difference = ((result - reference).norm() / reference.norm()).item()
+                    if reference is None:
+                        reference = [result.float() for result in results_of(op)]
+                    difference = difference_of(results_of(op), reference)
                     if not difference <= LARGEST_DIFFERENCE:
                         raise RuntimeError(f"another result, by {difference:.3g} of its norm")
+                    if self.op(name).must_repeat and not repeats(op):
+                        raise RuntimeError("other bits in the next run")
                 us[label] = took
             except Exception as error:
                 refused[label] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -424,8 +456,8 @@ class Worker:
         return {"search": self.search, "prepare": self.prepare, "measure": self.measure}[verb](name)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(kinds):
+    parser = argparse.ArgumentParser(description="Times PyTorch's libraries on single ops.")
     parser.add_argument("--lock", default="/tmp/denoised-bench.lock")
     parser.add_argument("--search-seconds", type=float, default=12)
     args = parser.parse_args()
@@ -433,10 +465,10 @@ def main():
     peer.prepare()
     if not cudnn:
         torch.backends.cudnn.benchmark_limit = 0  # no limit
-    worker = Worker(Library(args.lock, args.search_seconds))
+    worker = Worker(Library(args.lock, args.search_seconds), kinds)
     versions = {"cudnn_frontend": cudnn.__version__} if cudnn else {}
     peer.serve(lambda: peer.context() | versions, worker.answer)
 
 
 if __name__ == "__main__":
-    main()
+    main(OPS)
