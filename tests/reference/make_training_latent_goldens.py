@@ -25,7 +25,7 @@ torch.set_default_dtype(torch.float64)
 
 
 def gradient_loss(a, b):
-    """As train_emoji.py has it, of each picture."""
+    """L1 of the differences of neighbours at four scales, of each picture."""
     loss = 0.0
     for _ in range(4):
         d = a - b
