@@ -37,6 +37,8 @@
 /// Errors of the device are kept and returned by status(). `d` in front of a name is the gradient
 /// of the loss with respect to it. If dx, dadd, … is undefined, it is not computed.
 
+struct CUstream_st;  // *cudaStream_t
+
 namespace denoised::training {
 
 /// A convolution's weights in the layouts of its forward and backward kernels. Made once;
@@ -308,6 +310,14 @@ class Backend {
   virtual absl::Status status() = 0;
   /// Bytes of a GPU's memory in use, including other processes'; 0 on the CPU.
   virtual size_t MemoryInUse() const { return 0; }
+
+  // For a library that enqueues work of its own between the ops (nccl.h).
+  /// CUDA's stream of the ops, whose device becomes this thread's current one. Null on the CPU.
+  virtual CUstream_st* Stream() { return nullptr; }
+  /// Has all that is enqueued been done? Does not wait. An error as status().
+  virtual absl::StatusOr<bool> Done() { return true; }
+  /// The GPU's UUID; empty on the CPU.
+  virtual std::string uuid() const { return ""; }
 
   // Weights.
   virtual std::unique_ptr<PackedConv2d> NewConv2d(int in_channels, int out_channels, int kernel,

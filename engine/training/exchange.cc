@@ -135,6 +135,15 @@ class TcpExchange final : public Exchange {
     return absl::OkStatus();
   }
 
+  absl::Status CheckRank(int other) override {
+    char byte;
+    const ssize_t got = recv(peers_[other].fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (got == 0) return Unavailable("rank {} has ended", other);
+    if (got < 0 && errno != EAGAIN && errno != EINTR)
+      return Unavailable("rank {} is lost: {}", other, LastError());
+    return absl::OkStatus();
+  }
+
   absl::Status Connect(const std::string& host, const std::string& port);
 
  private:

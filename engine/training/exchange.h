@@ -19,9 +19,13 @@ class Exchange {
   virtual ~Exchange() = default;
   virtual int rank() const = 0;
   virtual int ranks() const = 0;
+  /// The memory that Swap() reads and writes.
+  virtual denoised::Device device() const { return denoised::Device::kCpu; }
   /// Sends `mine` to `partner` and receives as many bytes from it into `theirs`; both must call it.
-  /// F32 on the device of the backend. Unavailable names the rank that is lost.
+  /// Follows what a GPU's backend has enqueued. Unavailable names the rank that is lost.
   virtual absl::Status Swap(const Tensor& mine, const Tensor& theirs, int partner) = 0;
+  /// Unavailable if `other` has ended, as far as is known without waiting.
+  virtual absl::Status CheckRank(int /*other*/) { return absl::OkStatus(); }
 };
 
 /// One rank.
@@ -33,7 +37,8 @@ std::vector<std::unique_ptr<Exchange>> NewLoopbackExchanges(int ranks);
 /// Several processes, over TCP. Rank 0 listens on `address` ("host:port"); the others connect to
 /// it, learn each other's addresses and connect to each other. Waits `timeout_seconds` for all of
 /// them, and as long for a partner in Swap(). The connections are neither encrypted nor
-/// authenticated: use a private network. InvalidArgument, Unavailable.
+/// authenticated: use a private network. InvalidArgument, Unavailable. nccl.h has what replaces it
+/// between GPUs.
 absl::StatusOr<std::unique_ptr<Exchange>> ConnectExchange(int rank, int ranks,
                                                           const std::string& address,
                                                           double timeout_seconds);

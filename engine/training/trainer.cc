@@ -739,10 +739,9 @@ absl::Status Trainer::RunPasses() {
 absl::Status Trainer::AddOtherRanks() {
   for (int width = 1; width < exchange_.ranks(); width *= 2) {
     const int partner = exchange_.rank() ^ width;
-    if (backend_.device() == denoised::Device::kCpu) {
+    if (exchange_.device() == backend_.device()) {
       DENOISED_RETURN_IF_ERROR(exchange_.Swap(sum_, received_, partner));
     } else {
-      // Exchanges swap host memory.
       DENOISED_ASSIGN_OR_RETURN(const Tensor mine, backend_.Download(sum_));
       const Tensor theirs = Tensor::Host(mine.shape(), DType::kF32);
       DENOISED_RETURN_IF_ERROR(exchange_.Swap(mine, theirs, partner));

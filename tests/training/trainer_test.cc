@@ -11,6 +11,7 @@
 #include "engine/core/config_reader.h"
 #include "engine/sampling/sampler.h"
 #include "engine/training/augment.h"
+#include "engine/training/nccl.h"
 #include "engine/training/prefetcher.h"
 #include "engine/training/random.h"
 #include "engine/training/unet2d.h"
@@ -144,6 +145,71 @@ TEST(Trainer, RanksOverTcpDoNotChangeBits) {
     });
   for (std::thread& thread : threads) thread.join();
   for (const Trained& run : runs) ExpectSameBits(alone, run);
+}
+
+/// A GPU and a thread for each rank, and the choice that denoise-train makes.
+TEST(TrainerGpus, RanksOverNcclDoNotChangeBits) {
+  if (CudaDeviceCount() < 2) GTEST_SKIP() << "needs a GPU beside another";
+  if (const auto nccl = Nccl::Open(); !nccl.ok()) GTEST_SKIP() << nccl.status().message();
+  constexpr int kRanks = 2;
+  for (const bool fp32 : {true, false}) {
+    const Trained alone = Train({fp32 ? "cuda_fp32" : "cuda_bf16"}, Options(), 6);
+    const std::string address = fmt::format("127.0.0.1:{}", 20000 + (getpid() + 2 + fp32) % 20000);
+    std::vector<Trained> runs(kRanks);
+    // NCCL frees the memory of one process with its last rank.
+    std::vector<std::unique_ptr<Backend>> backends(kRanks);
+    std::vector<std::unique_ptr<Exchange>> exchanges(kRanks);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < kRanks; ++rank)
+      threads.emplace_back([&, rank] {
+        auto backend = OpenCudaBackend({.number = rank, .fp32 = fp32});
+        ASSERT_TRUE(backend.ok()) << backend.status();
+        backends[rank] = *std::move(backend);
+        auto tcp = ConnectExchange(rank, kRanks, address, 60);
+        ASSERT_TRUE(tcp.ok()) << tcp.status();
+        auto chosen = ChooseExchange(ExchangeKind::kNccl, *backends[rank], *std::move(tcp), 60);
+        ASSERT_TRUE(chosen.ok()) << chosen.status();
+        EXPECT_EQ(chosen->description.substr(0, 5), "NCCL ");
+        exchanges[rank] = std::move(chosen->exchange);
+        runs[rank] =
+            Train(*backends[rank], *exchanges[rank], TinyConfig(), Options(), Stripes(), 6);
+      });
+    for (std::thread& thread : threads) thread.join();
+    if (HasFatalFailure()) return;
+    for (const Trained& run : runs) ExpectSameBits(alone, run);
+  }
+}
+
+TEST(TrainerGpus, ARankThatHangsUnderNcclIsNamed) {
+  if (CudaDeviceCount() < 2) GTEST_SKIP() << "needs a GPU beside another";
+  if (const auto nccl = Nccl::Open(); !nccl.ok()) GTEST_SKIP() << nccl.status().message();
+  const std::string address = fmt::format("127.0.0.1:{}", 20000 + (getpid() + 4) % 20000);
+  std::vector<std::unique_ptr<Backend>> backends(2);
+  std::vector<std::unique_ptr<Exchange>> exchanges(2);
+  const auto swap = [&](int rank) {
+    const Tensor mine = OnDevice(*backends[rank], {4}, std::vector<float>(4, rank), DType::kF32),
+                 theirs = OnDevice(*backends[rank], {4}, std::vector<float>(4, 7), DType::kF32);
+    const absl::Status status = exchanges[rank]->Swap(mine, theirs, 1 - rank);
+    if (status.ok()) {
+      EXPECT_EQ(OnHost(*backends[rank], theirs), std::vector<float>(4, 1 - rank));
+    }
+    return status;
+  };
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      backends[rank] = *OpenCudaBackend({.number = rank});
+      auto chosen = ChooseExchange(ExchangeKind::kNccl, *backends[rank],
+                                   *ConnectExchange(rank, 2, address, 60), 20);
+      ASSERT_TRUE(chosen.ok()) << chosen.status();
+      exchanges[rank] = std::move(chosen->exchange);
+      EXPECT_TRUE(swap(rank).ok());
+    });
+  for (std::thread& thread : threads) thread.join();
+  ASSERT_TRUE(exchanges[0] && exchanges[1]);
+  EXPECT_EQ(swap(0).message(), "rank 1 has exchanged nothing for 20 s");
+  // The kernel that waited has ended, and the GPU can be used.
+  EXPECT_TRUE(backends[0]->status().ok()) << backends[0]->status();
 }
 
 TEST(Trainer, ALostRankIsAnError) {

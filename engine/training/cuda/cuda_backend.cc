@@ -76,8 +76,12 @@ int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor
 
 class CudaBackend final : public Backend {
  public:
-  CudaBackend(std::unique_ptr<denoised::Backend> ops, DType dtype)
-      : ops_(std::move(ops)), dtype_(dtype), queue_(*QueueOf(*ops_)), stream_(queue_.stream) {}
+  CudaBackend(std::unique_ptr<denoised::Backend> ops, DType dtype, int number)
+      : ops_(std::move(ops)),
+        dtype_(dtype),
+        number_(number),
+        queue_(*QueueOf(*ops_)),
+        stream_(queue_.stream) {}
   ~CudaBackend() override { static_cast<void>(ops_->Synchronize()); }  // before memory goes
 
   std::string_view name() const override { return ops_->name(); }
@@ -142,6 +146,29 @@ class CudaBackend final : public Backend {
   size_t MemoryInUse() const override {
     const BackendMemory memory = ops_->memory();
     return memory.total - memory.free;
+  }
+
+  CUstream_st* Stream() override {
+    Record(cudaSetDevice(number_), "cudaSetDevice");
+    return stream_;
+  }
+  absl::StatusOr<bool> Done() override {
+    const cudaError_t error = cudaStreamQuery(stream_);
+    if (error == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());  // an answer, not a launch's error
+      return false;
+    }
+    Record(error, "device");
+    DENOISED_RETURN_IF_ERROR(status_);
+    return true;
+  }
+  std::string uuid() const override {
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, number_) != cudaSuccess) return "";
+    std::string text = "GPU-";
+    for (const char byte : properties.uuid.bytes)
+      text += fmt::format("{:02x}", static_cast<unsigned char>(byte));
+    return text;
   }
 
   // Weights.
@@ -955,6 +982,7 @@ class CudaBackend final : public Backend {
 
   const std::unique_ptr<denoised::Backend> ops_;
   const DType dtype_;
+  const int number_;  // of the device
   const denoised::cuda::Queue queue_;
   const cudaStream_t stream_;
   absl::Status status_;  // the first error of a kernel of ours
@@ -979,7 +1007,7 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const CudaOptions& opti
                                                        .autotune = !options.fp32,
                                                        .autotune_cache = options.autotune_cache}));
   const DType dtype = ops->activation_dtype();
-  return std::make_unique<cuda::CudaBackend>(std::move(ops), dtype);
+  return std::make_unique<cuda::CudaBackend>(std::move(ops), dtype, options.number);
 }
 
 }  // namespace denoised::training
