@@ -233,7 +233,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   RunConfig config;
   training::TrainerOptions& t = config.trainer;
   std::string config_file, network, objective = "edm", schedule = "constant", device = "auto",
-                                    dtype = "";
+                                    dtype = "", exchange = "auto";
   std::vector<std::string> averages;
   std::string pipeline, stage = "diffusion";
   double min_snr = 0, cap_snr = 0, dropout = -1, kl_weight = 1e-4, edge_weight = 0.5;
@@ -362,6 +362,9 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
       ->default_str("");
   app.add_option("--autotune-cache", config.cuda_options.autotune_cache,
                  "CUDA: folder in which measurements of kernels are kept");
+  app.add_option("--exchange", exchange,
+                 "How ranks exchange gradients: tcp, nccl, or auto: NCCL where its library is and "
+                 "every rank has a GPU of its own, else TCP");
   app.add_flag("--dry-run", config.dry_run, "Print memory, steps and hours, and train nothing");
 
   std::vector<std::string> given(argv + 1, argv + argc);
@@ -396,6 +399,13 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   if (!dtype.empty() && dtype != "fp32" && dtype != "bf16")
     return InvalidArgument("--dtype is \"{}\"; use bf16 or fp32", dtype);
   config.cuda_options.fp32 = dtype == "fp32";
+  if (exchange == "tcp") {
+    config.exchange = training::ExchangeKind::kTcp;
+  } else if (exchange == "nccl") {
+    config.exchange = training::ExchangeKind::kNccl;
+  } else if (exchange != "auto") {
+    return InvalidArgument("--exchange is \"{}\"; use auto, tcp or nccl", exchange);
+  }
   if (model_dtype != "fp32" && model_dtype != "fp16")
     return InvalidArgument("--model-dtype is \"{}\"; use fp32 or fp16", model_dtype);
   config.half = model_dtype == "fp16";

@@ -8,6 +8,7 @@
 
 #include "engine/core/status.h"
 #include "engine/models/unet2d.h"
+#include "engine/training/nccl.h"
 #include "engine/training/trainer.h"
 #include "trainer/text_to_image.h"
 
@@ -46,6 +47,7 @@ struct RunConfig {
   // From the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, or their substitutes.
   int rank = 0, ranks = 1;
   std::string address;
+  training::ExchangeKind exchange = training::ExchangeKind::kAuto;
 
   /// The shape of the pictures that the run reads, in pixels.
   Shape picture() const;

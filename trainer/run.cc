@@ -45,6 +45,8 @@ std::string Duration(double seconds) {
   return fmt::format("{}s", s);
 }
 
+/// Ranks wait so long for each other.
+constexpr double kRankSeconds = 300;
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
 
@@ -261,7 +263,12 @@ absl::Status Session::Begin() {
   fs::create_directories(Output("checkpoints"), error);
   DENOISED_RETURN_IF_ERROR(OpenBackend());
   DENOISED_ASSIGN_OR_RETURN(
-      exchange_, training::ConnectExchange(config_.rank, config_.ranks, config_.address, 300));
+      std::unique_ptr<training::Exchange> tcp,
+      training::ConnectExchange(config_.rank, config_.ranks, config_.address, kRankSeconds));
+  DENOISED_ASSIGN_OR_RETURN(
+      training::ChosenExchange chosen,
+      training::ChooseExchange(config_.exchange, *backend_, std::move(tcp), kRankSeconds));
+  exchange_ = std::move(chosen.exchange);
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures());
   DENOISED_ASSIGN_OR_RETURN(trainer_, Trainer::Make(*backend_, *exchange_, config_.network,
                                                     config_.trainer, pictures_.dataset));
@@ -289,10 +296,12 @@ absl::Status Session::Begin() {
         metrics_, RunMetrics::Listen(config_.metrics_listen, step_, config_.trainer.steps));
     Say("metrics on port {}", metrics_->port());
   }
-  Say("{}, {}: {} parameters, steps {} to {} of {} pictures in {} chunks, {} rank{}",
-      backend_->name(), backend_->description(), trainer_->parameters().count(), step_ + 1,
-      config_.trainer.steps, config_.trainer.batch, config_.trainer.chunks, config_.ranks,
-      config_.ranks == 1 ? "" : "s");
+  const std::string ranks =
+      config_.ranks == 1 ? "1 rank"
+                         : fmt::format("{} ranks over {}", config_.ranks, chosen.description);
+  Say("{}, {}: {} parameters, steps {} to {} of {} pictures in {} chunks, {}", backend_->name(),
+      backend_->description(), trainer_->parameters().count(), step_ + 1, config_.trainer.steps,
+      config_.trainer.batch, config_.trainer.chunks, ranks);
   return absl::OkStatus();
 }
 

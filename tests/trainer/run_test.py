@@ -139,10 +139,29 @@ class RunTest(unittest.TestCase):
                          "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
                 for rank in range(ranks)
             ]  # fmt: skip
+            said = ""
             for process in processes:
                 _, errors = process.communicate(timeout=120)
                 self.assertEqual(process.returncode, 0, errors)
+                said += errors
+            self.assertIn(f"{ranks} ranks over TCP: rank", said)
             self.assertEqual(self.state("one"), self.state(f"{ranks}"))
+
+    def test_nccl_needs_a_gpu_for_each_rank(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        processes = [
+            subprocess.Popen(
+                self.arguments("a", device="cpu", exchange="nccl"), stderr=subprocess.PIPE, text=True,
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)})
+            for rank in range(2)
+        ]  # fmt: skip
+        for process in processes:
+            _, errors = process.communicate(timeout=120)
+            self.assertEqual(process.returncode, 1, errors)
+            self.assertIn('exchange is "nccl", but rank 0 has no GPU', errors)
+        self.train("b", exchange="nccl", steps=1)  # one rank needs none
 
     def test_a_checkpoint_that_is_cut_off_is_passed_over(self):
         self.train("a")
@@ -371,6 +390,7 @@ class RunTest(unittest.TestCase):
             ({"objective": "ddpm"}, "--objective"),
             ({"chunks": 5}, "chunks is 5"),
             ({"device": "gpu"}, '--device is "gpu"'),
+            ({"exchange": "mpi"}, '--exchange is "mpi"'),
             ({"dtype": "bf16"}, "the CPU trains in fp32"),
             ({"average": "ema:0.9"}, "--average"),
             ({"average": "decay:1.5"}, "1.5"),
