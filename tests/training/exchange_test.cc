@@ -118,6 +118,7 @@ Nccl FakeNccl() {
 template <typename Body>
 void OnRanks(int ranks, const Body& body) {
   std::vector<std::thread> threads;
+  threads.reserve(ranks);
   for (int rank = 0; rank < ranks; ++rank) threads.emplace_back([&, rank] { body(rank); });
   for (std::thread& thread : threads) thread.join();
 }
