@@ -179,6 +179,12 @@ esac
         self.assertEqual(self.read("train")["rows"][0]["left_out"],
                          {"torch.compile, one graph": "no time left"})
 
+    def test_errors_are_measured_beside_diffusers(self):
+        self.measure("latent-errors", "--device=cpu")
+        file = self.read("latent-errors")
+        self.assertEqual([row["name"] for row in file["rows"]], list(make_tables.ERROR_ROWS))
+        self.assertEqual(file["rows"][0]["denoised"], [0.01, 0.012])
+
     def test_what_there_was_no_time_for_is_named(self):
         self.measure("models", "ops", "--models=cifar10-32:1", "--rounds=1", "--seconds=2")
         self.assertEqual(self.read("models")["rows"][0]["left_out"],
