@@ -34,6 +34,8 @@ for line in sys.stdin:
     elif verb == "measure":
         measured += 1
         answer = {unit: (2 if ours else 3) + 0.01 * measured}
+        if name == "errors-peer":
+            answer = {"denoised": [0.01, 0.012], "diffusers": [0.02, 0.018]}
         if ours and unit == "ms":
             answer["ms_forward"] = 1.9
     elif verb == "ceilings":

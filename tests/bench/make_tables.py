@@ -58,6 +58,12 @@ PIPELINE_BARS = {
     "sd-turbo": ("SD-Turbo, 512², 1 step, full queue", "106: StreamDiffusion, published, on an RTX 4090",
                  130, 170),
     "sd-turbo-tiny": ("the same with an AutoencoderTiny", "the same", 300, 400)}
+# Of latent-errors: what, by row.
+ERROR_ROWS = {
+    "sd15-text": "SD 1.5, text encoder, four prompts", "sd15-unet": "SD 1.5, UNet, two rows of 64×64",
+    "sdxl-unet": "SDXL, UNet, two rows of 128×128", "sdxl-vae": "SDXL, decoder, latents of 64×64",
+    "sd15-images": "SD 1.5, four images of 512×512, 20 guided steps"}
+ERROR_BAR = 1.0  # of diffusers' error
 MIXED_BAR, MIXED_AIM = 0.85, 0.95  # of a uniform queue's rows per second
 FIRST_PREVIEW_BAR = 3  # evaluations
 REQUEST_BAR, REQUEST_AIM = 1.6, 1.8
@@ -895,6 +901,23 @@ def pipelines(data):
         [row[-1] for row in rows])
 
 
+def latent_errors(data):
+    """Of each row, prompt or image."""
+    file = data("latent-errors") or {"context": {}, "rows": []}
+    rows, old = [], is_old(file["context"])
+    for name, row in rows_by_name(file, ERROR_ROWS).items():
+        ours, theirs = ((row or {}).get(side, []) for side in ("denoised", "diffusers"))
+        shares = [our / their for our, their in zip(ours, theirs)]
+        rows.append([ERROR_ROWS.get(name, name), *(
+            "–" if not found else percent(found[0], 2) if len(found) == 1 else
+            f"{percent(min(found), 2)} to {percent(max(found), 2)}" for found in (ours, theirs)),
+            of_rounds(shares) if shares else "–", f"≤ {ERROR_BAR:g}",
+            verdict([-share for share in shares], -ERROR_BAR, old)])
+    return (origin(file["context"] | {"rounds": 1}) if file["rows"] else []) + table(
+        ["What", "denoised's error", "diffusers'", "of it", "Bar", ""], rows) + count_misses(
+            [row[-1] for row in rows])
+
+
 def http(data):
     file = data("http")
     if not file or "http" not in file["figures"]:
@@ -1044,7 +1067,7 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "group-norm-gradients": group_norm_gradients, "attention-gradients": attention_gradients,
           "ceilings": ceilings, "clocks": clocks, "cpu": cpu, "portable": portable, "start": start,
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
-          "serving": serving, "pipelines": pipelines, "http": http, "event-streams": event_streams, "page": page,
+          "serving": serving, "pipelines": pipelines, "latent-errors": latent_errors, "http": http, "event-streams": event_streams, "page": page,
           "scheduling": scheduling, "scheduling-host": scheduling_host}
 
 ELSEWHERE = {"speed", "http", "event-streams"}  # not on docs/benchmarks.md

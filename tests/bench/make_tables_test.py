@@ -272,6 +272,20 @@ class GradientsTest(unittest.TestCase):
                              r"0 of \d+ rows reach their bar \(\d+ \*\*not measured\*\*\)")
 
 
+class LatentErrorsTest(unittest.TestCase):
+    def test_each_row_has_its_verdict(self):
+        rows = [{"name": name, "denoised": ours, "diffusers": theirs} for name, ours, theirs in (
+            ("sd15-text", [0.01, 0.012], [0.02, 0.016]), ("sd15-unet", [0.01, 0.012], [0.011, 0.011]),
+            ("sdxl-vae", [0.03], [0.02]))] + [{"name": "sdxl-unet", "error": "ended"}]
+        file = {"context": {"date": "2026-11-25", "device": "a GPU"}, "rows": rows}
+        text = "\n".join(make_tables.TABLES["latent-errors"]({"latent-errors": file}.get))
+        for cells in ("| 1.00 % to 1.20 % | 1.60 % to 2.00 % | 0.625 (0.500–0.750) | ≤ 1 | met |",
+                      "| 1.00 (0.909–1.09) | ≤ 1 | within noise |", "| 3.00 % | 2.00 % | 1.50 | ≤ 1 | **miss** |"):
+            self.assertIn(cells, text)
+        self.assertEqual(text.count("| – | – | – | ≤ 1 | **not measured** |"), 2, "one failed, one is absent")
+        self.assertIn("1 of 5 rows reach their bar", text)
+
+
 class RatioTest(unittest.TestCase):
     def test_the_median_of_the_rounds_and_the_fastest_peer(self):
         row = {"name": "x", "peers": {

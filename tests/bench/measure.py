@@ -26,6 +26,8 @@ Whole text-to-image pipelines with random weights, served (pipelines.py); each t
   sd15-request  one request at an idle server, until its first preview and its PNG, beside diffusers
                 (peer_pipeline.py), which takes two minutes more to compile
   sdxl-start    from the start of the process until it serves
+  latent-errors not served: errors in bf16 of text encoder, UNets, decoder and images, denoised's and
+                diffusers' (peer_errors.py)
 
 Each topic writes OUT/TOPIC.json as it goes, so that what was measured before --seconds ran out is
 kept. docs/benchmarks/ holds such files; make_tables.py makes the tables of docs/benchmarks.md. Figures
@@ -39,7 +41,7 @@ nothing else runs while one measures. SM clock, power and temperature are logged
 Needs Python with PyTorch for CUDA and, for models and digits, diffusers; for ops and train-ops also
 nvidia-cudnn-frontend, without which cuDNN is what PyTorch takes of it. Build first:
 scripts/build -DDENOISED_BUILD_TESTS=ON release denoised denoise denoised-bench backend-throughput \\
-cublaslt-search splits-bench engine-throughput synthetic-model scheduling-bench train-bench \\
+cublaslt-search splits-bench engine-throughput synthetic-model model-outputs scheduling-bench train-bench \\
 training-throughput"""
 
 import argparse

@@ -205,6 +205,12 @@ esac
         # Of this process the plans are lost, also those of the op that comes later.
         self.assertEqual([row["searched"] for row in rows], [True, False, True, False])
 
+    def test_errors_are_measured_beside_diffusers(self):
+        self.measure("latent-errors", "--device=cpu")
+        file = self.read("latent-errors")
+        self.assertEqual([row["name"] for row in file["rows"]], list(make_tables.ERROR_ROWS))
+        self.assertEqual(file["rows"][0]["denoised"], [0.01, 0.012])
+
     def test_what_there_was_no_time_for_is_named(self):
         self.measure("models", "ops", "train-ops", "--models=cifar10-32:1", "--rounds=1",
                      "--seconds=2")

@@ -22,7 +22,7 @@ done
 if ((${#programs[@]} == 0)); then
   programs=(server/denoised client/denoise)
   for name in denoised-bench backend-throughput cublaslt-search splits-bench engine-throughput \
-    synthetic-model scheduling-bench train-bench training-throughput; do
+    synthetic-model model-outputs scheduling-bench train-bench training-throughput; do
     programs+=("tests/bench/$name")
   done
 fi

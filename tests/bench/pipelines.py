@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Topics of measure.py: the server with whole text-to-image pipelines of published shapes and random
-weights, which synthetic-model writes on the machine that measures.
+"""Topics of measure.py: whole text-to-image pipelines of published shapes and random weights, which are
+written on the machine that measures. latent-errors is about their precision (peer_errors.py); in the others,
+a server has a pipeline that synthetic-model wrote.
 
 A load is what `denoise bench` sends over loopback, each request with a prompt of its own, and images
 arrive as PNG. The client has an eighth of the cores to itself (serving.py).
@@ -38,6 +39,8 @@ GUIDED = "steps=20,guidance=5"
 MIXED = ("steps=20,guidance=5,sampler=euler", "steps=30,guidance=7,sampler=dpm_solver",
          "steps=12..40,guidance=5,sampler=ddim", "steps=25,guidance=1,sampler=euler_ancestral",
          "steps=10,guidance=4,sampler=heun", "steps=16..24,guidance=6,sampler=uni_pc")
+# Of latent-errors: a model and what of it.
+ERRORS = ("sd15-text", "sd15-unet", "sdxl-unet", "sdxl-vae", "sd15-images")
 PEER = "diffusers, torch.compile, UNet and VAE in CUDA graphs"
 REQUEST = "steps=20,guidance=7.5,sampler=ddim"
 PREPARE_SECONDS, MEASURE_SECONDS = 300, 60
@@ -286,6 +289,21 @@ def sdxl_start(session):
             write(session, topic, {"figures": {"weights_bytes": weights, "runs": runs}})
 
 
+def latent_errors(session):
+    """Errors in bf16 of denoised and of diffusers, beside each other."""
+    args, topic, rows = session.args, "latent-errors", []
+    with tempfile.TemporaryDirectory(prefix="denoised-errors-", dir=args.work) as work:
+        worker = session.python("errors-peer", "bench/peer_errors.py", f"--work={work}",
+                                f"--program={session.program('model-outputs')}",
+                                f"--device={args.device}", *(["--tiny"] if args.tiny else []))
+        peer_ready = worker.answer(PREPARE_SECONDS).get("ready", {})
+        for name in ERRORS:
+            rows.append({"name": name} | worker.ask("measure", name, max(0, session.left() - 5)))
+            session.say(f"{topic}: {json.dumps(rows[-1])}")
+            write(session, topic, {"rows": rows}, peer_ready)
+        session.stop(worker)
+
+
 TOPICS = {
     "sd15": throughput("sd15", "sd15", "steps=20,guidance=7.5,sampler=ddim", rows=64, in_flight=64,
                        warm_up=6, seconds=10),
@@ -297,7 +315,8 @@ TOPICS = {
                            warm_up=4, seconds=8),
     "sd-turbo-tiny": throughput("sd-turbo-tiny", "sd-turbo", "steps=1,guidance=1", rows=64,
                                 in_flight=128, warm_up=4, seconds=8, parts=[("vae", TINY_VAE)]),
-    "sdxl-mixed": sdxl_mixed, "sd15-request": sd15_request, "sdxl-start": sdxl_start}
+    "sdxl-mixed": sdxl_mixed, "sd15-request": sd15_request, "sdxl-start": sdxl_start,
+    "latent-errors": latent_errors}
 
 
 def add_flags(parser):

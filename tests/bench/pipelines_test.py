@@ -5,6 +5,7 @@
   pipelines_test.py --build build/dev
 """
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,8 +17,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import make_tables
 import pipelines
+import turns
 
 BUILD = None
+NEEDED = ("torch", "diffusers", "transformers")
 
 
 class PipelinesTest(unittest.TestCase):
@@ -41,9 +44,43 @@ class PipelinesTest(unittest.TestCase):
         runs = files["sdxl-start"]["figures"]["runs"]
         self.assertEqual(len(runs), 2)
         self.assertLess(runs[0]["listening_seconds"], runs[0]["serving_seconds"])
+        self.assertEqual([row["name"] for row in files["latent-errors"]["rows"]], list(pipelines.ERRORS))
         table = make_tables.TABLES["pipelines"](files.get)
         measured = [line for line in table if line.startswith("| ") and "| – |" not in line]
         self.assertEqual(len(measured), 10, "a head and nine rows")
+
+
+@unittest.skipUnless(all(map(importlib.util.find_spec, NEEDED)), f"needs {', '.join(NEEDED)}")
+class ErrorsTest(unittest.TestCase):
+    """On the CPU denoised computes in fp32, as the reference does."""
+
+    def test_fp32_is_the_references_and_planted_errors_are_seen(self):
+        with tempfile.TemporaryDirectory() as work:
+            worker = turns.Worker("errors", [
+                sys.executable, HERE / "peer_errors.py", "--tiny", "--device=cpu", f"--work={work}",
+                f"--program={BUILD / 'tests/bench/model-outputs'}"], Path(work) / "log")
+            self.addCleanup(worker.close)
+            self.assertIn("ready", worker.answer(100))
+            for name in pipelines.ERRORS:
+                found = worker.ask("measure", name, 200)
+                self.assertNotIn("error", found)
+                self.assertLess(max(found["denoised"]), 1e-5, name)
+                self.assertGreater(min(found["diffusers"]), 1e-3, "bf16")
+                self.assertTrue(0.3 < found["size"] < 1.2, f"{name}: {found['size']}")
+            # denoised reads the configs at each request; diffusers' models are in memory.
+            for name, model, part, field, value in (
+                    ("sd15-text", "sd15", "text_encoder", "layer_norm_eps", 1e-4),
+                    ("sd15-unet", "sd15", "unet", "norm_eps", 1e-4),
+                    ("sdxl-unet", "sdxl", "unet", "attention_head_dim", [4, 6]),
+                    ("sdxl-vae", "sdxl", "vae", "norm_num_groups", 2),
+                    ("sd15-images", "sd15", "unet", "norm_eps", 1e-4)):
+                file = next((Path(work) / model / part).glob("*config.json"))
+                config = json.loads(file.read_text())
+                self.assertNotEqual(config[field], value)
+                file.write_text(json.dumps(config | {field: value}))
+                found = worker.ask("measure", name, 200)
+                file.write_text(json.dumps(config))
+                self.assertGreater(min(found["denoised"]), 1e-3, f"{name}: {field}")
 
 
 if __name__ == "__main__":

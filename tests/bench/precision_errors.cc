@@ -10,17 +10,15 @@
 // as bytes, one .npy for each precision, and labels.npy, for tests/reference/classify.py.
 
 #include <cmath>
-#include <condition_variable>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <map>
-#include <mutex>
 
 #include "engine/core/config_reader.h"
 #include "engine/engine.h"
 #include "engine/io/calibration.h"
+#include "tests/bench/draw_images.h"
 
 namespace denoised {
 namespace {
@@ -35,39 +33,6 @@ constexpr uint64_t kSeed = 100000;
 constexpr const char* kPrompts[] = {
     "a green tree",       "a smiling face",   "a yellow car", "two cats",
     "a house by the sea", "a slice of pizza", "a rocket",     "rain"};
-
-/// The images of a job, by number.
-class Images final : public JobListener {
- public:
-  void OnImage(ImageResult image) override {
-    std::lock_guard lock(mutex_);
-    pixels_[image.index] = image.pixels;
-  }
-  void OnDone(const absl::Status& status, const JobTiming& /*timing*/) override {
-    std::lock_guard lock(mutex_);
-    status_ = status;
-    done_ = true;
-    changed_.notify_all();
-  }
-  absl::StatusOr<std::vector<float>> Wait() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return done_; });
-    DENOISED_RETURN_IF_ERROR(status_);
-    std::vector<float> all;
-    for (const auto& [index, pixels] : pixels_) {
-      const auto values = pixels.span<float>();
-      all.insert(all.end(), values.begin(), values.end());
-    }
-    return all;
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool done_ = false;
-  absl::Status status_;
-  std::map<int, Tensor> pixels_;
-};
 
 struct Drawn {
   std::vector<float> pixels;
@@ -102,13 +67,7 @@ absl::StatusOr<Drawn> Draw(const Options& options, DType dtype, Precision precis
     spec.mask = Tensor::Host({model->height, model->width}, DType::kF32);
     for (float& value : spec.mask.span<float>()) value = 1;
   }
-  std::vector<FieldViolation> violations;
-  DENOISED_ASSIGN_OR_RETURN(const EffectiveJob job, engine->Resolve(spec, &violations));
-  if (!violations.empty())
-    return InvalidArgument("{} {}", violations[0].field, violations[0].description);
-  const auto images = std::make_shared<Images>();
-  DENOISED_RETURN_IF_ERROR(engine->Submit(job, images).status());
-  DENOISED_ASSIGN_OR_RETURN(drawn.pixels, images->Wait());
+  DENOISED_ASSIGN_OR_RETURN(drawn.pixels, DrawImages(*engine, spec));
   return drawn;
 }
 

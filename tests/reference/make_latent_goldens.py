@@ -65,21 +65,22 @@ STREAM = 0.02  # the size of residual streams: a variance of 4e-4, which eps of 
 # --- Weights ---------------------------------------------------------------------------------
 
 
-def generator_of(name):
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+def generator_of(name, device="cpu"):
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
 
 
 @torch.no_grad()
 def randomise(model, generator):
     """Every weight random, none at the zero or one that training starts from; then rounded."""
     norms = (nn.GroupNorm, nn.LayerNorm)
+    drawn = {"generator": generator, "device": generator.device}
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
             if isinstance(module, norms):
-                value = torch.rand(weight.shape, generator=generator) - 0.5
+                value = torch.rand(weight.shape, **drawn) - 0.5
                 value += 1 if name == "weight" else 0
             else:
-                value = torch.randn(weight.shape, generator=generator)
+                value = torch.randn(weight.shape, **drawn)
                 if name == "bias":
                     value *= 0.3
                 elif isinstance(module, nn.Embedding):

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors in bf16 of parts of pipelines and of whole images, denoised's and diffusers', measured when
+measure.py says.
+
+usage: peer_errors.py --program=model-outputs --work=FOLDER [--device=cuda] [--tiny]
+
+An error is ‖output − reference‖ / ‖reference‖ of a row, a prompt or an image; images are in [−1, 1]. The
+reference is diffusers in fp32, without TF32 and with attention as plain products. Models have published
+shapes, and weights as in the goldens (make_latent_goldens.py): attention is peaked, outputs have unit size.
+Weights and inputs are numbers of bf16, so errors are those of the arithmetic. diffusers runs in bf16,
+channels last, with SDPA; denoised's model-outputs reads the same weights from FOLDER. On a CPU denoised
+computes in fp32. Request: "measure NAME", a model and what of it: "sd15-unet". Needs diffusers and
+transformers.
+"""
+import argparse
+import copy
+import functools
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import __version__ as diffusers_version
+from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+import peer
+import pipelines
+from peer_model import unet_inputs
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "reference"))
+from make_latent_goldens import as_dtype, generator_of, randomise, scale_layer
+
+PROMPTS = ["a red apple on the table", "two cats", "a house by the sea at night, oil on canvas",
+           "a green heart"]
+STEPS, GUIDANCE = 20, 7.5
+UNET_ROWS = 2
+VAE_EDGE, TINY_VAE_EDGE = 64, 8  # of latents
+IMAGE_SIZE = 0.4  # the standard deviation of pixels
+PROGRAM_SECONDS = 90  # that model-outputs may take
+
+
+def rounded(values):
+    """To numbers of bf16."""
+    return as_dtype(as_dtype(values, torch.bfloat16), torch.float32)
+
+
+def set_size(layer, size, run):
+    """Scales the last layer of what is run, so that its output has this standard deviation."""
+    for _ in range(2):  # the mean, which the bias moves, does not scale alike
+        scale_layer(layer, size / run().std().item())
+
+
+def decoded(vae, latents):
+    return vae.decode(latents / vae.config.scaling_factor).sample
+
+
+def channels_last(images):
+    """As model-outputs reads them."""
+    return images.permute(0, 2, 3, 1)
+
+
+def errors(output, reference):
+    """Of each row."""
+    difference = (output.double() - reference.double()).flatten(1)
+    return (difference.norm(dim=1) / reference.double().flatten(1).norm(dim=1)).tolist()
+
+
+class Part:
+    """A model in bf16 and the same numbers in fp32. Writes its folder as save_pretrained does."""
+
+    def __init__(self, model, folder):
+        self.bf16 = model.bfloat16()
+        self.bf16.save_pretrained(folder)
+        self.fp32 = copy.deepcopy(self.bf16).float()
+        self.bf16.to(memory_format=torch.channels_last)
+
+    def run(self, forward, inputs):
+        """forward(model, inputs) in bf16, and the reference."""
+        with sdpa_kernel(SDPBackend.MATH):
+            reference = forward(self.fp32, inputs)
+        return forward(self.bf16, as_dtype(inputs, torch.bfloat16)), reference
+
+
+class Errors:
+    def __init__(self, args):
+        torch.set_grad_enabled(False)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        self.args = args
+
+    # Models are made when they are first needed.
+
+    @functools.cache
+    def folder(self, model):
+        return Path(shutil.copytree(pipelines.MODELS / pipelines.SOURCES[model][self.args.tiny],
+                                    self.args.work / model))
+
+    def random_model(self, model, part, make):
+        with torch.device(self.args.device):
+            made = make(self.folder(model) / part)
+        return randomise(made.float(), generator_of(f"{model} {part}", self.args.device))
+
+    def normal(self, name, *shape):
+        return rounded(torch.randn(shape, generator=generator_of(name)).to(self.args.device))
+
+    @functools.cache
+    def text_encoder(self, model):
+        encoder = self.random_model(model, "text_encoder", lambda folder: CLIPTextModel(
+            CLIPTextConfig.from_pretrained(folder)))
+        return Part(encoder, self.folder(model) / "text_encoder")
+
+    @functools.cache
+    def unet(self, model):
+        """And inputs."""
+        unet = self.random_model(model, "unet", lambda folder: UNet2DConditionModel.from_config(
+            UNet2DConditionModel.load_config(folder)))
+        torch.manual_seed(1)
+        inputs = unet_inputs(unet, UNET_ROWS, None, {"device": self.args.device, "dtype": torch.float32})
+        del inputs["return_dict"]
+        inputs = rounded(inputs)
+        set_size(unet.conv_out, 1, lambda: unet(**inputs).sample)
+        return Part(unet, self.folder(model) / "unet"), inputs
+
+    def latents(self, model):
+        """Of unit size."""
+        edge = TINY_VAE_EDGE if self.args.tiny else VAE_EDGE
+        return self.normal(f"{model} latents", 1, 4, edge, edge)
+
+    @functools.cache
+    def vae(self, model, size):
+        """Made for latents that a sampler leaves with this size."""
+        vae = self.random_model(model, "vae", lambda folder: AutoencoderKL.from_config(
+            AutoencoderKL.load_config(folder)))
+        scale_layer(vae.post_quant_conv, vae.config.scaling_factor / size)
+        set_size(vae.decoder.conv_out, IMAGE_SIZE, lambda: decoded(vae, size * self.latents(model)))
+        return Part(vae, self.folder(model) / "vae")
+
+    # What is measured: denoised's output, diffusers' and the reference.
+
+    def text(self, model):
+        part = self.text_encoder(model)
+        tokenizer = CLIPTokenizer.from_pretrained(self.folder(model) / "tokenizer")
+        ids = tokenizer(PROMPTS, padding="max_length", truncation=True, return_tensors="pt").input_ids
+        theirs = part.run(lambda encoder, ids: encoder(ids).last_hidden_state, ids.to(self.args.device))
+        return self.ours(model, "text_encoder", {"ids": ids}), *theirs
+
+    def prediction(self, model):
+        part, inputs = self.unet(model)
+        ours = {"sample": channels_last(inputs["sample"]), "timestep": inputs["timestep"].float(),
+                "states": inputs["encoder_hidden_states"]}
+        if "added_cond_kwargs" in inputs:
+            added = inputs["added_cond_kwargs"]
+            ours |= {"pooled": added["text_embeds"], "sizes": added["time_ids"]}
+        theirs = part.run(lambda unet, inputs: unet(**inputs).sample, inputs)
+        return self.ours(model, "unet", ours), *theirs
+
+    def decoder(self, model):
+        latents = self.latents(model)
+        theirs = self.vae(model, 1).run(decoded, latents)
+        return self.ours(model, "vae", {"latents": channels_last(latents)}), *theirs
+
+    def images(self, model):
+        text, (unet, _) = self.text_encoder(model), self.unet(model)
+        edge = unet.fp32.config.sample_size
+        noise = self.normal(f"{model} noise", len(PROMPTS), 4, edge, edge)
+
+        def latents_of(text, unet, noise):
+            pipe = StableDiffusionPipeline(
+                vae=None, text_encoder=text, unet=unet, safety_checker=None, feature_extractor=None,
+                tokenizer=CLIPTokenizer.from_pretrained(self.folder(model) / "tokenizer"),
+                scheduler=DDIMScheduler.from_pretrained(self.folder(model) / "scheduler"),
+                requires_safety_checker=False)
+            pipe.set_progress_bar_config(disable=True)
+            return pipe(PROMPTS, num_inference_steps=STEPS, guidance_scale=GUIDANCE, latents=noise,
+                        output_type="latent").images
+
+        with sdpa_kernel(SDPBackend.MATH):
+            latents = latents_of(text.fp32, unet.fp32, noise)
+            vae = self.vae(model, latents.std().item())
+            reference = decoded(vae.fp32, latents)
+        theirs = decoded(vae.bf16, latents_of(text.bf16, unet.bf16, noise.bfloat16()))
+        ours = self.ours(model, "images", {"noise": channels_last(noise)}, f"--steps={STEPS}",
+                         f"--guidance={GUIDANCE}", *(f"--prompt={prompt}" for prompt in PROMPTS))
+        return tuple(images.clamp(-1, 1) for images in (ours, theirs, reference))
+
+    def ours(self, model, part, inputs, *flags):
+        """What model-outputs makes of the inputs."""
+        files = {name: self.args.work / f"{name}.safetensors" for name in ("inputs", "outputs")}
+        save_file({name: (value.float() if value.is_floating_point() else value.int()).cpu().contiguous()
+                   for name, value in inputs.items()}, files["inputs"])
+        if self.args.device == "cuda":
+            torch.cuda.empty_cache()
+        done = subprocess.run(
+            [self.args.program, f"--model={self.folder(model)}", f"--device={self.args.device}",
+             *(f"--{name}={file}" for name, file in files.items()), *flags, part],
+            stderr=subprocess.PIPE, text=True, timeout=PROGRAM_SECONDS, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"model-outputs ended with {done.returncode}: {done.stderr[-400:]}")
+        output = load_file(files["outputs"])["output"].to(self.args.device)
+        return output.permute(0, 3, 1, 2) if output.dim() == 4 else output
+
+    def answer(self, _verb, name):
+        begin = time.monotonic()
+        model, what = name.split("-")
+        measure = {"text": self.text, "unet": self.prediction, "vae": self.decoder, "images": self.images}[what]
+        ours, theirs, reference = measure(model)
+        return {"denoised": errors(ours, reference), "diffusers": errors(theirs, reference),
+                "size": reference.std().item(), "seconds": round(time.monotonic() - begin, 1)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--program", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="where models are written")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    if args.tiny:
+        torch.set_num_threads(1)  # more would only wait for each other
+    measured = Errors(args)
+    peer.serve(lambda: peer.context() | {"diffusers": diffusers_version,
+                                         "transformers": transformers.__version__}, measured.answer)
+
+
+if __name__ == "__main__":
+    main()
