@@ -245,7 +245,7 @@ TEST_P(TextToImageCompany, BitsDoNotDependOnIt) {
   for (size_t i = 0; i < specs.size(); ++i) {
     if (i % 3 == 0) {  // a neighbour that goes while the others are drawn
       JobSpec neighbour = specs[i];
-      neighbour.seed += 1000;
+      neighbour.seed = 1000 + i;
       neighbour.sampler.steps = 900;
       JobId id;
       cancelled.push_back(Submit(*engine_, neighbour, &id));
