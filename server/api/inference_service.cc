@@ -105,20 +105,21 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
                                                        inference::ModelInferResponse* response) {
   const auto outputs = std::make_shared<std::vector<std::string>>();
   const auto call = std::make_shared<GrpcUnaryCall>(
-      context_, kModelInfer, context, [=, this](v1::GenerateResponse* images) {
+      context_, kModelInfer, context, [=, this, id = request->id()](v1::GenerateResponse* images) {
         WriteInference(*images, *outputs, decoding_, response);
-        response->set_id(request->id());
+        response->set_id(id);
       });
   const auto begin = [=, this, record = &call->record()](
                          const auto& watcher,
                          grpc::Status* refusal) -> std::shared_ptr<Generation> {
-    const std::string name = Together(request->model_name(), request->model_version());
+    const inference::ModelInferRequest taken = Take(request);
+    const std::string name = Together(taken.model_name(), taken.model_version());
     const auto model = catalog_->Select(name, "model_name", "", refusal);
     if (!model) return nullptr;
     *refusal = CheckReady(ShownTo(record->caller().admin, *model), "");
     if (!refusal->ok()) return nullptr;
     std::vector<FieldViolation> violations;
-    Inference inference = ReadInference(*request, *model->info, limits_, decoding_, &violations);
+    Inference inference = ReadInference(taken, *model->info, limits_, decoding_, &violations);
     if (!violations.empty()) {
       *refusal = InvalidFields(violations, "");
       return nullptr;
