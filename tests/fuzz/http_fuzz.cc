@@ -55,12 +55,12 @@ void AskOpenAi(const std::string& content_type, const std::string& body, bool ed
   OpenAiRequest request;
   const grpc::Status status = ReadOpenAi(content_type, body, edit, Models(), true, &request);
   if (!status.ok()) return CheckRefusal(status);
-  const v1::GenerationParams& params = request.request.params();
+  const v1::GenerationParams& params = request.message.params();
   Require(params.output().format() >= v1::IMAGE_FORMAT_PNG &&
               params.output().format() <= v1::IMAGE_FORMAT_WEBP,
           "images have a file format");
   Require(!edit || params.has_init_image(), "an edit begins with an image");
-  Require(request.stream || !request.request.has_preview(), "previews are for streams");
+  Require(request.reply.stream || !request.message.has_preview(), "previews are for streams");
 }
 
 void AskForm(const std::string& text) {

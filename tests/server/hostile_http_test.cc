@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -12,6 +13,7 @@
 #include <fstream>
 #include <thread>
 
+#include "engine/images/png.h"
 #include "tests/eventually.h"
 #include "tests/server/http_client.h"
 #include "tests/server/server_fixture.h"
@@ -316,6 +318,42 @@ TEST_F(HostileHttpTest, WaitingRequestsLeaveRoomForUploads) {
     }
   }
   engine_->Pause(false);
+}
+
+/// What a request that waits for the device keeps of an edit is the picture as the model takes it,
+/// and not the file. (With a sanitizer there is no such count, and this shows nothing.)
+TEST_F(HostileHttpTest, WaitingEditsKeepNoFiles) {
+  constexpr int kEdits = 16, kFileBytes = 4 << 20;
+  Start();
+  ExpectServing();
+  engine_->Pause(true);
+  const auto file = EncodePng({.width = 1, .height = 1, .channels = 1, .samples = {0}},
+                              {{"Comment", std::string(kFileBytes, 'a')}});
+  ASSERT_TRUE(file.ok());
+  const auto heap = [] {
+    const auto information = mallinfo2();
+    return static_cast<int64_t>(information.uordblks + information.hblkhd);
+  };
+  const int64_t before = heap();
+  std::vector<HttpClient> clients;
+  for (int i = 0; i < kEdits; ++i) {
+    std::string body = "--b\r\nContent-Disposition: form-data; name=\"image\"\r\n\r\n" + *file;
+    if (i % 2 == 0) {
+      body += "\r\n--b\r\nContent-Disposition: form-data; name=\"stream\"\r\n\r\ntrue";
+    }
+    clients.push_back(Connect());
+    clients.back().Send(HttpClient::Request("POST", "/v1/images/edits", body + "\r\n--b--\r\n",
+                                            {{"Content-Type", "multipart/form-data; boundary=b"}}));
+  }
+  EXPECT_TRUE(Eventually([&] {
+    int queued = 0;
+    for (const EngineStats& stats : engine_->Stats()) queued += stats.queued_images;
+    return queued == kEdits;
+  }));
+  EXPECT_TRUE(Eventually([&] { return heap() - before < 2 * kFileBytes; }, 10s))
+      << (heap() - before) / kEdits << " bytes of each";
+  engine_->Pause(false);
+  for (HttpClient& client : clients) EXPECT_EQ(client.ReadHead().code, 200);
 }
 
 /// Each value of a list costs a parser more than its text. A shutdown waits for what is parsed.
