@@ -71,14 +71,9 @@ class Reader {
     ReadSize();
     ReadOutput();
     ReadStream();
-    Accept("quality", {"auto", "low", "medium", "high", "standard", "hd"}, &reply_.quality);
-    Accept("moderation", {"auto", "low"});
-    if (reply_.edit) {
-      Accept("input_fidelity", {"high", "low"});
-    } else {
-      Accept("style", {"vivid", "natural"});
+    for (const OpenAiHint& hint : OpenAiHints()) {
+      if (reply_.edit ? hint.edits : hint.generations) ReadHint(hint);
     }
-    ReadString("user");
     if (const std::string background = ReadString("background");
         !background.empty() && background != "auto" && background != "opaque") {
       Violate("background", "is {}; images here are opaque: use \"opaque\" or \"auto\"",
@@ -151,15 +146,16 @@ class Reader {
     return false;
   }
 
-  /// A value of OpenAI's that changes nothing here.
-  void Accept(const char* name, const std::vector<const char*>& values,
-              std::string* into = nullptr) {
-    const std::string value = ReadString(name);
-    if (value.empty()) return;
-    if (std::find(values.begin(), values.end(), value) == values.end()) {
-      return Violate(name, "is {}; use {}", Quote(value), fmt::join(values, ", "));
+  void ReadHint(const OpenAiHint& hint) {
+    const std::string value = ReadString(hint.name);
+    if (value.empty() || hint.values.empty()) return;
+    if (std::find(hint.values.begin(), hint.values.end(), value) == hint.values.end()) {
+      return Violate(hint.name, "is {}; use {}", Quote(value), fmt::join(hint.values, ", "));
     }
-    if (into != nullptr) *into = value;
+    // Replies do not have the qualities of retired models.
+    if (std::string_view(hint.name) == "quality" && value != "standard" && value != "hd") {
+      reply_.quality = value;
+    }
   }
 
   grpc::Status ReadExtensions() {
@@ -548,6 +544,19 @@ std::string Own(const v1::Image& image) {
 
 }  // namespace
 
+const std::vector<OpenAiHint>& OpenAiHints() {
+  static const auto* const hints = new std::vector<OpenAiHint>{
+      {"quality", {"auto", "low", "medium", "high", "xhigh", "max", "standard", "hd"}},
+      {"complexity", {"low", "medium", "high"}},
+      {"moderation", {"auto", "low"}},
+      {.name = "style", .values = {"vivid", "natural"}, .edits = false},
+      {.name = "input_fidelity", .values = {"high", "low"}, .generations = false},
+      {"safety_identifier", {}},
+      {"user", {}},
+  };
+  return *hints;
+}
+
 grpc::Status ReadOpenAi(std::string_view content_type, std::string body, bool edit,
                         const Catalog& catalog, bool admin, OpenAiRequest* request) {
   const auto read = [&](const json& fields, OpenAiFiles files) {
@@ -619,9 +628,11 @@ std::string OpenAiReply(const OpenAiReplyOptions& options, v1::GenerateResponse*
   rest.mutable_run()->Swap(images->mutable_run());
   rest.mutable_timing()->Swap(images->mutable_timing());
   const v1::GenerationParams& params = rest.params();
-  std::string reply = fmt::format(
-      R"({{"created":{},"background":"opaque","output_format":"{}","quality":"{}","size":"{}",)",
-      Now(), options.output_format, options.quality, SizeText(params.width(), params.height()));
+  std::string reply =
+      fmt::format(R"({{"created":{},"background":"opaque","output_format":"{}","size":"{}",)",
+                  Now(), options.output_format, SizeText(params.width(), params.height()));
+  // Events may have the quality "auto", but this may not.
+  if (options.quality != "auto") reply += fmt::format(R"("quality":"{}",)", options.quality);
   reply.reserve(reply.size() + data.size() + 4096);
   reply.append("\"data\":[").append(data);
   reply.append("],\"denoised\":{\"request_id\":").append(Quoted(params.request_id()));

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "denoised/v1/image_generation.pb.h"
 #include "server/jobs/memory_budget.h"
@@ -26,6 +27,14 @@ struct OpenAiReplyOptions {
   int partial_images = 0;
   std::string output_format = "png", quality = "auto";  // as they are said in replies
 };
+
+/// A field of OpenAI's that changes nothing here, and its values.
+struct OpenAiHint {
+  const char* name;
+  std::vector<const char*> values;  // none: any text
+  bool generations = true, edits = true;
+};
+const std::vector<OpenAiHint>& OpenAiHints();
 
 struct OpenAiRequest {
   v1::StreamGenerateRequest message;

@@ -481,6 +481,12 @@ TEST_F(HttpTest, OpenAiFieldsAreThoseOfOurMessages) {
   EXPECT_EQ(reply["quality"], "high");
   EXPECT_EQ(reply["denoised"]["params"]["sampler"], "SAMPLER_HEUN");
   EXPECT_EQ(answer.Header("x-request-id"), "mine");
+  for (const char* quality : {"auto", "hd"}) {
+    const json body = {{"prompt", "5"}, {"quality", quality}};
+    const json none = Ask("POST", "/v1/images/generations", body.dump()).Json();
+    EXPECT_TRUE(none.contains("data"));
+    EXPECT_FALSE(none.contains("quality")) << "OpenAI's replies have no such value";
+  }
 }
 
 TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
