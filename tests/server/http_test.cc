@@ -6,6 +6,7 @@
 #include <spng.h>
 
 #include <cstdlib>
+#include <map>
 #include <regex>
 #include <thread>
 
@@ -171,6 +172,7 @@ TEST_F(HttpTest, ErrorsOfOtherCodesNameTheirFieldToo) {
     const std::string field = answer.Error("param");
     EXPECT_THAT(answer.Error(), StartsWith(field + ": "));
     EXPECT_EQ(answer.Json()["error"]["details"][0]["metadata"]["field"], field);
+    EXPECT_EQ(answer.Header("x-should-retry"), "false");
     return field;
   };
   EXPECT_EQ(param("POST", "/v1/images/generations", R"({"prompt": "1", "model": "absent"})", 404),
@@ -388,8 +390,26 @@ TEST_F(HttpTest, AFullQueueSaysWhenToComeBack) {
   EXPECT_EQ(full.Error("type"), "rate_limit_error");
   EXPECT_EQ(full.Error("code"), "queue_full");
   EXPECT_FALSE(full.Header("retry-after").empty());
-  EXPECT_EQ(full.Header("x-should-retry"), "");
+  EXPECT_EQ(full.Header("x-should-retry"), "true");
   engine_->Pause(false);
+}
+
+/// OpenAI's clients would retry every 409, 429 and 5xx.
+TEST(ErrorReplyTest, OnlyWhatMayPassIsToBeRetried) {
+  const auto retries = [](const HttpReply& reply) {
+    std::map<std::string, std::string> headers(reply.headers.begin(), reply.headers.end());
+    EXPECT_EQ(headers.count("Retry-After"), headers["X-Should-Retry"] == "true" ? 1u : 0u);
+    return headers["X-Should-Retry"];
+  };
+  using Code = grpc::StatusCode;
+  for (const auto code : {Code::INVALID_ARGUMENT, Code::NOT_FOUND, Code::ALREADY_EXISTS,
+                          Code::RESOURCE_EXHAUSTED, Code::CANCELLED, Code::UNIMPLEMENTED,
+                          Code::INTERNAL, Code::DATA_LOSS, Code::DEADLINE_EXCEEDED}) {
+    EXPECT_EQ(retries(ErrorReply({code, "no"})), "false") << code;
+  }
+  EXPECT_EQ(retries(ErrorReply({Code::UNAVAILABLE, "no"})), "true");
+  // Too many uploads at a time.
+  EXPECT_EQ(retries(ErrorReply(503, {Code::RESOURCE_EXHAUSTED, "no"})), "true");
 }
 
 TEST_F(HttpTest, AModelThatLoadsIsUnavailable) {

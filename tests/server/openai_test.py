@@ -199,6 +199,20 @@ class OpenAiTest(unittest.TestCase):
         with self.assertRaises(openai.BadRequestError):
             self.draw(stream=True, extra_body={"denoised": {"steps": 0}})
 
+    def test_what_cannot_succeed_is_not_tried_again(self):
+        patient = openai.OpenAI(base_url=self.base, api_key="none")  # it retries twice by default
+        for prompt in ("1", "2"):
+            options = {"model": "digits", "prompt": prompt, "extra_body": {"denoised": {"request_id": "taken"}}}
+            if prompt == "1":
+                patient.images.generate(**options)
+                continue
+            with self.assertRaises(openai.ConflictError):
+                patient.images.generate(**options)
+        last = self.draw()._request_id  # which the log has after all others
+        with self.server.news:
+            self.server.news.wait_for(lambda: any(last in line for line in self.server.lines), 30)
+            self.assertEqual(len([line for line in self.server.lines if '"ALREADY_EXISTS"' in line]), 1)
+
     def test_asyncio(self):
         async def draw():
             async with openai.AsyncOpenAI(base_url=self.base, api_key="none") as client:
