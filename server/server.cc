@@ -327,6 +327,7 @@ absl::Status Server::State::ServeHttp() {
 
 void Server::State::KeepHouse() {
   jobs.Expire();
+  if (http_api) http_api->Expire();
   std::set<std::string> models;
   for (const CatalogModel& model : catalog.All()) {
     models.insert(EngineName(model.name, model.version));

@@ -74,6 +74,9 @@ class HttpApi final : public HttpHandler {
   void Serve(std::shared_ptr<Exchange> exchange) override;
   HttpReply Malformed(int code, const std::string& problem) override;
 
+  /// Drops what was kept long enough.
+  void Expire() { links_.Expire(); }
+
   // The routes.
   void Generate(const std::shared_ptr<Exchange>& exchange);
   void ListJobs(const std::shared_ptr<Exchange>& exchange);

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <spng.h>
 
 #include <cstdlib>
@@ -859,6 +860,23 @@ TEST_F(HttpTest, LinksWorkForAWhile) {
   EXPECT_EQ(file.body.substr(1, 3), "PNG");
   EXPECT_TRUE(Eventually([&] { return Ask("GET", path).code == 404; }));
   EXPECT_EQ(Ask("GET", "/v1/images/files/..%2f..%2fetc").code, 404);
+}
+
+/// Nobody asks for links any more. (With a sanitizer there is no such count, and this shows nothing.)
+TEST_F(HttpTest, LinksThatAreOverHoldNoMemory) {
+  config_.http_link_time = 300ms;
+  Start({.size = 2048, .channels = 3});
+  const auto heap = [] {
+    const auto information = mallinfo2();
+    return static_cast<int64_t>(information.uordblks + information.hblkhd);
+  };
+  const int64_t before = heap();
+  EXPECT_EQ(Ask("POST", "/v1/images/generations",
+                R"({"prompt": "3", "response_format": "url", "denoised": {"steps": 1}})")
+                .code,
+            200);
+  // The file has more than 4 MiB.
+  EXPECT_TRUE(Eventually([&] { return heap() - before < 2 << 20; }, 10s)) << heap() - before;
 }
 
 TEST(ImageLinksTest, TheOldestGoWhenThereIsNoRoom) {
