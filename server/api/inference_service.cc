@@ -194,7 +194,9 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryIndex(
 grpc::ServerUnaryReactor* InferenceService::PostChange(grpc::CallbackServerContext* context,
                                                        const char* method, ModelChange change,
                                                        std::function<grpc::Status()> work) {
-  if (admin_ != nullptr) return admin_->Post(context, method, std::move(change), std::move(work));
+  if (admin_ != nullptr) {
+    return admin_->Post(context, method, std::move(change), std::move(work), nullptr);
+  }
   CallRecord record(context_.calls, method, context);
   return Reply(context, &record,
                {grpc::StatusCode::UNIMPLEMENTED,
@@ -206,10 +208,10 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryModelLoad(
     inference::RepositoryModelLoadResponse*) {
   const ModelChange change{"load", request->model_name()};
   constexpr char kMethod[] = "inference.GRPCInferenceService.RepositoryModelLoad";
-  return PostChange(context, kMethod, change, [=, this] {
-    const std::string& name = request->model_name();
+  return PostChange(context, kMethod, change, [this, asked = Take(request)] {
+    const std::string& name = asked.model_name();
     const auto violations =
-        CheckRepositoryChange(request->repository_name(), name, request->parameters(), nullptr);
+        CheckRepositoryChange(asked.repository_name(), name, asked.parameters(), nullptr);
     if (!violations.empty()) return InvalidFields(violations, "");
     return ToGrpc(catalog_->Load({.name = name, .unload_previous = true}).status());
   });
@@ -220,10 +222,10 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryModelUnload(
     inference::RepositoryModelUnloadResponse*) {
   const ModelChange change{"unload", request->model_name()};
   constexpr char kMethod[] = "inference.GRPCInferenceService.RepositoryModelUnload";
-  return PostChange(context, kMethod, change, [=, this] {
-    const std::string& name = request->model_name();
-    const auto violations = CheckRepositoryChange(request->repository_name(), name,
-                                                  request->parameters(), "unload_dependents");
+  return PostChange(context, kMethod, change, [this, asked = Take(request)] {
+    const std::string& name = asked.model_name();
+    const auto violations = CheckRepositoryChange(asked.repository_name(), name, asked.parameters(),
+                                                  "unload_dependents");
     if (!violations.empty()) return InvalidFields(violations, "");
     return ToGrpc(catalog_->Unload(name));
   });

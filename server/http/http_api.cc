@@ -626,7 +626,9 @@ void HttpApi::Change(const std::shared_ptr<Exchange>& exchange, std::shared_ptr<
   const auto response = std::make_shared<Response>();
   context_.admin->Post(
       record, ModelChanges::Describe(*request),
-      [this, request, response] { return context_.changes->Make(*request, response.get()); },
+      [changes = context_.changes, request, response] {
+        return changes->Make(*request, response.get());
+      },
       [exchange, record, response, complete](const grpc::Status& status) {
         HttpReply reply;
         if (status.ok()) {

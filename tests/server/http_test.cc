@@ -7,10 +7,12 @@
 #include <spng.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <regex>
 #include <thread>
 
+#include "denoised/v1/model_admin.grpc.pb.h"
 #include "engine/images/png.h"
 #include "server/http/image_links.h"
 #include "server/http/json.h"
@@ -862,7 +864,8 @@ TEST_F(HttpTest, LinksWorkForAWhile) {
   EXPECT_EQ(Ask("GET", "/v1/images/files/..%2f..%2fetc").code, 404);
 }
 
-/// Nobody asks for links any more. (With a sanitizer there is no such count, and this shows nothing.)
+/// Nobody asks for links any more. (With a sanitizer there is no such count, and this shows
+/// nothing.)
 TEST_F(HttpTest, LinksThatAreOverHoldNoMemory) {
   config_.http_link_time = 300ms;
   Start({.size = 2048, .channels = 3});
@@ -1177,6 +1180,36 @@ TEST_F(HttpTest, TheEndOfTheGracePeriodEndsStreams) {
   while (auto event = busy.ReadEvent()) last = std::move(event);
   EXPECT_EQ(last->name, "error");
   EXPECT_EQ(last->Json()["error"]["status"], "UNAVAILABLE");
+}
+
+TEST_F(HttpTest, ADrainWaitsForNoLoad) {
+  const std::string slow = testing::TempDir() + "slow";
+  std::filesystem::create_directory(slow);
+  Start({.open_cost = 8s, .slow = slow});
+  std::thread over_http([&] {
+    const json body = {{"name", "one"}, {"directory", slow}};
+    const HttpAnswer answer = Ask("POST", "/v1/models", body.dump());
+    EXPECT_EQ(answer.code, 503) << answer.body;
+    EXPECT_EQ(answer.Error("code"), "draining");
+  });
+  std::thread over_grpc([&] {
+    v1::LoadModelRequest request;
+    request.set_name("two");
+    request.set_directory(slow);
+    v1::LoadModelResponse response;
+    grpc::ClientContext context;
+    const grpc::Status status =
+        v1::ModelAdmin::NewStub(channel_)->LoadModel(&context, request, &response);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE) << status.error_message();
+  });
+  EXPECT_TRUE(Eventually([&] { return engine_->opens() == 2; }));  // the other waits for this one
+  std::this_thread::sleep_for(200ms);                              // and has arrived
+  const auto begin = std::chrono::steady_clock::now();
+  server_->Drain(100ms);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 6s);
+  over_http.join();
+  over_grpc.join();
+  EXPECT_TRUE(server_->DestructorWaits());
 }
 
 TEST_F(HttpTest, CallsAreCountedAsThoseOfGrpc) {
