@@ -190,6 +190,22 @@ std::string CompleteUnload(const HttpRequest& request, const v1::UnloadModelResp
               json);
 }
 
+/// The reply of a call that is no generation. `complete` adds to its JSON; it may be null.
+template <typename Response>
+HttpReply ReplyOf(const HttpRequest& request, const CallRecord& record, const grpc::Status& status,
+                  const Response& response, HttpApi::Complete<Response> complete) {
+  HttpReply reply;
+  if (status.ok()) {
+    std::string json = ToJson(response);
+    if (complete != nullptr) json = complete(request, response, json);
+    reply = JsonReply(std::move(json));
+  } else {
+    reply = ErrorReply(status);
+  }
+  reply.headers.emplace_back("traceparent", record.trace().traceparent());
+  return reply;
+}
+
 std::string EventText(const EventLog::Event& event) {
   const auto* field = event.GetDescriptor()->FindFieldByNumber(event.event_case());
   return ServerSentEvent(event.sequence(), field == nullptr ? "" : field->name(), ToJson(event));
@@ -594,15 +610,7 @@ void HttpApi::Answer(const std::shared_ptr<Exchange>& exchange, const Request& r
   CallRecord record(context_.calls.calls, http.route->rpc, OriginOf(http));
   Response response;
   const grpc::Status status = (context_.methods->*method)(request, &record, &response);
-  HttpReply reply;
-  if (status.ok()) {
-    std::string json = ToJson(response);
-    if (complete != nullptr) json = complete(http, response, json);
-    reply = JsonReply(std::move(json));
-  } else {
-    reply = ErrorReply(status);
-  }
-  reply.headers.emplace_back("traceparent", record.trace().traceparent());
+  HttpReply reply = ReplyOf(http, record, status, response, complete);
   record.End(status.error_code(), status.error_message());
   exchange->Reply(std::move(reply));
 }
@@ -630,16 +638,7 @@ void HttpApi::Change(const std::shared_ptr<Exchange>& exchange, std::shared_ptr<
         return changes->Make(*request, response.get());
       },
       [exchange, record, response, complete](const grpc::Status& status) {
-        HttpReply reply;
-        if (status.ok()) {
-          std::string json = ToJson(*response);
-          if (complete != nullptr) json = complete(exchange->request(), *response, json);
-          reply = JsonReply(std::move(json));
-        } else {
-          reply = ErrorReply(status);
-        }
-        reply.headers.emplace_back("traceparent", record->trace().traceparent());
-        exchange->Reply(std::move(reply));
+        exchange->Reply(ReplyOf(exchange->request(), *record, status, *response, complete));
       });
 }
 

@@ -68,6 +68,11 @@ const std::vector<Route>& Routes();
 /// The paths of the HTTP port: who may call, and the same calls as on gRPC's port.
 class HttpApi final : public HttpHandler {
  public:
+  /// What can be added to the JSON of a reply.
+  template <typename Response>
+  using Complete = std::string (*)(const HttpRequest& request, const Response& response,
+                                   const std::string& json);
+
   explicit HttpApi(const HttpApiContext& context);
 
   std::optional<HttpReply> Admit(HttpRequest* head) override;
@@ -103,11 +108,6 @@ class HttpApi final : public HttpHandler {
   std::optional<HttpReply> FindRoute(HttpRequest* head) const;
   std::optional<HttpReply> Identify(HttpRequest* head) const;
   std::optional<HttpReply> ReadQuery(HttpRequest* head) const;
-
-  /// What can be added to the JSON of a reply.
-  template <typename Response>
-  using Complete = std::string (*)(const HttpRequest& request, const Response& response,
-                                   const std::string& json);
 
   /// A call that waits for nothing.
   template <typename Request, typename Response>
