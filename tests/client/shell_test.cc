@@ -192,7 +192,6 @@ TEST_F(ShellTest, CompletesWords) {
   EXPECT_THAT(Complete({"generate", "--tok"}), ElementsAre("--token-file"));
   EXPECT_THAT(Complete({"generate", "--schedule", ""}), Contains("karras"));
   EXPECT_THAT(Complete({"generate", "--schedule=k"}), ElementsAre("--schedule=karras"));
-  EXPECT_THAT(Complete({"generate", "--schedule", "=", "k"}), ElementsAre("karras"));  // bash
   EXPECT_THAT(Complete({"generate", "--out", ""}), ElementsAre(":files"));
   EXPECT_THAT(Complete({"--token-file", ""}), ElementsAre(":files"));
   EXPECT_THAT(Complete({"generate", "--steps", ""}), IsEmpty());
@@ -263,15 +262,46 @@ class ScriptTest : public ShellTest {
   }
 };
 
+/// Words as bash itself splits them: at =, : and @ too.
 TEST_F(ScriptTest, Bash) {
   const auto result = InShell("bash", R"(
     . ./script
-    try() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); compopt() { :; }; _denoise; echo "${COMPREPLY[*]}"; }
-    try denoise gen
-    try denoise generate --schedule = k
-    try denoise generate --out scri
+    try() {
+      COMP_LINE=$1; shift
+      COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); compopt() { :; }; _denoise; echo "${COMPREPLY[*]}"
+    }
+    try "denoise gen" denoise gen
+    try "denoise generate --schedule=k" denoise generate --schedule = k
+    try "denoise generate --priority=" denoise generate --priority =
+    try "denoise generate --out scri" denoise generate --out scri
+    try "denoise generate --out=scri" denoise generate --out = scri
+    try "denoise --server 127.0.0.1:1 gen" denoise --server 127.0.0.1 : 1 gen
+    try "denoise --server [::1]:1 gen" denoise --server [ :: 1] : 1 gen
+    try "denoise --server=127.0.0.1:1 generate --schedule k" \
+        denoise --server = 127.0.0.1 : 1 generate --schedule k
+    try "denoise models load digits@1 --keep" denoise models load digits @ 1 --keep
+    try "denoise  models  un" denoise models un
     complete -p denoise)");
-  EXPECT_EQ(result.out, "generate\nkarras\nscript\ncomplete -F _denoise denoise\n") << result.err;
+  EXPECT_EQ(
+      result.out,
+      "generate\nkarras\ninteractive normal batch\nscript\nscript\ngenerate\ngenerate\nkarras\n"
+      "--keep-current\nunload\ncomplete -F _denoise denoise\n")
+      << result.err;
+}
+
+/// The models of a server whose address has a colon.
+TEST_F(ScriptTest, BashAsksTheServerOfTheLine) {
+  const size_t colon = server_.address().find(':');
+  const std::string host = server_.address().substr(0, colon);
+  const std::string port = server_.address().substr(colon + 1);
+  const auto result = InShell("bash", R"(
+    . ./script
+    COMP_LINE="denoise --server )" + server_.address() +
+                                          R"( generate -m d"
+    COMP_WORDS=(denoise --server )" + host +
+                                          " : " + port + R"( generate -m d); COMP_CWORD=7
+    _denoise; echo "${COMPREPLY[*]}")");
+  EXPECT_EQ(result.out, "digits\n") << result.err;
 }
 
 TEST_F(ScriptTest, Zsh) {
