@@ -88,14 +88,41 @@ TEST_F(ShellTest, AContextStandsForTheOptionsOfAConnection) {
 }
 
 TEST_F(ShellTest, ATokenGoesToNoServerButThatOfItsContext) {
-  ASSERT_EQ(Run({"context", "add", "studio", "--server", "studio:50051", "--token-file", Token(),
-                 "--allow-plaintext-token"})
-                .exit_code,
+  const std::string here = server_.address();
+  const auto add = [&](const std::string& name, const std::string& server) {
+    const auto added = Run({"context", "add", name, "--server", server, "--token-file", Token(),
+                            "--allow-plaintext-token", "-H", "x-key: secret"});
+    ASSERT_EQ(added.exit_code, 0) << added.err;
+  };
+  add("studio", "studio:50051");
+  add("here", here);
+  const std::string server = "DENOISE_SERVER=" + here, context = "DENOISE_CONTEXT=studio";
+  for (const auto& [words, environment] : std::vector<std::pair<Words, Words>>{
+           {{"models", "--server", here}, {}},
+           {{"models"}, {server}},
+           {{"models", "--server", here}, {context}},
+           {{"models"}, {server, context}},
+           {{"models", "--server", here, "--context", "studio"}, {}},
+           {{"models", "--context", "studio"}, {server}}}) {
+    const auto result = Run(words, environment);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_EQ(server_.authorization(), "") << testing::PrintToString(words);
+    EXPECT_THAT(server_.metadata(), Not(Contains(testing::Key("x-key"))));
+  }
+  // To its own server, whoever names that.
+  for (const Words& words :
+       {Words{"models", "--context", "here"}, {"models", "--context", "here", "--server", here}}) {
+    EXPECT_EQ(Run(words).exit_code, 0);
+    EXPECT_EQ(server_.authorization(), "Bearer open-sesame");
+    EXPECT_THAT(server_.metadata(), Contains(testing::Pair("x-key", "secret")));
+  }
+  // The page is the server's too.
+  ASSERT_EQ(Run({"context", "add", "paged", "--server", "x:1", "--page", "https://x/"}).exit_code,
             0);
-  EXPECT_EQ(Run({"models", "--server", server_.address()}).exit_code, 0);
-  EXPECT_EQ(server_.authorization(), "");
-  EXPECT_EQ(Run({"models"}, {"DENOISE_SERVER=" + server_.address()}).exit_code, 0);
-  EXPECT_EQ(server_.authorization(), "");
+  const Words neither = {"DISPLAY=", "WAYLAND_DISPLAY=", "BROWSER="};
+  EXPECT_EQ(Run({"open", "--context", "paged"}, neither).out, "https://x/\n");
+  EXPECT_EQ(Run({"open", "--context", "paged", "--server", "y:1"}, neither).out,
+            "http://y:8080/\n");
 }
 
 TEST_F(ShellTest, OnlyTheOwnerReadsContexts) {
