@@ -30,6 +30,25 @@ NEVER = denoised.RetryPolicy(max_attempts=1)
 SERVER = None
 
 
+class LosingReplies(support.Proxy):
+    """With `loses` set, it breaks all connections, once, in place of forwarding what the server says next."""
+
+    loses = False
+
+    def _copy(self, source, sink):
+        try:
+            from_server = source.getpeername() == self.target
+            while data := source.recv(65536):
+                if from_server and self.loses:
+                    self.loses = False
+                    self.cut()
+                    break
+                sink.sendall(data)
+        except OSError:
+            pass  # cut
+        super()._copy(source, sink)  # tells both ends
+
+
 def setUpModule():
     global SERVER
     SERVER = support.serve("--max-queued-images", "512")
@@ -294,6 +313,44 @@ class ClientTest(unittest.TestCase):
         self.raises(denoised.NotFound, lambda: models.get("best"))
         models.unload("digits@2")
         self.assertEqual([m.version for m in models.list()], ["1"])
+
+    def test_what_may_have_been_done_is_not_tried_again(self):
+        """The change is made, and its reply is lost. Another attempt would find nothing to change."""
+        models = self.client.models
+
+        def is_gone(name):
+            give_up = time.monotonic() + 30
+            while time.monotonic() < give_up:
+                try:
+                    models.get(name)
+                except denoised.NotFound:
+                    return True
+                time.sleep(0.02)
+            return False
+
+        def change(address, proxy, method, name):
+            with denoised.Client(address, retry=PATIENT) as far:
+                far.server_info()
+                time.sleep(0.2)  # until all is said that is no reply
+                proxy.loses = True
+                getattr(far.models, method)(name)
+
+        async def change_async(address, proxy, method, name):
+            async with denoised.AsyncClient(address, retry=PATIENT) as far:
+                await far.server_info()
+                await asyncio.sleep(0.2)
+                proxy.loses = True
+                await getattr(far.models, method)(name)
+
+        for run in (change, lambda *arguments: asyncio.run(change_async(*arguments))):
+            models.load("digits", version="lost", keep_current=True)
+            models.alias("lost", "digits@lost")
+            for method, name in (("delete_alias", "lost"), ("unload", "digits@lost")):
+                with self.subTest(method):
+                    proxy = LosingReplies(self.address)
+                    self.addCleanup(proxy.close)
+                    self.raises(denoised.Unavailable, lambda: run(proxy.address, proxy, method, name))
+                    self.assertTrue(is_gone(name))
 
     # A server that goes away
 

@@ -201,9 +201,9 @@ class AsyncModels:
         return _convert.model(response.model)
 
     async def unload(self, name: str, *, timeout: Optional[float] = None) -> None:
-        """Takes "name" or "name@version" away, and waits for the requests that it has."""
+        """Takes "name" or "name@version" away, and waits for the requests that it has; not retried."""
         self._client._connection.check_single(MODELS)
-        await self._client._call("UnloadModel", admin_pb.UnloadModelRequest(name=name), timeout)
+        await self._client._call("UnloadModel", admin_pb.UnloadModelRequest(name=name), timeout, ONCE)
 
     async def alias(self, alias: str, target: str, *, timeout: Optional[float] = None) -> Model:
         """`alias` means `target`, "name" or "name@version", from now on. With a model's own name as
@@ -213,9 +213,9 @@ class AsyncModels:
         return _convert.model((await self._client._call("SetAlias", request, timeout)).model)
 
     async def delete_alias(self, alias: str, *, timeout: Optional[float] = None) -> None:
-        """Removes another name of a model."""
+        """Removes another name of a model; not retried."""
         self._client._connection.check_single(MODELS)
-        await self._client._call("DeleteAlias", admin_pb.DeleteAliasRequest(alias=alias), timeout)
+        await self._client._call("DeleteAlias", admin_pb.DeleteAliasRequest(alias=alias), timeout, ONCE)
 
 
 class AsyncClient:
