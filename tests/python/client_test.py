@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 
@@ -466,6 +467,45 @@ class ClientTest(unittest.TestCase):
         self.asynchronous(main)
         self.wait_for_state("task", "cancelled")
         self.wait_for_state("stream", "cancelled")
+
+    def test_async_calls_work_with_files_on_other_threads(self):
+        threads = []
+
+        class Path(os.PathLike):
+            def __init__(self, path):
+                self.path = path
+
+            def __fspath__(self):
+                threads.append(threading.current_thread())
+                return str(self.path)
+
+        class Picture:
+            """What is asked of Pillow's."""
+
+            def getbands(self):
+                return ("L",)
+
+            def save(self, file, kind):
+                threads.append(threading.current_thread())
+                file.write(first.bytes())
+
+        first = self.client.generate(labels=7, seed=1, steps=2)[0]
+        first.save(self.folder / "a.png")
+        (self.folder / "token").write_text("x" * 43)  # which this server does not ask for
+        drawing = {"labels": 7, "steps": 2, "strength": 0.5}
+
+        async def main():
+            async with denoised.AsyncClient(self.address, token_file=Path(self.folder / "token"),
+                                            allow_plaintext_token=True) as client:
+                threads.clear()  # making the client reads the file, to say at once what is wrong
+                await client.server_info()
+                await client.generate(init_image=Path(self.folder / "a.png"), mask=Picture(), **drawing)
+                await client.stream(init_image=Picture(), request_id="files", survives=True, **drawing).result()
+                await client.jobs.watch("files").result()
+
+        asyncio.run(main())
+        self.assertEqual(len(threads), 4 + 3)  # the token for each call, and the pictures
+        self.assertNotIn(threading.main_thread(), threads)
 
     # TLS and tokens
 
