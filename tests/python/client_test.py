@@ -468,6 +468,21 @@ class ClientTest(unittest.TestCase):
         self.wait_for_state("task", "cancelled")
         self.wait_for_state("stream", "cancelled")
 
+    def test_a_read_that_is_given_up_ends_the_stream(self):
+        async def main(client):
+            stream = client.stream(request_id="given-up", **LONG)
+            await stream.__anext__()
+            with self.assertRaises(asyncio.TimeoutError):
+                while True:
+                    await asyncio.wait_for(stream.__anext__(), 0.001)
+            # gRPC has ended the call; nobody has cancelled this task.
+            with self.assertRaises(denoised.Cancelled):
+                await stream.__anext__()
+            with self.assertRaises(denoised.Cancelled):
+                await stream.result()
+        self.asynchronous(main)
+        self.wait_for_state("given-up", "cancelled")
+
     def test_async_calls_work_with_files_on_other_threads(self):
         threads = []
 

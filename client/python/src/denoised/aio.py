@@ -95,7 +95,8 @@ class AsyncStream(AsyncIterator[Event]):
                 except grpc.RpcError as failure:
                     error = self._client._connection.error(failure, cancelled=self._cancelled)
                 except asyncio.CancelledError:
-                    if not self._cancelled:  # the task was cancelled, not the stream
+                    if not self._cancelled:  # the task was, and gRPC has ended the call with it
+                        self.cancel()
                         raise
                 if self._cancelled:
                     raise Cancelled("cancelled by the caller")
