@@ -520,6 +520,8 @@ grpc::Status ReadForm(std::string_view content_type, std::string_view body, json
     } else if (part.name == "mask") {
       files->mask = std::string(part.body);
       ++files->masks;
+    } else if (!IsUtf8(part.body)) {
+      return InvalidFields({{part.name, "is not UTF-8; encode the text so"}}, "");
     } else if (!SetField(part.name, std::string(part.body), fields)) {
       return InvalidFields({{part.name, "comes twice or has no form that is known here"}}, "");
     }

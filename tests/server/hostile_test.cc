@@ -12,7 +12,6 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
-#include <zlib.h>
 
 #include <cmath>
 #include <cstdlib>
@@ -22,6 +21,7 @@
 
 #include "engine/images/png.h"
 #include "tests/eventually.h"
+#include "tests/server/png_bomb.h"
 #include "tests/server/server_fixture.h"
 
 namespace denoised {
@@ -276,26 +276,6 @@ TEST_F(HostileTest, ModelNamesAreNoPaths) {
     EXPECT_EQ(status.error_code(), StatusCode::NOT_FOUND) << name;
     EXPECT_THAT(status.error_message(), HasSubstr("digits")) << "says what there is";
   }
-}
-
-/// A grey PNG of zeros that says it is so large; its data are for `rows` of them.
-std::string PngBomb(uint32_t width, uint32_t height, size_t rows) {
-  const auto chunk = [](const std::string& type, const std::string& data) {
-    const std::string body = type + data;
-    const auto sum = static_cast<uint32_t>(
-        crc32(0, reinterpret_cast<const Bytef*>(body.data()), static_cast<uInt>(body.size())));
-    return BigEndian(static_cast<uint32_t>(data.size())) + body + BigEndian(sum);
-  };
-  const std::string pixels((size_t{width} + 1) * rows, '\0');
-  uLongf size = compressBound(pixels.size());
-  std::string packed(size, '\0');
-  compress2(reinterpret_cast<Bytef*>(packed.data()), &size,
-            reinterpret_cast<const Bytef*>(pixels.data()), pixels.size(), 9);
-  packed.resize(size);
-  return "\x89PNG\r\n\x1a\n" +
-         chunk("IHDR",
-               BigEndian(width) + BigEndian(height) + std::string("\x08\x00\x00\x00\x00", 5)) +
-         chunk("IDAT", packed) + chunk("IEND", "");
 }
 
 TEST_F(HostileTest, PicturesAreMeasuredBeforeTheyAreUnpacked) {

@@ -735,6 +735,13 @@ TEST_F(HttpTest, EditsBeginWithAnImage) {
 }
 
 /// Large base64 is taken out of a body before it is parsed. What is read must not depend on that.
+TEST_F(HttpTest, TextOfAFormIsUtf8) {
+  Start();
+  const HttpAnswer answer = Edit({{"prompt", "5"}, {"user", "\xff"}}, "a picture");
+  EXPECT_EQ(answer.code, 400);
+  EXPECT_EQ(answer.Error(), "user: is not UTF-8; encode the text so");
+}
+
 TEST(FromJsonTest, LargeBytesAreReadAsSmallOnes) {
   std::string bytes;
   for (int i = 0; i < 5000; ++i) bytes += static_cast<char>(i * i);
@@ -1344,6 +1351,25 @@ TEST_F(HttpSecurityTest, TokensAreAskedForAndPagesAreNot) {
                          .Json();
   EXPECT_THAT(reply["data"][0]["url"].get<std::string>(),
               StartsWith("https://images.example.org/"));
+}
+
+TEST_F(HttpSecurityTest, AWithdrawnTokenEndsAtOnce) {
+  const Token first("first"), second("second");
+  const auto write = [&](const std::string& digest, const char* padding) {
+    return directory_.Write("clients.json",
+                            R"({"studio": {"token_sha256": [")" + digest + "\"]}}" + padding);
+  };
+  config_.security.clients = write(first.digest, "");
+  WriteKeyPair(authority_.Issue("server", "DNS:localhost,IP:127.0.0.1"));
+  Start({.evaluation_cost = 10ms});
+  const HttpTls tls{.authority = authority_.certificate()};
+  HttpClient kept(server_->http_port(), tls);  // a connection is no leave to go on
+  EXPECT_EQ(kept.Ask("POST", "/v1/generate", "{}", first.Bearer()).code, 200);
+  write(second.digest, "\n");
+  EXPECT_TRUE(Eventually(
+      [&] { return Ask(tls, "POST", "/v1/generate", "{}", second.Bearer()).code == 200; }));
+  EXPECT_EQ(kept.Ask("POST", "/v1/generate", "{}", first.Bearer()).code, 401);
+  EXPECT_EQ(Ask(tls, "POST", "/v1/generate", "{}", first.Bearer()).code, 401);
 }
 
 TEST_F(HttpSecurityTest, TlsIsSpokenAndNothingElse) {
