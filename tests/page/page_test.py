@@ -398,6 +398,31 @@ class PageTest(unittest.TestCase):
         b.wait_for_state("cancelled")
         self.assertEqual(call(self.port, f"/v1/jobs/{job}")["job"]["state"], "JOB_STATE_CANCELLED")
 
+    def test_tabs_leave_a_connection_to_cancel(self):
+        b = self.browser
+        first = b.driver.current_window_handle
+        for _ in range(4):
+            b.draw(count=64, steps=1000)
+        b.wait("document.querySelectorAll('.card:is([data-state=queued], [data-state=running])').length === 4")
+        b.driver.switch_to.new_window("tab")
+        try:
+            b.open(f"http://127.0.0.1:{self.port}/")
+            for _ in range(3):
+                b.draw(count=64, steps=1000)
+            b.click("Cancel", ".card:last-of-type")
+            b.wait("document.querySelector('.card:last-of-type').dataset.state === 'cancelled'", 60)
+            # A slot that is free again is taken, whichever tab had it.
+            b.driver.switch_to.window(first)
+            b.click("Cancel", ".card")
+            b.wait_for_state("cancelled")
+            b.driver.switch_to.window(b.driver.window_handles[-1])
+            b.wait("document.querySelector('.card:is([data-state=queued], [data-state=running])')", 60)
+            b.driver.get("about:blank")
+        finally:
+            b.driver.close()
+            b.driver.switch_to.window(first)
+        b.driver.get("about:blank")  # which cancels the rest
+
     def test_a_cancel_that_fails_is_no_cancel(self):
         b = self.browser
         b.js("""const {fetch} = window;
