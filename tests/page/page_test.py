@@ -425,6 +425,80 @@ class PageTest(unittest.TestCase):
         self.assertEqual((painted["width"], painted["height"]), (40, 20))
         self.assertEqual(painted["pixels"], [[0, 0, 0, 255], [255, 255, 255, 255], [0, 0, 0, 255]])
 
+    def test_enter_uses_a_mask_and_cancel_leaves_it(self):
+        b = self.browser
+        self.choose("words")
+        self.drop(noise(40))
+
+        def paint(verb):
+            b.click(verb, ".started")
+            b.wait("document.getElementById('mask-dialog').open && document.activeElement.className === 'paint'")
+            b.press(Keys.SPACE)
+            b.js("document.getElementById('brush').focus()")
+
+        paint("Paint a mask")
+        b.press(Keys.ENTER)
+        b.wait("document.querySelector('.veil')")
+        mask = b.js("return document.querySelector('.veil').style.maskImage")
+        paint("Change the mask")
+        b.click("Clear", "#mask-dialog")
+        b.click("Cancel", "#mask-dialog")
+        self.assertFalse(b.js("return document.getElementById('mask-dialog').open"))
+        self.assertEqual(b.js("return document.querySelector('.veil').style.maskImage"), mask)
+        self.assertEqual(b.problems(), [])
+
+    def test_photos_start_as_they_are_seen(self):
+        """The page and the server agree on the size of a photo that is stored on its side."""
+        b = self.browser
+        self.choose("words")
+        jpeg = bytes(b.driver.execute_async_script("""
+            const done = arguments[0], canvas = Object.assign(document.createElement("canvas"), {width: 60, height: 40});
+            const context = canvas.getContext("2d");
+            context.fillStyle = "#c22";
+            context.fillRect(0, 0, 30, 40);
+            canvas.toBlob((blob) => blob.arrayBuffer().then((bytes) => done([...new Uint8Array(bytes)])), "image/jpeg");"""))
+        self.drop(with_exif(jpeg, 6))
+        self.assertEqual(b.js("const {naturalWidth: width, naturalHeight: height} = document.querySelector('.started img');"
+                              "return [width, height]"), [40, 60])
+        self.paint_mask()
+        b.draw(prompt="a dog", count=1, steps=2, seed=2)
+        b.wait_for_state("done")
+        self.assertEqual(b.problems(), [])
+
+    def test_a_wrong_value_that_is_hidden_bars_nothing(self):
+        b = self.browser
+        self.choose("words")
+
+        def fill(name, value):
+            b.js("""const field = document.getElementById("form").elements[arguments[0]];
+                field.value = arguments[1]; field.dispatchEvent(new Event("change"));""", name, value)
+
+        def shown(name):
+            return b.js("""const field = document.getElementById("form").elements[arguments[0]];
+                return !field.disabled && !field.closest("[hidden]")""", name)
+
+        fill("sampler", "SAMPLER_UNI_PC")
+        self.assertTrue(shown("solver_order"))
+        fill("solver_order", 9)
+        fill("sampler", "")
+        self.assertFalse(shown("solver_order"))
+        fill("size", "own")
+        self.assertTrue(shown("width"))
+        fill("width", 33)
+        fill("size", "")
+        b.draw(prompt="a cat", count=1, steps=2, seed=1)
+        b.wait_for_state("done")
+        self.assertEqual(b.pictures(), draw(self.port, model="words", conditions=[{"text": "a cat"}], count=1, steps=2,
+                                            seed=1))
+        # A size of one's own stays with another model, and stays to be seen.
+        fill("size", "own")
+        fill("width", 64)
+        self.choose("digits")
+        self.assertEqual(b.js("const {size, width} = document.getElementById('form').elements;"
+                              "return [size.value, width.value]"), ["own", "64"])
+        self.assertTrue(shown("width"))
+        self.assertEqual(b.problems(), [])
+
     def test_what_is_wrong_is_said_at_its_field(self):
         b = self.browser
         b.js("for (const each of document.querySelectorAll('#form input')) each.removeAttribute('max')")
