@@ -136,10 +136,10 @@ struct Server::State {
         call_context{&calls, &jobs, &workers, &client_load, &queue_wait, &write_watch},
         methods(&jobs, &catalog, &info, config.limits),
         service(call_context, &methods),
+        model_changes(&catalog, &info, config.limits),
         admin(config.admin ? std::make_unique<AdminCalls>(&calls, &drain) : nullptr),
         inference(call_context, engine.get(), &catalog, &info, config.limits, &decoding,
                   &metrics.totals(), admin.get()),
-        model_changes(&catalog, &info, config.limits),
         model_admin(admin ? std::make_unique<ModelAdminService>(admin.get(), &model_changes)
                           : nullptr),
         http_bodies(config.connections.max_buffered_bytes) {
@@ -178,9 +178,9 @@ struct Server::State {
   GenerationCallContext call_context;
   Methods methods;
   ImageGenerationService service;
+  ModelChanges model_changes;
   std::unique_ptr<AdminCalls> admin;  // null where nobody may change the models
   InferenceService inference;
-  ModelChanges model_changes;
   std::unique_ptr<ModelAdminService> model_admin;  // null as `admin`
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Acceptor> acceptor;
@@ -327,6 +327,7 @@ absl::Status Server::State::ServeHttp() {
 
 void Server::State::KeepHouse() {
   jobs.Expire();
+  if (http_api) http_api->Expire();
   std::set<std::string> models;
   for (const CatalogModel& model : catalog.All()) {
     models.insert(EngineName(model.name, model.version));
@@ -471,9 +472,15 @@ void Server::Drain(std::chrono::milliseconds grace, std::chrono::milliseconds la
     // The images of the last jobs are on their way through the workers and to their readers.
     const Clock::time_point flushed = std::max(deadline, Clock::now() + std::chrono::seconds(1));
     // A reply over HTTP may be written after the end of its call, or have none.
-    if (!state_->calls.WaitForNone(flushed) ||
-        (state_->http_port && !state_->http_port->WaitForReplies(flushed))) {
-      log::Warning("calls were still being read at the end of the grace period; cancelling them");
+    const auto wait = [this](Clock::time_point until) {
+      return state_->calls.WaitForNone(until) &&
+             (!state_->http_port || state_->http_port->WaitForReplies(until));
+    };
+    if (!wait(flushed)) {
+      if (state_->admin) state_->admin->EndCalls();
+      if (!wait(Clock::now() + std::chrono::seconds(1))) {
+        log::Warning("calls were still being read at the end of the grace period; cancelling them");
+      }
     }
     state_->acceptor->Stop();
     if (state_->http_port) state_->http_port->Stop();

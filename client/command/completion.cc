@@ -9,16 +9,26 @@ namespace {
 
 constexpr char kBash[] = R"(# bash completion for denoise; made by: denoise completion bash
 _denoise() {
-  local line current=${COMP_WORDS[COMP_CWORD]} tab=$'\t'
+  local rest=$COMP_LINE word line tab=$'\t'
+  local -a words
+  # bash splits words at =, : and @ too, where there is no space.
+  for word in "${COMP_WORDS[@]:0:COMP_CWORD+1}"; do
+    if [[ ${#words[@]} -eq 0 || $rest == [[:space:]]* ]]; then words+=("$word"); else words[-1]+=$word; fi
+    rest=${rest#"${rest%%[![:space:]]*}"}
+    rest=${rest#"$word"}
+  done
+  # It replaces what follows the last of these, and so wants no more.
+  local current=${COMP_WORDS[COMP_CWORD]}
+  [[ $current == *[!=:@]* ]] || current=
+  local before=${words[-1]%"$current"}
   COMPREPLY=()
-  [[ $current != = ]] || current=  # --flag=, which bash takes for three words
   while IFS= read -r line; do
     case $line in
       :files) compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$current") ;;
       :folders) compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- "$current") ;;
-      *) COMPREPLY+=("${line%%"$tab"*}") ;;
+      *) line=${line%%"$tab"*}; COMPREPLY+=("${line#"$before"}") ;;
     esac
-  done < <("${COMP_WORDS[0]}" complete-words "${COMP_WORDS[@]:1:COMP_CWORD-1}" "$current" 2>/dev/null)
+  done < <("${words[0]}" complete-words "${words[@]:1}" 2>/dev/null)
 }
 complete -F _denoise denoise
 )";
@@ -97,7 +107,6 @@ class Completer {
 
   /// A whole word before the cursor.
   void Read(const std::string& word) {
-    if (word == "=") return;  // bash's --flag = value
     if (pending_ != nullptr) {
       if (pending_of_program_) connection_.push_back(word);
       pending_ = nullptr;

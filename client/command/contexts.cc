@@ -181,6 +181,12 @@ absl::Status ApplyContext(const CLI::App& app, ConnectionFlags& flags, std::stri
   const auto found = contexts->by_name.find(name);
   if (found == contexts->by_name.end()) return NoSuchContext(*contexts, name);
   Context context = found->second;
+  // What tells who calls goes to no server but the context's own.
+  if (app.get_option("--server")->count() > 0 && flags.server != context.connection.server) {
+    context.connection.token_file.clear();
+    context.connection.headers.clear();
+    context.page.clear();
+  }
   for (const Text& text : kTexts) {
     std::string& value = *text.of(context.connection);
     if (app.get_option(text.flag)->count() == 0 && !value.empty()) *text.of(flags) = value;

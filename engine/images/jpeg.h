@@ -13,7 +13,8 @@ namespace denoised {
 /// A baseline JPEG file; `quality` 1 to 100.
 absl::StatusOr<std::string> EncodeJpeg(const Pixels& pixels, int quality);
 
-/// Grey or RGB. InvalidArgument if it is damaged, truncated or CMYK, or has more than `max_pixels`
+/// Grey or RGB, turned and mirrored as its EXIF says, as photos are stored as the camera was held.
+/// InvalidArgument if it is damaged, truncated or CMYK, or has more than `max_pixels`
 /// pixels or 64 scans, both of which are checked before it is unpacked.
 absl::StatusOr<Pixels> DecodeJpeg(std::string_view file, int64_t max_pixels,
                                   const ReserveMemory& reserve = nullptr);

@@ -61,32 +61,59 @@ grpc::Status ToGrpc(const absl::Status& status) {
   return ToGrpcStatus(status, reason, "");
 }
 
-void AdminCalls::Post(const std::shared_ptr<CallRecord>& record, ModelChange change,
+void AdminCalls::Post(std::shared_ptr<CallRecord> record, ModelChange change,
                       std::function<grpc::Status()> work,
                       std::function<void(const grpc::Status&)> end) {
   WorkerPool& threads = change.waits ? waiting_ : quick_;
-  const auto finish = [record, change = std::move(change),
-                       end = std::move(end)](const grpc::Status& status) {
-    LogChange(change, *record, status);
-    record->End(status.error_code(), status.error_message());
-    end(status);
-  };
+  const auto call =
+      std::make_shared<Call>(Call{std::move(record), std::move(change), std::move(end)});
+  {
+    MutexLock lock(&mutex_);
+    running_.insert(call);
+  }
   // A refusal waits for no thread: loads may keep them all busy.
-  grpc::Status refusal = Authorize(record->caller());
+  grpc::Status refusal = Authorize(call->record->caller());
   if (refusal.ok()) refusal = CheckServing();
-  if (!refusal.ok()) return finish(refusal);
-  threads.Post(Priority::kNormal, [this, finish, work = std::move(work)] {
+  if (!refusal.ok()) return End(call, refusal);
+  threads.Post(Priority::kNormal, [this, call, work = std::move(work)] {
     const grpc::Status status = CheckServing();  // the drain may have begun meanwhile
-    finish(status.ok() ? work() : status);
+    End(call, status.ok() ? work() : status);
   });
 }
 
 grpc::ServerUnaryReactor* AdminCalls::Post(grpc::CallbackServerContext* context, const char* method,
-                                           ModelChange change, std::function<grpc::Status()> work) {
+                                           ModelChange change, std::function<grpc::Status()> work,
+                                           std::function<void()> reply) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   Post(std::make_shared<CallRecord>(calls_, method, context), std::move(change), std::move(work),
-       [reactor](const grpc::Status& status) { reactor->Finish(status); });
+       [reactor, reply = std::move(reply)](const grpc::Status& status) {
+         if (status.ok() && reply != nullptr) reply();
+         reactor->Finish(status);
+       });
   return reactor;
+}
+
+void AdminCalls::End(const std::shared_ptr<Call>& call, const grpc::Status& status) {
+  {
+    MutexLock lock(&mutex_);
+    if (running_.erase(call) == 0) return;
+  }
+  LogChange(call->change, *call->record, status);
+  call->record->End(status.error_code(), status.error_message());
+  // What it holds of the call must not stay until the change is done.
+  std::exchange(call->end, nullptr)(status);
+}
+
+void AdminCalls::EndCalls() {
+  std::set<std::shared_ptr<Call>> running;
+  {
+    MutexLock lock(&mutex_);
+    running = running_;
+  }
+  for (const auto& call : running) {
+    End(call, ToGrpcStatus(Unavailable("the server shut down before the change was done"),
+                           reason::kDraining, ""));
+  }
 }
 
 grpc::Status AdminCalls::CheckServing() const {

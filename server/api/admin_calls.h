@@ -5,8 +5,10 @@
 
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 
+#include "engine/core/mutex.h"
 #include "server/api/call_record.h"
 #include "server/jobs/drain.h"
 #include "server/jobs/worker_pool.h"
@@ -31,18 +33,34 @@ class AdminCalls {
 
   /// Runs `work` on a thread that may block. Refuses at once if the caller is no admin or the
   /// server is shutting down. Logs `change` with the caller and the result. `end` is given what
-  /// came of it, after the end of the record.
-  void Post(const std::shared_ptr<CallRecord>& record, ModelChange change,
+  /// came of it, after the end of the record; `work` may go on after it, see EndCalls.
+  void Post(std::shared_ptr<CallRecord> record, ModelChange change,
             std::function<grpc::Status()> work, std::function<void(const grpc::Status&)> end);
-  /// The same for a call of gRPC.
+  /// The same for a call of gRPC, whose messages `work` must not use. `reply` makes the response
+  /// after `work` has succeeded; it may be null.
   grpc::ServerUnaryReactor* Post(grpc::CallbackServerContext* context, const char* method,
-                                 ModelChange change, std::function<grpc::Status()> work);
+                                 ModelChange change, std::function<grpc::Status()> work,
+                                 std::function<void()> reply);
+
+  /// Ends the calls whose changes are not done: a drain cannot wait until models are loaded. The
+  /// changes go on.
+  void EndCalls();
 
  private:
+  struct Call {
+    std::shared_ptr<CallRecord> record;
+    ModelChange change;
+    std::function<void(const grpc::Status&)> end;
+  };
+
   grpc::Status CheckServing() const;
+  /// If it has not ended yet.
+  void End(const std::shared_ptr<Call>& call, const grpc::Status& status);
 
   Calls* const calls_;
   const DrainProgress* const drain_;
+  Mutex mutex_;
+  std::set<std::shared_ptr<Call>> running_ ABSL_GUARDED_BY(mutex_);
   WorkerPool waiting_{4}, quick_{1};  // by ModelChange::waits
 };
 

@@ -59,6 +59,13 @@ class GrpcStreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateR
   grpc::CallbackServerContext* const grpc_context_;
 };
 
+/// Moves the message of a call out of gRPC, which would keep it until the call ends: an upload can
+/// be large, and its job can wait for long. (gRPC made it, and not as a constant.)
+template <typename Message>
+Message Take(const Message* message) {
+  return std::move(*const_cast<Message*>(message));
+}
+
 /// gRPC's deadline, a point of the wall clock, on the steady clock.
 std::optional<std::chrono::steady_clock::time_point> DeadlineOf(
     const grpc::CallbackServerContext& context);

@@ -105,20 +105,21 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
                                                        inference::ModelInferResponse* response) {
   const auto outputs = std::make_shared<std::vector<std::string>>();
   const auto call = std::make_shared<GrpcUnaryCall>(
-      context_, kModelInfer, context, [=, this](v1::GenerateResponse* images) {
+      context_, kModelInfer, context, [=, this, id = request->id()](v1::GenerateResponse* images) {
         WriteInference(*images, *outputs, decoding_, response);
-        response->set_id(request->id());
+        response->set_id(id);
       });
   const auto begin = [=, this, record = &call->record()](
                          const auto& watcher,
                          grpc::Status* refusal) -> std::shared_ptr<Generation> {
-    const std::string name = Together(request->model_name(), request->model_version());
+    const inference::ModelInferRequest taken = Take(request);
+    const std::string name = Together(taken.model_name(), taken.model_version());
     const auto model = catalog_->Select(name, "model_name", "", refusal);
     if (!model) return nullptr;
     *refusal = CheckReady(ShownTo(record->caller().admin, *model), "");
     if (!refusal->ok()) return nullptr;
     std::vector<FieldViolation> violations;
-    Inference inference = ReadInference(*request, *model->info, limits_, decoding_, &violations);
+    Inference inference = ReadInference(taken, *model->info, limits_, decoding_, &violations);
     if (!violations.empty()) {
       *refusal = InvalidFields(violations, "");
       return nullptr;
@@ -193,7 +194,9 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryIndex(
 grpc::ServerUnaryReactor* InferenceService::PostChange(grpc::CallbackServerContext* context,
                                                        const char* method, ModelChange change,
                                                        std::function<grpc::Status()> work) {
-  if (admin_ != nullptr) return admin_->Post(context, method, std::move(change), std::move(work));
+  if (admin_ != nullptr) {
+    return admin_->Post(context, method, std::move(change), std::move(work), nullptr);
+  }
   CallRecord record(context_.calls, method, context);
   return Reply(context, &record,
                {grpc::StatusCode::UNIMPLEMENTED,
@@ -205,10 +208,10 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryModelLoad(
     inference::RepositoryModelLoadResponse*) {
   const ModelChange change{"load", request->model_name()};
   constexpr char kMethod[] = "inference.GRPCInferenceService.RepositoryModelLoad";
-  return PostChange(context, kMethod, change, [=, this] {
-    const std::string& name = request->model_name();
+  return PostChange(context, kMethod, change, [this, asked = Take(request)] {
+    const std::string& name = asked.model_name();
     const auto violations =
-        CheckRepositoryChange(request->repository_name(), name, request->parameters(), nullptr);
+        CheckRepositoryChange(asked.repository_name(), name, asked.parameters(), nullptr);
     if (!violations.empty()) return InvalidFields(violations, "");
     return ToGrpc(catalog_->Load({.name = name, .unload_previous = true}).status());
   });
@@ -219,10 +222,10 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryModelUnload(
     inference::RepositoryModelUnloadResponse*) {
   const ModelChange change{"unload", request->model_name()};
   constexpr char kMethod[] = "inference.GRPCInferenceService.RepositoryModelUnload";
-  return PostChange(context, kMethod, change, [=, this] {
-    const std::string& name = request->model_name();
-    const auto violations = CheckRepositoryChange(request->repository_name(), name,
-                                                  request->parameters(), "unload_dependents");
+  return PostChange(context, kMethod, change, [this, asked = Take(request)] {
+    const std::string& name = asked.model_name();
+    const auto violations = CheckRepositoryChange(asked.repository_name(), name, asked.parameters(),
+                                                  "unload_dependents");
     if (!violations.empty()) return InvalidFields(violations, "");
     return ToGrpc(catalog_->Unload(name));
   });

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/api/model_admin.h"
 
+#include <memory>
+#include <utility>
+
+#include "server/api/grpc_calls.h"
 #include "server/api/server_info.h"
 #include "server/api/translate.h"
 #include "server/models/catalog.h"
@@ -98,34 +102,40 @@ grpc::Status ModelChanges::Make(const v1::DeleteAliasRequest& request,
   return ToGrpc(catalog_->DeleteAlias(request.alias()));
 }
 
+template <typename Request, typename Response>
+grpc::ServerUnaryReactor* ModelAdminService::Change(grpc::CallbackServerContext* context,
+                                                    const char* method, const Request* request,
+                                                    Response* response) {
+  ModelChange change = ModelChanges::Describe(*request);
+  const auto made = std::make_shared<Response>();
+  return admin_->Post(
+      context, method, std::move(change),
+      [this, asked = Take(request), made] { return changes_->Make(asked, made.get()); },
+      [response, made] { response->Swap(made.get()); });
+}
+
 grpc::ServerUnaryReactor* ModelAdminService::LoadModel(grpc::CallbackServerContext* context,
                                                        const v1::LoadModelRequest* request,
                                                        v1::LoadModelResponse* response) {
-  return admin_->Post(context, "denoised.v1.ModelAdmin.LoadModel", ModelChanges::Describe(*request),
-                      [=, this] { return changes_->Make(*request, response); });
+  return Change(context, "denoised.v1.ModelAdmin.LoadModel", request, response);
 }
 
 grpc::ServerUnaryReactor* ModelAdminService::UnloadModel(grpc::CallbackServerContext* context,
                                                          const v1::UnloadModelRequest* request,
                                                          v1::UnloadModelResponse* response) {
-  return admin_->Post(context, "denoised.v1.ModelAdmin.UnloadModel",
-                      ModelChanges::Describe(*request),
-                      [=, this] { return changes_->Make(*request, response); });
+  return Change(context, "denoised.v1.ModelAdmin.UnloadModel", request, response);
 }
 
 grpc::ServerUnaryReactor* ModelAdminService::SetAlias(grpc::CallbackServerContext* context,
                                                       const v1::SetAliasRequest* request,
                                                       v1::SetAliasResponse* response) {
-  return admin_->Post(context, "denoised.v1.ModelAdmin.SetAlias", ModelChanges::Describe(*request),
-                      [=, this] { return changes_->Make(*request, response); });
+  return Change(context, "denoised.v1.ModelAdmin.SetAlias", request, response);
 }
 
 grpc::ServerUnaryReactor* ModelAdminService::DeleteAlias(grpc::CallbackServerContext* context,
                                                          const v1::DeleteAliasRequest* request,
                                                          v1::DeleteAliasResponse* response) {
-  return admin_->Post(context, "denoised.v1.ModelAdmin.DeleteAlias",
-                      ModelChanges::Describe(*request),
-                      [=, this] { return changes_->Make(*request, response); });
+  return Change(context, "denoised.v1.ModelAdmin.DeleteAlias", request, response);
 }
 
 }  // namespace denoised

@@ -54,6 +54,10 @@ class ModelAdminService final : public v1::ModelAdmin::CallbackService {
                                         v1::DeleteAliasResponse* response) override;
 
  private:
+  template <typename Request, typename Response>
+  grpc::ServerUnaryReactor* Change(grpc::CallbackServerContext* context, const char* method,
+                                   const Request* request, Response* response);
+
   AdminCalls* const admin_;
   const ModelChanges* const changes_;
 };

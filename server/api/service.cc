@@ -34,8 +34,9 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
       [response](v1::GenerateResponse* images) { response->Swap(images); });
   const Priority priority = ReadPriority(request->params());
   call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
+    const v1::GenerateRequest taken = Take(request);
     return context_.jobs->Begin(
-        MakeJobRequest(*record, DeadlineOf(*context), request->params(), nullptr, true), watcher,
+        MakeJobRequest(*record, DeadlineOf(*context), taken.params(), nullptr, true), watcher,
         refusal);
   });
   return call.get();
@@ -46,9 +47,10 @@ grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::St
   const auto call = std::make_shared<GrpcStreamCall>(context_, kStreamGenerate, context, 0);
   const Priority priority = ReadPriority(request->params());
   call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
-    const v1::PreviewOptions* preview = request->has_preview() ? &request->preview() : nullptr;
+    const v1::StreamGenerateRequest taken = Take(request);
+    const v1::PreviewOptions* preview = taken.has_preview() ? &taken.preview() : nullptr;
     return context_.jobs->Begin(
-        MakeJobRequest(*record, DeadlineOf(*context), request->params(), preview, false), watcher,
+        MakeJobRequest(*record, DeadlineOf(*context), taken.params(), preview, false), watcher,
         refusal);
   });
   return call.get();

@@ -190,6 +190,22 @@ std::string CompleteUnload(const HttpRequest& request, const v1::UnloadModelResp
               json);
 }
 
+/// The reply of a call that is no generation. `complete` adds to its JSON; it may be null.
+template <typename Response>
+HttpReply ReplyOf(const HttpRequest& request, const CallRecord& record, const grpc::Status& status,
+                  const Response& response, HttpApi::Complete<Response> complete) {
+  HttpReply reply;
+  if (status.ok()) {
+    std::string json = ToJson(response);
+    if (complete != nullptr) json = complete(request, response, json);
+    reply = JsonReply(std::move(json));
+  } else {
+    reply = ErrorReply(status);
+  }
+  reply.headers.emplace_back("traceparent", record.trace().traceparent());
+  return reply;
+}
+
 std::string EventText(const EventLog::Event& event) {
   const auto* field = event.GetDescriptor()->FindFieldByNumber(event.event_case());
   return ServerSentEvent(event.sequence(), field == nullptr ? "" : field->name(), ToJson(event));
@@ -594,22 +610,15 @@ void HttpApi::Answer(const std::shared_ptr<Exchange>& exchange, const Request& r
   CallRecord record(context_.calls.calls, http.route->rpc, OriginOf(http));
   Response response;
   const grpc::Status status = (context_.methods->*method)(request, &record, &response);
-  HttpReply reply;
-  if (status.ok()) {
-    std::string json = ToJson(response);
-    if (complete != nullptr) json = complete(http, response, json);
-    reply = JsonReply(std::move(json));
-  } else {
-    reply = ErrorReply(status);
-  }
-  reply.headers.emplace_back("traceparent", record.trace().traceparent());
+  HttpReply reply = ReplyOf(http, record, status, response, complete);
   record.End(status.error_code(), status.error_message());
   exchange->Reply(std::move(reply));
 }
 
 grpc::Status HttpApi::ReadChange(Exchange* exchange, google::protobuf::Message* request) const {
   if (context_.admin == nullptr || !exchange->request().caller->admin) return grpc::Status::OK;
-  return FromJson(exchange->TakeBody(), request);
+  MemoryBudget::Lease upload;
+  return FromJson(exchange->TakeBody(&upload), request);
 }
 
 template <typename Request, typename Response>
@@ -625,18 +634,11 @@ void HttpApi::Change(const std::shared_ptr<Exchange>& exchange, std::shared_ptr<
   const auto response = std::make_shared<Response>();
   context_.admin->Post(
       record, ModelChanges::Describe(*request),
-      [this, request, response] { return context_.changes->Make(*request, response.get()); },
+      [changes = context_.changes, request, response] {
+        return changes->Make(*request, response.get());
+      },
       [exchange, record, response, complete](const grpc::Status& status) {
-        HttpReply reply;
-        if (status.ok()) {
-          std::string json = ToJson(*response);
-          if (complete != nullptr) json = complete(exchange->request(), *response, json);
-          reply = JsonReply(std::move(json));
-        } else {
-          reply = ErrorReply(status);
-        }
-        reply.headers.emplace_back("traceparent", record->trace().traceparent());
-        exchange->Reply(std::move(reply));
+        exchange->Reply(ReplyOf(exchange->request(), *record, status, *response, complete));
       });
 }
 
@@ -663,7 +665,8 @@ void HttpApi::Generate(const std::shared_ptr<Exchange>& exchange) {
                          const auto& watcher,
                          grpc::Status* refusal) -> std::shared_ptr<Generation> {
       v1::StreamGenerateRequest request;
-      *refusal = FromJson(exchange->TakeBody(), &request);
+      MemoryBudget::Lease upload;  // of the body, and then of the message
+      *refusal = FromJson(exchange->TakeBody(&upload), &request);
       if (refusal->ok()) *refusal = CheckSize(request);
       if (!refusal->ok()) return nullptr;
       const v1::PreviewOptions* preview = request.has_preview() ? &request.preview() : nullptr;
@@ -678,7 +681,8 @@ void HttpApi::Generate(const std::shared_ptr<Exchange>& exchange) {
   call->Run([this, exchange, record = &call->record()](
                 const auto& watcher, grpc::Status* refusal) -> std::shared_ptr<Generation> {
     v1::GenerateRequest request;
-    *refusal = FromJson(exchange->TakeBody(), &request);
+    MemoryBudget::Lease upload;
+    *refusal = FromJson(exchange->TakeBody(&upload), &request);
     if (refusal->ok()) *refusal = CheckSize(request);
     if (!refusal->ok()) return nullptr;
     return context_.calls.jobs->Begin(
@@ -787,16 +791,18 @@ void HttpApi::EditImages(const std::shared_ptr<Exchange>& exchange) { OpenAi(exc
 
 namespace {
 
-/// Begins the job of a request of OpenAI's API.
+/// Begins the job of a request of OpenAI's API, which is gone afterwards: uploads can be large, and
+/// the job can wait for long.
 std::shared_ptr<Generation> BeginOpenAi(const GenerationCallContext& context,
-                                        const OpenAiRequest& request, const CallRecord& record,
+                                        OpenAiRequest* request, const CallRecord& record,
                                         const Exchange& exchange,
                                         const std::shared_ptr<GenerationWatcher>& watcher,
                                         grpc::Status* refusal) {
-  const auto& message = request.request;
+  const OpenAiRequest taken = std::move(*request);
+  const auto& message = taken.message;
   const v1::PreviewOptions* preview = message.has_preview() ? &message.preview() : nullptr;
   JobRequest asked = MakeJobRequest(record, exchange.request().deadline, message.params(), preview,
-                                    !request.stream);
+                                    !taken.reply.stream);
   asked.field_name = OpenAiField;
   return context.jobs->Begin(asked, watcher, refusal);
 }
@@ -812,19 +818,22 @@ void HttpApi::OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit) {
     ClientLoad::Lease stream;
     grpc::Status status = AdmitStream(context_.calls, *http.caller, http.peer, &stream);
     if (status.ok()) {
-      status = ReadOpenAi(http.Header("content-type"), exchange->TakeBody(), edit,
+      MemoryBudget::Lease upload;
+      status = ReadOpenAi(http.Header("content-type"), exchange->TakeBody(&upload), edit,
                           *context_.catalog, http.caller->admin, request.get());
+      request->upload = std::move(upload);
     }
-    if (status.ok()) status = CheckSize(request->request);
-    if (request->stream && status.ok()) {
-      const auto events = std::make_shared<OpenAiEvents>(*request);
+    if (status.ok()) status = CheckSize(request->message);
+    const OpenAiReplyOptions options = request->reply;
+    if (options.stream && status.ok()) {
+      const auto events = std::make_shared<OpenAiEvents>(options);
       const auto call = std::make_shared<HttpStreamCall>(
           context_.calls, "denoised.v1.ImageGeneration.StreamGenerate", exchange, 0,
           [events](const EventLog::Event& event) { return events->Format(event); });
       call->SetStream(std::move(stream));
       return call->Run(
           [this, exchange, request, record = &call->record()](const auto& watcher, auto* refusal) {
-            return BeginOpenAi(context_.calls, *request, *record, *exchange, watcher, refusal);
+            return BeginOpenAi(context_.calls, request.get(), *record, *exchange, watcher, refusal);
           });
     }
     const MakeLink link = [this, exchange](const std::string& mime_type, std::string bytes) {
@@ -841,15 +850,15 @@ void HttpApi::OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit) {
     };
     const auto call =
         std::make_shared<HttpUnaryCall>(context_.calls, "denoised.v1.ImageGeneration.Generate",
-                                        exchange, [request, link](v1::GenerateResponse* images) {
-                                          return JsonReply(OpenAiReply(*request, images, link));
+                                        exchange, [options, link](v1::GenerateResponse* images) {
+                                          return JsonReply(OpenAiReply(options, images, link));
                                         });
     call->SetStream(std::move(stream));
     call->Run([this, exchange, request, status, record = &call->record()](
                   const auto& watcher, auto* refusal) -> std::shared_ptr<Generation> {
       *refusal = status;
       if (!status.ok()) return nullptr;
-      return BeginOpenAi(context_.calls, *request, *record, *exchange, watcher, refusal);
+      return BeginOpenAi(context_.calls, request.get(), *record, *exchange, watcher, refusal);
     });
   });
 }

@@ -68,11 +68,19 @@ const std::vector<Route>& Routes();
 /// The paths of the HTTP port: who may call, and the same calls as on gRPC's port.
 class HttpApi final : public HttpHandler {
  public:
+  /// What can be added to the JSON of a reply.
+  template <typename Response>
+  using Complete = std::string (*)(const HttpRequest& request, const Response& response,
+                                   const std::string& json);
+
   explicit HttpApi(const HttpApiContext& context);
 
   std::optional<HttpReply> Admit(HttpRequest* head) override;
   void Serve(std::shared_ptr<Exchange> exchange) override;
   HttpReply Malformed(int code, const std::string& problem) override;
+
+  /// Drops what was kept long enough.
+  void Expire() { links_.Expire(); }
 
   // The routes.
   void Generate(const std::shared_ptr<Exchange>& exchange);
@@ -100,11 +108,6 @@ class HttpApi final : public HttpHandler {
   std::optional<HttpReply> FindRoute(HttpRequest* head) const;
   std::optional<HttpReply> Identify(HttpRequest* head) const;
   std::optional<HttpReply> ReadQuery(HttpRequest* head) const;
-
-  /// What can be added to the JSON of a reply.
-  template <typename Response>
-  using Complete = std::string (*)(const HttpRequest& request, const Response& response,
-                                   const std::string& json);
 
   /// A call that waits for nothing.
   template <typename Request, typename Response>

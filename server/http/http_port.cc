@@ -68,6 +68,15 @@ bool IsLoopback(const asio::ip::address& address) {
   return address.is_loopback();
 }
 
+/// A body that grows with what arrives. Beast's string_body takes what Content-Length announces at
+/// once.
+struct GrowingBody : http::string_body {
+  struct reader : http::string_body::reader {
+    using http::string_body::reader::reader;
+    void init(const boost::optional<uint64_t>&, error_code& error) { error = {}; }
+  };
+};
+
 class Connection;
 
 /// What connections share.
@@ -155,6 +164,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void ProcessHead();
   void OnHead();
   void ProcessBody();
+  bool GrowBody();
   void Serve();
   void Refuse(HttpReply reply);
   void RefuseBody();
@@ -175,7 +185,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   /// What was read and not used yet; and where the read that is under way writes to, since the
   /// former changes meanwhile.
   std::string buffer_, incoming_;
-  std::optional<http::request_parser<http::string_body>> parser_;
+  std::optional<http::request_parser<GrowingBody>> parser_;
   State state_ = State::kHead;
   bool head_begun_ = false, reading_ = false, closed_ = false, keep_alive_ = true;
   bool no_body_ = false;  // the request is HEAD
@@ -202,8 +212,8 @@ class Connection::ConnectionExchange final : public Exchange {
         memory_(std::move(memory)),
         deadline_(connection_->executor()) {}
 
-  std::string TakeBody() override {
-    memory_ = {};
+  std::string TakeBody(MemoryBudget::Lease* memory) override {
+    *memory = std::move(memory_);
     return std::exchange(request_.body, {});
   }
   void Reply(HttpReply reply, Done done) override {
@@ -453,7 +463,29 @@ void Connection::OnHead() {
   Process();
 }
 
+/// Makes room for what was read of a body, and counts it first. False if there is no room. It
+/// doubles, so a client that announces much and sends little takes little.
+bool Connection::GrowBody() {
+  std::string& body = parser_->get().body();
+  const uint64_t most = parser_->content_length().value_or(shared_->options.max_body_bytes);
+  uint64_t room = std::min(most, uint64_t{body.size() + buffer_.size()});
+  if (room <= body.capacity()) return true;
+  room = std::min(most, std::max(room, uint64_t{2 * body.capacity()}));
+  if (const auto bytes = static_cast<int64_t>(room); bytes > kSmallBody) {
+    if (!shared_->bodies->Reserve(bytes - body_reserved_, &body_memory_).ok()) return false;
+    body_reserved_ = bytes;
+  }
+  std::string grown;
+  grown.reserve(room);  // of an empty string: of another it may take more
+  body.swap(grown.append(body));
+  return true;
+}
+
 void Connection::ProcessBody() {
+  if (!GrowBody()) {
+    return Refuse(shared_->handler->Malformed(
+        503, "other uploads take all the memory for requests; try again (--max-buffered-bytes)"));
+  }
   error_code error;
   while (!buffer_.empty() && !parser_->is_done()) {
     const size_t used = parser_->put(asio::buffer(buffer_), error);
@@ -473,14 +505,6 @@ void Connection::ProcessBody() {
   if (!parser_->is_done() && buffer_.size() > HttpPort::kMaxHeadBytes + kPieceBytes) {
     return Refuse(shared_->handler->Malformed(
         400, "the body's chunks have more than 16 KiB of extensions or trailers"));
-  }
-  const auto size = static_cast<int64_t>(parser_->get().body().size());
-  if (size > std::max(body_reserved_, kSmallBody)) {
-    if (!shared_->bodies->Reserve(size - body_reserved_, &body_memory_).ok()) {
-      return Refuse(shared_->handler->Malformed(
-          503, "other uploads take all the memory for requests; try again (--max-buffered-bytes)"));
-    }
-    body_reserved_ = size;
   }
   if (parser_->is_done()) return Serve();
   if (body_bytes_ - timed_bytes_ >= kPieceBytes) {

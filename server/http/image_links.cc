@@ -42,4 +42,9 @@ std::shared_ptr<const ImageLinks::Image> ImageLinks::Find(const std::string& nam
   return it == images_.end() ? nullptr : it->second;
 }
 
+void ImageLinks::Expire(Clock::time_point now) {
+  MutexLock lock(&mutex_);
+  DropExpired(now);
+}
+
 }  // namespace denoised

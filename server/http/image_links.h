@@ -30,6 +30,8 @@ class ImageLinks {
   absl::StatusOr<std::string> Add(Image image, Clock::time_point now = Clock::now());
   /// Null when there is none, or no more.
   std::shared_ptr<const Image> Find(const std::string& name, Clock::time_point now = Clock::now());
+  /// Drops the images whose time is over. Call it now and then: Add and Find may never come.
+  void Expire(Clock::time_point now = Clock::now());
 
  private:
   void DropOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

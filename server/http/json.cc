@@ -455,22 +455,25 @@ std::string ErrorJson(const grpc::Status& status, int code) {
 HttpReply ErrorReply(int code, const grpc::Status& status) {
   HttpReply reply = JsonReply(ErrorJson(status, code) + "\n");
   reply.code = code;
+  std::optional<double> seconds;  // after which to come back
+  if (code == 503) seconds = 1;
   const google::rpc::Status rpc = DetailsOf(status);
   google::rpc::RetryInfo retry;
   for (const auto& detail : rpc.details()) {
     if (!detail.UnpackTo(&retry)) continue;
-    const double seconds =
+    seconds =
         static_cast<double>(retry.retry_delay().seconds()) + retry.retry_delay().nanos() / 1e9;
-    reply.headers.emplace_back("Retry-After", std::to_string(static_cast<int>(std::ceil(seconds))));
-    // OpenAI's clients prefer this one, since it need not be whole seconds.
-    reply.headers.emplace_back("Retry-After-Ms",
-                               std::to_string(static_cast<int>(std::ceil(seconds * 1000))));
   }
-  const bool has_retry_after =
-      reply.headers.size() > 1 && reply.headers.back().first == "Retry-After-Ms";
-  if (code == 503 && !has_retry_after) reply.headers.emplace_back("Retry-After", "1");
-  // OpenAI's clients retry every 429 without this header.
-  if (code == 429 && !has_retry_after) reply.headers.emplace_back("X-Should-Retry", "false");
+  if (seconds) {
+    const auto rounded = [](double number) {
+      return std::to_string(static_cast<int64_t>(std::ceil(number)));
+    };
+    reply.headers.emplace_back("Retry-After", rounded(*seconds));
+    // OpenAI's clients prefer this one, since it need not be whole seconds.
+    reply.headers.emplace_back("Retry-After-Ms", rounded(*seconds * 1000));
+  }
+  // OpenAI's clients would retry every 409, 429 and 5xx.
+  reply.headers.emplace_back("X-Should-Retry", seconds ? "true" : "false");
   if (code == 401) reply.headers.emplace_back("WWW-Authenticate", "Bearer");
   return reply;
 }

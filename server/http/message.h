@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "server/jobs/memory_budget.h"
 #include "server/security/clients.h"
 
 /// Requests and replies of HTTP, without the library that reads and writes them.
@@ -62,8 +63,9 @@ class Exchange {
   virtual ~Exchange() = default;
 
   const HttpRequest& request() const { return request_; }
-  /// The body; call it once. Its memory no longer counts as an upload's.
-  virtual std::string TakeBody() = 0;
+  /// The body; call it once. It counts as an upload for as long as `memory` lives, which should be
+  /// until what was made of it is gone too.
+  virtual std::string TakeBody(MemoryBudget::Lease* memory) = 0;
 
   virtual void Reply(HttpReply reply, Done done = {}) = 0;
   /// A reply in parts. `keep_alive` is sent when nothing else was sent for a while.

@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "server/http/http_api.h"
+#include "server/http/openai.h"
 #include "server/version.h"
 
 namespace denoised {
@@ -127,20 +128,20 @@ void AddOpenAi(Schemas* schemas) {
       {"model", Of("string")},
       {"n", Of("integer")},
       {"size", Of("string")},
-      {"quality", {{"enum", {"auto", "low", "medium", "high", "standard", "hd"}}}},
       {"background", {{"enum", {"auto", "opaque"}}}},
       {"output_format", {{"enum", {"png", "jpeg", "webp"}}}},
       {"output_compression", Of("integer")},
       {"response_format", {{"enum", {"b64_json", "url"}}}},
       {"stream", Of("boolean")},
       {"partial_images", Of("integer")},
-      {"user", Of("string")},
       {"denoised", Reference("Extensions")},
   });
   json generation = fields, edit = fields;
-  generation["moderation"] = {{"enum", {"auto", "low"}}};
-  generation["style"] = {{"enum", {"vivid", "natural"}}};
-  edit["input_fidelity"] = {{"enum", {"high", "low"}}};
+  for (const OpenAiHint& hint : OpenAiHints()) {
+    const json schema = hint.values.empty() ? Of("string") : json({{"enum", hint.values}});
+    if (hint.generations) generation[hint.name] = schema;
+    if (hint.edits) edit[hint.name] = schema;
+  }
   const json data_url = {{"type", "object"}, {"properties", {{"image_url", Of("string")}}}};
   const json file = {{"type", "string"}, {"contentMediaType", "application/octet-stream"}};
   edit["images"] = {{"type", "array"}, {"items", data_url}};
@@ -161,8 +162,7 @@ void AddOpenAi(Schemas* schemas) {
   schemas->Add(
       "Images",
       {{"type", "object"},
-       {"required",
-        {"created", "data", "size", "quality", "background", "output_format", "denoised"}},
+       {"required", {"created", "data", "size", "background", "output_format", "denoised"}},
        {"properties",
         Properties(
             {{"created", Of("integer")},

@@ -53,8 +53,9 @@ class Reader {
  public:
   Reader(const json& body, OpenAiRequest* out, const Catalog& catalog, bool admin)
       : body_(body),
-        out_(*out),
-        params_(*out->request.mutable_params()),
+        reply_(out->reply),
+        message_(out->message),
+        params_(*out->message.mutable_params()),
         catalog_(catalog),
         admin_(admin) {}
 
@@ -70,20 +71,15 @@ class Reader {
     ReadSize();
     ReadOutput();
     ReadStream();
-    Accept("quality", {"auto", "low", "medium", "high", "standard", "hd"}, &out_.quality);
-    Accept("moderation", {"auto", "low"});
-    if (out_.edit) {
-      Accept("input_fidelity", {"high", "low"});
-    } else {
-      Accept("style", {"vivid", "natural"});
+    for (const OpenAiHint& hint : OpenAiHints()) {
+      if (reply_.edit ? hint.edits : hint.generations) ReadHint(hint);
     }
-    ReadString("user");
     if (const std::string background = ReadString("background");
         !background.empty() && background != "auto" && background != "opaque") {
       Violate("background", "is {}; images here are opaque: use \"opaque\" or \"auto\"",
               Quote(background));
     }
-    if (out_.edit) ReadImages(std::move(files));
+    if (reply_.edit) ReadImages(std::move(files));
     for (const auto& [name, value] : body_.items()) {
       if (known_.count(name) > 0 || value.is_null()) continue;
       if (name == "image" || name == "images" || name == "mask" || name == "input_fidelity") {
@@ -150,15 +146,16 @@ class Reader {
     return false;
   }
 
-  /// A value of OpenAI's that changes nothing here.
-  void Accept(const char* name, const std::vector<const char*>& values,
-              std::string* into = nullptr) {
-    const std::string value = ReadString(name);
-    if (value.empty()) return;
-    if (std::find(values.begin(), values.end(), value) == values.end()) {
-      return Violate(name, "is {}; use {}", Quote(value), fmt::join(values, ", "));
+  void ReadHint(const OpenAiHint& hint) {
+    const std::string value = ReadString(hint.name);
+    if (value.empty() || hint.values.empty()) return;
+    if (std::find(hint.values.begin(), hint.values.end(), value) == hint.values.end()) {
+      return Violate(hint.name, "is {}; use {}", Quote(value), fmt::join(hint.values, ", "));
     }
-    if (into != nullptr) *into = value;
+    // Replies do not have the qualities of retired models.
+    if (std::string_view(hint.name) == "quality" && value != "standard" && value != "hd") {
+      reply_.quality = value;
+    }
   }
 
   grpc::Status ReadExtensions() {
@@ -270,7 +267,7 @@ class Reader {
       Violate("denoised.output.format",
               "is a tensor, for which OpenAI's API has no place; use /v1/generate");
     } else {
-      out_.output_format = it->first;
+      reply_.output_format = it->first;
     }
     ReadInt("output_compression", 0, 100, [&](int quality) {
       if (output.has_quality()) return Both("output_compression", "denoised.output.quality");
@@ -287,21 +284,21 @@ class Reader {
     if (!response.empty() && response != "b64_json" && response != "url") {
       Violate("response_format", "is {}; use b64_json or url", Quote(response));
     }
-    out_.urls = response == "url";
+    reply_.urls = response == "url";
   }
 
   void ReadStream() {
-    out_.stream = ReadBool("stream");
+    reply_.stream = ReadBool("stream");
     constexpr int kMost = 100;
-    ReadInt("partial_images", 0, kMost, [this](int count) { out_.partial_images = count; });
-    if (out_.stream && out_.urls) {
+    ReadInt("partial_images", 0, kMost, [this](int count) { reply_.partial_images = count; });
+    if (reply_.stream && reply_.urls) {
       Violate("response_format", "is url, but a stream has the images in its events; use b64_json");
     }
-    if (!out_.stream && out_.partial_images > 0) {
+    if (!reply_.stream && reply_.partial_images > 0) {
       Violate("partial_images",
               "is {}, and stream is not true; images come in parts only in a "
               "stream",
-              out_.partial_images);
+              reply_.partial_images);
     }
   }
 
@@ -401,7 +398,7 @@ class Reader {
     if (!info.text && info.num_classes == 0 && !labels_.is_null()) {
       Violate("denoised.labels", "is given, but model '{}' has no classes", model->name);
     }
-    if (!out_.edit && !strength_.is_null()) {
+    if (!reply_.edit && !strength_.is_null()) {
       Violate("denoised.strength", "is for /v1/images/edits");
     }
     if (!violations_.empty()) return InvalidFields(violations_, "");
@@ -483,8 +480,8 @@ class Reader {
 
   /// As seldom as the even spacing of partial_images allows.
   void AskForPreviews(const ModelInfo& info) {
-    if (out_.partial_images == 0) return;
-    v1::PreviewOptions& preview = *out_.request.mutable_preview();
+    if (reply_.partial_images == 0) return;
+    v1::PreviewOptions& preview = *message_.mutable_preview();
     int steps = params_.has_steps() ? params_.steps() : info.default_steps;
     if (params_.has_init_image() && info.images.strength) {
       const v1::InitImage& image = params_.init_image();
@@ -494,13 +491,14 @@ class Reader {
       // As Request::FirstStep of engine/sampling/samplers.h. The strength is not checked yet.
       if (strength > 0 && strength < 1) steps = static_cast<int>(steps * strength);
     }
-    preview.set_every_evaluations(std::max(1, steps / (out_.partial_images + 1)));
+    preview.set_every_evaluations(std::max(1, steps / (reply_.partial_images + 1)));
     preview.set_max_edge(1 << 14);  // the whole image
     preview.set_format(params_.output().format());
   }
 
   const json& body_;
-  OpenAiRequest& out_;
+  OpenAiReplyOptions& reply_;
+  v1::StreamGenerateRequest& message_;
   v1::GenerationParams& params_;
   const Catalog& catalog_;
   const bool admin_;
@@ -522,6 +520,8 @@ grpc::Status ReadForm(std::string_view content_type, std::string_view body, json
     } else if (part.name == "mask") {
       files->mask = std::string(part.body);
       ++files->masks;
+    } else if (!IsUtf8(part.body)) {
+      return InvalidFields({{part.name, "is not UTF-8; encode the text so"}}, "");
     } else if (!SetField(part.name, std::string(part.body), fields)) {
       return InvalidFields({{part.name, "comes twice or has no form that is known here"}}, "");
     }
@@ -546,11 +546,24 @@ std::string Own(const v1::Image& image) {
 
 }  // namespace
 
+const std::vector<OpenAiHint>& OpenAiHints() {
+  static const auto* const hints = new std::vector<OpenAiHint>{
+      {"quality", {"auto", "low", "medium", "high", "xhigh", "max", "standard", "hd"}},
+      {"complexity", {"low", "medium", "high"}},
+      {"moderation", {"auto", "low"}},
+      {.name = "style", .values = {"vivid", "natural"}, .edits = false},
+      {.name = "input_fidelity", .values = {"high", "low"}, .generations = false},
+      {"safety_identifier", {}},
+      {"user", {}},
+  };
+  return *hints;
+}
+
 grpc::Status ReadOpenAi(std::string_view content_type, std::string body, bool edit,
                         const Catalog& catalog, bool admin, OpenAiRequest* request) {
   const auto read = [&](const json& fields, OpenAiFiles files) {
     *request = {};
-    request->edit = edit;
+    request->reply.edit = edit;
     return Reader(fields, request, catalog, admin).Run(std::move(files));
   };
   json fields;
@@ -601,12 +614,12 @@ std::string OpenAiField(const std::string& field) {
   return field;
 }
 
-std::string OpenAiReply(const OpenAiRequest& request, v1::GenerateResponse* images,
+std::string OpenAiReply(const OpenAiReplyOptions& options, v1::GenerateResponse* images,
                         const MakeLink& link) {
   std::string data;
   for (v1::Image& image : *images->mutable_images()) {
     std::string url;
-    if (request.urls) url = link(image.mime_type(), image.encoded());
+    if (options.urls) url = link(image.mime_type(), image.encoded());
     const std::string content = url.empty() ? "\"b64_json\":\"" + ToBase64(image.encoded()) + "\""
                                             : "\"url\":" + Quoted(url);
     data.append(data.empty() ? "{" : ",{").append(content);
@@ -617,9 +630,11 @@ std::string OpenAiReply(const OpenAiRequest& request, v1::GenerateResponse* imag
   rest.mutable_run()->Swap(images->mutable_run());
   rest.mutable_timing()->Swap(images->mutable_timing());
   const v1::GenerationParams& params = rest.params();
-  std::string reply = fmt::format(
-      R"({{"created":{},"background":"opaque","output_format":"{}","quality":"{}","size":"{}",)",
-      Now(), request.output_format, request.quality, SizeText(params.width(), params.height()));
+  std::string reply =
+      fmt::format(R"({{"created":{},"background":"opaque","output_format":"{}","size":"{}",)",
+                  Now(), options.output_format, SizeText(params.width(), params.height()));
+  // Events may have the quality "auto", but this may not.
+  if (options.quality != "auto") reply += fmt::format(R"("quality":"{}",)", options.quality);
   reply.reserve(reply.size() + data.size() + 4096);
   reply.append("\"data\":[").append(data);
   reply.append("],\"denoised\":{\"request_id\":").append(Quoted(params.request_id()));
@@ -631,11 +646,11 @@ std::string OpenAiReply(const OpenAiRequest& request, v1::GenerateResponse* imag
 
 std::string OpenAiEvents::Event(const std::string& type, const v1::Image& image,
                                 const std::string& more, const std::string& own) {
-  const std::string name = (request_.edit ? "image_edit." : "image_generation.") + type;
+  const std::string name = (options_.edit ? "image_edit." : "image_generation.") + type;
   std::string data = fmt::format(
       R"({{"type":"{}",{}"created_at":{},"size":"{}","quality":"{}","background":"opaque",)"
       R"("output_format":"{}","denoised":{{{}{},"request_id":{}}},"b64_json":")",
-      name, more, Now(), size_, request_.quality, request_.output_format, Own(image), own,
+      name, more, Now(), size_, options_.quality, options_.output_format, Own(image), own,
       Quoted(request_id_));
   data.append(ToBase64(image.encoded())).append("\"}");
   return ServerSentEvent(0, name, data);
@@ -649,7 +664,7 @@ std::string OpenAiEvents::Format(const v1::StreamGenerateResponse& event) {
   } else if (event.has_preview()) {
     const v1::PreviewEvent& preview = event.preview();
     int& sent = partial_images_[preview.image().index()];
-    const int count = request_.partial_images;
+    const int count = options_.partial_images;
     // The first that is k/(count + 1) of the way or more, for k = 1 … count.
     if (sent >= count ||
         int64_t{preview.evaluation()} * (count + 1) < int64_t{sent + 1} * preview.evaluations()) {

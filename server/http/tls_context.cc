@@ -4,13 +4,13 @@
 #include <arpa/inet.h>
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
-#include <sys/stat.h>
 
 #include <array>
 #include <boost/asio/error.hpp>
 #include <utility>
 
 #include "server/security/credentials.h"
+#include "server/security/file_version.h"
 #include "server/telemetry/log.h"
 
 namespace denoised {
@@ -19,17 +19,8 @@ namespace {
 namespace ssl = boost::asio::ssl;
 
 std::string VersionOf(const SecurityConfig& config) {
-  std::string version;
-  for (const std::string* path : {&config.tls_cert, &config.tls_key, &config.tls_client_ca}) {
-    struct stat info {};
-    if (path->empty() || stat(path->c_str(), &info) != 0) {
-      version += "absent ";
-      continue;
-    }
-    version += fmt::format("{} {} {}.{} ", info.st_ino, info.st_size, info.st_mtim.tv_sec,
-                           info.st_mtim.tv_nsec);
-  }
-  return version;
+  return FileVersion(config.tls_cert) + " " + FileVersion(config.tls_key) + " " +
+         FileVersion(config.tls_client_ca);
 }
 
 /// The port speaks HTTP/1.1; a client that speaks HTTP/2 alone is refused by the handshake.

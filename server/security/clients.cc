@@ -4,7 +4,6 @@
 #include <openssl/crypto.h>
 #include <openssl/rand.h>
 #include <openssl/sha.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +14,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "engine/core/config_reader.h"
+#include "server/security/file_version.h"
 #include "server/status/name.h"
 #include "server/telemetry/log.h"
 
@@ -38,14 +38,6 @@ std::string FromHex(const std::string& text) {
   const bool valid = text.size() == 2 * SHA256_DIGEST_LENGTH &&
                      std::all_of(text.begin(), text.end(), absl::ascii_isxdigit);
   return valid ? absl::HexStringToBytes(text) : "";  // checks nothing itself
-}
-
-/// Changes whenever the file changes, even if a file of the same size replaces it.
-std::string Version(const std::string& path) {
-  struct stat info;
-  if (stat(path.c_str(), &info) != 0) return "absent";
-  return fmt::format("{} {} {}.{}", info.st_ino, info.st_size, info.st_mtim.tv_sec,
-                     info.st_mtim.tv_nsec);
 }
 
 void ReadBound(ConfigReader* reader, const char* field, int* value) {
@@ -73,7 +65,7 @@ absl::StatusOr<std::unique_ptr<Clients>> Clients::Open(const std::string& path,
   std::unique_ptr<Clients> clients(new Clients(path, refresh, everybody_is_admin));
   if (path.empty()) return clients;
   MutexLock lock(&clients->mutex_);
-  clients->version_ = Version(path);
+  clients->version_ = FileVersion(path);
   DENOISED_ASSIGN_OR_RETURN(clients->entries_, Read(path));
   clients->checked_ = std::chrono::steady_clock::now();
   return clients;
@@ -141,7 +133,7 @@ std::shared_ptr<const Clients::Entries> Clients::Current() const {
   const auto now = std::chrono::steady_clock::now();
   if (now - checked_ < refresh_) return entries_;
   checked_ = now;
-  std::string version = Version(path_);
+  std::string version = FileVersion(path_);
   if (version == version_) return entries_;
   version_ = std::move(version);
   if (auto read = Read(path_); read.ok()) {

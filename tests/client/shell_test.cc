@@ -88,14 +88,41 @@ TEST_F(ShellTest, AContextStandsForTheOptionsOfAConnection) {
 }
 
 TEST_F(ShellTest, ATokenGoesToNoServerButThatOfItsContext) {
-  ASSERT_EQ(Run({"context", "add", "studio", "--server", "studio:50051", "--token-file", Token(),
-                 "--allow-plaintext-token"})
-                .exit_code,
+  const std::string here = server_.address();
+  const auto add = [&](const std::string& name, const std::string& server) {
+    const auto added = Run({"context", "add", name, "--server", server, "--token-file", Token(),
+                            "--allow-plaintext-token", "-H", "x-key: secret"});
+    ASSERT_EQ(added.exit_code, 0) << added.err;
+  };
+  add("studio", "studio:50051");
+  add("here", here);
+  const std::string server = "DENOISE_SERVER=" + here, context = "DENOISE_CONTEXT=studio";
+  for (const auto& [words, environment] : std::vector<std::pair<Words, Words>>{
+           {{"models", "--server", here}, {}},
+           {{"models"}, {server}},
+           {{"models", "--server", here}, {context}},
+           {{"models"}, {server, context}},
+           {{"models", "--server", here, "--context", "studio"}, {}},
+           {{"models", "--context", "studio"}, {server}}}) {
+    const auto result = Run(words, environment);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_EQ(server_.authorization(), "") << testing::PrintToString(words);
+    EXPECT_THAT(server_.metadata(), Not(Contains(testing::Key("x-key"))));
+  }
+  // To its own server, whoever names that.
+  for (const Words& words :
+       {Words{"models", "--context", "here"}, {"models", "--context", "here", "--server", here}}) {
+    EXPECT_EQ(Run(words).exit_code, 0);
+    EXPECT_EQ(server_.authorization(), "Bearer open-sesame");
+    EXPECT_THAT(server_.metadata(), Contains(testing::Pair("x-key", "secret")));
+  }
+  // The page is the server's too.
+  ASSERT_EQ(Run({"context", "add", "paged", "--server", "x:1", "--page", "https://x/"}).exit_code,
             0);
-  EXPECT_EQ(Run({"models", "--server", server_.address()}).exit_code, 0);
-  EXPECT_EQ(server_.authorization(), "");
-  EXPECT_EQ(Run({"models"}, {"DENOISE_SERVER=" + server_.address()}).exit_code, 0);
-  EXPECT_EQ(server_.authorization(), "");
+  const Words neither = {"DISPLAY=", "WAYLAND_DISPLAY=", "BROWSER="};
+  EXPECT_EQ(Run({"open", "--context", "paged"}, neither).out, "https://x/\n");
+  EXPECT_EQ(Run({"open", "--context", "paged", "--server", "y:1"}, neither).out,
+            "http://y:8080/\n");
 }
 
 TEST_F(ShellTest, OnlyTheOwnerReadsContexts) {
@@ -192,7 +219,6 @@ TEST_F(ShellTest, CompletesWords) {
   EXPECT_THAT(Complete({"generate", "--tok"}), ElementsAre("--token-file"));
   EXPECT_THAT(Complete({"generate", "--schedule", ""}), Contains("karras"));
   EXPECT_THAT(Complete({"generate", "--schedule=k"}), ElementsAre("--schedule=karras"));
-  EXPECT_THAT(Complete({"generate", "--schedule", "=", "k"}), ElementsAre("karras"));  // bash
   EXPECT_THAT(Complete({"generate", "--out", ""}), ElementsAre(":files"));
   EXPECT_THAT(Complete({"--token-file", ""}), ElementsAre(":files"));
   EXPECT_THAT(Complete({"generate", "--steps", ""}), IsEmpty());
@@ -263,15 +289,46 @@ class ScriptTest : public ShellTest {
   }
 };
 
+/// Words as bash itself splits them: at =, : and @ too.
 TEST_F(ScriptTest, Bash) {
   const auto result = InShell("bash", R"(
     . ./script
-    try() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); compopt() { :; }; _denoise; echo "${COMPREPLY[*]}"; }
-    try denoise gen
-    try denoise generate --schedule = k
-    try denoise generate --out scri
+    try() {
+      COMP_LINE=$1; shift
+      COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); compopt() { :; }; _denoise; echo "${COMPREPLY[*]}"
+    }
+    try "denoise gen" denoise gen
+    try "denoise generate --schedule=k" denoise generate --schedule = k
+    try "denoise generate --priority=" denoise generate --priority =
+    try "denoise generate --out scri" denoise generate --out scri
+    try "denoise generate --out=scri" denoise generate --out = scri
+    try "denoise --server 127.0.0.1:1 gen" denoise --server 127.0.0.1 : 1 gen
+    try "denoise --server [::1]:1 gen" denoise --server [ :: 1] : 1 gen
+    try "denoise --server=127.0.0.1:1 generate --schedule k" \
+        denoise --server = 127.0.0.1 : 1 generate --schedule k
+    try "denoise models load digits@1 --keep" denoise models load digits @ 1 --keep
+    try "denoise  models  un" denoise models un
     complete -p denoise)");
-  EXPECT_EQ(result.out, "generate\nkarras\nscript\ncomplete -F _denoise denoise\n") << result.err;
+  EXPECT_EQ(
+      result.out,
+      "generate\nkarras\ninteractive normal batch\nscript\nscript\ngenerate\ngenerate\nkarras\n"
+      "--keep-current\nunload\ncomplete -F _denoise denoise\n")
+      << result.err;
+}
+
+/// The models of a server whose address has a colon.
+TEST_F(ScriptTest, BashAsksTheServerOfTheLine) {
+  const size_t colon = server_.address().find(':');
+  const std::string host = server_.address().substr(0, colon);
+  const std::string port = server_.address().substr(colon + 1);
+  const auto result = InShell("bash", R"(
+    . ./script
+    COMP_LINE="denoise --server )" + server_.address() +
+                                          R"( generate -m d"
+    COMP_WORDS=(denoise --server )" + host +
+                                          " : " + port + R"( generate -m d); COMP_CWORD=7
+    _denoise; echo "${COMPREPLY[*]}")");
+  EXPECT_EQ(result.out, "digits\n") << result.err;
 }
 
 TEST_F(ScriptTest, Zsh) {

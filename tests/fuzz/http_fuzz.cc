@@ -55,12 +55,29 @@ void AskOpenAi(const std::string& content_type, const std::string& body, bool ed
   OpenAiRequest request;
   const grpc::Status status = ReadOpenAi(content_type, body, edit, Models(), true, &request);
   if (!status.ok()) return CheckRefusal(status);
-  const v1::GenerationParams& params = request.request.params();
+  const v1::GenerationParams& params = request.message.params();
   Require(params.output().format() >= v1::IMAGE_FORMAT_PNG &&
               params.output().format() <= v1::IMAGE_FORMAT_WEBP,
           "images have a file format");
   Require(!edit || params.has_init_image(), "an edit begins with an image");
-  Require(request.stream || !request.request.has_preview(), "previews are for streams");
+  Require(request.reply.stream || !request.message.has_preview(), "previews are for streams");
+  // Replies repeat the request, and are JSON whatever it holds.
+  const auto is_json = [](const std::string& text) {
+    return nlohmann::json::parse(text, nullptr, false).is_object();
+  };
+  Require(is_json(ToJson(request.message)), "the message can be printed");
+  v1::GenerateResponse images;
+  *images.mutable_params() = params;
+  images.add_images()->set_encoded("picture");
+  const MakeLink link = [](const std::string&, const std::string&) { return "http://a/b"; };
+  Require(is_json(OpenAiReply(request.reply, &images, link)), "the reply is JSON");
+  OpenAiEvents events(request.reply);
+  v1::StreamGenerateResponse event;
+  *event.mutable_queued()->mutable_params() = params;
+  Require(events.Format(event).empty(), "OpenAI's API has no such event");
+  event.mutable_image()->mutable_image()->set_encoded("picture");
+  const std::string text = events.Format(event);
+  Require(is_json(text.substr(text.find("data: ") + 6)), "an event is JSON");
 }
 
 void AskForm(const std::string& text) {

@@ -3,7 +3,6 @@
 """What docs/integrations.md says of tools from PyPI, tried against a server. By hand: it needs them installed.
 
   pip install openai litellm griptape pillow
-  denoise models alias gpt-image-1 mnist-32
   tests/page/integrations.py http://127.0.0.1:8080 mnist-32
 """
 
@@ -52,7 +51,7 @@ def litellm():
 
 def griptape():
     from griptape.drivers.image_generation.openai import OpenAiImageGenerationDriver
-    driver = OpenAiImageGenerationDriver(model="gpt-image-1", base_url=BASE, image_size=None, **ACCESS)
+    driver = OpenAiImageGenerationDriver(model=MODEL, base_url=BASE, image_size=None, **ACCESS)
     png(driver.try_text_to_image(prompts=["seven"]).value)
 
 

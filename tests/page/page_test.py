@@ -138,6 +138,54 @@ def noise(edge):
             chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
 
 
+def with_exif(jpeg, orientation):
+    """The same JPEG with EXIF that says how it is to be turned."""
+    def big(value, size):
+        return value.to_bytes(size, "big")
+
+    exif = (b"Exif\0\0MM" + big(42, 2) + big(8, 4) + big(1, 2) + big(0x112, 2) + big(3, 2) + big(1, 4) +
+            big(orientation, 2) + big(0, 6))
+    return jpeg[:2] + b"\xff\xe1" + big(len(exif) + 2, 2) + exif + jpeg[2:]
+
+
+# Texts whose contrast with what is behind them is below WCAG's AA, each with the contrast.
+FAINT = """
+    const context = Object.assign(document.createElement("canvas"), {width: 1, height: 1})
+      .getContext("2d", {willReadFrequently: true});
+    const rgba = (color) => {
+      context.clearRect(0, 0, 1, 1);
+      context.fillStyle = color;
+      context.fillRect(0, 0, 1, 1);
+      const [r, g, b, a] = context.getImageData(0, 0, 1, 1).data;
+      return [r, g, b, a / 255];
+    };
+    const over = ([r, g, b, a], below) => [r, g, b].map((value, i) => value * a + below[i] * (1 - a));
+    const ancestors = (element) => element ? [...ancestors(element.parentElement), element] : [];
+    const behind = (element) => ancestors(element).reduce(
+      (below, each) => over(rgba(getComputedStyle(each).backgroundColor), below), [255, 255, 255]);
+    const luminance = (color) => color.map((value) => value / 255)
+      .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+      .reduce((sum, value, i) => sum + value * [0.2126, 0.7152, 0.0722][i], 0);
+    const faint = [];
+    const look = (element, style, text) => {
+      const below = behind(element), [dark, light] = [over(rgba(style.color), below), below].map(luminance)
+        .sort((a, b) => a - b);
+      const size = parseFloat(style.fontSize), large = size >= 24 || size >= 18.66 && style.fontWeight >= 700;
+      const contrast = (light + 0.05) / (dark + 0.05);
+      if (contrast < (large ? 3 : 4.5)) faint.push(`${text.trim().slice(0, 30)}: ${contrast.toFixed(2)}`);
+    };
+    for (const element of document.querySelectorAll("body, body *")) {
+      // What cannot be pressed needs no contrast; captions lie on pictures.
+      if (!element.checkVisibility() || element.closest(":disabled, .hidden, .skip, .caption, option")) continue;
+      if (ancestors(element).some((each) => getComputedStyle(each).opacity < 1)) continue;
+      const own = [...element.childNodes].filter((each) => each.nodeType === Node.TEXT_NODE).map((each) => each.data).join("");
+      if (own.trim()) look(element, getComputedStyle(element), own);
+      if (element.matches("select")) look(element, getComputedStyle(element), element.name);
+      if (element.placeholder && !element.value) look(element, getComputedStyle(element, "::placeholder"), element.placeholder);
+    }
+    return [...new Set(faint)];"""
+
+
 def event(kind, **fields):
     return f"id: {kind}\nevent: {kind}\ndata: {json.dumps({kind: fields})}\n\n"
 
@@ -377,6 +425,80 @@ class PageTest(unittest.TestCase):
         self.assertEqual((painted["width"], painted["height"]), (40, 20))
         self.assertEqual(painted["pixels"], [[0, 0, 0, 255], [255, 255, 255, 255], [0, 0, 0, 255]])
 
+    def test_enter_uses_a_mask_and_cancel_leaves_it(self):
+        b = self.browser
+        self.choose("words")
+        self.drop(noise(40))
+
+        def paint(verb):
+            b.click(verb, ".started")
+            b.wait("document.getElementById('mask-dialog').open && document.activeElement.className === 'paint'")
+            b.press(Keys.SPACE)
+            b.js("document.getElementById('brush').focus()")
+
+        paint("Paint a mask")
+        b.press(Keys.ENTER)
+        b.wait("document.querySelector('.veil')")
+        mask = b.js("return document.querySelector('.veil').style.maskImage")
+        paint("Change the mask")
+        b.click("Clear", "#mask-dialog")
+        b.click("Cancel", "#mask-dialog")
+        self.assertFalse(b.js("return document.getElementById('mask-dialog').open"))
+        self.assertEqual(b.js("return document.querySelector('.veil').style.maskImage"), mask)
+        self.assertEqual(b.problems(), [])
+
+    def test_photos_start_as_they_are_seen(self):
+        """The page and the server agree on the size of a photo that is stored on its side."""
+        b = self.browser
+        self.choose("words")
+        jpeg = bytes(b.driver.execute_async_script("""
+            const done = arguments[0], canvas = Object.assign(document.createElement("canvas"), {width: 60, height: 40});
+            const context = canvas.getContext("2d");
+            context.fillStyle = "#c22";
+            context.fillRect(0, 0, 30, 40);
+            canvas.toBlob((blob) => blob.arrayBuffer().then((bytes) => done([...new Uint8Array(bytes)])), "image/jpeg");"""))
+        self.drop(with_exif(jpeg, 6))
+        self.assertEqual(b.js("const {naturalWidth: width, naturalHeight: height} = document.querySelector('.started img');"
+                              "return [width, height]"), [40, 60])
+        self.paint_mask()
+        b.draw(prompt="a dog", count=1, steps=2, seed=2)
+        b.wait_for_state("done")
+        self.assertEqual(b.problems(), [])
+
+    def test_a_wrong_value_that_is_hidden_bars_nothing(self):
+        b = self.browser
+        self.choose("words")
+
+        def fill(name, value):
+            b.js("""const field = document.getElementById("form").elements[arguments[0]];
+                field.value = arguments[1]; field.dispatchEvent(new Event("change"));""", name, value)
+
+        def shown(name):
+            return b.js("""const field = document.getElementById("form").elements[arguments[0]];
+                return !field.disabled && !field.closest("[hidden]")""", name)
+
+        fill("sampler", "SAMPLER_UNI_PC")
+        self.assertTrue(shown("solver_order"))
+        fill("solver_order", 9)
+        fill("sampler", "")
+        self.assertFalse(shown("solver_order"))
+        fill("size", "own")
+        self.assertTrue(shown("width"))
+        fill("width", 33)
+        fill("size", "")
+        b.draw(prompt="a cat", count=1, steps=2, seed=1)
+        b.wait_for_state("done")
+        self.assertEqual(b.pictures(), draw(self.port, model="words", conditions=[{"text": "a cat"}], count=1, steps=2,
+                                            seed=1))
+        # A size of one's own stays with another model, and stays to be seen.
+        fill("size", "own")
+        fill("width", 64)
+        self.choose("digits")
+        self.assertEqual(b.js("const {size, width} = document.getElementById('form').elements;"
+                              "return [size.value, width.value]"), ["own", "64"])
+        self.assertTrue(shown("width"))
+        self.assertEqual(b.problems(), [])
+
     def test_what_is_wrong_is_said_at_its_field(self):
         b = self.browser
         b.js("for (const each of document.querySelectorAll('#form input')) each.removeAttribute('max')")
@@ -397,6 +519,31 @@ class PageTest(unittest.TestCase):
         b.click("Cancel", ".card")
         b.wait_for_state("cancelled")
         self.assertEqual(call(self.port, f"/v1/jobs/{job}")["job"]["state"], "JOB_STATE_CANCELLED")
+
+    def test_tabs_leave_a_connection_to_cancel(self):
+        b = self.browser
+        first = b.driver.current_window_handle
+        for _ in range(4):
+            b.draw(count=64, steps=1000)
+        b.wait("document.querySelectorAll('.card:is([data-state=queued], [data-state=running])').length === 4")
+        b.driver.switch_to.new_window("tab")
+        try:
+            b.open(f"http://127.0.0.1:{self.port}/")
+            for _ in range(3):
+                b.draw(count=64, steps=1000)
+            b.click("Cancel", ".card:last-of-type")
+            b.wait("document.querySelector('.card:last-of-type').dataset.state === 'cancelled'", 60)
+            # A slot that is free again is taken, whichever tab had it.
+            b.driver.switch_to.window(first)
+            b.click("Cancel", ".card")
+            b.wait_for_state("cancelled")
+            b.driver.switch_to.window(b.driver.window_handles[-1])
+            b.wait("document.querySelector('.card:is([data-state=queued], [data-state=running])')", 60)
+            b.driver.get("about:blank")
+        finally:
+            b.driver.close()
+            b.driver.switch_to.window(first)
+        b.driver.get("about:blank")  # which cancels the rest
 
     def test_a_cancel_that_fails_is_no_cancel(self):
         b = self.browser
@@ -597,6 +744,41 @@ class PageTest(unittest.TestCase):
         b.wait("![...document.getElementById('form').elements.model.options].some((each) => each.value === 'more')")
         self.assertEqual(b.problems(), [])
 
+    def test_a_server_that_counts_anew_shows_no_negative_shares(self):
+        b = self.browser
+        b.js("""
+            const {fetch} = window, counters = ["rows_count", "rows_sum", "seconds_sum"];
+            Object.assign(window, {count: 1000, looks: 0, fetch: (path, options) => {
+              if (path !== "/metrics") return fetch(path, options);
+              ++window.looks;
+              return Promise.resolve(new Response(counters.map((name) =>
+                `denoised_evaluation_${name}{device="cpu"} ${window.count}\n`).join("")));
+            }});
+            document.getElementById("tab-operate").click();""")
+        b.wait("window.looks > 1")
+        b.js("window.count = 10; window.looks = 0")
+        seen = set()
+        while b.js("return window.looks") < 3:
+            seen.update(b.js("return [document.querySelector('.spark').getAttribute('aria-label'), "
+                             "...[...document.querySelectorAll('.box.devices dd')].map((each) => each.innerText)]"))
+        self.assertNotRegex("\n".join(seen), r"-\d")
+
+    def test_without_a_model_there_is_nothing_to_fill_in(self):
+        port = free_port()
+        server = serve(port)
+        self.addCleanup(server.__exit__)
+        b = self.browser
+        b.open(f"http://127.0.0.1:{port}/")
+        b.draw(count=1, steps=2)
+        b.wait_for_state("done")
+        ask(port, "/v1/models/digits", method="DELETE").close()
+        b.wait("document.getElementById('form').textContent.includes('No model is ready')")
+        b.click("Edit settings", ".card")
+        b.js("document.querySelector('.card .tile').click()")
+        b.click("Start from this", "#picture")
+        b.driver.execute_async_script("setTimeout(arguments[0], 100)")
+        self.assertEqual(b.problems(), [])
+
     def test_the_queue_and_its_estimate_are_shown(self):
         port = free_port()
         server = serve(port, "--max-slots", "1")
@@ -662,6 +844,74 @@ class PageTest(unittest.TestCase):
         self.assertIn("Seed2", b.js("return document.querySelector('#picture dl').textContent"))
         b.press(Keys.ESCAPE)
         self.assertFalse(b.js("return document.getElementById('picture').open"))
+
+    def test_dark_and_light_can_be_read(self):
+        b = self.browser
+        self.addCleanup(b.colours, False)
+
+        def colours(dark):
+            """And waits for colours that turn slowly into others."""
+            b.colours(dark)
+            b.driver.execute_async_script("""
+                const done = arguments[0];
+                requestAnimationFrame(() => Promise.all(document.getAnimations()
+                  .filter((each) => each instanceof CSSTransition).map((each) => each.finished)).then(done, done));""")
+
+        def look(where):
+            for dark in (False, True):
+                colours(dark)
+                with self.subTest(where, dark=dark):
+                    self.assertEqual(b.js(FAINT), [])
+
+        self.choose("words")
+        b.js("for (const each of document.querySelectorAll('details')) each.open = true;")
+        look("an empty form")
+        b.js("for (const each of document.querySelectorAll('#form input')) each.removeAttribute('max')")
+        b.draw(prompt="a cat", steps=5000)
+        b.wait_for_state("failed")
+        self.choose("digits")
+        b.draw(labels=[1, 2], count=2, steps=2)
+        b.wait_for_state("done")
+        look("requests")
+        b.js("document.querySelector('.card .tile').click()")
+        look("a picture")
+        b.click("Start from this", "#picture")
+        b.wait("document.querySelector('.started img')?.naturalWidth")
+        b.click("Paint a mask", ".started")
+        b.wait("document.getElementById('mask-dialog').open")
+        look("a mask")
+        b.click("Cancel", "#mask-dialog")
+        b.js("document.getElementById('tab-operate').click()")
+        b.wait("document.querySelector('.box.jobs table')")
+        b.js("document.querySelector('.loader').open = true")
+        look("Operate")
+        b.js("document.getElementById('token-dialog').showModal()")
+        look("a token")
+        b.js("document.getElementById('token-dialog').close(); document.getElementById('tab-draw').click()")
+        # What only shows where the browser takes light-dark() as it is written.
+        x, y = b.js("""const box = [...document.querySelectorAll("#form button")].at(-1).getBoundingClientRect();
+            return [box.x + box.width / 2, box.y + box.height / 2];""")
+        b.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y})
+        shadows = set()
+        for dark in (False, True):
+            colours(dark)
+            for element in ("document.querySelector('.card')", "document.querySelector('button:hover')"):
+                shadow = b.js(f"return getComputedStyle({element}).boxShadow")
+                self.assertNotEqual(shadow, "none")
+                shadows.add(shadow)
+        self.assertEqual(len(shadows), 4)
+        # The button chooses by itself, and the next visit remembers it.
+        colours(False)
+        self.addCleanup(b.js, "localStorage.removeItem('denoised-theme')")
+        back = "return getComputedStyle(document.body).backgroundColor"
+        light = b.js(back)
+        b.js("document.getElementById('theme').click()")
+        self.assertNotEqual(b.js(back), light)
+        b.open(f"http://127.0.0.1:{self.port}/")
+        self.assertNotEqual(b.js(back), light)
+        b.js("document.getElementById('theme').click()")
+        self.assertEqual(b.js(back), light)
+        b.problems()  # of the refused request
 
     def test_a_wrong_field_that_is_folded_away_is_shown(self):
         b = self.browser

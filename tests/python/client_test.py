@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 
@@ -28,6 +29,25 @@ PATIENT = denoised.RetryPolicy(max_attempts=100, max_backoff=0.5)
 LONG = {"steps": 1000, "count": 64, "labels": [1]}  # minutes on a CPU
 NEVER = denoised.RetryPolicy(max_attempts=1)
 SERVER = None
+
+
+class LosingReplies(support.Proxy):
+    """With `loses` set, it breaks all connections, once, in place of forwarding what the server says next."""
+
+    loses = False
+
+    def _copy(self, source, sink):
+        try:
+            from_server = source.getpeername() == self.target
+            while data := source.recv(65536):
+                if from_server and self.loses:
+                    self.loses = False
+                    self.cut()
+                    break
+                sink.sendall(data)
+        except OSError:
+            pass  # cut
+        super()._copy(source, sink)  # tells both ends
 
 
 def setUpModule():
@@ -295,6 +315,44 @@ class ClientTest(unittest.TestCase):
         models.unload("digits@2")
         self.assertEqual([m.version for m in models.list()], ["1"])
 
+    def test_what_may_have_been_done_is_not_tried_again(self):
+        """The change is made, and its reply is lost. Another attempt would find nothing to change."""
+        models = self.client.models
+
+        def is_gone(name):
+            give_up = time.monotonic() + 30
+            while time.monotonic() < give_up:
+                try:
+                    models.get(name)
+                except denoised.NotFound:
+                    return True
+                time.sleep(0.02)
+            return False
+
+        def change(address, proxy, method, name):
+            with denoised.Client(address, retry=PATIENT) as far:
+                far.server_info()
+                time.sleep(0.2)  # until all is said that is no reply
+                proxy.loses = True
+                getattr(far.models, method)(name)
+
+        async def change_async(address, proxy, method, name):
+            async with denoised.AsyncClient(address, retry=PATIENT) as far:
+                await far.server_info()
+                await asyncio.sleep(0.2)
+                proxy.loses = True
+                await getattr(far.models, method)(name)
+
+        for run in (change, lambda *arguments: asyncio.run(change_async(*arguments))):
+            models.load("digits", version="lost", keep_current=True)
+            models.alias("lost", "digits@lost")
+            for method, name in (("delete_alias", "lost"), ("unload", "digits@lost")):
+                with self.subTest(method):
+                    proxy = LosingReplies(self.address)
+                    self.addCleanup(proxy.close)
+                    self.raises(denoised.Unavailable, lambda: run(proxy.address, proxy, method, name))
+                    self.assertTrue(is_gone(name))
+
     # A server that goes away
 
     def restart(self, draw):
@@ -409,6 +467,60 @@ class ClientTest(unittest.TestCase):
         self.asynchronous(main)
         self.wait_for_state("task", "cancelled")
         self.wait_for_state("stream", "cancelled")
+
+    def test_a_read_that_is_given_up_ends_the_stream(self):
+        async def main(client):
+            stream = client.stream(request_id="given-up", **LONG)
+            await stream.__anext__()
+            with self.assertRaises(asyncio.TimeoutError):
+                while True:
+                    await asyncio.wait_for(stream.__anext__(), 0.001)
+            # gRPC has ended the call; nobody has cancelled this task.
+            with self.assertRaises(denoised.Cancelled):
+                await stream.__anext__()
+            with self.assertRaises(denoised.Cancelled):
+                await stream.result()
+        self.asynchronous(main)
+        self.wait_for_state("given-up", "cancelled")
+
+    def test_async_calls_work_with_files_on_other_threads(self):
+        threads = []
+
+        class Path(os.PathLike):
+            def __init__(self, path):
+                self.path = path
+
+            def __fspath__(self):
+                threads.append(threading.current_thread())
+                return str(self.path)
+
+        class Picture:
+            """What is asked of Pillow's."""
+
+            def getbands(self):
+                return ("L",)
+
+            def save(self, file, kind):
+                threads.append(threading.current_thread())
+                file.write(first.bytes())
+
+        first = self.client.generate(labels=7, seed=1, steps=2)[0]
+        first.save(self.folder / "a.png")
+        (self.folder / "token").write_text("x" * 43)  # which this server does not ask for
+        drawing = {"labels": 7, "steps": 2, "strength": 0.5}
+
+        async def main():
+            async with denoised.AsyncClient(self.address, token_file=Path(self.folder / "token"),
+                                            allow_plaintext_token=True) as client:
+                threads.clear()  # making the client reads the file, to say at once what is wrong
+                await client.server_info()
+                await client.generate(init_image=Path(self.folder / "a.png"), mask=Picture(), **drawing)
+                await client.stream(init_image=Picture(), request_id="files", survives=True, **drawing).result()
+                await client.jobs.watch("files").result()
+
+        asyncio.run(main())
+        self.assertEqual(len(threads), 4 + 3)  # the token for each call, and the pictures
+        self.assertNotIn(threading.main_thread(), threads)
 
     # TLS and tokens
 

@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of the Python client that need no server."""
 
+import asyncio
 import inspect
 import sys
+import time
 import typing
 import unittest
 
 import support  # noqa: F401: first
+import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
 
 import denoised
@@ -86,6 +89,12 @@ class RetryTest(unittest.TestCase):
                     denoised.FailedPrecondition, denoised.Cancelled):
             self.assertIsNone(self.attempts().failed(cls("no")))
 
+    def test_a_call_that_succeeds_leaves_the_next_all_attempts(self):
+        attempts = self.attempts(max_attempts=2)
+        self.assertIsNotNone(attempts.failed(unavailable()))
+        attempts.succeeded()
+        self.assertIsNotNone(attempts.failed(unavailable()))
+
     def test_the_budget_is_shared(self):
         budget = RetryBudget(2)
         for _ in range(2):
@@ -107,9 +116,10 @@ class RetryTest(unittest.TestCase):
 
 class StreamTest(unittest.TestCase):
     def state(self, watch=None):
-        generate = None if watch else pb.StreamGenerateRequest()
-        return StreamState(Attempts(RetryPolicy(max_attempts=3), RetryBudget(10), None), [], generate,
-                           watch)
+        state = StreamState(Attempts(RetryPolicy(max_attempts=3), RetryBudget(10), None), [], watch)
+        if watch is None:
+            state.generate = pb.StreamGenerateRequest()
+        return state
 
     @staticmethod
     def event(sequence, **kind):
@@ -171,6 +181,89 @@ class StreamTest(unittest.TestCase):
     def test_an_end_without_the_last_event(self):
         with self.assertRaises(denoised.DataLoss):
             self.state().ended(None)
+
+
+class NamedLabelsTest(unittest.TestCase):
+    """The look at a model for the names of its classes is a part of the call: it has its metadata, and takes of its
+    time."""
+
+    TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    REPLIES = {"GetModel": pb.GetModelResponse(model=pb.Model(name="digits", labels=["zero", "one"])),
+               "Generate": pb.GenerateResponse()}
+
+    def setUp(self):
+        self.seen = []
+        self.arguments = {"labels": ["one"], "timeout": 5, "metadata": {"x-tenant": "blue"},
+                          "traceparent": self.TRACE}
+
+    def see(self, name, request, timeout, metadata):
+        self.seen.append((name, request, timeout, dict(metadata)))
+        time.sleep(0.1)
+
+    def check(self, method):
+        (first, _, before, headers), (second, request, after, same_headers) = self.seen
+        self.assertEqual((first, second), ("GetModel", method))
+        self.assertLessEqual(after, before - 0.1)
+        self.assertEqual(headers, {"x-tenant": "blue", "traceparent": self.TRACE})
+        self.assertEqual(same_headers, headers)
+        self.assertEqual([c.class_label for c in request.params.conditions], [1])
+
+    def client(self):
+        client = denoised.Client("127.0.0.1:1")
+        self.addCleanup(client.close)
+
+        def method(name):
+            def call(request, timeout, metadata):
+                self.see(name, request, timeout, metadata)
+                return self.REPLIES.get(name, iter([]))
+            return call
+
+        client._methods = {name: method(name) for name in ("GetModel", "Generate", "StreamGenerate")}
+        return client
+
+    def async_client(self):
+        client = denoised.AsyncClient("127.0.0.1:1")
+
+        class Stream:
+            async def read(self):
+                return grpc.aio.EOF
+
+        def unary(name):
+            async def call(request, timeout, metadata):
+                self.see(name, request, timeout, metadata)
+                return self.REPLIES[name]
+            return call
+
+        def stream(request, timeout, metadata):
+            self.see("StreamGenerate", request, timeout, metadata)
+            return Stream()
+
+        client._connect(None)
+        client._methods = {"GetModel": unary("GetModel"), "Generate": unary("Generate"), "StreamGenerate": stream}
+        return client
+
+    def test_generate(self):
+        self.client().generate(**self.arguments)
+        self.check("Generate")
+
+    def test_stream(self):
+        self.client().stream(**self.arguments)
+        self.check("StreamGenerate")
+
+    def test_async_generate(self):
+        async def main():
+            async with self.async_client() as client:
+                await client.generate(**self.arguments)
+        asyncio.run(main())
+        self.check("Generate")
+
+    def test_async_stream(self):
+        async def main():
+            async with self.async_client() as client:
+                with self.assertRaises(denoised.DataLoss):
+                    await client.stream(**self.arguments).result()
+        asyncio.run(main())
+        self.check("StreamGenerate")
 
 
 class RequestTest(unittest.TestCase):

@@ -351,6 +351,90 @@ TEST(JpegTest, RefusesMoreScansThanEncodersWrite) {
   EXPECT_TRUE(good.ok()) << good.status().message();
 }
 
+std::string BigEndian(uint32_t value, size_t size) {
+  std::string bytes;
+  for (size_t i = size; i-- > 0;) bytes += static_cast<char>(value >> 8 * i & 0xff);
+  return bytes;
+}
+std::string LittleEndian(uint32_t value, size_t size) {
+  const std::string bytes = BigEndian(value, size);
+  return {bytes.rbegin(), bytes.rend()};
+}
+
+/// The content of an APP1 segment with two tags, the second of which is Orientation.
+std::string Exif(uint32_t orientation, bool little_endian = false) {
+  const auto number = little_endian ? LittleEndian : BigEndian;
+  return std::string("Exif\0\0", 6) + (little_endian ? "II" : "MM") + number(42, 2) + number(8, 4) +
+         number(2, 2) + number(0x010f, 2) + number(2, 2) + number(4, 4) + "abc" +
+         std::string(1, '\0') + number(0x0112, 2) + number(3, 2) + number(1, 4) +
+         number(orientation, 2) + number(0, 2) + number(0, 4);
+}
+std::string WithSegment(const std::string& jpeg, const std::string& content) {
+  return jpeg.substr(0, 2) + "\xff\xe1" + BigEndian(static_cast<uint32_t>(content.size() + 2), 2) +
+         content + jpeg.substr(2);
+}
+
+TEST(JpegTest, PhotosAreTurnedAsTheirExifSays) {
+  // Dark at the left and bright at the right in red, darker at the top than at the bottom in green.
+  constexpr int kWidth = 48, kHeight = 32;
+  Pixels picture{kWidth, kHeight, 3, {}};
+  for (int y = 0; y < kHeight; ++y) {
+    for (int x = 0; x < kWidth; ++x) {
+      picture.samples.insert(picture.samples.end(),
+                             {static_cast<uint8_t>(255 * x / (kWidth - 1)),
+                              static_cast<uint8_t>(127 * y / (kHeight - 1)), 0});
+    }
+  }
+  const auto file = EncodeJpeg(picture, 100);
+  ASSERT_TRUE(file.ok());
+  const auto stored = DecodeFile(*file, kPlenty);
+  ASSERT_TRUE(stored.ok());
+  // Where the corners of the file are seen: those of its first row, left and right, and the left
+  // one of its last row. EXIF 2.3, table 6.
+  struct Corner {
+    bool right, bottom;
+  };
+  struct Case {
+    int orientation;
+    Corner first, right, below;
+  };
+  const auto corner = [](const Pixels& pixels, bool right, bool bottom) {
+    const size_t x = right ? pixels.width - 1 : 0, y = bottom ? pixels.height - 1 : 0;
+    const auto at = pixels.samples.begin() + static_cast<int64_t>((y * pixels.width + x) * 3);
+    return std::vector<uint8_t>(at, at + 3);
+  };
+  for (const auto& [orientation, first, right, below] :
+       {Case{1, {0, 0}, {1, 0}, {0, 1}}, Case{2, {1, 0}, {0, 0}, {1, 1}},
+        Case{3, {1, 1}, {0, 1}, {1, 0}}, Case{4, {0, 1}, {1, 1}, {0, 0}},
+        Case{5, {0, 0}, {0, 1}, {1, 0}}, Case{6, {1, 0}, {1, 1}, {0, 0}},
+        Case{7, {1, 1}, {1, 0}, {0, 1}}, Case{8, {0, 1}, {0, 0}, {1, 1}}}) {
+    for (const bool little_endian : {false, true}) {
+      const auto seen = DecodeFile(WithSegment(*file, Exif(orientation, little_endian)), kPlenty);
+      ASSERT_TRUE(seen.ok()) << seen.status();
+      EXPECT_EQ(seen->width, orientation < 5 ? kWidth : kHeight) << orientation;
+      EXPECT_EQ(seen->height, orientation < 5 ? kHeight : kWidth) << orientation;
+      EXPECT_EQ(corner(*seen, first.right, first.bottom), corner(*stored, false, false))
+          << orientation;
+      EXPECT_EQ(corner(*seen, right.right, right.bottom), corner(*stored, true, false))
+          << orientation;
+      EXPECT_EQ(corner(*seen, below.right, below.bottom), corner(*stored, false, true))
+          << orientation;
+    }
+  }
+  // What is no orientation turns nothing.
+  const std::string whole = Exif(6);
+  std::vector<std::string> others = {Exif(0), Exif(9), "Exif", std::string(60'000, 'a'),
+                                     // a directory beyond the end, and one with too many entries
+                                     whole.substr(0, 10) + "\xff\xff\xff\xff" + whole.substr(14),
+                                     whole.substr(0, 14) + "\xff\xff" + whole.substr(16, 12)};
+  for (size_t size = 0; size < 38; ++size) others.push_back(whole.substr(0, size));
+  for (const std::string& content : others) {
+    const auto seen = DecodeFile(WithSegment(*file, content), kPlenty);
+    ASSERT_TRUE(seen.ok()) << seen.status();
+    EXPECT_EQ(seen->samples, stored->samples);
+  }
+}
+
 TEST(FormatsTest, RefusesWhatIsNoImage) {
   EXPECT_THAT(std::string(DecodeFile("", kPlenty).status().message()), HasSubstr("empty"));
   EXPECT_THAT(std::string(DecodeFile("GIF89a....", kPlenty).status().message()),

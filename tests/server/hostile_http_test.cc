@@ -4,16 +4,21 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <fstream>
+#include <map>
+#include <random>
 #include <thread>
 
+#include "engine/images/png.h"
 #include "tests/eventually.h"
 #include "tests/server/http_client.h"
+#include "tests/server/png_bomb.h"
 #include "tests/server/server_fixture.h"
 
 namespace denoised {
@@ -146,6 +151,41 @@ TEST_F(HostileHttpTest, HeadersAndBodiesAreBounded) {
   for (int i = 0; i < 40; ++i) chunked.Send(chunk);
   EXPECT_EQ(chunked.Read().code, 413);
   ExpectServing();
+}
+
+TEST_F(HostileHttpTest, PicturesAreMeasuredBeforeTheyAreUnpacked) {
+  config_.limits.max_init_pixels = 1 << 20;
+  Start();
+  ExpectServing();
+  const auto ask = [&](const std::string& file) {
+    return Ask("POST", "/v1/generate",
+               R"({"params": {"init_image": {"encoded": ")" + Encode64(file) + "\"}}}");
+  };
+  const auto edit = [&](const std::string& file) {
+    return Ask(
+        "POST", "/v1/images/edits",
+        "--b\r\nContent-Disposition: form-data; name=\"image\"\r\n\r\n" + file + "\r\n--b--\r\n",
+        {{"Content-Type", "multipart/form-data; boundary=b"}});
+  };
+  const int64_t before = ResidentBytes();
+  // 100 million pixels in 100 KB; two billion in none.
+  for (const std::string& file :
+       {PngBomb(10'000, 10'000, 10'000), PngBomb(46'341, 46'341, 0),
+        PngBomb(0x7fffffff, 0x7fffffff, 0), PngBomb(1, 1'000'000'000, 0)}) {
+    for (int i = 0; i < 10; ++i) {
+      const HttpAnswer ours = ask(file), openai = edit(file);
+      EXPECT_EQ(ours.code, 400);
+      EXPECT_EQ(ours.Error("param"), "params.init_image.encoded");
+      EXPECT_EQ(openai.code, 400);
+      EXPECT_EQ(openai.Error("param"), "image");
+    }
+  }
+  // Within the bound on pixels, but one line of them.
+  for (const std::string& file : {PngBomb(1, 1'000'000, 1'000'000), PngBomb(1 << 19, 2, 2)}) {
+    EXPECT_EQ(ask(file).code, 200);
+    EXPECT_EQ(edit(file).code, 200);
+  }
+  EXPECT_LT(ResidentBytes() - before, kMargin * 100 << 20);
 }
 
 TEST_F(HostileHttpTest, WhoMayNotChangeModelsHasNothingParsed) {
@@ -318,6 +358,42 @@ TEST_F(HostileHttpTest, WaitingRequestsLeaveRoomForUploads) {
   engine_->Pause(false);
 }
 
+/// What a request that waits for the device keeps of an edit is the picture as the model takes it,
+/// and not the file. (With a sanitizer there is no such count, and this shows nothing.)
+TEST_F(HostileHttpTest, WaitingEditsKeepNoFiles) {
+  constexpr int kEdits = 16, kFileBytes = 4 << 20;
+  Start();
+  ExpectServing();
+  engine_->Pause(true);
+  const auto file = EncodePng({.width = 1, .height = 1, .channels = 1, .samples = {0}},
+                              {{"Comment", std::string(kFileBytes, 'a')}});
+  ASSERT_TRUE(file.ok());
+  const auto heap = [] {
+    const auto information = mallinfo2();
+    return static_cast<int64_t>(information.uordblks + information.hblkhd);
+  };
+  const int64_t before = heap();
+  std::vector<HttpClient> clients;
+  for (int i = 0; i < kEdits; ++i) {
+    std::string body = "--b\r\nContent-Disposition: form-data; name=\"image\"\r\n\r\n" + *file;
+    if (i % 2 == 0) {
+      body += "\r\n--b\r\nContent-Disposition: form-data; name=\"stream\"\r\n\r\ntrue";
+    }
+    clients.push_back(Connect());
+    clients.back().Send(HttpClient::Request("POST", "/v1/images/edits", body + "\r\n--b--\r\n",
+                                            {{"Content-Type", "multipart/form-data; boundary=b"}}));
+  }
+  EXPECT_TRUE(Eventually([&] {
+    int queued = 0;
+    for (const EngineStats& stats : engine_->Stats()) queued += stats.queued_images;
+    return queued == kEdits;
+  }));
+  EXPECT_TRUE(Eventually([&] { return heap() - before < 2 * kFileBytes; }, 10s))
+      << (heap() - before) / kEdits << " bytes of each";
+  engine_->Pause(false);
+  for (HttpClient& client : clients) EXPECT_EQ(client.ReadHead().code, 200);
+}
+
 /// Each value of a list costs a parser more than its text. A shutdown waits for what is parsed.
 TEST_F(HostileHttpTest, BodiesOfManyValuesAreRefused) {
   Start();
@@ -405,6 +481,76 @@ TEST_F(HostileHttpTest, FiveHundredStreamsWithPreviews) {
   EXPECT_EQ(completed, kStreams);
   EXPECT_GT(previews, kStreams / 2);
   EXPECT_EQ(engine_->cancels(), 0);
+}
+
+/// Streams whose clients go at any moment. Every tenth stays.
+TEST_F(HostileHttpTest, ThousandsOfCancelsLeaveNothingAndChangeNobodysBytes) {
+  constexpr int kThreads = 16, kRequests = 150;
+  config_.metrics_listen = "127.0.0.1:0";
+  config_.connections.max_streams_per_client = 1000;
+  Start({.evaluation_cost = 50us, .max_rows = 64, .max_slots = 64});
+  struct Drawn {
+    std::string request;
+    std::map<int, std::string> images;
+  };
+  // The images of a stream that is read to its end, or of its first `events`.
+  const auto draw = [&](const std::string& request, int events) {
+    HttpClient client = Connect();
+    client.Send(HttpClient::Request("POST", "/v1/generate?stream=true", request));
+    std::map<int, std::string> images;
+    if (events > 0) client.ReadHead();
+    for (int i = 0; i < events; ++i) {
+      const auto event = client.ReadEvent();
+      if (!event) break;
+      if (event->name != "image") continue;
+      const nlohmann::json image = event->Json()["image"]["image"];
+      images[image["index"].get<int>()] = image["encoded"].get<std::string>();
+    }
+    return images;
+  };
+  constexpr int kAll = 1 << 20;
+  std::vector<std::vector<Drawn>> drawn(kThreads);
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      std::mt19937 random(thread);
+      for (int i = 0; i < kRequests; ++i) {
+        const nlohmann::json params = {{"seed", random() % 50},
+                                       {"steps", 1 + random() % 30},
+                                       {"count", 1 + random() % 4},
+                                       {"conditions", {{{"class_label", random() % 10}}}}};
+        const std::string request = nlohmann::json({{"params", params}}).dump();
+        if (random() % 10 == 0) {
+          drawn[thread].push_back({request, draw(request, kAll)});
+        } else {
+          draw(request, static_cast<int>(random() % 12));
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(Eventually([&] {
+    for (const EngineStats& stats : engine_->Stats()) {
+      if (stats.queued_images != 0 || stats.active_images != 0) return false;
+    }
+    return true;
+  })) << "a slot is leaked";
+  EXPECT_TRUE(Eventually([&] {
+    const std::string text = Scrape();
+    return text.find("denoised_jobs{model=\"digits\",state=\"queued\"} 0") != std::string::npos &&
+           text.find("denoised_jobs{model=\"digits\",state=\"running\"} 0") != std::string::npos;
+  })) << "a job is leaked";
+  EXPECT_GT(engine_->cancels(), 0);
+  // The idle server draws what those that stayed got.
+  int survivors = 0;
+  for (const std::vector<Drawn>& each : drawn) {
+    for (const Drawn& one : each) {
+      EXPECT_FALSE(one.images.empty());
+      EXPECT_EQ(one.images, draw(one.request, kAll)) << one.request;
+      ++survivors;
+    }
+  }
+  EXPECT_GT(survivors, kThreads * kRequests / 20);
 }
 
 }  // namespace

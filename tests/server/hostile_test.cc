@@ -6,19 +6,22 @@
 #include <gmock/gmock.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
-#include <zlib.h>
 
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
 #include <limits>
+#include <thread>
 
+#include "engine/images/png.h"
 #include "tests/eventually.h"
+#include "tests/server/png_bomb.h"
 #include "tests/server/server_fixture.h"
 
 namespace denoised {
@@ -275,26 +278,6 @@ TEST_F(HostileTest, ModelNamesAreNoPaths) {
   }
 }
 
-/// A grey PNG of zeros that says it is so large; its data are for `rows` of them.
-std::string PngBomb(uint32_t width, uint32_t height, size_t rows) {
-  const auto chunk = [](const std::string& type, const std::string& data) {
-    const std::string body = type + data;
-    const auto sum = static_cast<uint32_t>(
-        crc32(0, reinterpret_cast<const Bytef*>(body.data()), static_cast<uInt>(body.size())));
-    return BigEndian(static_cast<uint32_t>(data.size())) + body + BigEndian(sum);
-  };
-  const std::string pixels((size_t{width} + 1) * rows, '\0');
-  uLongf size = compressBound(pixels.size());
-  std::string packed(size, '\0');
-  compress2(reinterpret_cast<Bytef*>(packed.data()), &size,
-            reinterpret_cast<const Bytef*>(pixels.data()), pixels.size(), 9);
-  packed.resize(size);
-  return "\x89PNG\r\n\x1a\n" +
-         chunk("IHDR",
-               BigEndian(width) + BigEndian(height) + std::string("\x08\x00\x00\x00\x00", 5)) +
-         chunk("IDAT", packed) + chunk("IEND", "");
-}
-
 TEST_F(HostileTest, PicturesAreMeasuredBeforeTheyAreUnpacked) {
   config_.limits.max_init_pixels = 1 << 20;
   Start();
@@ -321,6 +304,66 @@ TEST_F(HostileTest, PicturesAreMeasuredBeforeTheyAreUnpacked) {
     EXPECT_TRUE(status.ok()) << status.error_message();
   }
   EXPECT_LT(ResidentBytes() - before, 100 << 20);
+}
+
+/// What a request that waits for the device keeps of its pictures is what the model takes, and not
+/// the files. (With a sanitizer there is no such count, and this shows nothing.)
+TEST_F(HostileTest, WaitingRequestsKeepNoFiles) {
+  constexpr int kRequests = 48, kFileBytes = 4 << 20;
+  Start();
+  ASSERT_TRUE(Generate().ok());
+  engine_->Pause(true);
+  const auto file = EncodePng({.width = 1, .height = 1, .channels = 1, .samples = {0}},
+                              {{"Comment", std::string(kFileBytes, 'a')}});
+  ASSERT_TRUE(file.ok());
+  // Both methods have messages of this form. gRPC's own stubs would keep a unary one in this
+  // process.
+  v1::GenerateRequest request;
+  request.mutable_params()->mutable_init_image()->set_encoded(*file);
+  const grpc::Slice slice(request.SerializeAsString());
+  request.Clear();
+  const auto heap = [] {
+    const auto information = mallinfo2();
+    return static_cast<int64_t>(information.uordblks + information.hblkhd);
+  };
+  const int64_t before = heap();
+  std::vector<std::thread> clients;
+  for (int i = 0; i < kRequests; ++i) {
+    clients.emplace_back([&, method = i % 2 == 0 ? "Generate" : "StreamGenerate"] {
+      grpc::ClientContext context;
+      grpc::CompletionQueue queue;
+      grpc::GenericStub stub(channel_);
+      const auto call =
+          stub.PrepareCall(&context, std::string("/denoised.v1.ImageGeneration/") + method, &queue);
+      const auto done = [&] {
+        void* tag = nullptr;
+        bool ok = false;
+        return queue.Next(&tag, &ok) && ok;
+      };
+      call->StartCall(nullptr);
+      EXPECT_TRUE(done());
+      call->WriteLast(grpc::ByteBuffer(&slice, 1), {}, nullptr);
+      EXPECT_TRUE(done());
+      grpc::ByteBuffer reply;
+      do {
+        call->Read(&reply, nullptr);
+      } while (done());
+      grpc::Status status;
+      call->Finish(&status, nullptr);
+      EXPECT_TRUE(done());
+      EXPECT_TRUE(status.ok()) << status.error_message();
+    });
+  }
+  EXPECT_TRUE(Eventually([&] {
+    int queued = 0;
+    for (const EngineStats& stats : engine_->Stats()) queued += stats.queued_images;
+    return queued == kRequests;
+  }));
+  // What gRPC's connections read into is up to 60 MiB, however many requests there are.
+  EXPECT_TRUE(Eventually([&] { return heap() - before < kRequests * int64_t{kFileBytes} / 2; }))
+      << (heap() - before) / kRequests << " bytes of each";
+  engine_->Pause(false);
+  for (std::thread& client : clients) client.join();
 }
 
 TEST_F(HostileTest, WhatIsNoHttp2IsDropped) {

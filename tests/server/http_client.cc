@@ -132,6 +132,7 @@ HttpClient::HttpClient(int port, std::optional<HttpTls> tls, int receive_buffer)
 
 HttpClient::~HttpClient() = default;
 HttpClient::HttpClient(HttpClient&&) noexcept = default;
+HttpClient& HttpClient::operator=(HttpClient&&) noexcept = default;
 
 bool HttpClient::connected() const { return state_->connected; }
 void HttpClient::Close() { state_ = std::make_unique<State>(); }

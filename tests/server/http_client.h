@@ -52,6 +52,7 @@ class HttpClient {
   explicit HttpClient(int port, std::optional<HttpTls> tls = std::nullopt, int receive_buffer = 0);
   ~HttpClient();
   HttpClient(HttpClient&&) noexcept;
+  HttpClient& operator=(HttpClient&&) noexcept;
 
   bool connected() const;
   /// Bytes as they are. False when the server has closed.

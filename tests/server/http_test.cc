@@ -3,12 +3,16 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <spng.h>
 
 #include <cstdlib>
+#include <filesystem>
+#include <map>
 #include <regex>
 #include <thread>
 
+#include "denoised/v1/model_admin.grpc.pb.h"
 #include "engine/images/png.h"
 #include "server/http/image_links.h"
 #include "server/http/json.h"
@@ -171,6 +175,7 @@ TEST_F(HttpTest, ErrorsOfOtherCodesNameTheirFieldToo) {
     const std::string field = answer.Error("param");
     EXPECT_THAT(answer.Error(), StartsWith(field + ": "));
     EXPECT_EQ(answer.Json()["error"]["details"][0]["metadata"]["field"], field);
+    EXPECT_EQ(answer.Header("x-should-retry"), "false");
     return field;
   };
   EXPECT_EQ(param("POST", "/v1/images/generations", R"({"prompt": "1", "model": "absent"})", 404),
@@ -388,8 +393,26 @@ TEST_F(HttpTest, AFullQueueSaysWhenToComeBack) {
   EXPECT_EQ(full.Error("type"), "rate_limit_error");
   EXPECT_EQ(full.Error("code"), "queue_full");
   EXPECT_FALSE(full.Header("retry-after").empty());
-  EXPECT_EQ(full.Header("x-should-retry"), "");
+  EXPECT_EQ(full.Header("x-should-retry"), "true");
   engine_->Pause(false);
+}
+
+/// OpenAI's clients would retry every 409, 429 and 5xx.
+TEST(ErrorReplyTest, OnlyWhatMayPassIsToBeRetried) {
+  const auto retries = [](const HttpReply& reply) {
+    std::map<std::string, std::string> headers(reply.headers.begin(), reply.headers.end());
+    EXPECT_EQ(headers.count("Retry-After"), headers["X-Should-Retry"] == "true" ? 1u : 0u);
+    return headers["X-Should-Retry"];
+  };
+  using Code = grpc::StatusCode;
+  for (const auto code : {Code::INVALID_ARGUMENT, Code::NOT_FOUND, Code::ALREADY_EXISTS,
+                          Code::RESOURCE_EXHAUSTED, Code::CANCELLED, Code::UNIMPLEMENTED,
+                          Code::INTERNAL, Code::DATA_LOSS, Code::DEADLINE_EXCEEDED}) {
+    EXPECT_EQ(retries(ErrorReply({code, "no"})), "false") << code;
+  }
+  EXPECT_EQ(retries(ErrorReply({Code::UNAVAILABLE, "no"})), "true");
+  // Too many uploads at a time.
+  EXPECT_EQ(retries(ErrorReply(503, {Code::RESOURCE_EXHAUSTED, "no"})), "true");
 }
 
 TEST_F(HttpTest, AModelThatLoadsIsUnavailable) {
@@ -481,6 +504,12 @@ TEST_F(HttpTest, OpenAiFieldsAreThoseOfOurMessages) {
   EXPECT_EQ(reply["quality"], "high");
   EXPECT_EQ(reply["denoised"]["params"]["sampler"], "SAMPLER_HEUN");
   EXPECT_EQ(answer.Header("x-request-id"), "mine");
+  for (const char* quality : {"auto", "hd"}) {
+    const json body = {{"prompt", "5"}, {"quality", quality}};
+    const json none = Ask("POST", "/v1/images/generations", body.dump()).Json();
+    EXPECT_TRUE(none.contains("data"));
+    EXPECT_FALSE(none.contains("quality")) << "OpenAI's replies have no such value";
+  }
 }
 
 TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
@@ -706,6 +735,13 @@ TEST_F(HttpTest, EditsBeginWithAnImage) {
 }
 
 /// Large base64 is taken out of a body before it is parsed. What is read must not depend on that.
+TEST_F(HttpTest, TextOfAFormIsUtf8) {
+  Start();
+  const HttpAnswer answer = Edit({{"prompt", "5"}, {"user", "\xff"}}, "a picture");
+  EXPECT_EQ(answer.code, 400);
+  EXPECT_EQ(answer.Error(), "user: is not UTF-8; encode the text so");
+}
+
 TEST(FromJsonTest, LargeBytesAreReadAsSmallOnes) {
   std::string bytes;
   for (int i = 0; i < 5000; ++i) bytes += static_cast<char>(i * i);
@@ -833,6 +869,24 @@ TEST_F(HttpTest, LinksWorkForAWhile) {
   EXPECT_EQ(file.body.substr(1, 3), "PNG");
   EXPECT_TRUE(Eventually([&] { return Ask("GET", path).code == 404; }));
   EXPECT_EQ(Ask("GET", "/v1/images/files/..%2f..%2fetc").code, 404);
+}
+
+/// Nobody asks for links any more. (With a sanitizer there is no such count, and this shows
+/// nothing.)
+TEST_F(HttpTest, LinksThatAreOverHoldNoMemory) {
+  config_.http_link_time = 300ms;
+  Start({.size = 2048, .channels = 3});
+  const auto heap = [] {
+    const auto information = mallinfo2();
+    return static_cast<int64_t>(information.uordblks + information.hblkhd);
+  };
+  const int64_t before = heap();
+  EXPECT_EQ(Ask("POST", "/v1/images/generations",
+                R"({"prompt": "3", "response_format": "url", "denoised": {"steps": 1}})")
+                .code,
+            200);
+  // The file has more than 4 MiB.
+  EXPECT_TRUE(Eventually([&] { return heap() - before < 2 << 20; }, 10s)) << heap() - before;
 }
 
 TEST(ImageLinksTest, TheOldestGoWhenThereIsNoRoom) {
@@ -1135,6 +1189,36 @@ TEST_F(HttpTest, TheEndOfTheGracePeriodEndsStreams) {
   EXPECT_EQ(last->Json()["error"]["status"], "UNAVAILABLE");
 }
 
+TEST_F(HttpTest, ADrainWaitsForNoLoad) {
+  const std::string slow = testing::TempDir() + "slow";
+  std::filesystem::create_directory(slow);
+  Start({.open_cost = 8s, .slow = slow});
+  std::thread over_http([&] {
+    const json body = {{"name", "one"}, {"directory", slow}};
+    const HttpAnswer answer = Ask("POST", "/v1/models", body.dump());
+    EXPECT_EQ(answer.code, 503) << answer.body;
+    EXPECT_EQ(answer.Error("code"), "draining");
+  });
+  std::thread over_grpc([&] {
+    v1::LoadModelRequest request;
+    request.set_name("two");
+    request.set_directory(slow);
+    v1::LoadModelResponse response;
+    grpc::ClientContext context;
+    const grpc::Status status =
+        v1::ModelAdmin::NewStub(channel_)->LoadModel(&context, request, &response);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE) << status.error_message();
+  });
+  EXPECT_TRUE(Eventually([&] { return engine_->opens() == 2; }));  // the other waits for this one
+  std::this_thread::sleep_for(200ms);                              // and has arrived
+  const auto begin = std::chrono::steady_clock::now();
+  server_->Drain(100ms);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 6s);
+  over_http.join();
+  over_grpc.join();
+  EXPECT_TRUE(server_->DestructorWaits());
+}
+
 TEST_F(HttpTest, CallsAreCountedAsThoseOfGrpc) {
   config_.metrics_listen = "127.0.0.1:0";
   Start();
@@ -1267,6 +1351,25 @@ TEST_F(HttpSecurityTest, TokensAreAskedForAndPagesAreNot) {
                          .Json();
   EXPECT_THAT(reply["data"][0]["url"].get<std::string>(),
               StartsWith("https://images.example.org/"));
+}
+
+TEST_F(HttpSecurityTest, AWithdrawnTokenEndsAtOnce) {
+  const Token first("first"), second("second");
+  const auto write = [&](const std::string& digest, const char* padding) {
+    return directory_.Write("clients.json",
+                            R"({"studio": {"token_sha256": [")" + digest + "\"]}}" + padding);
+  };
+  config_.security.clients = write(first.digest, "");
+  WriteKeyPair(authority_.Issue("server", "DNS:localhost,IP:127.0.0.1"));
+  Start({.evaluation_cost = 10ms});
+  const HttpTls tls{.authority = authority_.certificate()};
+  HttpClient kept(server_->http_port(), tls);  // a connection is no leave to go on
+  EXPECT_EQ(kept.Ask("POST", "/v1/generate", "{}", first.Bearer()).code, 200);
+  write(second.digest, "\n");
+  EXPECT_TRUE(Eventually(
+      [&] { return Ask(tls, "POST", "/v1/generate", "{}", second.Bearer()).code == 200; }));
+  EXPECT_EQ(kept.Ask("POST", "/v1/generate", "{}", first.Bearer()).code, 401);
+  EXPECT_EQ(Ask(tls, "POST", "/v1/generate", "{}", first.Bearer()).code, 401);
 }
 
 TEST_F(HttpSecurityTest, TlsIsSpokenAndNothingElse) {

@@ -12,6 +12,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import typing
 import unittest
 import urllib.request
 import zlib
@@ -41,6 +42,17 @@ def alpha_png(width, rows):
     header = width.to_bytes(4, "big") + len(rows).to_bytes(4, "big") + bytes([8, 4, 0, 0, 0])
     return (PNG + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines))
             + chunk(b"IEND", b""))
+
+
+def literals(hint):
+    """The values of all Literals in a type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return list(typing.get_args(hint))
+    return [value for argument in typing.get_args(hint) for value in literals(argument)]
+
+
+# What is refused, as it would change the picture: nothing here is transparent, vectors or a film.
+REFUSED = {"background": {"transparent"}, "output_format": {"gif", "svg"}}
 
 
 class OpenAiTest(unittest.TestCase):
@@ -76,6 +88,44 @@ class OpenAiTest(unittest.TestCase):
                           background="opaque", moderation="low", user="somebody")
         self.assertEqual(base64.b64decode(reply.data[0].b64_json)[8:12], b"WEBP")
         self.assertEqual(reply.output_format, "webp")
+
+    def test_every_value_that_the_package_knows(self):
+        """And replies are of its types, which it does not check itself."""
+        types = openai.types
+        image = base64.b64decode(self.draw().data[0].b64_json)
+
+        def generate(**fields):
+            return self.draw(**fields)
+
+        def edit(**fields):
+            return self.client.images.edit(model="digits", prompt="7", image=("a.png", image), **fields)
+
+        for call, params, completed in (
+                (generate, types.image_generate_params.ImageGenerateParamsBase, types.ImageGenCompletedEvent),
+                (edit, types.image_edit_params.ImageEditParamsBase, types.ImageEditCompletedEvent)):
+            hints = typing.get_type_hints(params)
+            tried = 0
+            for field, hint in hints.items():
+                if field in ("model", "size"):
+                    continue  # names and sizes are the server's own
+                for value in literals(hint):
+                    with self.subTest(call=call.__name__, field=field, value=value):
+                        tried += 1
+                        if value in REFUSED.get(field, ()):
+                            with self.assertRaises(openai.BadRequestError) as raised:
+                                call(**{field: value})
+                            self.assertEqual(raised.exception.param, field)
+                            continue
+                        reply = call(**{field: value})
+                        types.ImagesResponse.model_validate(reply.to_dict())
+                        if field == "response_format":
+                            continue
+                        *_, last = call(stream=True, **{field: value})
+                        completed.model_validate(last.to_dict())
+            self.assertGreater(tried, 15)
+            for field in ("safety_identifier", "user"):
+                self.assertIn(field, hints)
+                self.assertTrue(call(**{field: "somebody"}).data)
 
     def test_links(self):
         url = self.draw(response_format="url").data[0].url
@@ -148,6 +198,20 @@ class OpenAiTest(unittest.TestCase):
         self.assertEqual(raised.exception.code, "model_not_found")
         with self.assertRaises(openai.BadRequestError):
             self.draw(stream=True, extra_body={"denoised": {"steps": 0}})
+
+    def test_what_cannot_succeed_is_not_tried_again(self):
+        patient = openai.OpenAI(base_url=self.base, api_key="none")  # it retries twice by default
+        for prompt in ("1", "2"):
+            options = {"model": "digits", "prompt": prompt, "extra_body": {"denoised": {"request_id": "taken"}}}
+            if prompt == "1":
+                patient.images.generate(**options)
+                continue
+            with self.assertRaises(openai.ConflictError):
+                patient.images.generate(**options)
+        last = self.draw()._request_id  # which the log has after all others
+        with self.server.news:
+            self.server.news.wait_for(lambda: any(last in line for line in self.server.lines), 30)
+            self.assertEqual(len([line for line in self.server.lines if '"ALREADY_EXISTS"' in line]), 1)
 
     def test_asyncio(self):
         async def draw():

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import unittest
+import urllib.error
 import urllib.request
 
 from running import Running
@@ -274,6 +275,39 @@ class ProcessTest(unittest.TestCase):
             self.assertEqual(server.process.wait(15), 0)
             self.assertLess(time.monotonic() - start, 10)
             self.assertNotIn('"serving"', "".join(server.lines))
+
+    def test_a_signal_does_not_wait_for_a_model_that_an_admin_loads(self):
+        slow = os.path.join(os.path.dirname(self.model), "slow")
+        os.mkdir(slow)
+        with open(os.path.join(slow, "config.json"), "w") as file:
+            file.write("{}")
+        with Running(BINARY, "--model", f"digits={self.model}", "--model-roots", os.path.dirname(self.model),
+                     "--lame-duck-seconds", "0", "--grace-seconds", "1", http_listen="127.0.0.1:0") as server:
+            base = server.wait_for("listening")["http"]
+            server.wait_for("serving")
+
+            def load():
+                request = urllib.request.Request(
+                    f"{base}/v1/models", json.dumps({"name": "b", "directory": slow}).encode(),
+                    {"Content-Type": "application/json"})
+                try:
+                    return urllib.request.urlopen(request, timeout=60).status
+                except urllib.error.HTTPError as error:
+                    return error.code
+
+            def states():
+                with urllib.request.urlopen(f"{base}/v1/models", timeout=60) as reply:
+                    return [model["state"] for model in json.load(reply)["models"]]
+
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                loading = pool.submit(load)
+                while "MODEL_STATE_LOADING" not in states():
+                    time.sleep(0.02)
+                start = time.monotonic()
+                server.process.send_signal(signal.SIGTERM)
+                self.assertEqual(server.process.wait(15), 0)
+                self.assertLess(time.monotonic() - start, 10)
+                self.assertEqual(loading.result(), 503)
 
     def test_the_service_manager_is_told_its_state(self):
         path = os.path.join(os.path.dirname(self.model), "notify")

@@ -21,19 +21,36 @@ const feed = new Feed($("feed"), {
 });
 const operate = new Operate($("operate"), {onchange: refresh});
 
-// A browser has six connections to a server, and each request that runs takes one.
-const kStreams = 4;
-let streams = 0;
+// A browser has six connections to a server, and each request that runs takes one. Cancel and Operate must find one
+// too, so the tabs share four slots by locks. HTTP from another host has no locks: there each tab has four.
+const kSlots = 4;
+function inSharedSlot(work) {
+  return new Promise((done, failed) => navigator.locks.request("denoised", () => new Promise((next) => {
+    const others = new AbortController();
+    for (let i = 0; i < kSlots; ++i) {
+      navigator.locks.request(`denoised ${i}`, {signal: others.signal}, () => {
+        if (others.signal.aborted) return undefined;  // another slot was free as well
+        others.abort();
+        next();
+        return work().then(done, failed);
+      }).catch(() => {});  // aborted
+    }
+  })));
+}
+let taken = 0;
 const waiting = [];
-async function takeStream() {
-  if (streams < kStreams) ++streams;
+async function inOwnSlot(work) {
+  if (taken < kSlots) ++taken;
   else await new Promise((go) => waiting.push(go));
+  try {
+    await work();
+  } finally {
+    const next = waiting.shift();
+    if (next) next();
+    else --taken;
+  }
 }
-function giveStream() {
-  const next = waiting.shift();
-  if (next) next();
-  else --streams;
-}
+const inSlot = navigator.locks ? inSharedSlot : inOwnSlot;
 
 async function draw(params) {
   const job = new Job(params, {onsignin: signIn, onchange: () => {
@@ -43,13 +60,7 @@ async function draw(params) {
   const card = feed.add(job);
   if (matchMedia("(max-width: 800px)").matches) card.root.scrollIntoView();
   jobs.add(job);
-  await takeStream();
-  try {
-    await job.run();
-  } finally {
-    giveStream();
-    jobs.delete(job);
-  }
+  await inSlot(() => job.run()).finally(() => jobs.delete(job));
   if (job.error && job.error.violations.length) form.wrong(job.error.violations);
 }
 

@@ -43,6 +43,13 @@ export function update(element, ...children) {
   for (const old of before.slice(after.length)) old.remove();
 }
 
+/** Shows or hides a part of a form. A browser would refuse the whole form for a wrong value that is hidden, and
+    could not show where it is. */
+export function reveal(element, shown) {
+  element.hidden = !shown;
+  for (const each of element.querySelectorAll("input, select, textarea")) each.disabled = !shown;
+}
+
 export const $ = (id) => document.getElementById(id);
 
 let said = 0;

@@ -253,7 +253,7 @@ class Card {
     const {job} = this;
     let text = "";
     if (job.state === "sending") {
-      text = job.begun ? "Sending" : "Waits for the requests below";
+      text = job.begun ? "Sending" : "Waits for requests that run";
     } else if (job.state === "queued") {
       const {position, ahead, start, total, at} = job.queue;
       const left = (seconds) => Math.max(0, seconds - (performance.now() - at) / 1000);

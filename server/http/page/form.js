@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What to draw. Everything here follows from the model as the server describes it.
 import {fromBase64, toBase64} from "./api.js";
-import {$, count, h, plain, put, quantity, say, update} from "./dom.js";
+import {$, count, h, plain, put, quantity, reveal, say, update} from "./dom.js";
 import {newSeed} from "./job.js";
 import {paintMask} from "./mask.js";
 
@@ -143,17 +143,14 @@ export class Form {
         h("div", {class: "folded"}, more)),
       h("div", {class: "draw"}, h("button", {class: "primary", type: "submit", title: "Ctrl+Enter"}, "Draw"),
         h("p", {class: "wrong", id: "form-wrong", role: "alert", hidden: true})));
+    this.root.elements.sampler.addEventListener("change", (event) => {
+      const chosen = event.target.value || defaults.sampler;
+      for (const [name, samplers] of Object.entries(kNoisy)) {
+        reveal(this.root.querySelector(`[data-field="${name}"]`), samplers.includes(chosen));
+      }
+    });
     this.root.elements.count.value = 4 <= limits.max_count ? 4 : 1;
     this.restore({...kept, model: this.nameOf(model)});
-    const sampler = this.root.elements.sampler;
-    const extras = () => {
-      const chosen = sampler.value || defaults.sampler;
-      for (const [name, samplers] of Object.entries(kNoisy)) {
-        this.root.querySelector(`[data-field="${name}"]`).hidden = !samplers.includes(chosen);
-      }
-    };
-    sampler.addEventListener("change", extras);
-    extras();
   }
 
   condition() {
@@ -200,12 +197,12 @@ export class Form {
     }
     const select = choice("size", "Size", [...[...known].map(([value, name], i) => [i ? value : "",
       `${value.replace("x", " × ")} ${name}`]), ["own", "other…"]]);
-    const own = h("div", {class: "pair", hidden: true},
+    const own = h("div", {class: "pair"},
       number("width", "Width", {min: multiple, max: limits.max_edge, step: multiple, placeholder: defaults.width}),
       number("height", "Height", {min: multiple, max: limits.max_edge, step: multiple,
         placeholder: defaults.height}));
     select.querySelector("select").addEventListener("change", (event) => {
-      own.hidden = event.target.value !== "own";
+      reveal(own, event.target.value === "own");
     });
     return h("div", {class: "size"}, select, own);
   }
@@ -231,7 +228,7 @@ export class Form {
   }
 
   showStart() {
-    if (!this.startBox) return;
+    if (!this.startBox || !this.model) return;
     const {capabilities: can, defaults} = this.model;
     const file = h("input", {type: "file", accept: "image/png,image/jpeg,image/webp", id: "start-file",
       class: "hidden", onchange: (event) => event.target.files[0] && this.setStart(event.target.files[0])});
@@ -273,6 +270,8 @@ export class Form {
   }
 
   async setStart(blob) {
+    if (!this.model) return;
+    const {limits} = this.model;
     const before = this.start;
     this.latest = blob;
     this.start = null;
@@ -291,7 +290,7 @@ export class Form {
       }
       // A request has a limit. What is larger than needed is scaled down here, not there.
       const start = {blob, url, width: picture.naturalWidth, height: picture.naturalHeight};
-      const most = Number(this.model.limits.max_request_bytes || 0) * 0.6;
+      const most = Number(limits.max_request_bytes || 0) * 0.6;
       if (most && blob.size > most) {
         const scale = Math.min(1, 1024 / Math.max(start.width, start.height));
         const canvas = h("canvas", {width: Math.round(start.width * scale),
@@ -339,6 +338,9 @@ export class Form {
         if (value !== "" || element.name !== "count") element.value = value;
       }
     }
+    for (const name of ["size", "sampler"]) {  // which say what else is shown
+      this.root.elements[name].dispatchEvent(new Event("change"));
+    }
   }
 
   /** The request as GenerationParams in JSON; every one has a seed, so that it can be repeated. */
@@ -347,7 +349,7 @@ export class Form {
     const params = {model: this.nameOf(model), seed: (values.seed || "").trim() || newSeed(),
       count: Number(values.count) || 1};
     const numeric = (name) => values[name] !== undefined && values[name] !== "" &&
-      !this.root.querySelector(`[data-field="${name}"]`).hidden && (params[name] = Number(values[name]));
+      !this.root.elements[name].disabled && (params[name] = Number(values[name]));
     for (const name of ["steps", "guidance_scale", "eta", "s_churn", "solver_order", "image_guidance_scale",
       "guidance_rescale", "guidance_start", "guidance_stop"]) numeric(name);
     if (values.sampler) params.sampler = values.sampler;
@@ -408,6 +410,7 @@ export class Form {
   async fill(params) {
     const model = this.models.find((each) => this.nameOf(each) === params.model);
     if (model && model !== this.model) this.show(model);
+    if (!this.model) return;  // the form says so
     const conditions = params.conditions || [], [first = {}] = conditions;
     const labels = first.class_label === undefined ? [] : conditions.map((each) => String(each.class_label));
     const values = {seed: params.seed, count: String(params.count || 1), sampler: params.sampler || "",
@@ -423,9 +426,6 @@ export class Form {
       "guidance_rescale", "guidance_start", "guidance_stop"]) values[name] = params[name] ?? "";
     this.restore(values);
     $("more").open = true;
-    for (const select of [this.root.elements.size, this.root.elements.sampler]) {
-      select.dispatchEvent(new Event("change"));
-    }
     this.root.scrollIntoView();
     (this.root.elements.prompt || this.root.elements.count).focus();
     const picture = (image) => image ? new Blob([fromBase64(image.encoded)]) : null;

@@ -112,7 +112,8 @@ export async function paintMask(start, mask) {
       h("button", {type: "button", onclick: invert}, "Invert"),
       h("button", {type: "button", onclick: clear}, "Clear")),
     h("small", {id: "mask-keys"}, "Paint with a pointer. Or arrow keys move the brush, space paints, X erases."),
-    h("div", {class: "buttons"}, h("span"), h("button", {value: ""}, "Cancel"),
+    h("div", {class: "buttons"}, h("span"),
+      h("button", {type: "button", onclick: () => dialog.close("")}, "Cancel"),  // Enter presses the first that submits
       h("button", {value: "use", class: "primary"}, "Use it"))));
   dialog.returnValue = "";
   dialog.showModal();

@@ -77,7 +77,11 @@ export class Operate {
       const rows = [];
       if (device.error) rows.push(h("p", {class: "wrong"}, `Lost: ${device.error}`));
       if (samples) {
-        const change = (name) => this.before ? sum(samples, name, at) - sum(this.before.samples, name, at) : 0;
+        const change = (name) => {
+          if (!this.before) return 0;
+          const now = sum(samples, name, at), before = sum(this.before.samples, name, at);
+          return now < before ? now : now - before;  // a server that has restarted counts anew
+        };
         const seconds = this.before ? (performance.now() - this.before.at) / 1000 : 0;
         const evaluations = change("denoised_evaluation_rows_count");
         const busy = seconds ? Math.min(1, change("denoised_evaluation_seconds_sum") / seconds) : 0;

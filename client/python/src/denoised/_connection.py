@@ -19,6 +19,7 @@ from .errors import DETAILS_KEY, DenoisedError, InvalidArgument, NotFound, Unava
 from .retry import Attempts, RetryBudget, RetryPolicy
 
 Metadata = Mapping[str, str]
+Headers = List[Tuple[str, str]]
 
 _SERVICE = "denoised.v1.ImageGeneration"
 _ADMIN = "denoised.v1.ModelAdmin"
@@ -207,8 +208,7 @@ class Connection:
             private_key=_read("tls.key", self._tls.key),
             certificate_chain=_read("tls.cert", self._tls.cert))
 
-    def headers(self, metadata: Optional[Metadata],
-                traceparent: Optional[str]) -> List[Tuple[str, str]]:
+    def headers(self, metadata: Optional[Metadata], traceparent: Optional[str]) -> Headers:
         """The metadata of a call. The token file is read for each, so the token can be replaced."""
         merged = {key.lower(): value for key, value in {**self._metadata, **(metadata or {})}.items()}
         for key, value in merged.items():

@@ -316,6 +316,12 @@ def message_of_sizes(given: Dict[str, Any], message: pb.SizeConditions) -> None:
         message.crop.left, message.crop.top = given.pop("crop")
 
 
+def fields_of(arguments: Dict[str, Any]) -> Dict[str, Any]:
+    """Of the arguments of `generate` and `stream`, those that say what to draw."""
+    others = ("self", "previews", "timeout", "metadata", "traceparent")
+    return {name: value for name, value in arguments.items() if name not in others}
+
+
 def generation_params(fields: Dict[str, Any]) -> pb.GenerationParams:
     """The message of the keyword arguments of `generate`, whose labels are indices. Fixes the seed
     if the caller did not, so that every attempt draws the same images, those of another call with

@@ -5,11 +5,12 @@ break. Without input and output, so that both kinds of client share it."""
 from __future__ import annotations
 
 import enum
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, Optional, Set, Tuple
 
 from denoised.v1 import image_generation_pb2 as pb
 
 from . import _convert
+from ._connection import Headers
 from .errors import DataLoss, DenoisedError, Unavailable
 from .retry import Attempts
 from .types import Completed, Event, Image, ImageReady, Params, Preview, Progress, Queued, Result
@@ -73,14 +74,14 @@ class SeenEvents:
 
 
 class StreamState:
-    """One stream with its retries. `generate` starts a job; without it, `watch` follows one."""
+    """One stream with its retries. `watch` follows a job; without it, `generate`, which is set before the
+    first attempt, starts one."""
 
-    def __init__(self, attempts: Attempts, headers: List[Tuple[str, str]],
-                 generate: Optional[pb.StreamGenerateRequest],
+    def __init__(self, attempts: Attempts, headers: Headers,
                  watch: Optional[pb.WatchJobRequest] = None) -> None:
         self.attempts = attempts
         self.headers = headers
-        self.generate = generate
+        self.generate: Optional[pb.StreamGenerateRequest] = None
         self._watch = watch or pb.WatchJobRequest()
         self._seen = SeenEvents()
         self._received = False  # in any attempt

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, AsyncIterator, Callable, Dict, List, Optional, Sequence, Union
+from typing import Any, AsyncIterator, Awaitable, Callable, Dict, List, Optional, Sequence, Union
 
 import grpc
 import grpc.aio
@@ -14,10 +14,10 @@ from denoised.v1 import image_generation_pb2 as pb
 from denoised.v1 import model_admin_pb2 as admin_pb
 
 from . import _convert
-from ._connection import JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Metadata
+from ._connection import JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata
 from ._stream import StreamState
 from .errors import Cancelled, DenoisedError, InvalidArgument
-from .retry import RetryPolicy
+from .retry import Attempts, RetryPolicy
 from .types import (Event, ImageFormat, Job, Model, NoiseSchedule, Previews, Priority, Result, Sampler,
                     ServerInfo)
 from .client import InitImage, Labels, Size, Texts, Vectors, _serialize
@@ -29,12 +29,10 @@ class AsyncStream(AsyncIterator[Event]):
     block cancels it."""
 
     def __init__(self, client: AsyncClient, state: StreamState,
-                 fields: Optional[Dict[str, Any]] = None,
-                 previews: Union[bool, Previews] = False) -> None:
+                 prepare: Callable[[], Awaitable[None]]) -> None:
         self._client = client
         self._state = state
-        self._fields = fields  # of a request that was not made yet
-        self._previews = previews
+        self._prepare: Optional[Callable[[], Awaitable[None]]] = prepare  # None: done
         self._call: Any = None
         self._cancelled = False
         self._waiting: Optional[asyncio.Event] = None
@@ -63,19 +61,17 @@ class AsyncStream(AsyncIterator[Event]):
         return self._state.result()
 
     async def _start(self) -> Any:
-        if self._fields is not None:
-            fields = await self._client._resolve(self._state.attempts.remaining(), self._fields)
-            self._state.generate = pb.StreamGenerateRequest(
-                params=_convert.generation_params(fields),
-                preview=_convert.preview_options(self._previews))
-            self._fields = None
+        if self._prepare is not None:
+            await self._prepare()
+            self._prepare = None
         if self._cancelled:
             raise Cancelled("cancelled by the caller")
         method, request = self._state.call()
         # The call works on a copy: the state moves on while it runs.
         message = type(request).FromString(request.SerializeToString())
-        self._call = self._client._method(method)(
-            message, timeout=self._state.attempts.remaining(), metadata=self._state.headers)
+        call = await self._client._method(method)
+        self._call = call(message, timeout=self._state.attempts.remaining(),
+                          metadata=self._state.headers)
         return self._call
 
     def __aiter__(self) -> AsyncStream:
@@ -99,7 +95,8 @@ class AsyncStream(AsyncIterator[Event]):
                 except grpc.RpcError as failure:
                     error = self._client._connection.error(failure, cancelled=self._cancelled)
                 except asyncio.CancelledError:
-                    if not self._cancelled:  # the task was cancelled, not the stream
+                    if not self._cancelled:  # the task was, and gRPC has ended the call with it
+                        self.cancel()
                         raise
                 if self._cancelled:
                     raise Cancelled("cancelled by the caller")
@@ -160,8 +157,12 @@ class AsyncJobs:
         place in the queue, progress and previews), then as they happen."""
         self._client._connection.check_single(JOBS)
         watch = pb.WatchJobRequest(request_id=request_id, after_sequence=after)
-        return AsyncStream(self._client, self._client._stream_state(None, watch, timeout, metadata,
-                                                               traceparent))
+        state = StreamState(self._client._connection.attempts(timeout), [], watch)
+
+        async def prepare() -> None:
+            state.headers = await self._client._headers(metadata, traceparent)
+
+        return AsyncStream(self._client, state, prepare)
 
     async def cancel(self, request_id: str, *, timeout: Optional[float] = None) -> Job:
         """Ends a job before its next evaluation; returns it as it was just before."""
@@ -201,9 +202,9 @@ class AsyncModels:
         return _convert.model(response.model)
 
     async def unload(self, name: str, *, timeout: Optional[float] = None) -> None:
-        """Takes "name" or "name@version" away, and waits for the requests that it has."""
+        """Takes "name" or "name@version" away, and waits for the requests that it has; not retried."""
         self._client._connection.check_single(MODELS)
-        await self._client._call("UnloadModel", admin_pb.UnloadModelRequest(name=name), timeout)
+        await self._client._call("UnloadModel", admin_pb.UnloadModelRequest(name=name), timeout, ONCE)
 
     async def alias(self, alias: str, target: str, *, timeout: Optional[float] = None) -> Model:
         """`alias` means `target`, "name" or "name@version", from now on. With a model's own name as
@@ -213,9 +214,9 @@ class AsyncModels:
         return _convert.model((await self._client._call("SetAlias", request, timeout)).model)
 
     async def delete_alias(self, alias: str, *, timeout: Optional[float] = None) -> None:
-        """Removes another name of a model."""
+        """Removes another name of a model; not retried."""
         self._client._connection.check_single(MODELS)
-        await self._client._call("DeleteAlias", admin_pb.DeleteAliasRequest(alias=alias), timeout)
+        await self._client._call("DeleteAlias", admin_pb.DeleteAliasRequest(alias=alias), timeout, ONCE)
 
 
 class AsyncClient:
@@ -279,24 +280,11 @@ class AsyncClient:
             survives: bool = False, timings: bool = False, timeout: Optional[float] = None,
             metadata: Optional[Metadata] = None, traceparent: Optional[str] = None) -> Result:
         """As `Client.generate`. Cancelling the task cancels the request."""
-        fields = await self._resolve(timeout, dict(
-            prompt=prompt, negative_prompt=negative_prompt, prompt_2=prompt_2,
-            negative_prompt_2=negative_prompt_2, clip_skip=clip_skip, max_chunks=max_chunks,
-            model=model, labels=labels,
-            class_vectors=class_vectors, original_size=original_size, crop=crop,
-            target_size=target_size, count=count, seed=seed, size=size,
-            init_image=init_image, strength=strength, mask=mask, initial_noise=initial_noise,
-            steps=steps,
-            sampler=sampler, noise_schedule=noise_schedule, guidance_scale=guidance_scale,
-            image_guidance_scale=image_guidance_scale, guidance_rescale=guidance_rescale,
-            guidance_start=guidance_start, guidance_stop=guidance_stop, eta=eta,
-            s_churn=s_churn, s_tmin=s_tmin, s_tmax=s_tmax, s_noise=s_noise,
-            solver_order=solver_order, format=format, quality=quality,
-            embed_metadata=embed_metadata, priority=priority, request_id=request_id,
-            survives=survives, timings=timings))
-        request = pb.GenerateRequest(params=_convert.generation_params(fields))
-        return _convert.result(
-            await self._call("Generate", request, timeout, None, metadata, traceparent))
+        fields = _convert.fields_of(locals())
+        attempts = self._connection.attempts(timeout)
+        headers = await self._headers(metadata, traceparent)
+        request = pb.GenerateRequest(params=await self._params(fields, attempts, headers))
+        return _convert.result(await self._attempt("Generate", request, attempts, headers))
 
     def stream(
             self, prompt: Optional[Texts] = None, *, previews: Union[bool, Previews] = False,
@@ -324,23 +312,16 @@ class AsyncClient:
             survives: bool = False, timings: bool = False, timeout: Optional[float] = None,
             metadata: Optional[Metadata] = None, traceparent: Optional[str] = None) -> AsyncStream:
         """As `Client.stream`; the request is sent when the first event is asked for."""
-        fields: Dict[str, Any] = dict(
-            prompt=prompt, negative_prompt=negative_prompt, prompt_2=prompt_2,
-            negative_prompt_2=negative_prompt_2, clip_skip=clip_skip, max_chunks=max_chunks,
-            model=model, labels=labels,
-            class_vectors=class_vectors, original_size=original_size, crop=crop,
-            target_size=target_size, count=count, seed=seed, size=size,
-            init_image=init_image, strength=strength, mask=mask, initial_noise=initial_noise,
-            steps=steps,
-            sampler=sampler, noise_schedule=noise_schedule, guidance_scale=guidance_scale,
-            image_guidance_scale=image_guidance_scale, guidance_rescale=guidance_rescale,
-            guidance_start=guidance_start, guidance_stop=guidance_stop, eta=eta,
-            s_churn=s_churn, s_tmin=s_tmin, s_tmax=s_tmax, s_noise=s_noise,
-            solver_order=solver_order, format=format, quality=quality,
-            embed_metadata=embed_metadata, priority=priority, request_id=request_id,
-            survives=survives, timings=timings)
-        state = self._stream_state(pb.StreamGenerateRequest(), None, timeout, metadata, traceparent)
-        return AsyncStream(self, state, fields, previews)
+        fields = _convert.fields_of(locals())
+        state = StreamState(self._connection.attempts(timeout), [])
+
+        async def prepare() -> None:
+            state.headers = await self._headers(metadata, traceparent)
+            state.generate = pb.StreamGenerateRequest(
+                params=await self._params(fields, state.attempts, state.headers),
+                preview=_convert.preview_options(previews))
+
+        return AsyncStream(self, state, prepare)
 
     async def server_info(self, *, timeout: Optional[float] = None) -> ServerInfo:
         """What the server is and allows; of replicas, any."""
@@ -353,40 +334,46 @@ class AsyncClient:
         response = await self._call("Health", request, timeout)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def _resolve(self, timeout: Optional[float], fields: Dict[str, Any]) -> Dict[str, Any]:
-        """`fields` with indices in place of the names of classes."""
+    # What reads files or converts pictures runs on other threads: the loop must not wait for it.
+
+    async def _headers(self, metadata: Optional[Metadata], traceparent: Optional[str]) -> Headers:
+        return await asyncio.to_thread(self._connection.headers, metadata, traceparent)
+
+    async def _params(self, fields: Dict[str, Any], attempts: Attempts,
+                      headers: Headers) -> pb.GenerationParams:
+        """The message of the arguments of `generate`, after a look at the model if classes have names."""
         if _convert.needs_names(fields["labels"]):
-            model = await self.models.get(fields["model"] or "", timeout=timeout)
-            fields["labels"] = _convert.label_indices(fields["labels"], model)
-        return fields
+            request = pb.GetModelRequest(name=fields["model"] or "")
+            model = (await self._attempt("GetModel", request, attempts, headers)).model
+            fields["labels"] = _convert.label_indices(fields["labels"], _convert.model(model))
+        return await asyncio.to_thread(_convert.generation_params, fields)
 
-    def _stream_state(self, generate: Optional[pb.StreamGenerateRequest],
-                      watch: Optional[pb.WatchJobRequest], timeout: Optional[float],
-                      metadata: Optional[Metadata], traceparent: Optional[str]) -> StreamState:
-        return StreamState(self._connection.attempts(timeout),
-                           self._connection.headers(metadata, traceparent), generate, watch)
-
-    def _method(self, name: str) -> Callable[..., Any]:
+    async def _method(self, name: str) -> Callable[..., Any]:
         if self._channel is None:  # here, because a channel belongs to the loop it is made in
-            credentials = self._connection.credentials()
-            uri, options = self._connection.target.uri, self._connection.options
-            self._channel = (grpc.aio.insecure_channel(uri, options) if credentials is None
-                             else grpc.aio.secure_channel(uri, credentials, options))
-            for each, (path, reply) in METHODS.items():
-                make = self._channel.unary_stream if each in STREAMS else self._channel.unary_unary
-                self._methods[each] = make(path, request_serializer=_serialize,
-                                           response_deserializer=reply.FromString)
+            credentials = await asyncio.to_thread(self._connection.credentials)
+            if self._channel is None:  # no other call was faster
+                self._connect(credentials)
         return self._methods[name]
 
+    def _connect(self, credentials: Any) -> None:
+        uri, options = self._connection.target.uri, self._connection.options
+        self._channel = (grpc.aio.insecure_channel(uri, options) if credentials is None
+                         else grpc.aio.secure_channel(uri, credentials, options))
+        for name, (path, reply) in METHODS.items():
+            make = self._channel.unary_stream if name in STREAMS else self._channel.unary_unary
+            self._methods[name] = make(path, request_serializer=_serialize,
+                                       response_deserializer=reply.FromString)
+
     async def _call(self, name: str, request: Any, timeout: Optional[float],
-                    retry: Optional[RetryPolicy] = None, metadata: Optional[Metadata] = None,
-                    traceparent: Optional[str] = None) -> Any:
-        attempts = self._connection.attempts(timeout, retry)
-        headers = self._connection.headers(metadata, traceparent)
+                    retry: Optional[RetryPolicy] = None) -> Any:
+        return await self._attempt(name, request, self._connection.attempts(timeout, retry),
+                                   await self._headers(None, None))
+
+    async def _attempt(self, name: str, request: Any, attempts: Attempts, headers: Headers) -> Any:
         while True:
             try:
-                response = await self._method(name)(request, timeout=attempts.remaining(),
-                                                    metadata=headers)
+                method = await self._method(name)
+                response = await method(request, timeout=attempts.remaining(), metadata=headers)
                 attempts.succeeded()
                 return response
             except grpc.RpcError as failure:

@@ -15,10 +15,10 @@ from denoised.v1 import image_generation_pb2 as pb
 from denoised.v1 import model_admin_pb2 as admin_pb
 
 from . import _convert
-from ._connection import JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Metadata
+from ._connection import JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata
 from ._stream import StreamState
 from .errors import Cancelled, DenoisedError, InvalidArgument
-from .retry import RetryPolicy
+from .retry import Attempts, RetryPolicy
 from .types import (Event, ImageFormat, Job, Model, NoiseSchedule, Previews, Priority, Result, Sampler,
                     ServerInfo)
 
@@ -146,8 +146,7 @@ class Jobs:
         place in the queue, progress and previews), then as they happen."""
         self._client._connection.check_single(JOBS)
         watch = pb.WatchJobRequest(request_id=request_id, after_sequence=after)
-        return Stream(self._client, self._client._stream_state(None, watch, timeout, metadata,
-                                                          traceparent))
+        return Stream(self._client, self._client._stream_state(watch, timeout, metadata, traceparent))
 
     def cancel(self, request_id: str, *, timeout: Optional[float] = None) -> Job:
         """Ends a job before its next evaluation; returns it as it was just before."""
@@ -187,9 +186,9 @@ class Models:
         return _convert.model(response.model)
 
     def unload(self, name: str, *, timeout: Optional[float] = None) -> None:
-        """Takes "name" or "name@version" away, and waits for the requests that it has."""
+        """Takes "name" or "name@version" away, and waits for the requests that it has; not retried."""
         self._client._connection.check_single(MODELS)
-        self._client._call("UnloadModel", admin_pb.UnloadModelRequest(name=name), timeout)
+        self._client._call("UnloadModel", admin_pb.UnloadModelRequest(name=name), timeout, ONCE)
 
     def alias(self, alias: str, target: str, *, timeout: Optional[float] = None) -> Model:
         """`alias` means `target`, "name" or "name@version", from now on. With a model's own name as
@@ -199,9 +198,9 @@ class Models:
         return _convert.model((self._client._call("SetAlias", request, timeout)).model)
 
     def delete_alias(self, alias: str, *, timeout: Optional[float] = None) -> None:
-        """Removes another name of a model."""
+        """Removes another name of a model; not retried."""
         self._client._connection.check_single(MODELS)
-        self._client._call("DeleteAlias", admin_pb.DeleteAliasRequest(alias=alias), timeout)
+        self._client._call("DeleteAlias", admin_pb.DeleteAliasRequest(alias=alias), timeout, ONCE)
 
 
 class Client:
@@ -312,23 +311,11 @@ class Client:
         timings: return a timeline.
         timeout: seconds for all attempts together. metadata, traceparent: sent with the call.
         """
-        fields = self._resolve(timeout, dict(
-            prompt=prompt, negative_prompt=negative_prompt, prompt_2=prompt_2,
-            negative_prompt_2=negative_prompt_2, clip_skip=clip_skip, max_chunks=max_chunks,
-            model=model, labels=labels,
-            class_vectors=class_vectors, original_size=original_size, crop=crop,
-            target_size=target_size, count=count, seed=seed, size=size,
-            init_image=init_image, strength=strength, mask=mask, initial_noise=initial_noise,
-            steps=steps,
-            sampler=sampler, noise_schedule=noise_schedule, guidance_scale=guidance_scale,
-            image_guidance_scale=image_guidance_scale, guidance_rescale=guidance_rescale,
-            guidance_start=guidance_start, guidance_stop=guidance_stop, eta=eta,
-            s_churn=s_churn, s_tmin=s_tmin, s_tmax=s_tmax, s_noise=s_noise,
-            solver_order=solver_order, format=format, quality=quality,
-            embed_metadata=embed_metadata, priority=priority, request_id=request_id,
-            survives=survives, timings=timings))
-        request = pb.GenerateRequest(params=_convert.generation_params(fields))
-        return _convert.result(self._call("Generate", request, timeout, None, metadata, traceparent))
+        fields = _convert.fields_of(locals())
+        attempts = self._connection.attempts(timeout)
+        headers = self._connection.headers(metadata, traceparent)
+        request = pb.GenerateRequest(params=self._params(fields, attempts, headers))
+        return _convert.result(self._attempt("Generate", request, attempts, headers))
 
     def stream(
             self, prompt: Optional[Texts] = None, *, previews: Union[bool, Previews] = False,
@@ -359,24 +346,12 @@ class Client:
 
         previews: True, or which; the stream then has `Preview` events.
         """
-        fields = self._resolve(timeout, dict(
-            prompt=prompt, negative_prompt=negative_prompt, prompt_2=prompt_2,
-            negative_prompt_2=negative_prompt_2, clip_skip=clip_skip, max_chunks=max_chunks,
-            model=model, labels=labels,
-            class_vectors=class_vectors, original_size=original_size, crop=crop,
-            target_size=target_size, count=count, seed=seed, size=size,
-            init_image=init_image, strength=strength, mask=mask, initial_noise=initial_noise,
-            steps=steps,
-            sampler=sampler, noise_schedule=noise_schedule, guidance_scale=guidance_scale,
-            image_guidance_scale=image_guidance_scale, guidance_rescale=guidance_rescale,
-            guidance_start=guidance_start, guidance_stop=guidance_stop, eta=eta,
-            s_churn=s_churn, s_tmin=s_tmin, s_tmax=s_tmax, s_noise=s_noise,
-            solver_order=solver_order, format=format, quality=quality,
-            embed_metadata=embed_metadata, priority=priority, request_id=request_id,
-            survives=survives, timings=timings))
-        request = pb.StreamGenerateRequest(params=_convert.generation_params(fields),
-                                           preview=_convert.preview_options(previews))
-        return Stream(self, self._stream_state(request, None, timeout, metadata, traceparent))
+        fields = _convert.fields_of(locals())
+        state = self._stream_state(None, timeout, metadata, traceparent)
+        state.generate = pb.StreamGenerateRequest(
+            params=self._params(fields, state.attempts, state.headers),
+            preview=_convert.preview_options(previews))
+        return Stream(self, state)
 
     def server_info(self, *, timeout: Optional[float] = None) -> ServerInfo:
         """What the server is and allows; of replicas, any."""
@@ -389,24 +364,26 @@ class Client:
         response = self._call("Health", request, timeout)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def _resolve(self, timeout: Optional[float], fields: Dict[str, Any]) -> Dict[str, Any]:
-        """`fields` with indices in place of the names of classes."""
+    def _params(self, fields: Dict[str, Any], attempts: Attempts,
+                headers: Headers) -> pb.GenerationParams:
+        """The message of the arguments of `generate`, after a look at the model if classes have names."""
         if _convert.needs_names(fields["labels"]):
-            model = self.models.get(fields["model"] or "", timeout=timeout)
-            fields["labels"] = _convert.label_indices(fields["labels"], model)
-        return fields
+            request = pb.GetModelRequest(name=fields["model"] or "")
+            model = self._attempt("GetModel", request, attempts, headers).model
+            fields["labels"] = _convert.label_indices(fields["labels"], _convert.model(model))
+        return _convert.generation_params(fields)
 
-    def _stream_state(self, generate: Optional[pb.StreamGenerateRequest],
-                      watch: Optional[pb.WatchJobRequest], timeout: Optional[float],
+    def _stream_state(self, watch: Optional[pb.WatchJobRequest], timeout: Optional[float],
                       metadata: Optional[Metadata], traceparent: Optional[str]) -> StreamState:
         return StreamState(self._connection.attempts(timeout),
-                           self._connection.headers(metadata, traceparent), generate, watch)
+                           self._connection.headers(metadata, traceparent), watch)
 
     def _call(self, name: str, request: Any, timeout: Optional[float],
-              retry: Optional[RetryPolicy] = None, metadata: Optional[Metadata] = None,
-              traceparent: Optional[str] = None) -> Any:
-        attempts = self._connection.attempts(timeout, retry)
-        headers = self._connection.headers(metadata, traceparent)
+              retry: Optional[RetryPolicy] = None) -> Any:
+        return self._attempt(name, request, self._connection.attempts(timeout, retry),
+                             self._connection.headers(None, None))
+
+    def _attempt(self, name: str, request: Any, attempts: Attempts, headers: Headers) -> Any:
         while True:
             try:
                 response = self._methods[name](request, timeout=attempts.remaining(),

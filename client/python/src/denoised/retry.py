@@ -89,7 +89,9 @@ class Attempts:
         self._count = 1
 
     def succeeded(self) -> None:
+        """The next call may fail as often as this one."""
         self._budget.succeeded()
+        self.renew()
 
     def failed(self, error: DenoisedError) -> Optional[float]:
         """Seconds to wait before the next attempt; None when the caller gets `error`."""
