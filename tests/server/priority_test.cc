@@ -7,6 +7,7 @@
 #include <atomic>
 #include <functional>
 #include <future>
+#include <sstream>
 #include <string>
 #include <thread>
 
@@ -18,6 +19,8 @@ namespace denoised {
 namespace {
 
 constexpr int kBatchImages = 32;
+/// A batch image has its turn now and then; the request that holds the worker has an image as well.
+constexpr int kMayBeEncoded = 4;
 
 class PriorityTest : public ServerFixture {
  protected:
@@ -33,24 +36,15 @@ class PriorityTest : public ServerFixture {
     return params;
   }
 
-  int EncodedImages(const std::string& request_id) const {
-    v1::GetJobRequest request;
-    request.set_request_id(request_id);
-    grpc::ClientContext context;
-    v1::GetJobResponse response;
-    EXPECT_TRUE(stub_->GetJob(&context, request, &response).ok());
-    return response.job().images_done();
-  }
-
-  /// Whether the server has begun `count` calls of `method`.
-  bool HasBegun(const std::string& method, int count) const {
-    const std::string text = Scrape(), name = "grpc_server_started_total{";
-    for (size_t at = text.find(name); at != std::string::npos; at = text.find(name, at + 1)) {
-      const std::string line = text.substr(at, text.find('\n', at) - at);
-      if (line.find("grpc_method=\"" + method + "\"") != std::string::npos)
-        return std::stod(line.substr(line.rfind(' '))) >= count;
+  /// The sum of the metrics whose lines begin with `name` and contain `label`.
+  double Metric(const std::string& name, const std::string& label) const {
+    double sum = 0;
+    std::istringstream text(Scrape());
+    for (std::string line; std::getline(text, line);) {
+      if (line.rfind(name + '{', 0) == 0 && line.find(label) != std::string::npos)
+        sum += std::stod(line.substr(line.rfind(' ')));
     }
-    return false;
+    return sum;
   }
 
   /// Lets all images of a batch job wait for the only worker, then makes `call`, whose request is
@@ -65,7 +59,7 @@ class PriorityTest : public ServerFixture {
         holds = true;
         may_go_on.get_future().wait();
       } else {
-        encoded = EncodedImages("batch");
+        encoded = static_cast<int>(Metric("denoised_encoding_seconds_count", ""));
       }
     });
     engine_->Pause(true);
@@ -88,7 +82,9 @@ class PriorityTest : public ServerFixture {
       return stats.queued_images == 0 && stats.active_images == 0;
     }));
     std::thread caller([&] { EXPECT_TRUE(call()); });
-    EXPECT_TRUE(Eventually([&] { return HasBegun(method, calls); }));
+    EXPECT_TRUE(Eventually([&] {
+      return Metric("grpc_server_started_total", "grpc_method=\"" + method + '"') >= calls;
+    }));
     std::this_thread::sleep_for(std::chrono::milliseconds(50));  // it is posted by now
     may_go_on.set_value();
     caller.join();
@@ -107,7 +103,7 @@ TEST_F(PriorityTest, GenerateIsCheckedBeforeBatchImagesAreEncoded) {
     return Generate(request).ok();
   });
   EXPECT_GE(encoded, 0);
-  EXPECT_LE(encoded, 2) << "of " << kBatchImages;
+  EXPECT_LE(encoded, kMayBeEncoded) << "of " << kBatchImages;
 }
 
 TEST_F(PriorityTest, StreamGenerateIsCheckedBeforeBatchImagesAreEncoded) {
@@ -121,7 +117,7 @@ TEST_F(PriorityTest, StreamGenerateIsCheckedBeforeBatchImagesAreEncoded) {
     return reader->Finish().ok();
   });
   EXPECT_GE(encoded, 0);
-  EXPECT_LE(encoded, 2) << "of " << kBatchImages;
+  EXPECT_LE(encoded, kMayBeEncoded) << "of " << kBatchImages;
 }
 
 TEST_F(PriorityTest, ModelInferIsCheckedBeforeBatchImagesAreEncoded) {
@@ -142,7 +138,7 @@ TEST_F(PriorityTest, ModelInferIsCheckedBeforeBatchImagesAreEncoded) {
     return stub->ModelInfer(&context, request, &response).ok();
   });
   EXPECT_GE(encoded, 0);
-  EXPECT_LE(encoded, 2) << "of " << kBatchImages;
+  EXPECT_LE(encoded, kMayBeEncoded) << "of " << kBatchImages;
 }
 
 }  // namespace
