@@ -101,7 +101,9 @@ absl::Status Conditioner::Allocate(int sets) {
   }
 
   size_t activations = 0;
-  for (const int kind : {0, kZeros, kKnownTexts}) {
+  // A text encoder that is also pooled keeps the states of an earlier layer while it runs the last
+  // ones. How many it skips makes no difference.
+  for (const int kind : {0, 1, kZeros, kKnownTexts}) {
     for (int chunks = 1; chunks <= together_; ++chunks) {
       CountingBackend counting(backend_);
       Arena measuring = Arena::Measuring(backend_.device());

@@ -322,6 +322,37 @@ TEST(Batcher, EncodesThePromptsOfSeveralRequestsTogether) {
   EXPECT_TRUE(Same(images[1], first));
 }
 
+/// An encoder that needs more memory where it skips layers, as CLIP does if it also pools: it keeps
+/// the states of the earlier layer.
+class HungryEncoder : public TextEncoder {
+ public:
+  explicit HungryEncoder(std::shared_ptr<const TextEncoder> encoder)
+      : encoder_(std::move(encoder)) {}
+  const TextEncoderTraits& traits() const override { return encoder_->traits(); }
+  TextOutput Forward(nn::Context& context, const TextInput& input,
+                     const TextOptions& options) const override {
+    if (options.skip_layers > 0) context.New({1 << 22});
+    return encoder_->Forward(context, input, options);
+  }
+
+ private:
+  const std::shared_ptr<const TextEncoder> encoder_;
+};
+
+TEST(ConditionerMemory, SufficesWhereLayersAreSkipped) {
+  Prompted prompted("sdxl", "cpu", 1);
+  ASSERT_GT(prompted.pipeline->skip_layers, 0);
+  std::vector<std::shared_ptr<const TextEncoder>> hungry;
+  for (const auto& encoder : prompted.pipeline->text_encoders)
+    hungry.push_back(std::make_shared<HungryEncoder>(encoder));
+  const auto conditioner =
+      Conditioner::Create(prompted.backend(), prompted.pipeline->denoiser,
+                          {.models = hungry, .final_norm = prompted.pipeline->final_norm}, 8);
+  ASSERT_TRUE(conditioner.ok()) << conditioner.status();
+  for (int i = 0; i < 8; ++i) (*conditioner)->Acquire(prompted.Tokens(fmt::format("apple {}", i)));
+  EXPECT_TRUE((*conditioner)->Encode().ok());
+}
+
 /// What is read and what is cut off is told, of each text.
 TEST(PromptReader, TellsWhatIsReadOfLongTexts) {
   Prompted prompted("sdxl", "cpu", 2);
