@@ -189,10 +189,11 @@ esac
             self.assertEqual(list(row["peers"]), ["cuDNN", "copy"] if norm else ["cuDNN"])
             self.assertTrue(all(len(peer["pairs"]) == 2 for peer in row["peers"].values()))
         self.assertIn("ceilings_after", content)
-        for name, count in (("convolution-gradients", 16), ("group-norm-gradients", 5),
-                            ("attention-gradients", 4)):
-            self.assertIn(f"All {count} rows reach their bar.",
-                          make_tables.TABLES[name](self.read), name)
+        # The fake peer leaves plans untried, which is no verdict, except where it is the copy that judges.
+        for name, expected in (("convolution-gradients", "0 of 16 rows reach their bar (16 no verdict)."),
+                               ("group-norm-gradients", "All 5 rows reach their bar."),
+                               ("attention-gradients", "0 of 4 rows reach their bar (4 no verdict).")):
+            self.assertIn(expected, make_tables.TABLES[name](self.read), name)
 
     def test_a_peer_that_breaks_is_started_anew(self):
         broken = "attention_backward/rows:32/heads:6/tokens:1024/dim:64"
