@@ -254,7 +254,7 @@ class RunTest(unittest.TestCase):
         flags = {key: None for key in ("steps", "class-dropout", "learning-rate", "checkpoint-steps")}
         flags |= {"config": settings, "data": images, "labels": labels, "batch": 8,
                   "network": REPOSITORY / "models/mnist-32/unet/config.json"}  # fmt: skip
-        self.assertIn("12000 of 8 pictures", self.train("dry", **flags, **{"dry-run": "true"}))
+        self.assertIn("7500 of 8 pictures", self.train("dry", **flags, **{"dry-run": "true"}))
         # A tiny network, and otherwise these settings.
         tiny = {**NETWORK, "sample_size": 32, "num_class_embeds": 11}
         (self.root / "tiny.json").write_text(json.dumps(tiny))
