@@ -223,7 +223,10 @@ absl::StatusOr<Pipeline> MakeSnapshot(const PipelineParts& parts, Stage stage,
   Pipeline pipeline;
   pipeline.index = parts.directory.index;
   // The scheduler's file is copied: diffusers writes infinities, which the parsed JSON cannot hold.
-  pipeline.copied = {parts.folder("tokenizer"), parts.folder("scheduler")};
+  pipeline.copied = {
+      parts.folder("tokenizer"),
+      fs::path(parts.directory.scheduler_config_file).parent_path().string(),
+  };
   const auto kept = [&](const char* part) { pipeline.copied.push_back(parts.folder(part)); };
   if (stage == Stage::kAutoencoder) {
     DENOISED_RETURN_IF_ERROR(training::StandardizeLatents(backend, parts.vae, pictures, &weights));
