@@ -191,7 +191,7 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
     DENOISED_RETURN_IF_ERROR(WriteFileWhole(whole + "/DONE", done.dump(2) + "\n"));
     return Sync(whole);
   };
-  if (const absl::Status status = write(); !status.ok()) {
+  if (absl::Status status = write(); !status.ok()) {
     fs::remove_all(partial, ignored);
     if (!fs::exists(whole + "/DONE")) fs::remove_all(whole, ignored);
     return status;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "trainer/config.h"
 
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
@@ -43,7 +45,7 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const nlohmann::json& confi
     };
     for (const nlohmann::json& one : value.is_array() ? value : nlohmann::json::array({value})) {
       DENOISED_ASSIGN_OR_RETURN(const std::string text, scalar(one));
-      arguments.push_back(flag + "=" + text);
+      arguments.push_back(fmt::format("{}={}", flag, text));
     }
   }
   return arguments;
@@ -371,7 +373,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   app.add_option("--exchange", exchange,
                  "How ranks exchange gradients: tcp, nccl, or auto: NCCL where its library is and "
                  "every rank has a GPU of its own, else TCP");
-  app.add_flag("--dry-run", config.dry_run, "Print memory, steps and hours, and train nothing");
+  app.add_flag("--dry-run", config.dry_run, "Print memory, steps and hours, without training");
 
   std::vector<std::string> given(argv + 1, argv + argc);
   const auto parse = [&](std::vector<std::string> arguments) -> absl::Status {

@@ -15,6 +15,7 @@ namespace {
 template <typename Enum>
 std::vector<std::string> Names(const std::vector<Enum>& values) {
   std::vector<std::string> names;
+  names.reserve(values.size());
   for (const Enum value : values) names.emplace_back(client::Name(value));
   return names;
 }

@@ -10,7 +10,7 @@ Interrupt::Interrupt() {
   sigaddset(&signals_, SIGINT);
   sigaddset(&signals_, SIGTERM);
   pthread_sigmask(SIG_BLOCK, &signals_, nullptr);
-  waiter_ = std::jthread([this](std::stop_token done) {
+  waiter_ = std::jthread([this](const std::stop_token& done) {
     const timespec pause = {.tv_sec = 0, .tv_nsec = 50'000'000};  // how long the end may take
     while (!done.stop_requested()) {
       if (sigtimedwait(&signals_, nullptr, &pause) > 0) source_.request_stop();

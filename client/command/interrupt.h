@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <signal.h>
-
+#include <csignal>
 #include <stop_token>
 #include <thread>
 

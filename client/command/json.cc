@@ -14,6 +14,7 @@ std::string NameOf(Enum value) {
 template <typename Enum>
 std::vector<std::string> NamesOf(const std::vector<Enum>& values) {
   std::vector<std::string> names;
+  names.reserve(values.size());
   for (const Enum value : values) names.push_back(NameOf(value));
   return names;
 }

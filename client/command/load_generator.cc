@@ -36,7 +36,7 @@ double CpuSeconds() {
 class UnaryCall : public client::StreamCall {
  public:
   UnaryCall(const client::Client& client, const client::Generation& generation,
-            client::StreamListener listener, client::CallOptions options) {
+            const client::StreamListener& listener, client::CallOptions options) {
     options.stop = stop_.get_token();
     done_ = std::async(std::launch::async, [=] {
       const auto result = client.Generate(generation, options);
@@ -71,7 +71,7 @@ class LoadGenerator {
         on_sent_(on_sent),
         on_progress_(on_progress) {}
 
-  LoadResult Run(std::stop_token stop);
+  LoadResult Run(const std::stop_token& stop);
 
  private:
   struct ReceivedImage {
@@ -251,7 +251,7 @@ LoadProgress LoadGenerator::Progress(double now) const {
           .images = static_cast<int64_t>(image_times_.size())};
 }
 
-LoadResult LoadGenerator::Run(std::stop_token stop) {
+LoadResult LoadGenerator::Run(const std::stop_token& stop) {
   const double cpu = CpuSeconds();
   // Places open one after another, so that the requests are at different steps.
   for (int i = 0; i < options_.concurrency; ++i) {
@@ -320,7 +320,7 @@ LoadResult LoadGenerator::Run(std::stop_token stop) {
 LoadResult RunLoad(const std::vector<client::Client>& clients, Workload workload,
                    const LoadOptions& options, const std::function<void(const Arrival&)>& on_sent,
                    const std::function<void(const LoadProgress&)>& on_progress,
-                   std::stop_token stop) {
+                   const std::stop_token& stop) {
   return LoadGenerator(clients, std::move(workload), options, on_sent, on_progress).Run(stop);
 }
 

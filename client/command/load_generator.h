@@ -73,6 +73,6 @@ struct LoadProgress {
 LoadResult RunLoad(const std::vector<client::Client>& clients, Workload workload,
                    const LoadOptions& options, const std::function<void(const Arrival&)>& on_sent,
                    const std::function<void(const LoadProgress&)>& on_progress,
-                   std::stop_token stop);
+                   const std::stop_token& stop);
 
 }  // namespace denoised::command

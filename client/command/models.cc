@@ -47,6 +47,7 @@ void PrintTable(const std::vector<client::Model>& models) {
 template <typename Enum>
 std::string Joined(const std::vector<Enum>& values) {
   std::vector<std::string> names;
+  names.reserve(values.size());
   for (const Enum value : values) names.emplace_back(client::Name(value));
   return fmt::format("{}", fmt::join(names, ", "));
 }

@@ -19,6 +19,7 @@ absl::Status Unimplemented(const char* call) {
 absl::StatusOr<GenerationResult> Connection::Generate(const Generation&, const CallOptions&) {
   return Unimplemented("Generate");
 }
+// NOLINTBEGIN(performance-unnecessary-value-param): other connections keep the listener
 std::unique_ptr<StreamCall> Connection::StreamGenerate(const Generation&,
                                                        const std::optional<PreviewOptions>&,
                                                        StreamListener listener,
@@ -29,6 +30,7 @@ std::unique_ptr<StreamCall> Connection::WatchJob(const std::string&, uint64_t,
                                                  StreamListener listener, const CallOptions&) {
   return FailedStreamCall(Unimplemented("WatchJob"), listener);
 }
+// NOLINTEND(performance-unnecessary-value-param)
 absl::StatusOr<Job> Connection::GetJob(const std::string&, const CallOptions&) {
   return Unimplemented("GetJob");
 }

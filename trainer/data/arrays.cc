@@ -115,7 +115,7 @@ absl::StatusOr<Array> ParseNpy(std::string_view bytes, const std::string& name) 
   const auto after = [&](std::string_view key) -> size_t {
     const size_t at = header.find(key);
     if (at == std::string::npos) return at;
-    return header.find_first_not_of(" ", at + key.size());
+    return header.find_first_not_of(' ', at + key.size());
   };
   const size_t descr = after("'descr':"), order = after("'fortran_order':"),
                shape = after("'shape':");

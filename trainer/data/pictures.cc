@@ -60,7 +60,7 @@ void Fit(Tensor image, const PictureOptions& options, uint8_t* to) {
     const double scale = std::max(static_cast<double>(options.height) / static_cast<double>(h),
                                   static_cast<double>(options.width) / static_cast<double>(w));
     const auto scaled = [&](int64_t extent, int least) {
-      return std::max(least, static_cast<int>(static_cast<double>(extent) * scale + 0.5));
+      return std::max(least, static_cast<int>(std::lround(static_cast<double>(extent) * scale)));
     };
     image = Resize(image, scaled(h, options.height), scaled(w, options.width));
   }
@@ -101,7 +101,7 @@ absl::Status AllocateImages(int64_t count, const PictureOptions& options, Pictur
 }
 
 /// Decodes all candidates.
-absl::StatusOr<Pictures> Decode(const std::string& path, std::vector<Candidate> candidates,
+absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candidate>& candidates,
                                 const PictureOptions& options) {
   if (candidates.empty())
     return NotFound("{}: has no PNG, JPEG or WebP pictures; check the path", path);
@@ -268,7 +268,7 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
       candidate.weight = found->second;
     candidates.push_back(std::move(candidate));
   }
-  DENOISED_ASSIGN_OR_RETURN(Pictures pictures, Decode(path, std::move(candidates), options));
+  DENOISED_ASSIGN_OR_RETURN(Pictures pictures, Decode(path, candidates, options));
   if (!pictures.dataset.labels.empty()) pictures.class_names = std::move(names);
   return pictures;
 }
@@ -309,7 +309,7 @@ absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& 
       candidate.label = found->second;
     candidates.push_back(std::move(candidate));
   }
-  return Decode(path, std::move(candidates), options);
+  return Decode(path, candidates, options);
 }
 
 absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,
