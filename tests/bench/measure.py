@@ -877,6 +877,13 @@ TOPICS = {f.__name__: f
 TOPICS |= {"train-ops": train_ops} | pipelines.TOPICS
 
 
+def shown(words):
+    """The command without what is of one machine, and without the values of these flags."""
+    own = ("--out", "--build", "--python", "--commit", "--fake", "--work", "--keep-models")
+    return [word for before, word in zip(["", *words], words)
+            if before not in own and word.split("=")[0] not in own]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -914,8 +921,7 @@ def main():
     pipelines.add_flags(parser)
     parser.add_argument("--fake", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.shown = [word for word in sys.argv[1:]
-                  if not word.startswith(("--out", "--build", "--python", "--commit", "--fake"))]
+    args.shown = shown(sys.argv[1:])
     session = Session(args)
     failed = False
     try:
