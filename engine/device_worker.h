@@ -163,9 +163,12 @@ auto DeviceWorker::RunBeside(Work work) -> decltype(work(std::function<void()>()
   Result result = answer->promise.get_future().get();
   {
     MutexLock lock(&mutex_);
-    if (beside_.count(beside)) left_behind_.push_back(std::move(thread));
+    if (beside_.count(beside)) {
+      left_behind_.push_back(std::move(thread));
+      return result;
+    }
   }
-  if (thread.joinable()) thread.join();
+  thread.join();
   return result;
 }
 
