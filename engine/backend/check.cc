@@ -64,6 +64,12 @@ int64_t CheckPrologue(const Tensor& x, const Prologue& prologue, const TensorRul
   return x.dim(-1) + channels2;
 }
 
+/// Memory for an input in e4m3, `bytes` for each pixel or token of x.
+void CheckRounded(const char* name, const Tensor& rounded, const Tensor& x, int bytes,
+                  const TensorRules& rules) {
+  if (bytes > 0) CheckTensor(name, rounded, WithLast(x.shape(), bytes), DType::kU8, rules);
+}
+
 /// `out` itself, or in activation dtype.
 void CheckResidual(const Tensor& residual, const Tensor& out, const TensorRules& rules) {
   if (!residual) return;
@@ -147,6 +153,7 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
   const PackedConv2d& weight = *args.weight;
   DENOISED_CHECK(channels == weight.in_channels, "x has {} channels, the weight {}", channels,
                  weight.in_channels);
+  CheckRounded("rounded", args.prologue.rounded, args.x, weight.rounded_bytes, rules);
   DENOISED_CHECK(args.stride >= 1, "stride {}", args.stride);
   for (int pad : {args.pad_top, args.pad_left, args.pad_bottom, args.pad_right}) {
     DENOISED_CHECK(pad >= 0 && pad < weight.kernel, "padding {} for a kernel of {}", pad,
@@ -189,6 +196,8 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
     CheckTensor("shortcut.x2", source2, WithLast(out, source2.dim(3)), rules.activation, rules);
     shortcut_channels += source2.dim(3);
   }
+  CheckRounded("shortcut.rounded", epilogue.shortcut.rounded, source, shortcut.rounded_bytes,
+               rules);
   DENOISED_CHECK(
       args.out.data() != source.data() && (!source2 || args.out.data() != source2.data()),
       "out is an input of the shortcut");
@@ -206,6 +215,7 @@ void Check(const LinearArgs& args, const TensorRules& rules) {
   CheckActivationOrF32("x", args.x, WithLast(args.x.shape(), weight.in_features), rules);
   DENOISED_CHECK(!args.prologue.x2 && !args.prologue.upsample2x, "the input of a convolution");
   CheckPrologue(args.x, args.prologue, rules);
+  CheckRounded("rounded", args.prologue.rounded, args.x, weight.rounded_bytes, rules);
   DENOISED_CHECK(!epilogue.add && epilogue.shortcut.weight == nullptr, "a linear with a shortcut");
   const Shape product = WithLast(args.x.shape(), weight.out_features);
   if (!epilogue.ungated) {

@@ -18,7 +18,7 @@ GroupNormArgs InputNormOf(const Args& args) {
 template <typename Args>
 Args OfNormedInput(Args args) {
   args.x = args.prologue.normed;
-  args.prologue = {.upsample2x = args.prologue.upsample2x};
+  args.prologue = {.rounded = args.prologue.rounded, .upsample2x = args.prologue.upsample2x};
   return args;
 }
 /// Runs the norm of the input, if one is to be applied.
@@ -35,7 +35,7 @@ inline Conv2dArgs WithoutShortcut(NetworkOps& ops, Conv2dArgs args) {
   if (shortcut.weight == nullptr) return args;
   ops.Conv2d({.x = shortcut.x,
               .weight = shortcut.weight,
-              .prologue = {.x2 = shortcut.x2},
+              .prologue = {.x2 = shortcut.x2, .rounded = shortcut.rounded},
               .out = args.out});
   shortcut = {};
   args.epilogue.residual = args.out;
