@@ -278,82 +278,49 @@ __device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& p
   }
 }
 
-/// A step's products in e4m3. `sums` are overwritten, not added to: see docs/kernels.md.
+/// A CTA's shared memory, and its share of the tiles, which are counted in clusters.
 template <typename T>
-__device__ inline void MultiplyE4m3(uint64_t input, uint64_t weight,
-                                    float (&sums)[T::kRows][T::kAccumulators]) {
-#pragma unroll
-  for (int k = 0; k < kStepBytes / 32; ++k) {
-#pragma unroll
-    for (int i = 0; i < T::kRows; ++i) {
-      WgmmaE4m3(sums[i], input + 2 * k + i * (64 * kStepBytes >> 4), weight + 2 * k, k > 0);
-    }
+struct Cta {
+  unsigned char* ring;     // [kStages]: the pixels of a step, then its weights
+  unsigned char* staging;  // [kGroups][kBoxes]
+  uint64_t *full, *empty;  // [kStages]
+  uint64_t* order;         // [kGroups]; ping-pong: this consumer may multiply
+  uint64_t* ready;         // [kGroups]: EpilogueBuffer::ready
+  uint64_t* filled;        // [kGroups][kBoxes]
+  int shared, rank;        // CTAs of the cluster; this one
+  int tiles, first_tile, stride;
+  bool scatters;  // EpilogueBuffer::scatters
+
+  __device__ Cta(const Params& params, unsigned char* memory)
+      : ring(memory),
+        staging(ring + T::kStages * T::kStageBytes),
+        full(reinterpret_cast<uint64_t*>(staging + T::kStagingBytes)),
+        empty(full + T::kStages),
+        order(empty + T::kStages),
+        ready(order + T::kGroups),
+        filled(ready + T::kGroups),
+        shared(params.shared),
+        rank(static_cast<int>(ClusterRank())),
+        tiles(params.grid.phases * (params.m_tiles / shared) * params.n_tiles),
+        first_tile(blockIdx.x / shared),
+        stride(gridDim.x / shared),
+        scatters(params.grid.phases > 1) {}
+
+  __device__ unsigned char* Inputs(int stage) const { return ring + stage * T::kStageBytes; }
+  __device__ unsigned char* Weights(int stage) const { return Inputs(stage) + T::kInputBytes; }
+  __device__ EpilogueBuffer<T> Epilogue(int group) const {
+    return {staging + group * T::kBoxes * T::kBoxBytes, ready + group, filled + group * T::kBoxes,
+            scatters};
   }
-}
-
-/// kSplitK: whether k has several splits; otherwise the code that adds them is omitted.
-template <typename T, bool kSplitK, bool kShortcut>
-__global__ void __launch_bounds__(T::kThreads, 1)
-    Conv2dHopperKernel(const __grid_constant__ Conv2dLaunch conv,
-                       const __grid_constant__ Params params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
-  // Without a shuffle, the compiler would compute the address again in every step.
-  auto* const ring = static_cast<unsigned char*>(
-      __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0)));
-  unsigned char* const staging = ring + T::kStages * T::kStageBytes;
-  uint64_t* const full = reinterpret_cast<uint64_t*>(staging + T::kStagingBytes);
-  uint64_t* const empty = full + T::kStages;
-  uint64_t* const order = empty + T::kStages;  // ping-pong: this consumer may multiply
-  uint64_t* const ready = order + T::kGroups;
-  uint64_t* const filled = ready + T::kGroups;
-  const auto inputs_of = [&](int stage) { return ring + stage * T::kStageBytes; };
-  const auto weights_of = [&](int stage) { return inputs_of(stage) + T::kInputBytes; };
-
-  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
-  const int shared = params.shared, rank = static_cast<int>(ClusterRank());
-  const int tiles = params.grid.phases * (params.m_tiles / shared) * params.n_tiles;
-  const int first_tile = blockIdx.x / shared, stride = gridDim.x / shared;
-
-  using Step = StepAt<kShortcut>;
-  const auto copy_weights = [&](const TileAt& tile, const Step& step, int at) {
-    const WeightAt from = WeightOf(params, step);
-    if (shared == 1) {
-      TmaLoadWeights(weights_of(at), from.map, &full[at], from.channel, from.tap, tile.n0,
-                     tile.phase);
-    } else {
-      TmaLoadMulticast(weights_of(at) + rank * params.part * kStepBytes, from.map, &full[at],
-                       from.channel, from.tap, tile.n0 + rank * params.part, tile.phase,
-                       static_cast<uint16_t>((1 << shared) - 1));
-    }
-  };
-  // No kernel writes weights: the first loads overlap the preceding kernel.
-  int early = 0;
-  const auto copy_early = [&] {
-    const TileAt tile = TileOf<T>(params, first_tile, rank);
-    Step at(conv, params, 0);
-    for (; early < min(T::kStages, params.depth.steps.value); ++early) {
-      ArriveExpectTx(&full[early], T::kStageBytes);
-      copy_weights(tile, at, early);
-      at.Advance(conv, params);
-    }
-  };
-
-  const bool scatters = params.grid.phases > 1;
-  const auto pixels_on = [](int group) { return T::kPingPong ? 0 : group * T::kRows * 64; };
-  const auto my_first_tile = [&](int group) {
+  /// The first tile of a consumer; the next is T::kTilesInFlight * stride further.
+  __device__ int FirstTile(int group) const {
     return first_tile + (T::kPingPong ? group * stride : 0);
-  };
-  const auto epilogue_of = [&](int group) {
-    return EpilogueBuffer<T>{staging + group * T::kBoxes * T::kBoxBytes, ready + group,
-                             filled + group * T::kBoxes, scatters};
-  };
-  // ElectOne() is called in each condition: then ptxas knows that one thread runs, and emits no
-  // loop over lanes around each copy.
-  constexpr int kCopies = T::kGroups * 4;  // the producer warp
-  if (warp == kCopies && ElectOne()) {
-    PrefetchTensorMaps<kShortcut>(params);
+  }
+  /// The first pixel of a consumer's part of its tiles.
+  __device__ static int FirstPixel(int group) { return T::kPingPong ? 0 : group * T::kRows * 64; }
+
+  /// Called by one thread.
+  __device__ void InitBarriers() const {
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
       InitBarrier(&empty[stage], T::kGroups / T::kTilesInFlight * shared);
@@ -364,149 +331,210 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
     for (int i = 0; i < T::kGroups * T::kBoxes; ++i) InitBarrier(&filled[i], scatters ? 128 : 4);
     FenceBarrierInit();
-    if (shared == 1) copy_early();
   }
-  __syncthreads();
-  if (shared > 1) ArriveAtClusterRelaxed();
+};
 
-  if (group == T::kGroups) {
-    DecreaseRegisters<T::kFewRegisters>();
-    if (shared > 1) WaitForCluster();
-    if (warp == kCopies && ElectOne()) {
-      if (shared > 1) copy_early();
-      int stage = 0, round = 0;
-      WaitForPredecessors();
-      for (int index = first_tile; index < tiles; index += stride) {
-        const TileAt tile = TileOf<T>(params, index, rank);
-        const StartAt start = params.grid.flat ? StartAt() : StartOf(params.grid, tile.m0);
-        Step at(conv, params, 0);
-        for (int step = 0; step < params.depth.steps.value; ++step) {
-          if (early > 0) {
-            --early;
-          } else {
-            Wait(&empty[stage], (round & 1) ^ 1);
-            ArriveExpectTx(&full[stage], T::kStageBytes);
-            copy_weights(tile, at, stage);
-          }
-          LoadInputsByTma(inputs_of(stage), params, at, start, tile.m0, tile.phase, &full[stage]);
-          at.Advance(conv, params);
-          if (++stage == T::kStages) stage = 0, ++round;
+/// The thread that loads the stages of all tiles.
+template <typename T, bool kShortcut>
+struct Producer {
+  using Step = StepAt<kShortcut>;
+
+  const Conv2dLaunch& conv;
+  const Params& params;
+  const Cta<T>& cta;
+  int early = 0;  // stages whose weights LoadEarly() has loaded
+
+  __device__ void LoadWeights(const TileAt& tile, const Step& step, int stage) const {
+    const WeightAt from = WeightOf(params, step);
+    if (cta.shared == 1) {
+      TmaLoadWeights(cta.Weights(stage), from.map, &cta.full[stage], from.channel, from.tap,
+                     tile.n0, tile.phase);
+    } else {
+      TmaLoadMulticast(cta.Weights(stage) + cta.rank * params.part * kStepBytes, from.map,
+                       &cta.full[stage], from.channel, from.tap, tile.n0 + cta.rank * params.part,
+                       tile.phase, static_cast<uint16_t>((1 << cta.shared) - 1));
+    }
+  }
+  /// No kernel writes weights: the first loads overlap the preceding kernel.
+  __device__ void LoadEarly() {
+    const TileAt tile = TileOf<T>(params, cta.first_tile, cta.rank);
+    Step at(conv, params, 0);
+    for (; early < min(T::kStages, params.depth.steps.value); ++early) {
+      ArriveExpectTx(&cta.full[early], T::kStageBytes);
+      LoadWeights(tile, at, early);
+      at.Advance(conv, params);
+    }
+  }
+  __device__ void Load() {
+    PipelineState<T::kStages> state;
+    WaitForPredecessors();
+    for (int index = cta.first_tile; index < cta.tiles; index += cta.stride) {
+      const TileAt tile = TileOf<T>(params, index, cta.rank);
+      const StartAt start = params.grid.flat ? StartAt() : StartOf(params.grid, tile.m0);
+      Step at(conv, params, 0);
+      for (int step = 0; step < params.depth.steps.value; ++step) {
+        uint64_t* const full = &cta.full[state.stage];
+        if (early > 0) {
+          --early;
+        } else {
+          Wait(&cta.empty[state.stage], state.EmptyParity());
+          ArriveExpectTx(full, T::kStageBytes);
+          LoadWeights(tile, at, state.stage);
         }
-      }
-      ReleaseDependents();
-    }
-    const int of = warp - kCopies - 1;  // one warp per consumer
-    if (T::kStaged && of >= 0 && of < T::kGroups) {
-      WaitForPredecessors();
-      if (scatters) {
-        ScatterEpilogue<T>(conv, params, epilogue_of(of), my_first_tile(of), tiles,
-                           T::kTilesInFlight * stride, rank, pixels_on(of));
-      } else if (ElectOne()) {
-        StoreEpilogue<T>(conv, params, epilogue_of(of), my_first_tile(of), tiles,
-                         T::kTilesInFlight * stride, rank, pixels_on(of));
+        LoadInputsByTma(cta.Inputs(state.stage), params, at, start, tile.m0, tile.phase, full);
+        at.Advance(conv, params);
+        state.Advance();
       }
     }
-  } else {
-    IncreaseRegisters<T::kManyRegisters>();
-    if (shared > 1) WaitForCluster();
-    const bool signals = threadIdx.x % 128 < shared;
-    const auto release = [&](int done) {
-      if (signals) ArriveAt(&empty[done], threadIdx.x % 128);
-    };
-    const EpilogueBuffer<T> epilogue = epilogue_of(group);
+    ReleaseDependents();
+  }
+};
+
+/// A consumer warpgroup: multiplies the stages of its tiles.
+template <typename T, bool kSplitK>
+struct Consumer {
+  using Accumulators = float[T::kRows][T::kAccumulators];
+
+  const Conv2dLaunch& conv;
+  const Params& params;
+  const Cta<T>& cta;
+  int group;
+
+  /// A thread for each CTA that shares the stage tells it that the stage is free.
+  __device__ void Release(int stage) const {
+    if (threadIdx.x % 128 < cta.shared) ArriveAt(&cta.empty[stage], threadIdx.x % 128);
+  }
+  __device__ void AddPerImage(const TileAt& tile, Accumulators& sums) const {
+    if (params.add.data == nullptr) return;
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) {
+      AddToTile(conv, params, tile.m0 + cta.FirstPixel(group) + i * 64 + row, tile.n0, sums[i]);
+    }
+  }
+  /// Starts the products of a stage, four steps of 32 bytes along k.
+  template <typename Multiply>
+  __device__ void MultiplyStage(int stage, const Multiply& multiply) const {
+    WgmmaFence();
+    const uint64_t weight = MatrixDescriptor(cta.Weights(stage));
+    const uint64_t input = MatrixDescriptor(cta.Inputs(stage) + cta.FirstPixel(group) * kStepBytes);
+#pragma unroll
+    for (int k = 0; k < kStepBytes / 32; ++k) {
+#pragma unroll
+      for (int i = 0; i < T::kRows; ++i) {
+        multiply(i, k, input + 2 * k + i * (64 * kStepBytes >> 4), weight + 2 * k);
+      }
+    }
+    WgmmaCommit();
+  }
+
+  /// The main loop, of split `split` of k. Accumulators start with the bias, or zero.
+  __device__ void Multiply(const TileAt& tile, int split, bool is_last, int tiles_done,
+                           PipelineState<T::kStages>& state, Accumulators& accumulators) const {
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) {
+      InitAccumulators(split == 0 ? params.bias : nullptr, tile.n0, accumulators[i]);
+    }
+    const int steps = kSplitK ? FirstStep(params, split + 1) - FirstStep(params, split)
+                              : params.depth.steps.value;
+    int previous = -1;
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
+    WaitForPredecessors();
+    // An mbarrier distinguishes two phases only, so a consumer must not wait for a stage that is a
+    // whole round ahead.
+    if (T::kPingPong && split == 0) Wait(&cta.order[group], (tiles_done + group + 1) & 1);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      Wait(&cta.full[state.stage], state.FullParity());
+      MultiplyStage(state.stage, [&](int i, int, uint64_t input, uint64_t weight) {
+        Wgmma(accumulators[i], input, weight);
+      });
+      WgmmaWait<1>();  // for the previous step
+      if (previous >= 0) Release(previous);
+      previous = state.stage;
+      state.Advance();
+    }
+    if (T::kPingPong && is_last && threadIdx.x % 32 == 0) Arrive(&cta.order[1 - group]);
+    WgmmaWait<0>();
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
+    Release(previous);
+  }
+
+  /// The main loop in e4m3. The tensor cores overwrite `accumulators` in each step, and `total`
+  /// adds these sums in fp32: see docs/kernels.md.
+  __device__ void MultiplyE4m3(const TileAt& tile, PipelineState<T::kStages>& state,
+                               Accumulators& accumulators, Accumulators& total) const {
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) {
+      AnyAccumulators(accumulators[i]);
+#pragma unroll
+      for (float& sum : total[i]) sum = 0;
+    }
+    WaitForPredecessors();
+#pragma unroll 1
+    for (int step = 0; step < params.depth.steps.value; ++step) {
+      Wait(&cta.full[state.stage], state.FullParity());
+      MultiplyStage(state.stage, [&](int i, int k, uint64_t input, uint64_t weight) {
+        WgmmaE4m3(accumulators[i], input, weight, k > 0);
+      });
+      WgmmaWait<0>();  // the other consumer multiplies while this one adds
+      Release(state.stage);
+      state.Advance();
+#pragma unroll
+      for (int i = 0; i < T::kRows; ++i) {
+        PinAccumulators(accumulators[i]);
+#pragma unroll
+        for (int j = 0; j < T::kAccumulators; ++j) total[i][j] += accumulators[i][j];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) ScaleAndAddBias(params, tile.n0, total[i]);
+  }
+
+  /// Hands the outputs of a tile to the warp that stores them, or stores them one by one.
+  __device__ void Finish(const TileAt& tile, int tiles_done, const Accumulators& sums) const {
+    if constexpr (T::kStaged) {
+      const EpilogueBuffer<T> epilogue = cta.Epilogue(group);
+      Wait(epilogue.ready, tiles_done & 1);
+#pragma unroll
+      for (int i = 0; i < T::kRows; ++i) {
+        const auto begin = [&](int box) { return epilogue.Box(i * T::kAcross + box); };
+        const auto end = [&](int box) { epilogue.Commit(i * T::kAcross + box); };
+        if constexpr (T::kGates) {
+          if (conv.gated) {
+            StageGatedEpilogue<T::kGatedBox>(sums[i], begin, end);
+            continue;
+          }
+        }
+        StageEpilogue<T::kBox>(conv, sums[i], begin, end);
+      }
+    } else {
+      FinishElements(conv, params, tile.phase, tile.m0 + cta.FirstPixel(group), tile.n0, sums);
+    }
+  }
+
+  __device__ void Run() const {
     const int splits = kSplitK ? params.splits.value : 1;
-
-    int position =
-        T::kPingPong ? group * params.depth.steps.value : 0;  // among all steps of this CTA
-    int tiles_done = 0;
-    const int my_row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    for (int index = my_first_tile(group); index < tiles;
-         index += T::kTilesInFlight * stride, ++tiles_done) {
-      const TileAt tile = TileOf<T>(params, index, rank);
-      const int m0 = tile.m0 + pixels_on(group);
-      int stage = position % T::kStages, round = position / T::kStages;
+    // Among all steps of this CTA.
+    int position = T::kPingPong ? group * params.depth.steps.value : 0, tiles_done = 0;
+    for (int index = cta.FirstTile(group); index < cta.tiles;
+         index += T::kTilesInFlight * cta.stride, ++tiles_done) {
+      const TileAt tile = TileOf<T>(params, index, cta.rank);
+      auto state = PipelineState<T::kStages>::After(position);
       position += T::kTilesInFlight * params.depth.steps.value;
-
-      float accumulators[T::kRows][T::kAccumulators],
-          total[T::kRows][kSplitK || T::kE4m3 ? T::kAccumulators : 1];
+      Accumulators accumulators;
       if constexpr (T::kE4m3) {
-#pragma unroll
-        for (int i = 0; i < T::kRows; ++i) {
-          AnyAccumulators(accumulators[i]);
-#pragma unroll
-          for (float& sum : total[i]) sum = 0;
-        }
-        WaitForPredecessors();
-#pragma unroll 1
-        for (int step = 0; step < params.depth.steps.value; ++step) {
-          Wait(&full[stage], round & 1);
-          WgmmaFence();
-          MultiplyE4m3<T>(MatrixDescriptor(inputs_of(stage) + pixels_on(group) * kStepBytes),
-                          MatrixDescriptor(weights_of(stage)), accumulators);
-          WgmmaCommit();
-          WgmmaWait<0>();  // the other consumer multiplies while this one adds
-          release(stage);
-          if (++stage == T::kStages) stage = 0, ++round;
-#pragma unroll
-          for (int i = 0; i < T::kRows; ++i) {
-            PinAccumulators(accumulators[i]);
-#pragma unroll
-            for (int j = 0; j < T::kAccumulators; ++j) total[i][j] += accumulators[i][j];
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < T::kRows; ++i) {
-          ScaleAndAddBias(params, tile.n0, total[i]);
-          if (params.add.data != nullptr) {
-            AddToTile(conv, params, m0 + i * 64 + my_row, tile.n0, total[i]);
-          }
-        }
-      }
-      for (int split = 0; !T::kE4m3 && split < splits; ++split) {
-#pragma unroll
-        for (int i = 0; i < T::kRows; ++i) {
-          InitAccumulators(split == 0 ? params.bias : nullptr, tile.n0, accumulators[i]);
-        }
-        const int steps = kSplitK ? FirstStep(params, split + 1) - FirstStep(params, split)
-                                  : params.depth.steps.value;
-        int previous = -1;
-#pragma unroll
-        for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
-        WaitForPredecessors();
-        // An mbarrier distinguishes two phases only, so a consumer must not wait for a stage that
-        // is a whole round ahead.
-        if (T::kPingPong && split == 0) Wait(&order[group], (tiles_done + group + 1) & 1);
-#pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
-          Wait(&full[stage], round & 1);
-          WgmmaFence();
-          const uint64_t weight = MatrixDescriptor(weights_of(stage));
-          const uint64_t input = MatrixDescriptor(inputs_of(stage) + pixels_on(group) * kStepBytes);
-#pragma unroll
-          for (int k = 0; k < kStep / 16; ++k) {
-#pragma unroll
-            for (int i = 0; i < T::kRows; ++i) {
-              Wgmma(accumulators[i], input + 2 * k + i * (64 * kStepBytes >> 4), weight + 2 * k);
-            }
-          }
-          WgmmaCommit();
-          WgmmaWait<1>();  // for the previous step
-          if (previous >= 0) release(previous);
-          previous = stage;
-          if (++stage == T::kStages) stage = 0, ++round;
-        }
-        if (T::kPingPong && split == splits - 1 && threadIdx.x % 32 == 0) Arrive(&order[1 - group]);
-        WgmmaWait<0>();
-#pragma unroll
-        for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
-        release(previous);
-        if (params.add.data != nullptr && split == 0) {
-#pragma unroll
-          for (int i = 0; i < T::kRows; ++i) {
-            AddToTile(conv, params, m0 + i * 64 + my_row, tile.n0, accumulators[i]);
-          }
-        }
-        if constexpr (kSplitK) {
+        Accumulators total;
+        MultiplyE4m3(tile, state, accumulators, total);
+        AddPerImage(tile, total);
+        Finish(tile, tiles_done, total);
+      } else if constexpr (kSplitK) {
+        Accumulators total;
+        for (int split = 0; split < splits; ++split) {
+          Multiply(tile, split, split == splits - 1, tiles_done, state, accumulators);
+          if (split == 0) AddPerImage(tile, accumulators);
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
 #pragma unroll
@@ -515,41 +543,65 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             }
           }
         }
-      }
-
-      const auto finish = [&](const float(&from)[T::kRows][T::kAccumulators]) {
-        if constexpr (T::kStaged) {
-          Wait(epilogue.ready, tiles_done & 1);
-          if constexpr (T::kGates) {
-            if (conv.gated) {
-#pragma unroll
-              for (int i = 0; i < T::kRows; ++i) {
-                StageGatedEpilogue<T::kGatedBox>(
-                    from[i], [&](int box) { return epilogue.Box(i * T::kAcross + box); },
-                    [&](int box) { epilogue.Commit(i * T::kAcross + box); });
-              }
-              return;
-            }
-          }
-#pragma unroll
-          for (int i = 0; i < T::kRows; ++i) {
-            StageEpilogue<T::kBox>(
-                conv, from[i], [&](int box) { return epilogue.Box(i * T::kAcross + box); },
-                [&](int box) { epilogue.Commit(i * T::kAcross + box); });
-          }
-        } else {
-          FinishElements(conv, params, tile.phase, m0, tile.n0, from);
-        }
-      };
-      if constexpr (kSplitK || T::kE4m3) {
-        finish(total);
+        Finish(tile, tiles_done, total);
       } else {
-        finish(accumulators);
+        Multiply(tile, 0, true, tiles_done, state, accumulators);
+        AddPerImage(tile, accumulators);
+        Finish(tile, tiles_done, accumulators);
       }
     }
   }
+};
 
-  if (shared > 1) {
+/// kSplitK: whether k has several splits; otherwise the code that adds them is omitted.
+template <typename T, bool kSplitK, bool kShortcut>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    Conv2dHopperKernel(const __grid_constant__ Conv2dLaunch conv,
+                       const __grid_constant__ Params params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
+  // Without a shuffle, the compiler would compute the address again in every step.
+  const Cta<T> cta(params, static_cast<unsigned char*>(__cvta_shared_to_generic(
+                               __shfl_sync(~0u, SharedAddress(block_shared), 0))));
+  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
+  constexpr int kProducerWarp = T::kGroups * 4;
+  Producer<T, kShortcut> producer{conv, params, cta};
+  // ElectOne() is called in each condition: then ptxas knows that one thread runs, and emits no
+  // loop over lanes around each copy.
+  if (warp == kProducerWarp && ElectOne()) {
+    PrefetchTensorMaps<kShortcut>(params);
+    cta.InitBarriers();
+    if (cta.shared == 1) producer.LoadEarly();
+  }
+  __syncthreads();
+  if (cta.shared > 1) ArriveAtClusterRelaxed();
+
+  if (group == T::kGroups) {
+    DecreaseRegisters<T::kFewRegisters>();
+    if (cta.shared > 1) WaitForCluster();
+    if (warp == kProducerWarp && ElectOne()) {
+      if (cta.shared > 1) producer.LoadEarly();
+      producer.Load();
+    }
+    const int of = warp - kProducerWarp - 1;  // one warp per consumer
+    if (T::kStaged && of >= 0 && of < T::kGroups) {
+      WaitForPredecessors();
+      if (cta.scatters) {
+        ScatterEpilogue<T>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
+                           T::kTilesInFlight * cta.stride, cta.rank, cta.FirstPixel(of));
+      } else if (ElectOne()) {
+        StoreEpilogue<T>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
+                         T::kTilesInFlight * cta.stride, cta.rank, cta.FirstPixel(of));
+      }
+    }
+  } else {
+    IncreaseRegisters<T::kManyRegisters>();
+    if (cta.shared > 1) WaitForCluster();
+    Consumer<T, kSplitK>{conv, params, cta, group}.Run();
+  }
+
+  if (cta.shared > 1) {
     ArriveAtCluster();  // others may still signal or write into this CTA's shared memory
     WaitForCluster();
   }
