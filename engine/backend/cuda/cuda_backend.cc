@@ -103,6 +103,8 @@ SlotsLaunch View(const SlotState& state, const Tensor& images = Tensor()) {
 struct Input {
   std::function<cudaError_t()> enqueue;  // empty: the layer reads its input as it is
   std::vector<Operand> operands;
+
+  cudaError_t Enqueue() const { return enqueue ? enqueue() : cudaSuccess; }
 };
 
 template <typename Packed>
@@ -156,6 +158,7 @@ class CudaBackend final : public Backend {
         queue_{context_->compute(), properties.multiProcessorCount, hopper,
                properties.major >= 9 && !options.weights_change},
         fp32_(options.fp32),
+        multiplies_e4m3_(!options.fp32 && HasE4m3Kernels()),
         name_(fmt::format("cuda:{}", context_->device())),
         description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,
                                  properties.multiProcessorCount,
@@ -182,7 +185,7 @@ class CudaBackend final : public Backend {
   std::string description() const override { return description_; }
   Device device() const override { return Device::kCuda; }
   DType activation_dtype() const override { return fp32_ ? DType::kF32 : DType::kBF16; }
-  bool MultipliesE4m3() const override { return queue_.hopper; }
+  bool MultipliesE4m3() const override { return multiplies_e4m3_; }
 
   absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,
                                   std::string_view purpose) override {
@@ -750,7 +753,6 @@ class CudaBackend final : public Backend {
     conv.x2 = {};
     conv.channels = static_cast<int>(conv.x.stride);
     conv.channels2 = 0;
-    DENOISED_CHECK(HasHopperKernel(conv), "a layer in e4m3: {}", Describe(conv));
     return conv;
   }
 
@@ -939,7 +941,7 @@ class CudaBackend final : public Backend {
   /// Launches a convolution on Hopper after its input.
   cudaError_t LaunchHopper(const Input& input, const Conv2dLaunch& conv,
                            const HopperPlan& plan) const {
-    const cudaError_t error = input.enqueue ? input.enqueue() : cudaSuccess;
+    const cudaError_t error = input.Enqueue();
     return error == cudaSuccess ? LaunchConv2dHopper(conv, plan, queue_) : error;
   }
 
@@ -1000,10 +1002,13 @@ class CudaBackend final : public Backend {
       for (const ConvCandidate& candidate : SuitsConv3x3(launch)
                                                 ? Conv3x3Candidates(launch, queue_)
                                                 : Conv2dCandidates(launch, queue_)) {
-        candidates.push_back({candidate.name, candidate.microseconds,
-                              [=, this] { return candidate.launch(launch, queue_); }});
+        candidates.push_back({candidate.name, candidate.microseconds, [=, this] {
+                                const cudaError_t error = input.Enqueue();
+                                return error == cudaSuccess ? candidate.launch(launch, queue_)
+                                                            : error;
+                              }});
       }
-      EnqueueFastest(Describe(conv), candidates, OperandsOf(conv), op);
+      EnqueueFastest(Describe(conv), candidates, OperandsOf(conv, input), op);
     }
   }
 
@@ -1037,7 +1042,8 @@ class CudaBackend final : public Backend {
     DENOISED_CHECK(MultipliesE4m3(), "what MultipliesE4m3() denies");
     const Shape& shape = weights.front().shape();
     const int64_t taps = shape.rank() == 4 ? shape[2] * shape[3] : 1;
-    const int64_t outputs = OutputsOf(weights), row_bytes = taps * packed->rounded_bytes;
+    const int64_t outputs = OutputsOf(weights),
+                  row_bytes = RoundUp(taps * packed->rounded_bytes, 2 * kDepthPadding);
     const float input_scale = packed->e4m3.input_scale;
     DENOISED_ASSIGN_OR_RETURN(packed->weight, Allocate({outputs, row_bytes}, DType::kU8, purpose));
     DENOISED_ASSIGN_OR_RETURN(packed->scales,
@@ -1106,7 +1112,7 @@ class CudaBackend final : public Backend {
   /// kNormWorkspaceBytes, kNormFactorBytes, kSemaphores, and kFlagBytes.
   const DeviceMemory norm_memory_;
   const Queue queue_;
-  const bool fp32_;
+  const bool fp32_, multiplies_e4m3_;
   const std::string name_, description_;
   std::optional<Tuner> tuner_;
   bool capturing_ = false;
@@ -1120,7 +1126,7 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
                             hopper ? LoadConv3x3HopperKernels() : cudaSuccess,
                             hopper ? LoadConv64x64Kernels() : cudaSuccess,
                             hopper ? LoadConv2dE4m3Kernels() : cudaSuccess,
-                            hopper ? LoadRoundToE4m3Kernels() : cudaSuccess,
+                            LoadRoundToE4m3Kernels(),
                             hopper ? LoadGroupNormStreamKernels() : cudaSuccess,
                             hopper ? LoadGroupNormPiecesKernels() : cudaSuccess,
                             hopper ? LoadAttentionHopperKernels() : cudaSuccess,

@@ -75,7 +75,7 @@ struct ConvLayer {
   int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding; after
                                  //   upsample2x [4, outputs, 2 · 2 · …]: implicit_gemm.cuh
   /// kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32; kE4m3x2: so is x, for
-  /// LaunchConv2dHopper, without x2, upsample2x and shortcut.
+  /// LaunchConv2dHopper or Conv2dCandidates, without x2, upsample2x and shortcut.
   Element weight_element = Element::kF32;
   const float* scales = nullptr;  // kE4m3x2: [outputs + kBiasPadding], of the sums of products
   const float* bias = nullptr;    // [outputs + kBiasPadding], or null
@@ -126,8 +126,11 @@ struct ConvCandidate {
   double microseconds = 0;  // expected for a launch
   cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue) = nullptr;
 };
-/// For any convolution in bf16 or with fp32 inputs, the cheapest first.
+/// For any convolution in bf16 or with fp32 inputs, the cheapest first; in e4m3 if
+/// HasE4m3Kernels().
 std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queue& queue);
+/// Whether this build has code for the device that multiplies in e4m3: compiled for sm_89 or later.
+bool HasE4m3Kernels();
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
 /// 3×3 from halo tiles on mma.sync, if SuitsConv3x3().
 bool SuitsConv3x3(const ConvLayer& conv);
