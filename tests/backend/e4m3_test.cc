@@ -123,9 +123,11 @@ TEST_P(E4m3, Convolutions) {
       const int64_t out_height = (c.height - 1) / c.stride + 1,
                     out_width = (c.width - 1) / c.stride + 1;
       const Shape out = {2, out_height, out_width, c.outputs};
+      const double deviation = 1 / std::sqrt((c.c1 + c.c2) * c.kernel * c.kernel);
       const Array x = Random({2, c.height, c.width, c.c1}),
                   x2 = c.c2 > 0 ? Random({2, c.height, c.width, c.c2}) : Array(),
-                  weight = Random({c.outputs, c.c1 + c.c2, c.kernel, c.kernel}, DType::kF32, 0.05),
+                  weight =
+                      Random({c.outputs, c.c1 + c.c2, c.kernel, c.kernel}, DType::kF32, deviation),
                   bias = Random({c.outputs}, DType::kF32), add = Random({2, c.outputs}),
                   shortcut_x =
                       c.shortcut > 0 ? Random({2, out_height, out_width, c.shortcut}) : Array(),
