@@ -53,9 +53,18 @@ void CheckNorm(const Norm& norm, const Shape& size, const TensorRules& rules) {
 
 /// Returns the channels of concat(x, x2).
 int64_t CheckPrologue(const Tensor& x, const Prologue& prologue, const TensorRules& rules) {
-  if (IsToBeApplied(prologue.norm)) {
-    Check(GroupNormArgs{.x = x, .x2 = prologue.x2, .norm = prologue.norm, .out = prologue.normed},
+  const Norm& norm = prologue.norm;
+  if (IsToBeApplied(norm) && IsLayerNorm(norm)) {
+    DENOISED_CHECK(!norm.scale_shift && norm.activation == Activation::kNone,
+                   "a layer norm with a scale or an activation");
+    Check(LayerNormArgs{.x = x,
+                        .gamma = norm.gamma,
+                        .beta = norm.beta,
+                        .eps = norm.eps,
+                        .out = prologue.normed},
           rules);
+  } else if (IsToBeApplied(norm)) {
+    Check(GroupNormArgs{.x = x, .x2 = prologue.x2, .norm = norm, .out = prologue.normed}, rules);
   }
   if (!prologue.x2) return x.dim(-1);
   CheckRank("x2", prologue.x2, x.shape().rank());
@@ -147,6 +156,7 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
   DENOISED_CHECK(args.weight != nullptr);
   const Shape& x = args.x.shape();
   CheckTensor("x", args.x, x, rules.activation, rules);
+  DENOISED_CHECK(!IsLayerNorm(args.prologue.norm), "a layer norm before a convolution");
   const int64_t channels = CheckPrologue(args.x, args.prologue, rules);
   const bool upsample2x = args.prologue.upsample2x;
   const Epilogue& epilogue = args.epilogue;

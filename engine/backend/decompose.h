@@ -16,6 +16,15 @@ GroupNormArgs InputNormOf(const Args& args) {
   return {.x = args.x, .x2 = prologue.x2, .norm = prologue.norm, .out = prologue.normed};
 }
 template <typename Args>
+LayerNormArgs InputLayerNormOf(const Args& args) {
+  const Norm& norm = args.prologue.norm;
+  return {.x = args.x,
+          .gamma = norm.gamma,
+          .beta = norm.beta,
+          .eps = norm.eps,
+          .out = args.prologue.normed};
+}
+template <typename Args>
 Args OfNormedInput(Args args) {
   args.x = args.prologue.normed;
   args.prologue = {.rounded = args.prologue.rounded, .upsample2x = args.prologue.upsample2x};
@@ -25,7 +34,11 @@ Args OfNormedInput(Args args) {
 template <typename Args>
 Args WithoutNorm(NetworkOps& ops, const Args& args) {
   if (!IsToBeApplied(args.prologue.norm)) return args;
-  ops.GroupNorm(InputNormOf(args));
+  if (IsLayerNorm(args.prologue.norm)) {
+    ops.LayerNorm(InputLayerNormOf(args));
+  } else {
+    ops.GroupNorm(InputNormOf(args));
+  }
   return OfNormedInput(args);
 }
 

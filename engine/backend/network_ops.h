@@ -56,16 +56,18 @@ class PackedLinear {
   int rounded_bytes = 0;  // of a token, likewise
 };
 
-/// A group norm and what follows it: act(norm(x)·(1 + scale) + shift).
+/// A group norm and what follows it: act(norm(x)·(1 + scale) + shift). Or a layer norm, before a
+/// linear, which nothing follows.
 struct Norm {
   Tensor gamma, beta;  // F32 [C]; undefined: no norm
-  int groups = 32;
+  int groups = 32;     // 0: a layer norm
   float eps = 1e-5f;
   Tensor scale_shift;  // optional [N, 2·C], may be a Columns() view: scales, then shifts
   Activation activation = Activation::kNone;
   bool applied = false;  // by the Epilogue of the op that wrote x
 };
 inline bool IsToBeApplied(const Norm& norm) { return norm.gamma.defined() && !norm.applied; }
+inline bool IsLayerNorm(const Norm& norm) { return norm.groups == 0; }
 
 /// A 1×1 convolution, stride 1, of concat(x, x2). Another convolution adds its result to its own.
 struct Conv2dShortcut {

@@ -250,6 +250,10 @@ Tensor LayerNorm::operator()(Context& context, const Tensor& x) const {
   return out;
 }
 
+Norm LayerNorm::Before() const {
+  return {.gamma = gamma_, .beta = beta_, .groups = 0, .eps = eps_};
+}
+
 absl::StatusOr<Activation> ActivationFromName(const std::string& name) {
   if (name == "silu" || name == "swish") return Activation::kSilu;
   if (name == "mish") return Activation::kMish;

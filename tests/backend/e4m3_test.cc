@@ -305,6 +305,40 @@ TEST_P(E4m3, NormsBeforeLayersGiveTheBitsOfNormThenLayer) {
   }
 }
 
+// Also of linears in the activation dtype.
+TEST_P(E4m3, LayerNormsBeforeLinearsGiveTheBitsOfNormThenLinear) {
+  for (const float scale : {0x1p-6f, 0.0f}) {
+    // Padded channels; the most that a kernel rounds itself, and more.
+    for (const int64_t channels : {320, 40, 37, 2048, 2064}) {
+      SCOPED_TRACE(fmt::format("{} channels, scale {}", channels, scale));
+      const auto packed = PackLinears({Random({72, channels}, DType::kF32, 0.1)}, {}, scale);
+      LinearArgs args{.x = Upload(Random({3, 50, channels}, activation(), 2, 1)),
+                      .weight = packed.get(),
+                      .out = Output({3, 50, 72})};
+      args.prologue.norm = {.gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
+                            .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
+                            .groups = 0};
+      args.prologue.normed = Output({3, 50, channels});
+      args.prologue.rounded = Scratch(args.x, *packed);
+      backend().Linear(args);
+      const Tensor together = Download(args.out);
+
+      LinearArgs apart = args;
+      apart.x = Output({3, 50, channels});
+      backend().LayerNorm({.x = args.x,
+                           .gamma = args.prologue.norm.gamma,
+                           .beta = args.prologue.norm.beta,
+                           .eps = args.prologue.norm.eps,
+                           .out = apart.x});
+      apart.prologue = {.rounded = args.prologue.rounded};
+      apart.out = Output({3, 50, 72});
+      backend().Linear(apart);
+      const Tensor expected = Download(apart.out);
+      EXPECT_EQ(std::memcmp(together.data(), expected.data(), expected.bytes()), 0);
+    }
+  }
+}
+
 TEST_P(E4m3, ARowHasTheSameBitsInAnyBatch) {
   const Tensor x = Upload(Random({5, 20, 20, 32})), tokens = Upload(Random({5, 70, 64}));
   const auto conv = Pack(Random({48, 32, 3, 3}, DType::kF32), Random({48}, DType::kF32), 0x1p-6f);

@@ -612,7 +612,7 @@ class CudaBackend final : public Backend {
   }
   /// The operands of a convolution that measuring may overwrite. `input`: what makes conv.x.
   std::vector<Operand> OperandsOf(const Conv2dLaunch& conv, const Input& input = {}) const {
-    if (!capturing_ || !tuner_) return {};  // written_ is of the last capture
+    if (!capturing_ || !tuner_) return {};
     const int64_t out_pixels = int64_t{conv.images} * conv.out_height * conv.out_width;
     std::vector<Operand> operands = input.enqueue ? input.operands : InputsOf(conv);
     AddOperand(&operands, conv.shortcut.x, out_pixels, conv.shortcut.channels);
@@ -736,6 +736,22 @@ class CudaBackend final : public Backend {
       input.enqueue = [=, this] {
         return LaunchRoundToE4m3(conv.x, conv.channels, conv.x2, conv.channels2, pixels, rounded,
                                  queue_);
+      };
+      return input;
+    }
+    if (IsLayerNorm(args.prologue.norm)) {
+      const Norm& norm = args.prologue.norm;
+      const float *gamma = Floats(norm.gamma), *beta = Floats(norm.beta);
+      const float eps = norm.eps;
+      const Rows normed = View(args.prologue.normed);
+      Writes(args.prologue.normed);
+      input.enqueue = [=, this] {
+        const bool rounds = LayerNormRounds(conv.x, conv.channels);
+        const cudaError_t error = LaunchLayerNorm(conv.x, gamma, beta, eps, pixels, conv.channels,
+                                                  rounds ? rounded : normed, queue_);
+        return rounds || error != cudaSuccess
+                   ? error
+                   : LaunchRoundToE4m3(normed, conv.channels, {}, 0, pixels, rounded, queue_);
       };
       return input;
     }

@@ -194,7 +194,8 @@ bool SuitsGroupNormPieces(const NormLayer& norm);
 bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 
-/// `out` may be x.
+/// `out` may be x. In e4m3, rounded to bf16 first, if LayerNormRounds().
+bool LayerNormRounds(const Rows& x, int channels);
 cudaError_t LaunchLayerNorm(const Rows& x, const float* gamma, const float* beta, float eps,
                             int64_t tokens, int channels, const Rows& out, const Queue& queue);
 
