@@ -78,6 +78,10 @@ struct PipelineState {
   __device__ void Advance() {
     if (++stage == kStages) stage = 0, ++round;
   }
+  __device__ void Advance(int stages) {
+    round += (stage + stages) / kStages;
+    stage = (stage + stages) % kStages;
+  }
 };
 
 // Clusters.
