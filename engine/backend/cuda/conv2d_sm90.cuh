@@ -345,15 +345,8 @@ struct Producer {
   int early = 0;  // stages whose weights LoadEarly() has loaded
 
   __device__ void LoadWeights(const TileAt& tile, const Step& step, int stage) const {
-    const WeightAt from = WeightOf(params, step);
-    if (cta.shared == 1) {
-      TmaLoadWeights(cta.Weights(stage), from.map, &cta.full[stage], from.channel, from.tap,
-                     tile.n0, tile.phase);
-    } else {
-      TmaLoadMulticast(cta.Weights(stage) + cta.rank * params.part * kStepBytes, from.map,
-                       &cta.full[stage], from.channel, from.tap, tile.n0 + cta.rank * params.part,
-                       tile.phase, static_cast<uint16_t>((1 << cta.shared) - 1));
-    }
+    LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.full[stage], tile.n0,
+                     tile.phase, cta.shared, params.part, cta.rank);
   }
   /// No kernel writes weights: the first loads overlap the preceding kernel.
   __device__ void LoadEarly() {

@@ -216,16 +216,9 @@ struct Producer {
   const C& cta;
 
   __device__ void LoadWeights(int n0, const typename C::Step& step, int stage) const {
-    constexpr int kPart = T::kN / C::kShared;
-    const WeightAt from = WeightOf(params, step);
     ArriveExpectTx(&cta.full[stage], T::kStageBytes);
-    if (C::kShared == 1) {
-      TmaLoadWeights(cta.Weights(stage), from.map, &cta.full[stage], from.channel, from.tap, n0, 0);
-    } else {
-      TmaLoadMulticast(cta.Weights(stage) + cta.rank * kPart * kStepBytes, from.map,
-                       &cta.full[stage], from.channel, from.tap, n0 + cta.rank * kPart, 0,
-                       static_cast<uint16_t>((1 << C::kShared) - 1));
-    }
+    LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.full[stage], n0, /*phase=*/0,
+                     C::kShared, T::kN / C::kShared, cta.rank);
   }
   template <bool kOf>
   __device__ void LoadNext(Next& at) const {
