@@ -53,15 +53,30 @@ void CheckNorm(const Norm& norm, const Shape& size, const TensorRules& rules) {
 
 /// Returns the channels of concat(x, x2).
 int64_t CheckPrologue(const Tensor& x, const Prologue& prologue, const TensorRules& rules) {
-  if (IsToBeApplied(prologue.norm)) {
-    Check(GroupNormArgs{.x = x, .x2 = prologue.x2, .norm = prologue.norm, .out = prologue.normed},
+  const Norm& norm = prologue.norm;
+  if (IsToBeApplied(norm) && IsLayerNorm(norm)) {
+    DENOISED_CHECK(!norm.scale_shift && norm.activation == Activation::kNone,
+                   "a layer norm with a scale or an activation");
+    Check(LayerNormArgs{.x = x,
+                        .gamma = norm.gamma,
+                        .beta = norm.beta,
+                        .eps = norm.eps,
+                        .out = prologue.normed},
           rules);
+  } else if (IsToBeApplied(norm)) {
+    Check(GroupNormArgs{.x = x, .x2 = prologue.x2, .norm = norm, .out = prologue.normed}, rules);
   }
   if (!prologue.x2) return x.dim(-1);
   CheckRank("x2", prologue.x2, x.shape().rank());
   const int64_t channels2 = prologue.x2.dim(-1);
   CheckTensor("x2", prologue.x2, WithLast(x.shape(), channels2), rules.activation, rules);
   return x.dim(-1) + channels2;
+}
+
+/// Memory for an input in e4m3, `bytes` for each pixel or token of x.
+void CheckRounded(const char* name, const Tensor& rounded, const Tensor& x, int bytes,
+                  const TensorRules& rules) {
+  if (bytes > 0) CheckTensor(name, rounded, WithLast(x.shape(), bytes), DType::kU8, rules);
 }
 
 /// `out` itself, or in activation dtype.
@@ -141,12 +156,14 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
   DENOISED_CHECK(args.weight != nullptr);
   const Shape& x = args.x.shape();
   CheckTensor("x", args.x, x, rules.activation, rules);
+  DENOISED_CHECK(!IsLayerNorm(args.prologue.norm), "a layer norm before a convolution");
   const int64_t channels = CheckPrologue(args.x, args.prologue, rules);
   const bool upsample2x = args.prologue.upsample2x;
   const Epilogue& epilogue = args.epilogue;
   const PackedConv2d& weight = *args.weight;
   DENOISED_CHECK(channels == weight.in_channels, "x has {} channels, the weight {}", channels,
                  weight.in_channels);
+  CheckRounded("rounded", args.prologue.rounded, args.x, weight.rounded_bytes, rules);
   DENOISED_CHECK(args.stride >= 1, "stride {}", args.stride);
   for (int pad : {args.pad_top, args.pad_left, args.pad_bottom, args.pad_right}) {
     DENOISED_CHECK(pad >= 0 && pad < weight.kernel, "padding {} for a kernel of {}", pad,
@@ -189,6 +206,8 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
     CheckTensor("shortcut.x2", source2, WithLast(out, source2.dim(3)), rules.activation, rules);
     shortcut_channels += source2.dim(3);
   }
+  CheckRounded("shortcut.rounded", epilogue.shortcut.rounded, source, shortcut.rounded_bytes,
+               rules);
   DENOISED_CHECK(
       args.out.data() != source.data() && (!source2 || args.out.data() != source2.data()),
       "out is an input of the shortcut");
@@ -206,6 +225,7 @@ void Check(const LinearArgs& args, const TensorRules& rules) {
   CheckActivationOrF32("x", args.x, WithLast(args.x.shape(), weight.in_features), rules);
   DENOISED_CHECK(!args.prologue.x2 && !args.prologue.upsample2x, "the input of a convolution");
   CheckPrologue(args.x, args.prologue, rules);
+  CheckRounded("rounded", args.prologue.rounded, args.x, weight.rounded_bytes, rules);
   DENOISED_CHECK(!epilogue.add && epilogue.shortcut.weight == nullptr, "a linear with a shortcut");
   const Shape product = WithLast(args.x.shape(), weight.out_features);
   if (!epilogue.ungated) {

@@ -91,6 +91,7 @@ absl::StatusOr<std::unique_ptr<PackedConv2d>> CountingBackend::PackConv2d(const 
   packed->upsample2x = upsample2x;
   packed->has_bias = bias.defined();
   packed->e4m3 = e4m3;
+  if (RoundsIntoMemory(e4m3)) packed->rounded_bytes = RoundedBytes(packed->in_channels);
   // CUDA keeps a 3×3 kernel over a doubled image as four 2×2 kernels, one for each phase.
   const bool in_phases = rules_.device == Device::kCuda && upsample2x && packed->kernel == 3;
   weight_bytes_ += WeightBytes(in_phases ? weight_oihw.elements() / 9 * 16 : weight_oihw.elements(),
@@ -107,6 +108,7 @@ absl::StatusOr<std::unique_ptr<PackedLinear>> CountingBackend::PackLinear(
   packed->e4m3 = e4m3;
   packed->gated = gated;
   packed->in_features = static_cast<int>(weights_oi[0].dim(1));
+  if (RoundsIntoMemory(e4m3)) packed->rounded_bytes = RoundedBytes(packed->in_features);
   for (const Tensor& weight : weights_oi) {
     packed->out_features += static_cast<int>(weight.dim(0));
     weight_bytes_ += WeightBytes(weight.elements(), static_cast<int>(weight.dim(0)), e4m3);
@@ -117,11 +119,14 @@ absl::StatusOr<std::unique_ptr<PackedLinear>> CountingBackend::PackLinear(
   return packed;
 }
 
+bool CountingBackend::RoundsIntoMemory(const E4m3Layer& e4m3) const {
+  return e4m3.input_scale != 0 && rules_.device == Device::kCuda;
+}
+
 size_t CountingBackend::WeightBytes(int64_t elements, int outputs, const E4m3Layer& e4m3) const {
   // The CPU keeps the rounded numbers in its own dtype.
-  if (e4m3.input_scale == 0 || rules_.device == Device::kCpu)
-    return elements * SizeOf(rules_.activation);
-  return elements + outputs * sizeof(float);
+  return RoundsIntoMemory(e4m3) ? elements + outputs * sizeof(float)
+                                : elements * SizeOf(rules_.activation);
 }
 
 absl::StatusOr<Tensor> CountingBackend::PackVector(const Tensor& values) {

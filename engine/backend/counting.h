@@ -86,6 +86,8 @@ class CountingBackend : public Backend {
 
  private:
   void Count(double flops, double weight_bytes, std::initializer_list<const Tensor*> operands);
+  /// Whether the layer's input in e4m3 needs Prologue::rounded, as on CUDA.
+  bool RoundsIntoMemory(const E4m3Layer& e4m3) const;
   /// Bytes of `elements` weights of `outputs` outputs.
   size_t WeightBytes(int64_t elements, int outputs, const E4m3Layer& e4m3) const;
   Tensor Nowhere(const Shape& shape, DType dtype) const;

@@ -16,16 +16,29 @@ GroupNormArgs InputNormOf(const Args& args) {
   return {.x = args.x, .x2 = prologue.x2, .norm = prologue.norm, .out = prologue.normed};
 }
 template <typename Args>
+LayerNormArgs InputLayerNormOf(const Args& args) {
+  const Norm& norm = args.prologue.norm;
+  return {.x = args.x,
+          .gamma = norm.gamma,
+          .beta = norm.beta,
+          .eps = norm.eps,
+          .out = args.prologue.normed};
+}
+template <typename Args>
 Args OfNormedInput(Args args) {
   args.x = args.prologue.normed;
-  args.prologue = {.upsample2x = args.prologue.upsample2x};
+  args.prologue = {.rounded = args.prologue.rounded, .upsample2x = args.prologue.upsample2x};
   return args;
 }
 /// Runs the norm of the input, if one is to be applied.
 template <typename Args>
 Args WithoutNorm(NetworkOps& ops, const Args& args) {
   if (!IsToBeApplied(args.prologue.norm)) return args;
-  ops.GroupNorm(InputNormOf(args));
+  if (IsLayerNorm(args.prologue.norm)) {
+    ops.LayerNorm(InputLayerNormOf(args));
+  } else {
+    ops.GroupNorm(InputNormOf(args));
+  }
   return OfNormedInput(args);
 }
 
@@ -35,7 +48,7 @@ inline Conv2dArgs WithoutShortcut(NetworkOps& ops, Conv2dArgs args) {
   if (shortcut.weight == nullptr) return args;
   ops.Conv2d({.x = shortcut.x,
               .weight = shortcut.weight,
-              .prologue = {.x2 = shortcut.x2},
+              .prologue = {.x2 = shortcut.x2, .rounded = shortcut.rounded},
               .out = args.out});
   shortcut = {};
   args.epilogue.residual = args.out;

@@ -34,6 +34,8 @@ struct E4m3Layer {
   std::string name;       // in the checkpoint, for InputObserver; empty: not observed
   float input_scale = 0;  // a power of two; 0: products are in the activation dtype
 };
+/// Bytes of a pixel or a token in Prologue::rounded: whole vectors of 16.
+constexpr int RoundedBytes(int features) { return (features + 15) / 16 * 16; }
 
 /// Weights in the layout of the backend's kernels, made once at load.
 class PackedConv2d {
@@ -43,6 +45,7 @@ class PackedConv2d {
   bool upsample2x = false;
   bool has_bias = false;
   E4m3Layer e4m3;
+  int rounded_bytes = 0;  // of a pixel in Prologue::rounded; 0: the backend needs none
 };
 class PackedLinear {
  public:
@@ -50,24 +53,28 @@ class PackedLinear {
   int in_features = 0, out_features = 0;
   bool gated = false;  // packed for Epilogue::ungated
   E4m3Layer e4m3;
+  int rounded_bytes = 0;  // of a token, likewise
 };
 
-/// A group norm and what follows it: act(norm(x)·(1 + scale) + shift).
+/// A group norm and what follows it: act(norm(x)·(1 + scale) + shift). Or a layer norm, before a
+/// linear, which nothing follows.
 struct Norm {
   Tensor gamma, beta;  // F32 [C]; undefined: no norm
-  int groups = 32;
+  int groups = 32;     // 0: a layer norm
   float eps = 1e-5f;
   Tensor scale_shift;  // optional [N, 2·C], may be a Columns() view: scales, then shifts
   Activation activation = Activation::kNone;
   bool applied = false;  // by the Epilogue of the op that wrote x
 };
 inline bool IsToBeApplied(const Norm& norm) { return norm.gamma.defined() && !norm.applied; }
+inline bool IsLayerNorm(const Norm& norm) { return norm.groups == 0; }
 
 /// A 1×1 convolution, stride 1, of concat(x, x2). Another convolution adds its result to its own.
 struct Conv2dShortcut {
   Tensor x;   // [N, Ho, Wo, C]: height and width of the other convolution's output
   Tensor x2;  // optional [N, Ho, Wo, C2]
   const PackedConv2d* weight = nullptr;  // [Cout, 1, 1, C + C2]; its bias is part of the other's
+  Tensor rounded;                        // as Prologue::rounded
 };
 
 /// What is done to the input `x` of a convolution or a linear layer before the product. A backend
@@ -77,6 +84,8 @@ struct Prologue {
   Tensor x2;                // optional [N, H, W, C2]: the input is concat(x, x2) along channels
   Norm norm;                // optional, of concat(x, x2)
   Tensor normed;            // with a norm: [.., C + C2] for its result; undefined afterwards
+  Tensor rounded;           // for weights with rounded_bytes: U8 [.., rounded_bytes] for the input
+                            // in e4m3; undefined afterwards
   bool upsample2x = false;  // nearest-neighbour doubling then, as packed; the kernel is 3 × 3, the
                             // stride 1 and the padding 1 on all sides
 };

@@ -4,20 +4,28 @@
 namespace denoised::nn {
 namespace {
 
-/// A new tensor in activation dtype with the rows of `shape` and `features` features.
-Tensor NewRows(Context& context, const Shape& shape, int64_t features) {
+Shape WithFeatures(const Shape& shape, int64_t features) {
   int64_t dims[Shape::kMaxRank];
   for (int i = 0; i < shape.rank(); ++i) dims[i] = shape[i];
   dims[shape.rank() - 1] = features;
-  return context.New(Shape(std::span<const int64_t>(dims, shape.rank())));
+  return Shape(std::span<const int64_t>(dims, shape.rank()));
+}
+/// A new tensor in activation dtype with the rows of `shape` and `features` features.
+Tensor NewRows(Context& context, const Shape& shape, int64_t features) {
+  return context.New(WithFeatures(shape, features));
 }
 
 int64_t Features(const Tensor& x, const Tensor& x2) { return x.dim(-1) + (x2 ? x2.dim(-1) : 0); }
 
+/// Memory for an input in e4m3; undefined if the backend needs none.
+Tensor NewRounded(Context& context, const Tensor& x, int bytes) {
+  return bytes > 0 ? context.arena.New(WithFeatures(x.shape(), bytes), DType::kU8) : Tensor();
+}
 /// Allocated even if the norm is applied elsewhere, so that memory does not depend on fusion.
-void MakeRoom(Context& context, const Tensor& x, Prologue* prologue) {
+void MakeRoom(Context& context, const Tensor& x, int rounded_bytes, Prologue* prologue) {
   if (prologue->norm.gamma)
     prologue->normed = NewRows(context, x.shape(), Features(x, prologue->x2));
+  prologue->rounded = NewRounded(context, x, rounded_bytes);
 }
 
 absl::StatusOr<E4m3Layer> LayerOf(const Weights& weights, Products products) {
@@ -106,8 +114,11 @@ Tensor Conv2d::Downsample(Context& context, const Tensor& x, int padding) const 
 Tensor Conv2d::Padded(Context& context, Conv2dArgs args) const {
   args.weight = weight_.get();
   args.prologue.upsample2x = weight_->upsample2x;
-  args.epilogue.shortcut.weight = shortcut_.get();
-  MakeRoom(context, args.x, &args.prologue);
+  MakeRoom(context, args.x, weight_->rounded_bytes, &args.prologue);
+  if (Conv2dShortcut& shortcut = args.epilogue.shortcut; shortcut_ != nullptr) {
+    shortcut.weight = shortcut_.get();
+    shortcut.rounded = NewRounded(context, shortcut.x, shortcut_->rounded_bytes);
+  }
   if (!args.out) {
     const int up = weight_->upsample2x ? 2 : 1, kernel = weight_->kernel;
     const int64_t height =
@@ -180,7 +191,7 @@ absl::StatusOr<Linear> Linear::LoadGated(NetworkOps& ops, const Weights& weights
 Tensor Linear::operator()(Context& context, LinearArgs args) const {
   const int outputs = weight_->out_features;
   args.weight = weight_.get();
-  MakeRoom(context, args.x, &args.prologue);
+  MakeRoom(context, args.x, weight_->rounded_bytes, &args.prologue);
   if (!args.out)
     args.out = NewRows(context, args.x.shape(), weight_->gated ? outputs / 2 : outputs);
   if (weight_->gated) args.epilogue.ungated = NewRows(context, args.x.shape(), outputs);
@@ -237,6 +248,10 @@ Tensor LayerNorm::operator()(Context& context, const Tensor& x) const {
   Tensor out = context.New(x.shape());
   context.ops.LayerNorm({.x = x, .gamma = gamma_, .beta = beta_, .eps = eps_, .out = out});
   return out;
+}
+
+Norm LayerNorm::Before() const {
+  return {.gamma = gamma_, .beta = beta_, .groups = 0, .eps = eps_};
 }
 
 absl::StatusOr<Activation> ActivationFromName(const std::string& name) {

@@ -123,6 +123,8 @@ class LayerNorm {
                                         double eps);
   /// [.., channels] → the same, a new tensor.
   Tensor operator()(Context& context, const Tensor& x) const;
+  /// For the prologue of a linear layer.
+  Norm Before() const;
 
  private:
   Tensor gamma_, beta_;

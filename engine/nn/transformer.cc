@@ -112,14 +112,15 @@ Tensor Transformer2D::Run(Context& context, const Block& block, Tensor x,
                           const CrossAttentionInput& text) const {
   const int channels = options_.channels;
   {
-    const Tensor qkv = block.self_qkv(context, {.x = block.norm1(context, x)});
+    const Tensor qkv =
+        block.self_qkv(context, {.x = x, .prologue = {.norm = block.norm1.Before()}});
     const Tensor attended = context.New(x.shape());
     context.ops.Attention(Heads(qkv.Columns(0, channels), qkv.Columns(channels, channels),
                                 qkv.Columns(2 * channels, channels), attended));
     x = block.self_out(context, {.x = attended, .epilogue = {.residual = x}});
   }
   {
-    const Tensor q = block.cross_q(context, {.x = block.norm2(context, x)});
+    const Tensor q = block.cross_q(context, {.x = x, .prologue = {.norm = block.norm2.Before()}});
     const Tensor attended = context.New(x.shape());
     AttentionArgs cross =
         Heads(q, text.keys_values.Columns(block.key_column, channels),
@@ -129,7 +130,8 @@ Tensor Transformer2D::Run(Context& context, const Block& block, Tensor x,
     context.ops.Attention(cross);
     x = block.cross_out(context, {.x = attended, .epilogue = {.residual = x}});
   }
-  const Tensor hidden = block.feed_in(context, {.x = block.norm3(context, x)});
+  const Tensor hidden =
+      block.feed_in(context, {.x = x, .prologue = {.norm = block.norm3.Before()}});
   return block.feed_out(context, {.x = hidden, .epilogue = {.residual = x}});
 }
 

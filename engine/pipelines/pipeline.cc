@@ -235,8 +235,8 @@ class Loader {
     }
     if (!ops_.MultipliesE4m3())
       return FailedPrecondition(
-          "{}: its precision is fp8, but the kernels for this device do not multiply in fp8 yet; "
-          "load it with precision default, or on a CPU",
+          "{}: its precision is fp8, but this device has no kernels for it; load it with precision "
+          "default, on a GPU of compute capability 8.9 or later (without fp32), or on a CPU",
           directory_.root);
     DENOISED_ASSIGN_OR_RETURN(
         Calibration calibration,

@@ -48,10 +48,10 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
     static std::map<std::string, std::unique_ptr<Backend>> opened;
     const BackendOptions& options = GetParam().options;
     if (options.device == "cuda") DENOISED_NEEDS_GPU();
-    std::unique_ptr<Backend>& backend =
-        opened[options.device + (options.fp32              ? "/fp32"
-                                 : options.generic_kernels ? "/generic"
-                                                           : "")];
+    std::unique_ptr<Backend>& backend = opened[options.device + Name(options.cpu_dtype) +
+                                               (options.fp32              ? "/fp32"
+                                                : options.generic_kernels ? "/generic"
+                                                                          : "")];
     if (backend == nullptr) {
       auto result = OpenBackend(options);
       ASSERT_TRUE(result.ok()) << result.status();
@@ -178,6 +178,18 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
                                        /*gated=*/true);
     EXPECT_TRUE(packed.ok()) << packed.status();
     return std::move(packed).value();
+  }
+  /// Prologue::rounded for x; undefined if the weight needs none.
+  template <typename Packed>
+  Tensor Scratch(const Tensor& x, const Packed& weight) {
+    if (weight.rounded_bytes == 0) return Tensor();
+    return Allocate(WithLast(x.shape(), weight.rounded_bytes), DType::kU8);
+  }
+  static Shape WithLast(const Shape& shape, int64_t last) {
+    int64_t dims[Shape::kMaxRank];
+    for (int i = 0; i < shape.rank(); ++i) dims[i] = shape[i];
+    dims[shape.rank() - 1] = last;
+    return Shape(std::span<const int64_t>(dims, shape.rank()));
   }
   static Tensor HostOptional(const Array& array) {
     return array.defined() ? ToHost(array, DType::kF32) : Tensor();

@@ -176,6 +176,79 @@ TEST_P(BatchInvarianceTest, Linear) {
   }
 }
 
+// As many tiles of each kind as there are; channels and outputs that nothing divides; norms that
+// round their result, and those that do not.
+TEST_P(BatchInvarianceTest, LayersInE4m3) {
+  if (!backend().MultipliesE4m3()) GTEST_SKIP() << "no kernels in e4m3 for this device";
+  const E4m3Layer e4m3 = {.input_scale = 0x1p-6f};
+  struct {
+    int64_t height, width, c1, c2, out, kernel;
+    int stride;
+    int groups = 0;  // of a norm; 0: none
+  } shapes[] = {{16, 16, 64, 0, 128, 3, 1},  {16, 16, 64, 64, 192, 3, 1, 32},
+                {7, 5, 13, 6, 11, 3, 1},     {16, 16, 128, 0, 64, 1, 1, 32},
+                {15, 17, 64, 0, 72, 3, 2},   {8, 8, 256, 0, 256, 3, 1, 32},
+                {9, 7, 24, 0, 160, 3, 1, 8}, {64, 64, 32, 0, 32, 3, 1, 32}};
+  for (const auto& s : shapes) {
+    const int64_t channels = s.c1 + s.c2;
+    const int pad = static_cast<int>(s.kernel / 2);
+    const auto packed =
+        backend()
+            .PackConv2d(ToHost(Random({s.out, channels, s.kernel, s.kernel}, DType::kF32, 0.05),
+                               DType::kF32),
+                        ToHost(Random({s.out}, DType::kF32), DType::kF32), false, e4m3)
+            .value();
+    const Tensor gamma = Upload(Random({channels}, DType::kF32), DType::kF32);
+    const Tensor beta = Upload(Random({channels}, DType::kF32), DType::kF32);
+    const int64_t out_height = (s.height - 1) / s.stride + 1,
+                  out_width = (s.width - 1) / s.stride + 1;
+    std::vector<Input> inputs = {{{s.height, s.width, s.c1}, activation()},
+                                 {{out_height, out_width, s.out}, activation()}};
+    if (s.c2 > 0) inputs.push_back({{s.height, s.width, s.c2}, activation()});
+    ExpectInvariant(
+        "convolution in e4m3", inputs, [&](const std::vector<Tensor>& in, int64_t rows) {
+          Conv2dArgs args{.x = in[0],
+                          .weight = packed.get(),
+                          .stride = s.stride,
+                          .pad_top = pad,
+                          .pad_left = pad,
+                          .pad_bottom = pad,
+                          .pad_right = pad,
+                          .epilogue = {.residual = in[1]}};
+          if (s.c2 > 0) args.prologue.x2 = in[2];
+          if (s.groups > 0) {
+            args.prologue.norm = {
+                .gamma = gamma, .beta = beta, .groups = s.groups, .activation = Activation::kSilu};
+            args.prologue.normed = Output({rows, s.height, s.width, channels});
+          }
+          args.prologue.rounded = Scratch(args.x, *packed);
+          args.out = Output({rows, out_height, out_width, s.out});
+          backend().Conv2d(args);
+          return args.out;
+        });
+  }
+  struct {
+    int64_t tokens, in, out;
+    bool gated;
+  } linears[] = {{64, 128, 384, false}, {49, 33, 37, false}, {256, 320, 2560, true}};
+  for (const auto& s : linears) {
+    const auto packed =
+        backend()
+            .PackLinear({ToHost(Random({s.out, s.in}, DType::kF32, 0.05), DType::kF32)},
+                        {ToHost(Random({s.out}, DType::kF32), DType::kF32)}, e4m3, s.gated)
+            .value();
+    ExpectInvariant("linear in e4m3", {{{s.tokens, s.in}, activation()}},
+                    [&](const std::vector<Tensor>& in, int64_t rows) {
+                      LinearArgs args{.x = in[0], .weight = packed.get()};
+                      if (s.gated) args.epilogue.ungated = Output({rows, s.tokens, s.out});
+                      args.prologue.rounded = Scratch(args.x, *packed);
+                      args.out = Output({rows, s.tokens, s.gated ? s.out / 2 : s.out});
+                      backend().Linear(args);
+                      return args.out;
+                    });
+  }
+}
+
 TEST_P(BatchInvarianceTest, GroupNorm) {
   struct {
     Shape row;

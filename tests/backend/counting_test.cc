@@ -51,6 +51,26 @@ TEST_F(CountingTest, AShortcutBelongsToItsConvolution) {
   EXPECT_EQ(backend_.work().ops, 1);
 }
 
+TEST_F(CountingTest, LayersInE4m3) {
+  const E4m3Layer e4m3 = {.input_scale = 1};
+  const auto packed = backend_.PackConv2d(Host({64, 40, 3, 3}), Host({64}), false, e4m3);
+  const auto linear = backend_.PackLinear({Host({32, 16})}, {}, e4m3);
+  ASSERT_TRUE(packed.ok() && linear.ok());
+  EXPECT_EQ(backend_.weight_bytes(), 64u * 40 * 9 + 64 * 4 + 64 * 4 + 32 * 16 + 32 * 4);
+  EXPECT_EQ((*packed)->rounded_bytes, 48);
+  EXPECT_EQ((*linear)->rounded_bytes, 16);
+  Conv2dArgs args{.x = New({2, 6, 6, 40}), .weight = packed->get(), .out = New({2, 4, 4, 64})};
+  EXPECT_DEATH(backend_.Conv2d(args), "rounded is undefined");
+  args.prologue.rounded = New({2, 6, 6, 48}, DType::kU8);
+  backend_.Conv2d(args);
+  EXPECT_EQ(backend_.work().ops, 1);
+  LinearArgs tokens{.x = New({2, 5, 16}), .weight = linear->get(), .out = New({2, 5, 32})};
+  tokens.prologue.rounded = New({2, 5, 32}, DType::kU8);
+  EXPECT_DEATH(backend_.Linear(tokens), "rounded is \\[2, 5, 32\\], must be \\[2, 5, 16\\]");
+  CountingBackend on_cpu(Device::kCpu, DType::kF32);
+  EXPECT_EQ(on_cpu.PackLinear({Host({32, 16})}, {}, e4m3).value()->rounded_bytes, 0);
+}
+
 TEST_F(CountingTest, LinearsAndAttention) {
   auto packed = backend_.PackLinear({Host({32, 16}), Host({8, 16})}, {Host({32}), Host({8})});
   ASSERT_TRUE(packed.ok()) << packed.status();

@@ -12,6 +12,7 @@
 #include "engine/backend/backend.h"
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/device.h"
+#include "engine/core/e4m3.h"
 #include "tests/needs_gpu.h"
 
 /// Whatever the tuner or a launcher chooses, the bits are the same: every candidate for a launch,
@@ -85,13 +86,21 @@ Conv2dLaunch ShapeOf(const Case& c) {
   return conv;
 }
 
+/// The same layer in e4m3: of pairs of channels, without what a layer in e4m3 cannot have.
+Conv2dLaunch InE4m3(Conv2dLaunch conv) {
+  conv.x.element = conv.weight_element = Element::kE4m3x2;
+  conv.x2 = {}, conv.channels2 = 0;
+  conv.shortcut = {};
+  return conv;
+}
+
 TEST(HopperCandidatesTest, SplitsFollowFromOneImage) {
   std::set<std::string> seen;
-  for (Case c : kCases) {
+  const auto expect = [&](Case c, const auto& launch_of) {
     std::set<int> splits;
     for (const int images : {c.images, 1, 2, 16, 64, 256}) {
       c.images = images;
-      const Conv2dLaunch conv = ShapeOf(c);
+      const Conv2dLaunch conv = launch_of(c);
       SCOPED_TRACE(Describe(conv));
       ASSERT_TRUE(SuitsHopper(conv));
       const std::vector<HopperCandidate> candidates =
@@ -108,7 +117,11 @@ TEST(HopperCandidatesTest, SplitsFollowFromOneImage) {
       }
       seen.merge(names);
     }
-    EXPECT_EQ(splits.size(), 1u) << Describe(ShapeOf(c));
+    EXPECT_EQ(splits.size(), 1u) << Describe(launch_of(c));
+  };
+  for (const Case& c : kCases) {
+    expect(c, ShapeOf);
+    if (!c.upsample2x) expect(c, [](const Case& of) { return InE4m3(ShapeOf(of)); });
   }
   size_t all = 0;
   for (const HopperTileSpec& spec : kTiles) {
@@ -229,6 +242,29 @@ class CudaPlansTest : public testing::Test {
     }
     out_ = Zeros({out_pixels, c.outputs}, c.narrow ? DType::kF32 : DType::kBF16);
     conv.out = View(out_);
+    return conv;
+  }
+
+  /// Matrices in e4m3, of `columns` pairs.
+  Tensor RandomE4m3(int64_t rows, int64_t columns) {
+    std::normal_distribution<float> normal(0, 30);
+    Tensor host = Tensor::Host({rows, 2 * columns}, DType::kU8);
+    for (uint8_t& value : host.span<uint8_t>()) value = FloatToE4m3(normal(random_));
+    Tensor tensor = Zeros(host.shape(), DType::kU8);
+    backend_->Upload(host.data(), host.bytes(), tensor);
+    return tensor;
+  }
+  Conv2dLaunch LaunchInE4m3(const Case& c) {
+    Conv2dLaunch conv = InE4m3(Launch(c));
+    const int64_t depth = int64_t{c.kernel} * c.kernel * c.channels;
+    conv.x.data = RandomE4m3(int64_t{c.images} * c.height * c.width, c.channels).data();
+    conv.weight = RandomE4m3(c.outputs, depth).data();
+    conv.weight_stride = static_cast<int>(depth);
+    const Tensor scales = Zeros({c.outputs + kBiasPadding}, DType::kF32);
+    std::vector<float> powers(c.outputs);
+    for (int i = 0; i < c.outputs; ++i) powers[i] = std::ldexp(1.0f, -17 - i % 3);
+    backend_->Upload(powers.data(), powers.size() * sizeof(float), scales.Slice(0, c.outputs));
+    conv.scales = scales.as<float>();
     return conv;
   }
 
@@ -358,6 +394,16 @@ TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
   }
 }
 
+TEST_F(HopperPlansTest, AllCandidatesInE4m3GiveTheSameBits) {
+  for (const Case& c : kCases) {
+    if (c.upsample2x) continue;
+    kept_.clear();
+    const Conv2dLaunch conv = LaunchInE4m3(c);
+    SCOPED_TRACE(Describe(conv));
+    RunAll(conv);
+  }
+}
+
 TEST_F(HopperPlansTest, AllWithAFusedNormGiveTheSameBits) {
   for (const Case& c : {Case{3, 32, 32, 128, 0, 128, 3}, Case{2, 64, 64, 192, 0, 192, 3},
                         Case{5, 16, 16, 256, 128, 384, 3}, Case{9, 8, 8, 256, 0, 256, 3},
@@ -377,10 +423,16 @@ TEST_F(HopperPlansTest, AllWithAFusedNormGiveTheSameBits) {
 }
 
 TEST_F(HopperPlansTest, GatesOfOutputsHaveTheBitsOfGeglu) {
-  for (const Case& c : {Case{2, 1, 1024, 320, 0, 2560, 1}, Case{3, 1, 333, 64, 0, 5120, 1},
-                        Case{1, 1, 77, 640, 0, 208, 1}, Case{40, 1, 64, 128, 0, 1024, 1}}) {
+  struct {
+    Case conv;
+    size_t candidates;
+    bool e4m3;
+  } cases[] = {{{2, 1, 1024, 320, 0, 2560, 1}, 7},       {{3, 1, 333, 64, 0, 5120, 1}, 7},
+               {{1, 1, 77, 640, 0, 208, 1}, 7},          {{40, 1, 64, 128, 0, 1024, 1}, 7},
+               {{2, 1, 1024, 320, 0, 2560, 1}, 3, true}, {{1, 1, 77, 640, 0, 208, 1}, 3, true}};
+  for (const auto& [c, least, e4m3] : cases) {
     kept_.clear();
-    Conv2dLaunch conv = Launch(c);
+    Conv2dLaunch conv = e4m3 ? LaunchInE4m3(c) : Launch(c);
     conv.add = conv.residual = {};
     conv.activation = Activation::kNone;
     conv.scale = 1;
@@ -400,7 +452,7 @@ TEST_F(HopperPlansTest, GatesOfOutputsHaveTheBitsOfGeglu) {
     conv.out = View(gated);
     ASSERT_TRUE(SuitsGate(conv));
     const std::vector<HopperCandidate> candidates = HopperCandidates(conv, queue_);
-    EXPECT_GE(candidates.size(), 7u);
+    EXPECT_GE(candidates.size(), least);
     for (const HopperCandidate& candidate : candidates)
       EXPECT_TRUE(Run(conv, candidate.plan) == expected) << NameOf(candidate.plan);
     constexpr HopperTile k128x32 = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 32);

@@ -2,12 +2,16 @@
 // Achieved FLOP/s and bytes/s of the backend's large ops, at shapes of the models that the project
 // measures itself with.
 //
-//   backend-throughput [--device=cpu|cuda] [--generic] [--autotune=off|DIRECTORY]
+//   backend-throughput [--device=cpu|cuda] [--generic] [--precision=fp8]
+//                      [--autotune=off|DIRECTORY]
 //                      [--list | --turns [--warm-up=SECONDS]]
 //                      [Google Benchmark's flags, e.g. --benchmark_filter=conv]
 //
 // --list prints the names of all ops. --turns measures when its standard input says so (turns.h);
 // --warm-up is how long the device works before each measurement, 0.1 by default.
+//
+// --precision=fp8: convolutions, unless they double, and linears over tokens are in e4m3; the
+// rounding of their inputs is part of the figure.
 //
 // Random data; kernels are chosen as by the server; --autotune=DIRECTORY keeps which they are
 // there, and takes what it finds there. A figure is the median over launches of a graph
@@ -51,6 +55,17 @@ class Meter {
 class Op {
  public:
   explicit Op(Backend& backend) : backend_(backend) {}
+
+  /// Prologue::rounded for inputs of this shape; undefined if the weight needs none.
+  template <typename Packed>
+  absl::StatusOr<Tensor> Rounded(const Packed& weight, const Shape& x) {
+    if (weight.rounded_bytes == 0) return Tensor();
+    int64_t dims[Shape::kMaxRank];
+    for (int i = 0; i < x.rank(); ++i) dims[i] = x[i];
+    dims[x.rank() - 1] = weight.rounded_bytes;
+    return backend_.Allocate(Shape(std::span<const int64_t>(dims, x.rank())), DType::kU8,
+                             "a benchmark's input in e4m3");
+  }
 
   /// Called first: `bytes` is what one launch reads and writes of its activations.
   void RotateFor(int64_t bytes) {
@@ -130,7 +145,8 @@ void CountFlop(Meter& meter, int64_t multiplications) {
 enum class Resampling { kNone, kDown, kUp };
 
 /// rows, size, in, out; `fused`: with bias, residual and SiLU.
-absl::Status Conv(Backend& backend, Meter& meter, Resampling resampling, bool fused) {
+absl::Status Conv(Backend& backend, const E4m3Layer& e4m3, Meter& meter, Resampling resampling,
+                  bool fused) {
   const int64_t rows = meter.range(0), size = meter.range(1), in = meter.range(2),
                 out = meter.range(3);
   const int64_t out_size = resampling == Resampling::kUp     ? size * 2
@@ -143,7 +159,8 @@ absl::Status Conv(Backend& backend, Meter& meter, Resampling resampling, bool fu
   const Tensor bias = fused ? Op::Parameters({out}, 1) : Tensor();
   DENOISED_ASSIGN_OR_RETURN(const auto weight,
                             backend.PackConv2d(Op::Parameters({out, in, 3, 3}, 9 * in), bias,
-                                               resampling == Resampling::kUp));
+                                               resampling == Resampling::kUp,
+                                               resampling == Resampling::kUp ? E4m3Layer() : e4m3));
   DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   Tensor residuals;
@@ -152,6 +169,7 @@ absl::Status Conv(Backend& backend, Meter& meter, Resampling resampling, bool fu
   }
   Conv2dArgs args{.weight = weight.get(),
                   .prologue = {.upsample2x = resampling == Resampling::kUp}};
+  DENOISED_ASSIGN_OR_RETURN(args.prologue.rounded, op.Rounded(*weight, x));
   args.pad_bottom = args.pad_right = 1;
   if (resampling == Resampling::kDown) {  // diffusers' Downsample2D with padding 0
     args.stride = 2;
@@ -169,7 +187,7 @@ absl::Status Conv(Backend& backend, Meter& meter, Resampling resampling, bool fu
 }
 
 /// rows, size, in, out, shortcut: the end of a resnet, whose shortcut has so many channels
-absl::Status ConvShortcut(Backend& backend, Meter& meter) {
+absl::Status ConvShortcut(Backend& backend, const E4m3Layer& e4m3, Meter& meter) {
   const int64_t rows = meter.range(0), size = meter.range(1), in = meter.range(2),
                 out = meter.range(3), shortcut = meter.range(4);
   const Shape x{rows, size, size, in}, skip{rows, size, size, shortcut}, y{rows, size, size, out};
@@ -177,18 +195,20 @@ absl::Status ConvShortcut(Backend& backend, Meter& meter) {
   op.RotateFor((x.elements() + skip.elements() + y.elements()) *
                static_cast<int64_t>(SizeOf(backend.activation_dtype())));
   const Tensor bias = Op::Parameters({out}, 1);
-  DENOISED_ASSIGN_OR_RETURN(
-      const auto weight,
-      backend.PackConv2d(Op::Parameters({out, in, 3, 3}, 9 * in), bias, /*upsample2x=*/false));
+  DENOISED_ASSIGN_OR_RETURN(const auto weight,
+                            backend.PackConv2d(Op::Parameters({out, in, 3, 3}, 9 * in), bias,
+                                               /*upsample2x=*/false, e4m3));
   DENOISED_ASSIGN_OR_RETURN(const auto shortcut_weight,
                             backend.PackConv2d(Op::Parameters({out, shortcut, 1, 1}, shortcut),
-                                               Tensor(), /*upsample2x=*/false));
+                                               Tensor(), /*upsample2x=*/false, e4m3));
   DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor skips, op.Activations(skip));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   Conv2dArgs args{.weight = weight.get()};
   args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
   args.epilogue.shortcut.weight = shortcut_weight.get();
+  DENOISED_ASSIGN_OR_RETURN(args.prologue.rounded, op.Rounded(*weight, x));
+  DENOISED_ASSIGN_OR_RETURN(args.epilogue.shortcut.rounded, op.Rounded(*shortcut_weight, skip));
   CountFlop(meter, y.elements() * (in * 9 + shortcut));
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
@@ -199,14 +219,15 @@ absl::Status ConvShortcut(Backend& backend, Meter& meter) {
 }
 
 /// rows, tokens, in, out; with a bias
-absl::Status Linear(Backend& backend, Meter& meter, bool with_residual) {
+absl::Status Linear(Backend& backend, const E4m3Layer& e4m3, Meter& meter, bool with_residual) {
   const int64_t in = meter.range(2), out = meter.range(3);
   const Shape x{meter.range(0), meter.range(1), in}, y{meter.range(0), meter.range(1), out};
   Op op(backend);
   op.RotateFor((x.elements() + y.elements() * (with_residual ? 2 : 1)) *
                static_cast<int64_t>(SizeOf(backend.activation_dtype())));
-  DENOISED_ASSIGN_OR_RETURN(const auto weight, backend.PackLinear({Op::Parameters({out, in}, in)},
-                                                                  {Op::Parameters({out}, 1)}));
+  DENOISED_ASSIGN_OR_RETURN(
+      const auto weight,
+      backend.PackLinear({Op::Parameters({out, in}, in)}, {Op::Parameters({out}, 1)}, e4m3));
   DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   Tensor residuals;
@@ -214,6 +235,7 @@ absl::Status Linear(Backend& backend, Meter& meter, bool with_residual) {
     DENOISED_ASSIGN_OR_RETURN(residuals, op.Activations(y));
   }
   LinearArgs args{.weight = weight.get()};
+  DENOISED_ASSIGN_OR_RETURN(args.prologue.rounded, op.Rounded(*weight, x));
   CountFlop(meter, y.elements() * in);
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
@@ -224,7 +246,7 @@ absl::Status Linear(Backend& backend, Meter& meter, bool with_residual) {
 }
 
 /// rows, tokens, in, features: GEGLU with a bias, so twice as many outputs as features
-absl::Status GatedLinear(Backend& backend, Meter& meter) {
+absl::Status GatedLinear(Backend& backend, const E4m3Layer& e4m3, Meter& meter) {
   const int64_t in = meter.range(2), features = meter.range(3);
   const Shape x{meter.range(0), meter.range(1), in}, y{meter.range(0), meter.range(1), features},
       both{meter.range(0), meter.range(1), 2 * features};
@@ -233,11 +255,12 @@ absl::Status GatedLinear(Backend& backend, Meter& meter) {
                static_cast<int64_t>(SizeOf(backend.activation_dtype())));
   DENOISED_ASSIGN_OR_RETURN(const auto weight,
                             backend.PackLinear({Op::Parameters({2 * features, in}, in)},
-                                               {Op::Parameters({2 * features}, 1)}, {},
+                                               {Op::Parameters({2 * features}, 1)}, e4m3,
                                                /*gated=*/true));
   DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   LinearArgs args{.weight = weight.get()};
+  DENOISED_ASSIGN_OR_RETURN(args.prologue.rounded, op.Rounded(*weight, x));
   DENOISED_ASSIGN_OR_RETURN(
       args.epilogue.ungated,
       backend.Allocate(both, backend.activation_dtype(), "a benchmark's values and gates"));
@@ -461,7 +484,7 @@ class Registry {
   std::vector<Entry> entries_;
 };
 
-void RegisterAll(Backend& backend, Registry* registry) {
+void RegisterAll(Backend& backend, const E4m3Layer& e4m3, Registry* registry) {
   const Shapes convolutions = {// cifar10-32
                                {64, 32, 128, 128},
                                {64, 16, 256, 256},
@@ -498,9 +521,9 @@ void RegisterAll(Backend& backend, Registry* registry) {
                                {4, 512, 256, 256}};
   Shapes bare = convolutions;  // and a first and a last layer, which have no residual
   bare.insert(bare.end(), {{64, 32, 3, 128}, {64, 32, 128, 3}});
-  const auto conv = [&backend](Resampling resampling, bool fused) {
-    return [&backend, resampling, fused](Meter& meter) {
-      return Conv(backend, meter, resampling, fused);
+  const auto conv = [&backend, &e4m3](Resampling resampling, bool fused) {
+    return [&backend, &e4m3, resampling, fused](Meter& meter) {
+      return Conv(backend, e4m3, meter, resampling, fused);
     };
   };
   const std::vector<std::string> image = {"rows", "size", "in", "out"};
@@ -517,7 +540,7 @@ void RegisterAll(Backend& backend, Registry* registry) {
                       {1, 16, 256, 256, 512},
                       {1, 4, 256, 256, 512},
                       {1, 64, 192, 192, 384}},
-                     [&backend](Meter& meter) { return ConvShortcut(backend, meter); });
+                     [&](Meter& meter) { return ConvShortcut(backend, e4m3, meter); });
   registry->Register("conv_down", image,
                      {{64, 32, 128, 128}, {16, 64, 320, 320}, {1, 32, 128, 128}},
                      conv(Resampling::kDown, false));
@@ -555,7 +578,7 @@ void RegisterAll(Backend& backend, Registry* registry) {
                       {16, 1024, 1280, 10240},
                       // the ceiling's
                       {8, 1024, 8192, 8192}},
-                     [&backend](Meter& meter) { return Linear(backend, meter, false); });
+                     [&](Meter& meter) { return Linear(backend, e4m3, meter, false); });
   registry->Register("attention", {"rows", "heads", "tokens", "dim"},
                      {{64, 1, 256, 256},
                       {1, 1, 256, 256},
@@ -582,7 +605,7 @@ void RegisterAll(Backend& backend, Registry* registry) {
                       {2, 1024, 2560, 640},
                       {2, 1024, 1280, 1280},
                       {2, 1024, 5120, 1280}},
-                     [&backend](Meter& meter) { return Linear(backend, meter, true); });
+                     [&](Meter& meter) { return Linear(backend, e4m3, meter, true); });
   registry->Register("gated_linear", {"rows", "tokens", "in", "features"},
                      {{2, 4096, 320, 1280},
                       {16, 4096, 320, 1280},
@@ -593,7 +616,7 @@ void RegisterAll(Backend& backend, Registry* registry) {
                       {2, 4096, 640, 2560},
                       {2, 1024, 1280, 5120},
                       {16, 1024, 1280, 5120}},
-                     [&backend](Meter& meter) { return GatedLinear(backend, meter); });
+                     [&](Meter& meter) { return GatedLinear(backend, e4m3, meter); });
   registry->Register("cross_attention", {"rows", "heads", "tokens", "dim", "keys"},
                      {{2, 8, 4096, 40, 77},
                       {16, 8, 4096, 40, 77},
@@ -638,6 +661,7 @@ int Main(int argc, char** argv) {
   benchmark::Initialize(&argc, argv);
   BackendOptions options = {.autotune = true};
   bool list = false, turns = false;
+  E4m3Layer e4m3;
   Samples samples;
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
@@ -651,6 +675,8 @@ int Main(int argc, char** argv) {
       options.autotune = false;
     } else if (const char* directory = value("--autotune=")) {
       options.autotune_cache = directory;
+    } else if (flag == "--precision=fp8") {
+      e4m3.input_scale = 0x1p-6F;  // for inputs of unit size
     } else if (flag == "--generic") {
       options.generic_kernels = true;
     } else if (flag == "--list") {
@@ -672,7 +698,11 @@ int Main(int argc, char** argv) {
     return 1;
   }
   Registry registry;
-  RegisterAll(**backend, &registry);
+  if (e4m3.input_scale != 0 && !(*backend)->MultipliesE4m3()) {
+    std::fprintf(stderr, "%s does not multiply in fp8\n", (*backend)->description().c_str());
+    return 1;
+  }
+  RegisterAll(**backend, e4m3, &registry);
   if (list) {
     for (const Entry& entry : registry.entries()) std::puts(entry.name.c_str());
   } else if (turns) {

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuBLASLt at its fastest on the linear layers of backend-throughput: what those are compared with.
 //
-//   cublaslt-search [--turns] [NAME…]       NAME as in linear/rows:64/tokens:256/in:256/out:768
+//   cublaslt-search [--precision=fp8] [--turns] [NAME…]
+//                                           NAME as in linear/rows:64/tokens:256/in:256/out:768
 //
-// bf16, accumulated in fp32, with the bias in the epilogue and 32 MiB of workspace. For each shape
+// bf16, accumulated in fp32, with the bias in the epilogue and 32 MiB of workspace; with
+// --precision=fp8 operands in e4m3, without fast accumulation, and outputs in bf16. For each shape
 // it times up to 96 algorithms in CUDA graphs:
 //   1. what cublasLtMatmulAlgoGetHeuristic returns when asked for 64 (cuBLASLt 13.1: eight of
 //   them),
@@ -26,6 +28,7 @@
 #include <random>
 #include <vector>
 
+#include "engine/core/e4m3.h"
 #include "engine/core/tensor.h"
 #include "tests/bench/turns.h"
 
@@ -56,22 +59,29 @@ class Buffer {
   ~Buffer() { cudaFree(data_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
-  void* at(int64_t values) const { return static_cast<uint16_t*>(data_) + values; }
+  void* at(int64_t bytes) const { return static_cast<std::byte*>(data_) + bytes; }
 
-  /// bf16 normal values that repeat with a prime period, so that no two rows are alike.
-  void Fill(int64_t values, float deviation) const {
-    constexpr size_t kPeriod = 65521;
-    std::mt19937 random{7};
-    std::normal_distribution<float> normal(0, deviation);
-    std::vector<uint16_t> period(kPeriod);
-    for (uint16_t& value : period) value = FloatToBFloat16(normal(random));
-    std::vector<uint16_t> all(static_cast<size_t>(values));
-    for (size_t i = 0; i < all.size(); ++i) all[i] = period[i % kPeriod];
-    Check(cudaMemcpy(data_, all.data(), all.size() * sizeof(uint16_t), cudaMemcpyHostToDevice),
-          "cudaMemcpy");
+  /// Normal values, in bf16 or e4m3, that repeat with a prime period, so that no two rows are
+  /// alike.
+  void Fill(int64_t values, float deviation, bool e4m3) const {
+    if (e4m3) return FillAs<uint8_t>(values, deviation, FloatToE4m3);
+    FillAs<uint16_t>(values, deviation, FloatToBFloat16);
   }
 
  private:
+  template <typename T>
+  void FillAs(int64_t values, float deviation, T (*of)(float)) const {
+    constexpr size_t kPeriod = 65521;
+    std::mt19937 random{7};
+    std::normal_distribution<float> normal(0, deviation);
+    std::vector<T> period(kPeriod);
+    for (T& value : period) value = of(normal(random));
+    std::vector<T> all(static_cast<size_t>(values));
+    for (size_t i = 0; i < all.size(); ++i) all[i] = period[i % kPeriod];
+    Check(cudaMemcpy(data_, all.data(), all.size() * sizeof(T), cudaMemcpyHostToDevice),
+          "cudaMemcpy");
+  }
+
   void* data_ = nullptr;
 };
 
@@ -90,20 +100,25 @@ std::optional<Shape> Parse(const std::string& name) {
 /// One layer with its buffers; what cuBLASLt offers for it, and the fastest of that.
 class Layer {
  public:
-  Layer(cublasLtHandle_t handle, cudaStream_t stream, const Shape& shape)
+  Layer(cublasLtHandle_t handle, cudaStream_t stream, const Shape& shape, bool e4m3)
       : handle_(handle),
         stream_(stream),
         shape_(shape),
-        copies_(std::clamp<int64_t>(
-            (kRotatedBytes - 1) / (2 * shape.rows * (shape.in + shape.out)) + 1, 1, kMostCopies)),
-        x_(2 * copies_ * shape.rows * shape.in),
-        y_(2 * copies_ * shape.rows * shape.out),
-        weight_(2 * shape.in * shape.out),
+        operands_(e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_16BF),
+        x_bytes_((e4m3 ? 1 : 2) * shape.rows * shape.in),
+        y_bytes_(2 * shape.rows * shape.out),
+        copies_(
+            std::clamp<int64_t>((kRotatedBytes - 1) / (x_bytes_ + y_bytes_) + 1, 1, kMostCopies)),
+        x_(copies_ * x_bytes_),
+        y_(copies_ * y_bytes_),
+        weight_((e4m3 ? 1 : 2) * shape.in * shape.out),
         bias_(2 * shape.out),
         workspace_(kWorkspace) {
-    x_.Fill(copies_ * shape.rows * shape.in, 1);
-    weight_.Fill(shape.in * shape.out, 1 / std::sqrt(static_cast<float>(shape.in)));
-    bias_.Fill(shape.out, 1);
+    // Scales, which change no time, would bring numbers to the middle of e4m3's range.
+    const float weight = e4m3 ? 16 : 1 / std::sqrt(static_cast<float>(shape.in));
+    x_.Fill(copies_ * shape.rows * shape.in, e4m3 ? 16 : 1, e4m3);
+    weight_.Fill(shape.in * shape.out, weight, e4m3);
+    bias_.Fill(shape.out, 1, /*e4m3=*/false);
     // In cuBLAS's column-major view: y [out, rows] = weightᵀ [out, in] · x [in, rows].
     Check(cublasLtMatmulDescCreate(&product_, CUBLAS_COMPUTE_32F, CUDA_R_32F), "descriptor");
     const cublasOperation_t transposed = CUBLAS_OP_T;
@@ -114,8 +129,8 @@ class Layer {
     Set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     const cudaDataType_t bf16 = CUDA_R_16BF;
     Set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bf16);
-    Check(cublasLtMatrixLayoutCreate(&a_, bf16, shape.in, shape.out, shape.in), "layout");
-    Check(cublasLtMatrixLayoutCreate(&b_, bf16, shape.in, shape.rows, shape.in), "layout");
+    Check(cublasLtMatrixLayoutCreate(&a_, operands_, shape.in, shape.out, shape.in), "layout");
+    Check(cublasLtMatrixLayoutCreate(&b_, operands_, shape.in, shape.rows, shape.in), "layout");
     Check(cublasLtMatrixLayoutCreate(&c_, bf16, shape.out, shape.rows, shape.out), "layout");
     Search();
   }
@@ -147,10 +162,9 @@ class Layer {
     for (const size_t workspace : {size_t{0}, kWorkspace / 8}) Ask(workspace);
     std::vector<int> ids(kAsked);
     int count = 0;
-    Check(
-        cublasLtMatmulAlgoGetIds(handle_, CUBLAS_COMPUTE_32F, CUDA_R_32F, CUDA_R_16BF, CUDA_R_16BF,
-                                 CUDA_R_16BF, CUDA_R_16BF, kAsked, ids.data(), &count),
-        "cublasLtMatmulAlgoGetIds");
+    Check(cublasLtMatmulAlgoGetIds(handle_, CUBLAS_COMPUTE_32F, CUDA_R_32F, operands_, operands_,
+                                   CUDA_R_16BF, CUDA_R_16BF, kAsked, ids.data(), &count),
+          "cublasLtMatmulAlgoGetIds");
     ids.resize(count);
     for (const int id : ids) Ask(kWorkspace, id);
     if (best_ == nullptr) {
@@ -189,8 +203,8 @@ class Layer {
       Check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_SEARCH_MODE,
                                                  &mode, sizeof(mode)),
             "preference");
-      can_ask = cublasLtMatmulAlgoInit(handle_, CUBLAS_COMPUTE_32F, CUDA_R_32F, CUDA_R_16BF,
-                                       CUDA_R_16BF, CUDA_R_16BF, CUDA_R_16BF, *id,
+      can_ask = cublasLtMatmulAlgoInit(handle_, CUBLAS_COMPUTE_32F, CUDA_R_32F, operands_,
+                                       operands_, CUDA_R_16BF, CUDA_R_16BF, *id,
                                        &results[0].algo) == CUBLAS_STATUS_SUCCESS;
     }
     int count = 0;
@@ -257,10 +271,10 @@ class Layer {
     Check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capture");
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
     for (int64_t i = 0; i < launches() && status == CUBLAS_STATUS_SUCCESS; ++i) {
-      void* y = y_.at(i % copies_ * shape_.rows * shape_.out);
+      void* y = y_.at(i % copies_ * y_bytes_);
       status = cublasLtMatmul(handle_, product_, &one, weight_.at(0), a_,
-                              x_.at(i % copies_ * shape_.rows * shape_.in), b_, &zero, y, c_, y, c_,
-                              &algorithm, workspace_.at(0), kWorkspace, stream_);
+                              x_.at(i % copies_ * x_bytes_), b_, &zero, y, c_, y, c_, &algorithm,
+                              workspace_.at(0), kWorkspace, stream_);
     }
     cudaGraph_t graph = nullptr;
     const cudaError_t ended = cudaStreamEndCapture(stream_, &graph);
@@ -305,6 +319,8 @@ class Layer {
   cublasLtHandle_t handle_;
   cudaStream_t stream_;
   Shape shape_;
+  cudaDataType_t operands_;
+  int64_t x_bytes_, y_bytes_;  // of a copy
   int64_t copies_;
   Buffer x_, y_, weight_, bias_, workspace_;
   cublasLtMatmulDesc_t product_ = nullptr;
@@ -317,11 +333,13 @@ class Layer {
 };
 
 int Main(int argc, char** argv) {
-  bool turns = false;
+  bool turns = false, e4m3 = false;
   std::vector<std::string> names;
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--turns") == 0) {
       turns = true;
+    } else if (std::strcmp(argv[i], "--precision=fp8") == 0) {
+      e4m3 = true;
     } else if (Parse(argv[i])) {
       names.emplace_back(argv[i]);
     } else {
@@ -345,7 +363,7 @@ int Main(int argc, char** argv) {
 
   if (!turns) {
     for (const std::string& name : names) {
-      const Layer layer(handle, stream, *Parse(name));
+      const Layer layer(handle, stream, *Parse(name), e4m3);
       Answer(nlohmann::json{{"name", name},
                             {"device", properties.name},
                             {"cublaslt", version},
@@ -365,7 +383,7 @@ int Main(int argc, char** argv) {
     }
     if (!layer || prepared != request.name) {
       layer.reset();
-      layer = std::make_unique<Layer>(handle, stream, *shape);
+      layer = std::make_unique<Layer>(handle, stream, *shape, e4m3);
       prepared = request.name;
     }
     if (request.verb == "prepare") {

@@ -3,7 +3,7 @@
 // and FLOP/s.
 //
 //   denoised-bench [--device=cpu|cuda] [--fp32] [--generic] [--autotune=off|DIRECTORY]
-//                  --config=DIR/config.json --rows=1,16,64 [--edge=N]
+//                  [--precision=fp8] --config=DIR/config.json --rows=1,16,64 [--edge=N]
 //                  [--weights=FILE.safetensors] [--beside=DIR/config.json] [--guided] [--turns]
 //                  [Google Benchmark's flags, e.g. --benchmark_out=FILE]
 //
@@ -21,6 +21,9 @@
 //
 // --weights takes them from a file, as synthetic-model writes one, and tells how fast they were on
 // the device in the form of its kernels: from the page cache, if the file was touched just before.
+//
+// --precision=fp8 has every layer of a UNet that may be in e4m3 multiply in it, with input scales
+// for inputs of unit size.
 //
 // --guided gives each image two rows, as classifier-free guidance does: 32 rows are 16 images.
 //
@@ -41,11 +44,13 @@
 #include <map>
 #include <optional>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "engine/backend/counting.h"
 #include "engine/batching/evaluator.h"
 #include "engine/core/config_reader.h"
+#include "engine/core/precision.h"
 #include "engine/models/registry.h"
 #include "engine/sampling/sampler.h"
 #include "tests/bench/device_timing.h"
@@ -60,6 +65,7 @@ struct Options {
   std::vector<int> rows;
   int edge = 0;  // 0: the config's
   bool guided = false, turns = false;
+  Precision precision = Precision::kDefault;
 };
 
 absl::Status ParseFlags(int argc, char** argv, Options* options) {
@@ -75,6 +81,8 @@ absl::Status ParseFlags(int argc, char** argv, Options* options) {
       options->backend.fp32 = true;
     } else if (flag == "--generic") {
       options->backend.generic_kernels = true;
+    } else if (flag == "--precision=fp8") {
+      options->precision = Precision::kFp8;
     } else if (flag == "--guided") {
       options->guided = true;
     } else if (flag == "--turns") {
@@ -133,13 +141,13 @@ struct Resident {
 constexpr int kPromptTokens = 77;
 
 /// A UNet or a codec, by its class.
-absl::Status LoadPart(const std::string& file, const Weights& weights, Resident* resident) {
+absl::Status LoadPart(Backend& backend, const std::string& file, const Weights& weights,
+                      Resident* resident) {
   DENOISED_ASSIGN_OR_RETURN(const auto json, ReadJsonFile(file));
   const ModelDirectory::Component part = {
       .class_name = json.value("_class_name", "UNet2DModel"), .config_file = file, .config = json};
   ModelDirectory directory;
   directory.components = {{"unet", part}, {"vae", part}};
-  Backend& backend = *resident->backend;
   if (const auto codec = FindCodec(directory, "vae"); codec.ok()) {
     DENOISED_ASSIGN_OR_RETURN(resident->codec, (*codec)->load(backend, part, weights));
     return absl::OkStatus();
@@ -156,6 +164,44 @@ absl::Status LoadPart(const std::string& file, const Weights& weights, Resident*
   return absl::OkStatus();
 }
 
+/// The names of the layers that may be in e4m3.
+class LayerNames final : public CountingBackend {
+ public:
+  using CountingBackend::CountingBackend;
+  absl::StatusOr<std::unique_ptr<PackedConv2d>> PackConv2d(const Tensor& weight, const Tensor& bias,
+                                                           bool upsample2x,
+                                                           const E4m3Layer& e4m3) override {
+    names_.insert(e4m3.name);
+    return CountingBackend::PackConv2d(weight, bias, upsample2x, e4m3);
+  }
+  absl::StatusOr<std::unique_ptr<PackedLinear>> PackLinear(const std::vector<Tensor>& weights,
+                                                           const std::vector<Tensor>& biases,
+                                                           const E4m3Layer& e4m3,
+                                                           bool gated) override {
+    names_.insert(e4m3.name);
+    return CountingBackend::PackLinear(weights, biases, e4m3, gated);
+  }
+  const std::set<std::string>& names() const { return names_; }
+
+ private:
+  std::set<std::string> names_;
+};
+
+/// Scales for inputs of unit size, which seldom exceed seven.
+absl::StatusOr<std::map<std::string, float>> InputScales(const Backend& backend,
+                                                         const std::string& file) {
+  constexpr float kScale = 0x1p-6F;
+  LayerNames layers(backend);
+  const Weights weights = Weights::SyntheticToWrite(1);
+  weights.SetInputScales(std::nullopt);
+  Resident nothing;
+  DENOISED_RETURN_IF_ERROR(LoadPart(layers, file, weights, &nothing));
+  std::map<std::string, float> scales;
+  for (const std::string& name : layers.names())
+    if (!name.empty()) scales[name] = kScale;
+  return scales;
+}
+
 absl::StatusOr<Resident> Load(const Options& options, const std::string& file,
                               const std::string& weights_file) {
   Resident resident;
@@ -167,7 +213,13 @@ absl::StatusOr<Resident> Load(const Options& options, const std::string& file,
     DENOISED_ASSIGN_OR_RETURN(Safetensors tensors, Safetensors::Open(weights_file));
     weights = Weights(std::move(tensors), weights_file);
   }
-  DENOISED_RETURN_IF_ERROR(LoadPart(file, weights, &resident));
+  if (options.precision == Precision::kFp8) {
+    if (!resident.backend->MultipliesE4m3())
+      return FailedPrecondition("{} does not multiply in fp8", resident.backend->description());
+    DENOISED_ASSIGN_OR_RETURN(auto scales, InputScales(*resident.backend, file));
+    weights.SetInputScales(std::move(scales));
+  }
+  DENOISED_RETURN_IF_ERROR(LoadPart(*resident.backend, file, weights, &resident));
   DENOISED_RETURN_IF_ERROR(resident.backend->Synchronize());
   const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   if (!weights_file.empty()) {

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How far a model's images in bf16 and fp8 are from those in fp32, on the CPU.
+// How far a model's images in bf16 and fp8 are from those in fp32, on the CPU, and with --cuda also
+// on the first GPU.
 //
 //   precision-errors --model=DIR --calibrations=DIR [--images=N] [--layers] [--scales] [--save=DIR]
+//                    [--cuda]
 //
 // Calibrates the model into --calibrations, which must exist, draws N images with seeds that the
 // calibration did not use, and prints a JSON object: ‖image − fp32's‖ / ‖fp32's‖ over all images by
@@ -26,7 +28,7 @@ namespace {
 struct Options {
   std::string model, calibrations, save;
   int images = 16;
-  bool layers = false, scales = false;
+  bool layers = false, scales = false, cuda = false;
 };
 
 constexpr uint64_t kSeed = 100000;
@@ -40,10 +42,11 @@ struct Drawn {
   std::vector<int> labels;
 };
 
+/// `dtype`: of the CPU's products.
 absl::StatusOr<Drawn> Draw(const Options& options, DType dtype, Precision precision,
-                           const std::string& calibrations) {
+                           const std::string& calibrations, const char* device = "cpu") {
   DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
-                            Engine::Create({.device = "cpu",
+                            Engine::Create({.device = device,
                                             .cpu_dtype = dtype,
                                             .calibrations = calibrations,
                                             .max_count = options.images,
@@ -120,8 +123,9 @@ absl::Status Run(const Options& options) {
   nlohmann::ordered_json result = {{"model", options.model}, {"images", options.images}};
   DENOISED_ASSIGN_OR_RETURN(const Drawn exact,
                             Draw(options, DType::kF32, Precision::kDefault, options.calibrations));
-  const auto compare = [&](const char* name, DType dtype, Precision precision) -> absl::Status {
-    const auto drawn = Draw(options, dtype, precision, options.calibrations);
+  const auto compare = [&](const char* name, DType dtype, Precision precision,
+                           const char* device = "cpu") -> absl::Status {
+    const auto drawn = Draw(options, dtype, precision, options.calibrations, device);
     if (absl::IsFailedPrecondition(drawn.status())) return absl::OkStatus();  // no bf16 on this CPU
     DENOISED_RETURN_IF_ERROR(drawn.status());
     result["relative_error"][name] = Error(*drawn, exact);
@@ -131,6 +135,10 @@ absl::Status Run(const Options& options) {
   if (!options.save.empty()) Save(options.save, "fp32", exact);
   DENOISED_RETURN_IF_ERROR(compare("bf16", DType::kBF16, Precision::kDefault));
   DENOISED_RETURN_IF_ERROR(compare("fp8", DType::kF32, Precision::kFp8));
+  if (options.cuda) {
+    DENOISED_RETURN_IF_ERROR(compare("cuda_bf16", DType::kF32, Precision::kDefault, "cuda"));
+    DENOISED_RETURN_IF_ERROR(compare("cuda_fp8", DType::kF32, Precision::kFp8, "cuda"));
+  }
   const std::string directory = options.calibrations + "/changed";
   std::filesystem::create_directories(directory);
   const auto with = [&](const Calibration& changed) -> absl::StatusOr<double> {
@@ -172,6 +180,8 @@ int Main(int argc, char** argv) {
       options.images = std::atoi(images.c_str());
     } else if (flag == "--layers") {
       options.layers = true;
+    } else if (flag == "--cuda") {
+      options.cuda = true;
     } else if (flag == "--scales") {
       options.scales = true;
     } else {

@@ -240,11 +240,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   }
   __syncthreads();
 
-  int stage = 0, round = 0;
-  const auto advance = [&](int stages) {
-    round += (stage + stages) / T::kStages;
-    stage = (stage + stages) % T::kStages;
-  };
+  PipelineState<T::kStages> state;
 
   if (group == T::kGroups) {
     if constexpr (T::kGroups > 1) DecreaseRegisters<T::kProducerRegisters>();
@@ -278,11 +274,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
           }
         };
         const auto load = [&](const CUtensorMap* map, int key_tile, int part) {
-          Wait(&empty[stage], (round & 1) ^ 1);
-          ArriveExpectTx(&full[stage], T::kStageBytes);
-          copy(ring + stage * T::kStageBytes, map, &full[stage], T::kKeys, part * T::kLines,
+          uint64_t* const barrier = &full[state.stage];
+          Wait(&empty[state.stage], state.EmptyParity());
+          ArriveExpectTx(barrier, T::kStageBytes);
+          copy(ring + state.stage * T::kStageBytes, map, barrier, T::kKeys, part * T::kLines,
                key_tile * T::kKeys, keys.set);
-          advance(1);
+          state.Advance(1);
         };
         const auto load_keys = [&](int key_tile) {
           for (int part = 0; part < T::kParts; ++part) load(&params.k, key_tile, part);
@@ -320,39 +317,40 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const auto multiply_keys = [&](int ahead) {
 #pragma unroll
     for (int part = 0; part < T::kParts; ++part) {
-      Wait(&full[stage], round & 1);
+      Wait(&full[state.stage], state.FullParity());
       WgmmaFence();
       const uint64_t q = MatrixDescriptor(queries + ahead * T::kStepBytes + group * T::kUnitBytes +
                                           part * T::kUnitBytes / T::kParts);
-      const uint64_t k = MatrixDescriptor(ring + stage * T::kStageBytes);
+      const uint64_t k = MatrixDescriptor(ring + state.stage * T::kStageBytes);
 #pragma unroll
       for (int d = 0; d < T::kPart; d += 16) {
         Wgmma(scores, q + d / kLine * (kQueryTile * kLine * 2 >> 4) + d % kLine / 8,
               k + d / kLine * (T::kKeys * kLine * 2 >> 4) + d % kLine / 8, part + d > 0);
       }
-      advance(1);
+      state.Advance(1);
     }
     WgmmaCommit();
   };
   const auto multiply_values = [&] {
-    Wait(&full[stage], round & 1);
+    Wait(&full[state.stage], state.FullParity());
     WgmmaFence();
-    const uint64_t v = TransposedDescriptor(ring + stage * T::kStageBytes, T::kKeys * kLine * 2);
+    const uint64_t v =
+        TransposedDescriptor(ring + state.stage * T::kStageBytes, T::kKeys * kLine * 2);
 #pragma unroll
     for (int key = 0; key < T::kKeys; key += 16) {
       Wgmma(output, weights + key / 4, v + key * 8);
     }
     WgmmaCommit();
-    advance(1);
+    state.Advance(1);
   };
   // Values after a set's last key may be anything, and 0 · NaN is NaN, so they are set to zero
   // before the last tile is multiplied. All warpgroups write the same, so none has to wait.
   const auto clear_values_from = [&](int valid) {
-    Wait(&full[stage], round & 1);
+    Wait(&full[state.stage], state.FullParity());
 #pragma unroll 1
     for (int line = 0; line < T::kLines; ++line) {
-      auto* const rows =
-          reinterpret_cast<uint4*>(ring + stage * T::kStageBytes + line * T::kKeys * kLine * 2);
+      auto* const rows = reinterpret_cast<uint4*>(ring + state.stage * T::kStageBytes +
+                                                  line * T::kKeys * kLine * 2);
       for (int i = valid * 8 + threadIdx.x % 128; i < T::kKeys * 8; i += 128) rows[i] = uint4();
     }
     FenceProxyAsync();
@@ -395,15 +393,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       const int stages = key_tiles * (T::kParts + 1);
       if (warp % 4 == 0) {
         for (int i = 0; i < stages; ++i) {
-          const int at = (stage + i) % T::kStages;
-          Wait(&full[at], (round + (stage + i) / T::kStages) & 1);
-          if (signals) Arrive(&empty[at]);
+          auto at = state;
+          at.Advance(i);
+          Wait(&full[at.stage], at.FullParity());
+          if (signals) Arrive(&empty[at.stage]);
         }
         if (signals) Arrive(&queries_empty[ahead]);
         __syncwarp();
       }
-      advance(stages);
-      released = stage;
+      state.Advance(stages);
+      released = state.stage;
       continue;
     }
 

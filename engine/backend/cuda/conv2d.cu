@@ -13,6 +13,9 @@
 // Inputs reach shared memory in one of three ways: by cp.async, 16 bytes at a time; through
 // registers, eight at a time, if they are fp32; or one element at a time, if the number of channels
 // is not a multiple of eight (3, 4, 9) or they are not aligned.
+//
+// In e4m3 an element of 16 bits is a pair of numbers, so a step is 64 numbers deep. The sums of
+// each step are added to fp32 accumulators.
 
 #include <utility>
 
@@ -28,8 +31,10 @@ constexpr int kChunks = kDepth / 8;  // along k, of eight elements, 16 bytes
 enum class Inputs { kCopied, kVector, kScalar };
 
 /// kBlocks: blocks per multiprocessor, which limits the registers per thread.
-template <int kM_, int kN_, int kWarpsM_, int kWarpsN_, int kStages_, int kBlocks_>
+template <int kM_, int kN_, int kWarpsM_, int kWarpsN_, int kStages_, int kBlocks_,
+          Element kElement_ = Element::kBf16>
 struct Tile {
+  static constexpr bool kE4m3 = kElement_ == Element::kE4m3x2;
   static constexpr int kM = kM_, kN = kN_, kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
   static constexpr int kStages = kStages_, kBlocks = kBlocks_;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
@@ -137,7 +142,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_m = warp / T::kWarpsN * kWarpM, warp_n = warp % T::kWarpsN * kWarpN;
   float sums[kFragmentsM][kFragmentsN][4];
-  InitWithBias(bias, n0 + warp_n, conv.outputs, sums);
+  InitWithBias(T::kE4m3 ? nullptr : bias, n0 + warp_n, conv.outputs, sums);
+  float of_step[T::kE4m3 ? kFragmentsM : 1][T::kE4m3 ? kFragmentsN : 1][4];
   uint32_t a[2][kFragmentsM][4], b[2][kFragmentsN / 2][4];  // one multiplied, one being loaded
   // Where this lane reads the first of its warp's rows. 16 rows further, the swizzle is the same;
   // 16 elements along k further, one bit of the swizzled address differs (two chunks).
@@ -197,7 +203,17 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll
         for (int i = 0; i < kFragmentsM; ++i) {
           const uint32_t(&columns)[4] = b[now][j / 2];
-          Multiply(sums[i][j], a[now][i], columns[j % 2 * 2], columns[j % 2 * 2 + 1]);
+          if constexpr (T::kE4m3) {
+            float(&part)[4] = of_step[i][j];
+            if (k == 0) part[0] = part[1] = part[2] = part[3] = 0;
+            MultiplyE4m3(part, a[now][i], columns[j % 2 * 2], columns[j % 2 * 2 + 1]);
+            if (k + 16 == kDepth) {
+#pragma unroll
+              for (int c = 0; c < 4; ++c) sums[i][j][c] += part[c];
+            }
+          } else {
+            Multiply(sums[i][j], a[now][i], columns[j % 2 * 2], columns[j % 2 * 2 + 1]);
+          }
         }
       }
       if (k == 0) {
@@ -211,6 +227,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   __syncthreads();
   ReleaseDependents();
   static_assert(T::kThreads / 32 * kFinishBytes<kFragmentsN> <= T::kSharedBytes);
+  if constexpr (T::kE4m3) {
+    ScaleAndAddBias(conv.scales, bias, n0 + warp_n, conv.outputs, sums);
+  }
   const int pixels_end = conv.images * plane.pixels.value;
   FinishWarp<kVectors>(conv, sums,
                        reinterpret_cast<float*>(shared) + warp * (kFinishBytes<kFragmentsN> / 4),
@@ -262,6 +281,7 @@ constexpr Choice ChoiceOf(double step_alone, double rest_alone, double step_shar
           LoadTile<T, Inputs::kCopied, true>};
 }
 using SmallTile = Tile<64, 64, 2, 2, 4, 4>;
+using E4m3Tile = Tile<64, 64, 2, 2, 4, 3, Element::kE4m3x2>;  // two sets of accumulators
 /// Fitted to 32 layers that were measured with every tile. For all but two of them, the tile with
 /// the lowest cost is the fastest or within 10 % of it.
 constexpr Choice kChoices[] = {
@@ -275,6 +295,11 @@ constexpr Choice kChoices[] = {
 }  // namespace
 
 std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queue& queue) {
+  if (conv.x.element == Element::kE4m3x2) {
+    return {{"e4m3 64x64", 0,
+             FinishesInVectors(conv) ? LaunchTile<E4m3Tile, Inputs::kCopied, true>
+                                     : LaunchTile<E4m3Tile, Inputs::kCopied, false>}};
+  }
   if (!HasVectorInputs(conv)) return {{"scalar", 0, LaunchTile<SmallTile, Inputs::kScalar, false>}};
   if (conv.x.element == Element::kF32) {
     return {{"fp32", 0, LaunchTile<SmallTile, Inputs::kVector, false>}};
@@ -293,13 +318,22 @@ std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queu
   return Sorted(std::move(candidates));
 }
 
+bool HasE4m3Kernels() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, Conv2dKernel<E4m3Tile, Inputs::kCopied, true>) ==
+             cudaSuccess &&
+         attributes.ptxVersion >= 89;
+}
+
 cudaError_t LoadConv2dKernels() {
   for (const Choice& choice : kChoices) {
     if (cudaError_t error = choice.load(); error != cudaSuccess) return error;
   }
-  for (cudaError_t error : {LoadTile<SmallTile, Inputs::kCopied, false>(),
-                            LoadTile<SmallTile, Inputs::kVector, false>(),
-                            LoadTile<SmallTile, Inputs::kScalar, false>()}) {
+  for (cudaError_t error :
+       {LoadTile<SmallTile, Inputs::kCopied, false>(),
+        LoadTile<SmallTile, Inputs::kVector, false>(), LoadTile<E4m3Tile, Inputs::kCopied, true>(),
+        LoadTile<E4m3Tile, Inputs::kCopied, false>(),
+        LoadTile<SmallTile, Inputs::kScalar, false>()}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

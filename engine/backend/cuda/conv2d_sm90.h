@@ -12,7 +12,7 @@
 
 namespace denoised::cuda {
 
-/// Channels of x, or of x2, in a step along k.
+/// Channels of x, or of x2, in a step along k; in e4m3, pairs of channels. 128 bytes in any case.
 constexpr int kStep = 64;
 inline int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
 
@@ -35,7 +35,7 @@ int SplitsOf(const ConvLayer& layer);
 /// Whether there is no shortcut, or it is computed as extra steps along k. The latter is done if k
 /// is split.
 bool SuitsShortcut(const ConvLayer& layer);
-/// Whether TMA can read the sources: bf16 in multiples of eight channels, aligned.
+/// Whether TMA can read the sources: bf16, or pairs in e4m3, in multiples of eight, aligned.
 bool SuitsHopper(const ConvLayer& conv);
 /// Whether it is a 3×3 convolution with bf16 outputs of images that halo tiles cover with little
 /// waste.
@@ -63,8 +63,10 @@ cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue);
 cudaError_t LaunchConv64x64(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
+cudaError_t LaunchConv2dE4m3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
 cudaError_t LoadConv2dHopperKernels();
 cudaError_t LoadConv3x3HopperKernels();
 cudaError_t LoadConv64x64Kernels();
+cudaError_t LoadConv2dE4m3Kernels();
 
 }  // namespace denoised::cuda

@@ -118,79 +118,77 @@ __device__ inline TileAt TileOf(const Params& params, int index, int rank) {
           m % params.tiles_x * 2 * kSubtileEdge, index % params.n_tiles * T::kN};
 }
 
-/// kSplitOverCluster: each CTA of the cluster has one split of the same tile, and no other tile. It
-/// finishes the subtile of the consumer with its own rank.
+/// A CTA's shared memory, its share of the tiles, which are counted in clusters, and of k.
 template <typename T, bool kShortcut, bool kSplitOverCluster>
-__global__ void __launch_bounds__(T::kThreads, 1)
-    Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv,
-                  const __grid_constant__ Params params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
-  // Without a shuffle, the compiler would compute the address again in every step.
-  auto* const shared = static_cast<unsigned char*>(
-      __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0)));
-  using P = HaloTilesOf<kShortcut>;
-  unsigned char* const ring = shared + P::kBytes;
-  unsigned char* const staging = ring + T::kStages * T::kStageBytes;
-  auto* const partials_received = reinterpret_cast<float4*>(staging + T::kStagingBytes);
-  uint64_t* const full =
-      reinterpret_cast<uint64_t*>(staging + T::kStagingBytes + T::kReceivedBytes);
-  uint64_t* const empty = full + T::kStages;
-  uint64_t* const halo_tile_full = empty + T::kStages;
-  uint64_t* const halo_tile_normal = halo_tile_full + P::kSlots;  // normalised
-  uint64_t* const halo_tile_empty = halo_tile_normal + P::kWindowed;
-  uint64_t* const order = halo_tile_empty + P::kSlots;  // [2]: this consumer may multiply
-  // [2, kBuffers]: the epilogue's buffer is free and holds the residual.
-  uint64_t* const staged = order + 2;
-  uint64_t* const received = staged + 2 * T::kBuffers;
-  const auto weights_of = [&](int stage) { return ring + stage * T::kStageBytes; };
-  const auto halo_tile_of = [&](int slot) { return P::At(shared, slot); };
-
-  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
-  const int rank = static_cast<int>(ClusterRank());
-  const Depth& depth = params.depth;
-  const int steps = depth.steps.value;
-  constexpr int kShared = kSplitOverCluster ? 1 : T::kCluster;  // CTAs that multicast weights
-  const int tiles = params.m_tiles / kShared * params.n_tiles.value;
-  const int first_tile = blockIdx.x / T::kCluster, stride = gridDim.x / T::kCluster;
-  const auto tile_of = [&](int index) { return TileOf<T, kShared>(params, index, rank); };
-  // Of each of its tiles.
+struct Cta {
+  using Slots = HaloTilesOf<kShortcut>;
   using Step = StepAt<kShortcut, kTaps>;
-  const Step begin(conv, params, kSplitOverCluster ? steps * rank >> 1 : 0);
-  const int steps_here =
-      kSplitOverCluster ? (steps * (rank + 1) >> 1) - (steps * rank >> 1) : steps;
-  int end_chunk = depth.windowed, end_of_shortcut = depth.shortcut;
-  if (kSplitOverCluster) {
-    const Step end(conv, params, steps * (rank + 1) >> 1);
+  static constexpr int kShared =
+      kSplitOverCluster ? 1 : T::kCluster;  // CTAs that multicast weights
+
+  const Params& params;
+  unsigned char* halo_tiles;  // Slots
+  unsigned char* ring;        // [kStages]: the weights of a step
+  unsigned char* staging;     // [2][kBuffers][kBoxes]
+  float4* partials_received;
+  uint64_t *full, *empty;      // [kStages]
+  uint64_t* halo_tile_full;    // [kSlots]
+  uint64_t* halo_tile_normal;  // [kWindowed]: normalised
+  uint64_t* halo_tile_empty;   // [kSlots]
+  uint64_t* order;             // [2]: this consumer may multiply
+  uint64_t* staged;  // [2][kBuffers]: the epilogue's buffer is free and holds the residual
+  uint64_t* received;
+  int rank, tiles, first_tile, stride;
+  // Of each of its tiles.
+  Step begin;
+  int steps, end_chunk, end_of_shortcut;
+  bool normalises;
+
+  __device__ Cta(const Conv2dLaunch& conv, const Params& params, unsigned char* memory)
+      : params(params),
+        halo_tiles(memory),
+        ring(halo_tiles + Slots::kBytes),
+        staging(ring + T::kStages * T::kStageBytes),
+        partials_received(reinterpret_cast<float4*>(staging + T::kStagingBytes)),
+        full(reinterpret_cast<uint64_t*>(staging + T::kStagingBytes + T::kReceivedBytes)),
+        empty(full + T::kStages),
+        halo_tile_full(empty + T::kStages),
+        halo_tile_normal(halo_tile_full + Slots::kSlots),
+        halo_tile_empty(halo_tile_normal + Slots::kWindowed),
+        order(halo_tile_empty + Slots::kSlots),
+        staged(order + 2),
+        received(staged + 2 * T::kBuffers),
+        rank(static_cast<int>(ClusterRank())),
+        tiles(params.m_tiles / kShared * params.n_tiles.value),
+        first_tile(blockIdx.x / T::kCluster),
+        stride(gridDim.x / T::kCluster),
+        begin(conv, params, kSplitOverCluster ? params.depth.steps.value * rank >> 1 : 0),
+        steps(params.depth.steps.value),
+        end_chunk(params.depth.windowed),
+        end_of_shortcut(params.depth.shortcut),
+        normalises(T::kFusesInputNorm && conv.input_factors != nullptr) {
+    if (!kSplitOverCluster) return;
+    const int end_step = steps * (rank + 1) >> 1;
+    const Step end(conv, params, end_step);
     end_chunk = end.chunk + (end.tap > 0 ? 1 : 0), end_of_shortcut = end.of_shortcut;
+    steps = end_step - (steps * rank >> 1);
   }
-  const bool normalises = T::kFusesInputNorm && conv.input_factors != nullptr;
 
-  const auto copy_weights = [&](int n0, const Step& step, int at) {
-    constexpr int kPart = T::kN / kShared;
-    const WeightAt from = WeightOf(params, step);
-    ArriveExpectTx(&full[at], T::kStageBytes);
-    if (kShared == 1) {
-      TmaLoadWeights(weights_of(at), from.map, &full[at], from.channel, from.tap, n0, 0);
-    } else {
-      TmaLoadMulticast(weights_of(at) + rank * kPart * kStepBytes, from.map, &full[at],
-                       from.channel, from.tap, n0 + rank * kPart, 0,
-                       static_cast<uint16_t>((1 << kShared) - 1));
-    }
-  };
+  __device__ unsigned char* Weights(int stage) const { return ring + stage * T::kStageBytes; }
+  __device__ unsigned char* HaloTile(int slot) const { return Slots::At(halo_tiles, slot); }
+  __device__ TileAt Tile(int index) const { return TileOf<T, kShared>(params, index, rank); }
 
-  if (warp == 8 && ElectOne()) {
-    PrefetchTensorMaps<kShortcut>(params);
+  /// Called by one thread.
+  __device__ void InitBarriers() const {
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
       InitBarrier(&empty[stage], (T::kPingPong ? 1 : 2) * kShared);
     }
-    for (int slot = 0; slot < P::kSlots; ++slot) {
+    for (int slot = 0; slot < Slots::kSlots; ++slot) {
       InitBarrier(&halo_tile_full[slot], 1);
       InitBarrier(&halo_tile_empty[slot], T::kPingPong ? 1 : 2);
     }
-    for (int slot = 0; slot < P::kWindowed; ++slot) {
+    for (int slot = 0; slot < Slots::kWindowed; ++slot) {
       InitBarrier(&halo_tile_normal[slot], T::kTransformers);
     }
     for (int i = 0; i < 2; ++i) InitBarrier(&order[i], 4);  // a lane of each warp
@@ -199,272 +197,348 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     FenceBarrierInit();
     if (kSplitOverCluster) ArriveExpectTx(received, T::kReceivedBytes);
   }
-  __syncthreads();
-  ArriveAtCluster();
+};
 
-  if (group >= 2) {
-    DecreaseRegisters<T::kProducerRegisters>();
-    WaitForCluster();
-    if (warp == 8 && ElectOne()) {
-      // No kernel writes weights: the first loads overlap the preceding kernel.
-      const TileAt its_first = tile_of(first_tile);
-      Step at = begin;
-      for (int stage = 0; stage < T::kStages; ++stage) {
-        copy_weights(its_first.n0, at, stage);
+/// The thread that loads halo tiles, and the weights of all steps.
+template <typename T, bool kShortcut, bool kSplitOverCluster>
+struct Producer {
+  using C = Cta<T, kShortcut, kSplitOverCluster>;
+  using Slots = typename C::Slots;
+  /// The next halo tile of the window, or of the shortcut.
+  struct Next {
+    int index, chunk, slot;
+    TileAt tile;
+    int round = 0;
+  };
+
+  const Conv2dLaunch& conv;
+  const Params& params;
+  const C& cta;
+
+  __device__ void LoadWeights(int n0, const typename C::Step& step, int stage) const {
+    ArriveExpectTx(&cta.full[stage], T::kStageBytes);
+    LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.full[stage], n0, /*phase=*/0,
+                     C::kShared, T::kN / C::kShared, cta.rank);
+  }
+  template <bool kOf>
+  __device__ void LoadNext(Next& at) const {
+    const int end = kOf ? cta.end_of_shortcut : cta.end_chunk;
+    if (at.index >= cta.tiles || (kSplitOverCluster && at.chunk == end)) return;
+    const int around = kOf ? 0 : 1;
+    Wait(&cta.halo_tile_empty[at.slot], (at.round & 1) ^ 1);
+    ArriveExpectTx(&cta.halo_tile_full[at.slot], kOf ? kShortcutSlot : params.halo_tile_bytes);
+    const ChunkAt from = kOf ? ChunkOf(params.shortcut, at.chunk) : ChunkOf(params, at.chunk);
+    TmaLoad(cta.HaloTile(at.slot), from.map, &cta.halo_tile_full[at.slot], from.channel,
+            at.tile.x - around, at.tile.y - around, at.tile.image);
+    if (++at.slot == (kOf ? Slots::kSlots : Slots::kWindowed)) {
+      at.slot = kOf ? Slots::kWindowed : 0, ++at.round;
+    }
+    if (++at.chunk == end && !kSplitOverCluster) {
+      at.chunk = 0, at.index += cta.stride;
+      at.tile = cta.Tile(at.index);
+    }
+  }
+
+  __device__ void Load() const {
+    // No kernel writes weights: the first loads overlap the preceding kernel.
+    const TileAt its_first = cta.Tile(cta.first_tile);
+    auto at = cta.begin;
+    for (int stage = 0; stage < T::kStages; ++stage) {
+      LoadWeights(its_first.n0, at, stage);
+      at.Advance(conv, params);
+    }
+    WaitForPredecessors();
+
+    Next next = {cta.first_tile, cta.begin.chunk, 0, its_first};
+    Next next_of_shortcut = {cta.first_tile, cta.begin.of_shortcut, Slots::kWindowed, its_first};
+    const auto load_next = [&] { LoadNext<false>(next); };
+    const auto load_next_of_shortcut = [&] {
+      if constexpr (kShortcut) LoadNext<true>(next_of_shortcut);
+    };
+    // A split that begins within a halo tile has kLead of its steps among the first stages.
+    const int halo_tiles = kSplitOverCluster && !kShortcut && cta.begin.tap > 0 ? 3 : 2;
+    for (int i = 0; i < halo_tiles; ++i) load_next();
+    for (int i = 0; i < Slots::kOfShortcut; ++i) load_next_of_shortcut();
+
+    // When this tap's stage is free, the preceding halo tile has been used up.
+    constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
+    // With a shortcut the two slots are replaced step by step.
+    auto used = cta.begin;
+    const auto replace_used = [&] {
+      ReplaceUsed(conv, params, used, load_next, load_next_of_shortcut);
+    };
+    PipelineState<T::kStages> state{0, 1};
+    int step = T::kStages;
+    for (int index = cta.first_tile; index < cta.tiles;
+         index += cta.stride, step = 0, at = cta.begin) {
+      const int n0 = cta.Tile(index).n0;
+#pragma unroll 1
+      for (; step < cta.steps; ++step) {
+        Wait(&cta.empty[state.stage], state.EmptyParity());
+        LoadWeights(n0, at, state.stage);
+        if (kShortcut) {
+          replace_used();
+        } else if (at.tap == kLead) {
+          load_next();
+        }
         at.Advance(conv, params);
-      }
-      WaitForPredecessors();
-
-      // The next halo tiles of the window and of the shortcut.
-      struct Next {
-        int index, chunk, slot;
-        TileAt tile;
-        int round = 0;
-      };
-      Next next = {first_tile, begin.chunk, 0, its_first};
-      Next next_of_shortcut = {first_tile, begin.of_shortcut, P::kWindowed, its_first};
-      const auto copy_next = [&](auto of_shortcut, Next& at) {
-        constexpr bool kOf = decltype(of_shortcut)::value;
-        const int end = kOf ? end_of_shortcut : end_chunk;
-        if (at.index >= tiles || (kSplitOverCluster && at.chunk == end)) return;
-        const int around = kOf ? 0 : 1;
-        Wait(&halo_tile_empty[at.slot], (at.round & 1) ^ 1);
-        ArriveExpectTx(&halo_tile_full[at.slot], kOf ? kShortcutSlot : params.halo_tile_bytes);
-        const ChunkAt from = kOf ? ChunkOf(params.shortcut, at.chunk) : ChunkOf(params, at.chunk);
-        TmaLoad(halo_tile_of(at.slot), from.map, &halo_tile_full[at.slot], from.channel,
-                at.tile.x - around, at.tile.y - around, at.tile.image);
-        if (++at.slot == (kOf ? P::kSlots : P::kWindowed)) {
-          at.slot = kOf ? P::kWindowed : 0, ++at.round;
-        }
-        if (++at.chunk == end && !kSplitOverCluster) {
-          at.chunk = 0, at.index += stride;
-          at.tile = tile_of(at.index);
-        }
-      };
-      const auto copy_next_halo_tile = [&] { copy_next(std::false_type(), next); };
-      const auto copy_next_of_shortcut = [&] {
-        if constexpr (kShortcut) copy_next(std::true_type(), next_of_shortcut);
-      };
-      // A split that begins within a halo tile has kLead of its steps among the first stages.
-      const int halo_tiles = kSplitOverCluster && !kShortcut && begin.tap > 0 ? 3 : 2;
-      for (int i = 0; i < halo_tiles; ++i) copy_next_halo_tile();
-      for (int i = 0; i < P::kOfShortcut; ++i) copy_next_of_shortcut();
-
-      // When this tap's stage is free, the preceding halo tile has been used up.
-      constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
-      // With a shortcut the two slots are replaced step by step.
-      Step used = begin;
-      const auto replace_used = [&] {
-        ReplaceUsed(conv, params, used, copy_next_halo_tile, copy_next_of_shortcut);
-      };
-      int stage = 0, round = 1, step = T::kStages;
-      for (int index = first_tile; index < tiles; index += stride, step = 0, at = begin) {
-        const int n0 = tile_of(index).n0;
-#pragma unroll 1
-        for (; step < steps_here; ++step) {
-          Wait(&empty[stage], (round & 1) ^ 1);
-          copy_weights(n0, at, stage);
-          if (kShortcut) {
-            replace_used();
-          } else if (at.tap == kLead) {
-            copy_next_halo_tile();
-          }
-          at.Advance(conv, params);
-          if (++stage == T::kStages) stage = 0, ++round;
-        }
-      }
-      for (int i = 0; kShortcut && i < T::kStages; ++i) replace_used();
-      ReleaseDependents();
-    } else if (warp > 8 && normalises) {
-      const int thread = threadIdx.x - 9 * 32, vector = thread % 8;
-      const int channels = conv.channels + conv.channels2;
-      WaitForPredecessors();
-      int slot = 0, round = 0;
-      for (int index = first_tile; index < tiles; index += stride) {
-        const TileAt tile = tile_of(index);
-        const uint32_t inside =
-            PixelsInside<T::kTransformers / 8, (2 * kSubtileEdge + 2) * (kSubtileEdge + 2)>(
-                conv, params.pitch, thread, tile.y - 1, tile.x - 1);
-#pragma unroll 1
-        for (int chunk = begin.chunk; chunk < end_chunk; ++chunk) {
-          const int from_source = (chunk < params.chunks ? chunk : chunk - params.chunks) * kStep;
-          const bool has_channels =
-              from_source + vector * 8 < (chunk < params.chunks ? conv.channels : conv.channels2);
-#pragma unroll 1
-          for (int i = 0; i < params.images_at_once; ++i) {
-            const bool exists = has_channels && tile.image + i < conv.images;
-            float factor[8], offset[8];
-            if (exists) {
-              const float* const from = conv.input_factors +
-                                        int64_t{tile.image + i} * 2 * channels +
-                                        ChannelOf(chunk, params.chunks, conv.channels) + vector * 8;
-              LoadEight(from, factor);
-              LoadEight(from + channels, offset);
-            }
-            if (i == 0) Wait(&halo_tile_full[slot], round & 1);
-            if (!exists) continue;
-            Normalise<T::kTransformers / 8>(halo_tile_of(slot), i * params.subtile_pixel, thread,
-                                            inside, factor, offset);
-          }
-          FenceProxyAsync();  // wgmma reads through the async proxy
-          Arrive(&halo_tile_normal[slot]);
-          if (++slot == P::kWindowed) slot = 0, ++round;
-        }
+        state.Advance();
       }
     }
-  } else {
-    IncreaseRegisters<T::kConsumerRegisters>();
-    WaitForCluster();
-    uint64_t* const halo_tile_ready = normalises ? halo_tile_normal : halo_tile_full;
-    const auto pass_order = [&] {
-      if (threadIdx.x % 32 == 0) Arrive(&order[1 - group]);
-    };
-    const bool leads = threadIdx.x % 128 == 0;
-    const bool has_first_run = !kSplitOverCluster || rank == 0,
-               finishes = !kSplitOverCluster || group == rank;
-    const bool adds = has_first_run && params.add.data != nullptr;
-    // The buffer of subtile `row` of this consumer, and where that subtile lies.
-    const auto buffer_of = [&](int row) { return group * T::kBuffers + row % T::kBuffers; };
-    const auto subtile_of = [&](const TileAt& tile, int row) {
-      const int subtile = T::kPingPong ? row : group;
-      TileAt at = tile;
-      if (params.images_at_once == 2) {
-        at.image += subtile;
-      } else {
-        at.x += subtile * kSubtileEdge;
-      }
-      return at;
-    };
-    const auto load_per_image = [&](const TileAt& tile, int row, auto& added) {
-      const int image = min(subtile_of(tile, row).image, conv.images - 1);  // that exists
-      LoadPerImage<T::kBox>(conv, params.add, image, tile.n0, added);
-    };
-    const auto begin_staging = [&](const TileAt& tile, int row) {
-      if (!leads) return;
-      const bool has_residual = conv.residual.data != nullptr;
-      const int buffer = buffer_of(row);
-      ArriveExpectTx(&staged[buffer], has_residual ? T::kBufferBytes : 0);
-      if (!has_residual) return;
-      const TileAt at = subtile_of(tile, row);
-      for (int box = 0; box < T::kBoxes; ++box) {
-        TmaLoad(staging + buffer * T::kBufferBytes + box * T::kBoxBytes, &params.residual,
-                &staged[buffer], tile.n0 + box * T::kBox, at.x, at.y, at.image);
-      }
-    };
+    for (int i = 0; kShortcut && i < T::kStages; ++i) replace_used();
+    ReleaseDependents();
+  }
+};
 
-    constexpr int kTilesInFlight = T::kPingPong ? 2 : 1;
-    // Counted over all steps and all halo tiles of this CTA.
-    int step_at = T::kPingPong ? group * steps : 0;
-    int halo_tile_at = T::kPingPong ? group * depth.windowed : 0, shortcut_at = 0;
-    int tiles_done = 0;
-
-    WaitForPredecessors();  // their output is read and overwritten from here on
-    for (int index = first_tile + (T::kPingPong ? group * stride : 0); index < tiles;
-         index += kTilesInFlight * stride, ++tiles_done) {
-      const TileAt tile = tile_of(index);
-      int stage = step_at % T::kStages, round = step_at / T::kStages;
-      int slot = halo_tile_at % P::kWindowed, halo_tile_round = halo_tile_at / P::kWindowed;
-      step_at += kTilesInFlight * steps, halo_tile_at += kTilesInFlight * depth.windowed;
-
-      int tap = begin.tap, tap_x = tap % 3, tap_pixel = tap / 3 * params.pitch.value + tap_x;
-      int due = begin.due;
-      int steps_until_pass =
-          first_tile + stride < tiles ? T::kLag : 1;  // a single tile has no epilogue to hide
-      uint32_t added[T::kAccumulators / 4];
-
-      // Stage and slot of the previous step, released when its wgmma is done.
-      int used_stage = -1, used_slot = -1;
-      const auto give_back = [&] {
-        if (used_stage >= 0 && threadIdx.x % 128 < kShared) {
-          ArriveAt(&empty[used_stage], kSplitOverCluster ? rank : threadIdx.x % 128);
-        }
-        if (used_slot >= 0 && leads) Arrive(&halo_tile_empty[used_slot]);
-      };
-      // Computes split `run` of k.
-      const auto multiply = [&](auto is_first, int run, auto& accumulators) {
-        constexpr bool kIsFirst = decltype(is_first)::value;
-#pragma unroll
-        for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
-        bool continues = run == 0;  // whether to keep the accumulators
-        const int count = kSplitOverCluster ? steps_here
-                                            : (steps * (run + 1) >> params.log_splits) -
-                                                  (steps * run >> params.log_splits);
-        if (kSplitOverCluster)
-          Wait(&halo_tile_ready[slot],
-               halo_tile_round & 1);  // a split may begin inside a halo tile
+/// The warps that normalise the window's halo tiles in place. `thread` counts their threads.
+template <typename T, typename C>
+__device__ inline void NormaliseHaloTiles(const Conv2dLaunch& conv, const Params& params,
+                                          const C& cta, int thread) {
+  const int vector = thread % 8, channels = conv.channels + conv.channels2;
+  WaitForPredecessors();
+  PipelineState<C::Slots::kWindowed> state;
+  for (int index = cta.first_tile; index < cta.tiles; index += cta.stride) {
+    const TileAt tile = cta.Tile(index);
+    const uint32_t inside =
+        PixelsInside<T::kTransformers / 8, (2 * kSubtileEdge + 2) * (kSubtileEdge + 2)>(
+            conv, params.pitch, thread, tile.y - 1, tile.x - 1);
 #pragma unroll 1
-        for (int step = 0; step < count; ++step) {
-          const bool of_shortcut = kShortcut && due >= steps;
-          // A step's halo tile is the window's current one or the shortcut's next one.
-          const int shortcut_slot = P::kWindowed + shortcut_at % 2;
-          if (of_shortcut) {
-            Wait(&halo_tile_full[shortcut_slot], shortcut_at / 2 & 1);
-          } else if (tap == 0) {
-            Wait(&halo_tile_ready[slot], halo_tile_round & 1);
-          }
-          Wait(&full[stage], round & 1);
-          WgmmaFence();
-          const uint64_t weight = MatrixDescriptor(weights_of(stage));
-          const int pitch = of_shortcut ? params.shortcut_pitch : params.pitch.value;
-          const int subtile_pixel =
-              of_shortcut ? params.shortcut_subtile_pixel : params.subtile_pixel;
-          const int pixel =
-              (of_shortcut ? 0 : tap_pixel) + (T::kPingPong ? 0 : group * subtile_pixel);
-          const uint64_t input =
-              HaloTileDescriptor(halo_tile_of(of_shortcut ? shortcut_slot : slot), pitch) +
-              (pixel * kStepBytes >> 4);
-#pragma unroll
-          for (int k = 0; k < kStep / 16; ++k) {
-#pragma unroll
-            for (int i = 0; i < T::kRows; ++i) {
-              const uint64_t subtile = input + 2 * k + i * (params.subtile_pixel * kStepBytes >> 4);
-              if (!kIsFirst && k == 0) {
-                Wgmma(accumulators[i], subtile, weight, continues);
-              } else {
-                Wgmma(accumulators[i], subtile, weight + 2 * k);
-              }
-            }
-          }
-          WgmmaCommit();
-          continues = true;
-          if (T::kSplitK && --steps_until_pass == 0 && group == 0) pass_order();
-          WgmmaWait<1>();  // for the previous step
-          give_back();
-          used_stage = stage;
-          due += depth.shortcut;
-          used_slot = of_shortcut ? shortcut_slot : tap == kTaps - 1 ? slot : -1;
-          if (of_shortcut) {
-            due -= steps, ++shortcut_at;
-          } else {
-            ++tap, ++tap_x, ++tap_pixel;
-            if (tap_x == 3) tap_x = 0, tap_pixel += params.pitch.value - 3;
-            if (used_slot >= 0) {
-              tap = tap_x = tap_pixel = 0;
-              if (++slot == P::kWindowed) slot = 0, ++halo_tile_round;
-            }
-          }
-          if (++stage == T::kStages) stage = 0, ++round;
+    for (int chunk = cta.begin.chunk; chunk < cta.end_chunk; ++chunk) {
+      const int from_source = (chunk < params.chunks ? chunk : chunk - params.chunks) * kStep;
+      const bool has_channels =
+          from_source + vector * 8 < (chunk < params.chunks ? conv.channels : conv.channels2);
+#pragma unroll 1
+      for (int i = 0; i < params.images_at_once; ++i) {
+        const bool exists = has_channels && tile.image + i < conv.images;
+        float factor[8], offset[8];
+        if (exists) {
+          const float* const from = conv.input_factors + int64_t{tile.image + i} * 2 * channels +
+                                    ChannelOf(chunk, params.chunks, conv.channels) + vector * 8;
+          LoadEight(from, factor);
+          LoadEight(from + channels, offset);
         }
-        if (T::kPingPong) pass_order();
-        WgmmaWait<0>();
+        if (i == 0) Wait(&cta.halo_tile_full[state.stage], state.FullParity());
+        if (!exists) continue;
+        Normalise<T::kTransformers / 8>(cta.HaloTile(state.stage), i * params.subtile_pixel, thread,
+                                        inside, factor, offset);
+      }
+      FenceProxyAsync();  // wgmma reads through the async proxy
+      Arrive(&cta.halo_tile_normal[state.stage]);
+      state.Advance();
+    }
+  }
+}
+
+/// A consumer warpgroup: multiplies taps of halo tiles.
+template <typename T, bool kShortcut, bool kSplitOverCluster>
+struct Consumer {
+  using C = Cta<T, kShortcut, kSplitOverCluster>;
+  using Slots = typename C::Slots;
+  static constexpr int kTilesInFlight = T::kPingPong ? 2 : 1;
+
+  const Conv2dLaunch& conv;
+  const Params& params;
+  const C& cta;
+  const int group;
+  uint64_t* const halo_tile_ready = cta.normalises ? cta.halo_tile_normal : cta.halo_tile_full;
+  const bool leads = threadIdx.x % 128 == 0;
+  const bool has_first_run = !kSplitOverCluster || cta.rank == 0,
+             finishes = !kSplitOverCluster || group == cta.rank;
+  const bool adds = has_first_run && params.add.data != nullptr;
+
+  int shortcut_at = 0;  // halo tiles of the shortcut, counted over all of this CTA's
+  // Of a tile:
+  PipelineState<T::kStages> state;
+  PipelineState<Slots::kWindowed> halo_tile;
+  int tap, tap_x, tap_pixel, due;
+  int steps_until_pass;
+  int used_stage, used_slot;  // of the previous step, released when its wgmma is done
+
+  __device__ void PassOrder() const {
+    if (threadIdx.x % 32 == 0) Arrive(&cta.order[1 - group]);
+  }
+  __device__ void ReleaseUsed() const {
+    if (used_stage >= 0 && threadIdx.x % 128 < C::kShared) {
+      ArriveAt(&cta.empty[used_stage], kSplitOverCluster ? cta.rank : threadIdx.x % 128);
+    }
+    if (used_slot >= 0 && leads) Arrive(&cta.halo_tile_empty[used_slot]);
+  }
+  /// The epilogue's buffer of subtile `row` of this consumer, and where that subtile lies.
+  __device__ int Buffer(int row) const { return group * T::kBuffers + row % T::kBuffers; }
+  __device__ TileAt Subtile(const TileAt& tile, int row) const {
+    const int subtile = T::kPingPong ? row : group;
+    TileAt at = tile;
+    if (params.images_at_once == 2) {
+      at.image += subtile;
+    } else {
+      at.x += subtile * kSubtileEdge;
+    }
+    return at;
+  }
+  __device__ void LoadAdded(const TileAt& tile, int row,
+                            uint32_t (&added)[T::kAccumulators / 4]) const {
+    const int image = min(Subtile(tile, row).image, conv.images - 1);  // that exists
+    LoadPerImage<T::kBox>(conv, params.add, image, tile.n0, added);
+  }
+  __device__ void BeginStaging(const TileAt& tile, int row) const {
+    if (!leads) return;
+    const bool has_residual = conv.residual.data != nullptr;
+    const int buffer = Buffer(row);
+    ArriveExpectTx(&cta.staged[buffer], has_residual ? T::kBufferBytes : 0);
+    if (!has_residual) return;
+    const TileAt at = Subtile(tile, row);
+    for (int box = 0; box < T::kBoxes; ++box) {
+      TmaLoad(cta.staging + buffer * T::kBufferBytes + box * T::kBoxBytes, &params.residual,
+              &cta.staged[buffer], tile.n0 + box * T::kBox, at.x, at.y, at.image);
+    }
+  }
+
+  /// The main loop, of split `run` of k. kIsFirst: `accumulators` are kept, else overwritten.
+  template <bool kIsFirst, int kRows, int kAccumulators>
+  __device__ void Multiply(int run, float (&accumulators)[kRows][kAccumulators]) {
+    const int steps = params.depth.steps.value;
 #pragma unroll
-        for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
-        give_back();
-        used_stage = used_slot = -1;
-      };
+    for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
+    bool continues = run == 0;  // whether to keep the accumulators
+    const int count = kSplitOverCluster ? cta.steps
+                                        : (steps * (run + 1) >> params.log_splits) -
+                                              (steps * run >> params.log_splits);
+    if (kSplitOverCluster)  // a split may begin inside a halo tile
+      Wait(&halo_tile_ready[halo_tile.stage], halo_tile.FullParity());
+#pragma unroll 1
+    for (int step = 0; step < count; ++step) {
+      const bool of_shortcut = kShortcut && due >= steps;
+      // A step's halo tile is the window's current one or the shortcut's next one.
+      const int shortcut_slot = Slots::kWindowed + shortcut_at % 2;
+      if (of_shortcut) {
+        Wait(&cta.halo_tile_full[shortcut_slot], shortcut_at / 2 & 1);
+      } else if (tap == 0) {
+        Wait(&halo_tile_ready[halo_tile.stage], halo_tile.FullParity());
+      }
+      Wait(&cta.full[state.stage], state.FullParity());
+      WgmmaFence();
+      const uint64_t weight = MatrixDescriptor(cta.Weights(state.stage));
+      const int pitch = of_shortcut ? params.shortcut_pitch : params.pitch.value;
+      const int subtile_pixel = of_shortcut ? params.shortcut_subtile_pixel : params.subtile_pixel;
+      const int pixel = (of_shortcut ? 0 : tap_pixel) + (T::kPingPong ? 0 : group * subtile_pixel);
+      const uint64_t input =
+          HaloTileDescriptor(cta.HaloTile(of_shortcut ? shortcut_slot : halo_tile.stage), pitch) +
+          (pixel * kStepBytes >> 4);
+#pragma unroll
+      for (int k = 0; k < kStep / 16; ++k) {
+#pragma unroll
+        for (int i = 0; i < T::kRows; ++i) {
+          const uint64_t subtile = input + 2 * k + i * (params.subtile_pixel * kStepBytes >> 4);
+          if (!kIsFirst && k == 0) {
+            Wgmma(accumulators[i], subtile, weight, continues);
+          } else {
+            Wgmma(accumulators[i], subtile, weight + 2 * k);
+          }
+        }
+      }
+      WgmmaCommit();
+      continues = true;
+      if (T::kSplitK && --steps_until_pass == 0 && group == 0) PassOrder();
+      WgmmaWait<1>();  // for the previous step
+      ReleaseUsed();
+      used_stage = state.stage;
+      due += params.depth.shortcut;
+      used_slot = of_shortcut ? shortcut_slot : tap == kTaps - 1 ? halo_tile.stage : -1;
+      if (of_shortcut) {
+        due -= steps, ++shortcut_at;
+      } else {
+        ++tap, ++tap_x, ++tap_pixel;
+        if (tap_x == 3) tap_x = 0, tap_pixel += params.pitch.value - 3;
+        if (used_slot >= 0) {
+          tap = tap_x = tap_pixel = 0;
+          halo_tile.Advance();
+        }
+      }
+      state.Advance();
+    }
+    if (T::kPingPong) PassOrder();
+    WgmmaWait<0>();
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
+    ReleaseUsed();
+    used_stage = used_slot = -1;
+  }
+
+  /// With a split for each CTA of the cluster: adds the sums of the other CTA, or sends it these.
+  __device__ void Exchange(float (&total)[T::kAccumulators]) const {
+    float4* const at = cta.partials_received + threadIdx.x % 128;
+    if (finishes) WaitForStores(cta.received, 0);
+#pragma unroll
+    for (int j = 0; j < T::kAccumulators / 4; ++j) {
+      float* const four = &total[4 * j];
+      if (finishes) {
+        const float4 other = at[j * 128];
+        four[0] += other.x, four[1] += other.y, four[2] += other.z, four[3] += other.w;
+      } else {
+        StoreAsync(ClusterAddress(at + j * 128, group), ClusterAddress(cta.received, group),
+                   float4{four[0], four[1], four[2], four[3]});
+      }
+    }
+  }
+
+  __device__ void Finish(const TileAt& tile, int tiles_done,
+                         const float (&total)[T::kRows][T::kAccumulators]) const {
+#pragma unroll
+    for (int row = 0; row < T::kRows; ++row) {
+      const int buffer = Buffer(row);
+      unsigned char* const subtile = cta.staging + buffer * T::kBufferBytes;
+      Wait(&cta.staged[buffer], (tiles_done * (T::kRows / T::kBuffers) + row / T::kBuffers) & 1);
+      StageEpilogue<T::kBox>(
+          conv, total[row], [&](int box) { return subtile + box * T::kBoxBytes; }, [](int) {});
+      FenceProxyAsync();
+      SyncWarpgroup(group);
+      const TileAt at = Subtile(tile, row);
+      if (leads) {
+        for (int box = 0; box < T::kBoxes; ++box) {
+          TmaStore(&params.out, subtile + box * T::kBoxBytes, tile.n0 + box * T::kBox, at.x, at.y,
+                   at.image);
+        }
+        TmaStoreCommit();
+      }
+      if (row + T::kBuffers < T::kRows) {
+        if (leads) TmaStoreWaitRead();
+        BeginStaging(tile, row + T::kBuffers);
+      }
+    }
+  }
+
+  __device__ void Run() {
+    // Counted over all steps and all halo tiles of this CTA.
+    int step_at = T::kPingPong ? group * params.depth.steps.value : 0;
+    int halo_tile_at = T::kPingPong ? group * params.depth.windowed : 0;
+    int tiles_done = 0;
+    WaitForPredecessors();  // their output is read and overwritten from here on
+    for (int index = cta.first_tile + (T::kPingPong ? group * cta.stride : 0); index < cta.tiles;
+         index += kTilesInFlight * cta.stride, ++tiles_done) {
+      const TileAt tile = cta.Tile(index);
+      state = PipelineState<T::kStages>::After(step_at);
+      halo_tile = PipelineState<Slots::kWindowed>::After(halo_tile_at);
+      step_at += kTilesInFlight * params.depth.steps.value;
+      halo_tile_at += kTilesInFlight * params.depth.windowed;
+      tap = cta.begin.tap, tap_x = tap % 3, tap_pixel = tap / 3 * params.pitch.value + tap_x;
+      due = cta.begin.due;
+      steps_until_pass = cta.first_tile + cta.stride < cta.tiles
+                             ? T::kLag
+                             : 1;  // a single tile has no epilogue to hide
+      used_stage = used_slot = -1;
 
       float total[T::kRows][T::kAccumulators],
           accumulators[T::kRows][T::kSplitK ? T::kAccumulators : 1];
+      uint32_t added[T::kAccumulators / 4];
       const auto add_per_image = [&] {
         if (!adds) return;
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) {
-          if (!T::kAddsEarly) load_per_image(tile, i, added);
+          if (!T::kAddsEarly) LoadAdded(tile, i, added);
           AddPerImage(added, 0, total[i]);
           AddPerImage(added, 1, total[i]);
         }
       };
-
       if constexpr (T::kFirstIsTotal) {
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) {
@@ -474,22 +548,22 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       } else {
         InitAccumulators(params.bias, tile.n0, accumulators[0]);
       }
-      if (T::kAddsEarly && adds) load_per_image(tile, 0, added);
-      if (T::kPingPong || group == 1) Wait(&order[group], (tiles_done + group + 1) & 1);
+      if (T::kAddsEarly && adds) LoadAdded(tile, 0, added);
+      if (T::kPingPong || group == 1) Wait(&cta.order[group], (tiles_done + group + 1) & 1);
       const int last_run = T::kSplitK && !kSplitOverCluster ? (1 << params.log_splits) - 1 : 0;
       for (int run = 0; run <= last_run; ++run) {
         if (run == last_run && finishes) {
           if (leads) TmaStoreWaitRead();  // for the previous tile
 #pragma unroll
-          for (int row = 0; row < T::kBuffers; ++row) begin_staging(tile, row);
+          for (int row = 0; row < T::kBuffers; ++row) BeginStaging(tile, row);
         }
         if (T::kFirstIsTotal && run == 0) {
-          multiply(std::true_type(), run, total);
+          Multiply<true>(run, total);
           add_per_image();
           continue;
         }
         if constexpr (T::kSplitK) {
-          multiply(std::false_type(), run, accumulators);
+          Multiply<false>(run, accumulators);
           if (!T::kFirstIsTotal && run == 0) {
 #pragma unroll
             for (int j = 0; j < T::kAccumulators; ++j) total[0][j] = accumulators[0][j];
@@ -500,48 +574,51 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           }
         }
       }
-
       if constexpr (kSplitOverCluster) {
-        float4* const at = partials_received + threadIdx.x % 128;
-        if (finishes) WaitForStores(received, 0);
-#pragma unroll
-        for (int j = 0; j < T::kAccumulators / 4; ++j) {
-          float* const four = &total[0][4 * j];
-          if (finishes) {
-            const float4 other = at[j * 128];
-            four[0] += other.x, four[1] += other.y, four[2] += other.z, four[3] += other.w;
-          } else {
-            StoreAsync(ClusterAddress(at + j * 128, group), ClusterAddress(received, group),
-                       float4{four[0], four[1], four[2], four[3]});
-          }
-        }
+        Exchange(total[0]);
         if (!finishes) continue;
       }
-
-#pragma unroll
-      for (int row = 0; row < T::kRows; ++row) {
-        const int buffer = buffer_of(row);
-        unsigned char* const subtile = staging + buffer * T::kBufferBytes;
-        Wait(&staged[buffer], (tiles_done * (T::kRows / T::kBuffers) + row / T::kBuffers) & 1);
-        StageEpilogue<T::kBox>(
-            conv, total[row], [&](int box) { return subtile + box * T::kBoxBytes; }, [](int) {});
-        FenceProxyAsync();
-        SyncWarpgroup(group);
-        const TileAt at = subtile_of(tile, row);
-        if (leads) {
-          for (int box = 0; box < T::kBoxes; ++box) {
-            TmaStore(&params.out, subtile + box * T::kBoxBytes, tile.n0 + box * T::kBox, at.x, at.y,
-                     at.image);
-          }
-          TmaStoreCommit();
-        }
-        if (row + T::kBuffers < T::kRows) {
-          if (leads) TmaStoreWaitRead();
-          begin_staging(tile, row + T::kBuffers);
-        }
-      }
+      Finish(tile, tiles_done, total);
     }
     if (leads) TmaStoreWaitRead();
+  }
+};
+
+/// kSplitOverCluster: each CTA of the cluster has one split of the same tile, and no other tile. It
+/// finishes the subtile of the consumer with its own rank.
+template <typename T, bool kShortcut, bool kSplitOverCluster>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv,
+                  const __grid_constant__ Params params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
+  // Without a shuffle, the compiler would compute the address again in every step.
+  using C = Cta<T, kShortcut, kSplitOverCluster>;
+  const C cta(conv, params,
+              static_cast<unsigned char*>(
+                  __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0))));
+  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
+  constexpr int kProducerWarp = 8;
+  if (warp == kProducerWarp && ElectOne()) {
+    PrefetchTensorMaps<kShortcut>(params);
+    cta.InitBarriers();
+  }
+  __syncthreads();
+  ArriveAtCluster();
+
+  if (group >= 2) {
+    DecreaseRegisters<T::kProducerRegisters>();
+    WaitForCluster();
+    if (warp == kProducerWarp && ElectOne()) {
+      Producer<T, kShortcut, kSplitOverCluster>{conv, params, cta}.Load();
+    } else if (warp > kProducerWarp && cta.normalises) {
+      NormaliseHaloTiles<T>(conv, params, cta, threadIdx.x - (kProducerWarp + 1) * 32);
+    }
+  } else {
+    IncreaseRegisters<T::kConsumerRegisters>();
+    WaitForCluster();
+    Consumer<T, kShortcut, kSplitOverCluster>{conv, params, cta, group}.Run();
   }
 
   ArriveAtCluster();  // others may still signal or write into this CTA's shared memory

@@ -64,6 +64,26 @@ __device__ inline void InitWithBias(const float* bias, int n, int outputs,
   }
 }
 
+/// sum · scale + bias of such accumulators, in e4m3. Scales are powers of two, so this rounds once.
+template <int kM, int kN>
+__device__ inline void ScaleAndAddBias(const float* scales, const float* bias, int n, int outputs,
+                                       float (&sums)[kM][kN][4]) {
+#pragma unroll
+  for (int j = 0; j < kN; ++j) {
+    const int at = n + j * 8 + static_cast<int>(threadIdx.x) % 4 * 2;
+    if (at >= outputs) continue;
+    const float2 scale = *reinterpret_cast<const float2*>(scales + at);
+    const float2 begin = bias != nullptr ? *reinterpret_cast<const float2*>(bias + at) : float2{};
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+      sums[i][j][0] = fmaf(sums[i][j][0], scale.x, begin.x);
+      sums[i][j][1] = fmaf(sums[i][j][1], scale.y, begin.y);
+      sums[i][j][2] = fmaf(sums[i][j][2], scale.x, begin.x);
+      sums[i][j][3] = fmaf(sums[i][j][3], scale.y, begin.y);
+    }
+  }
+}
+
 /// Bytes of shared memory for a warp's epilogue. Eight floats of padding put four rows into
 /// different banks.
 template <int kN>

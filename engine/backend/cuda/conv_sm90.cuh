@@ -15,10 +15,10 @@
 
 /// Shared by Hopper's convolution kernels: steps along k, accumulators, epilogue, and tensor maps.
 ///
-/// A step is 64 channels (a chunk) at one tap. Steps go chunk by chunk, those of x before those of
-/// x2, and in each chunk tap by tap. A chunk of a shortcut is one step. These steps are spread
-/// evenly among the window's, and with them the loads of pixels. All kernels add in this order and
-/// give the same bits.
+/// A step is 64 channels (a chunk; 128 in e4m3, as pairs) at one tap. Steps go chunk by chunk,
+/// those of x before those of x2, and in each chunk tap by tap. A chunk of a shortcut is one step.
+/// These steps are spread evenly among the window's, and with them the loads of pixels. All kernels
+/// add in this order and give the same bits.
 
 namespace denoised::cuda {
 
@@ -35,25 +35,27 @@ constexpr bool HasRegisters(const HopperTileSpec& spec) {
          65536 / kernel.threads / 8 * 8 * kernel.threads;
 }
 
-/// Returns what(row) for the persistent kernel of `tile` with this loader; `row` is the row
-/// of kTiles as a std::integral_constant; cudaErrorInvalidValue for other tiles.
-template <Loader kLoader, int kRow = 0, typename Do>
+/// Returns what(row) for the persistent kernel of `tile` with this loader and element; `row` is the
+/// row of kTiles as a std::integral_constant; cudaErrorInvalidValue for other tiles.
+template <Loader kLoader, Element kElement = Element::kBf16, int kRow = 0, typename Do>
 cudaError_t WithRow(HopperTile tile, const Do& what) {
   if constexpr (kRow < kHopperTiles) {
-    if constexpr (kTiles[kRow].IsPersistent() && kTiles[kRow].loader == kLoader) {
+    constexpr HopperTileSpec kSpec = kTiles[kRow];
+    if constexpr (kSpec.IsPersistent() && kSpec.loader == kLoader && kSpec.element == kElement) {
       if (tile == HopperTile(kRow)) return what(std::integral_constant<int, kRow>());
     }
-    return WithRow<kLoader, kRow + 1>(tile, what);
+    return WithRow<kLoader, kElement, kRow + 1>(tile, what);
   } else {
     return cudaErrorInvalidValue;
   }
 }
 /// Calls what(row) for each of these tiles, until one fails.
-template <Loader kLoader, typename Do>
+template <Loader kLoader, Element kElement = Element::kBf16, typename Do>
 cudaError_t ForEachRow(const Do& what) {
   for (int row = 0; row < kHopperTiles; ++row) {
-    if (!kTiles[row].IsPersistent() || kTiles[row].loader != kLoader) continue;
-    const cudaError_t error = WithRow<kLoader>(HopperTile(row), what);
+    const HopperTileSpec& spec = kTiles[row];
+    if (!spec.IsPersistent() || spec.loader != kLoader || spec.element != kElement) continue;
+    const cudaError_t error = WithRow<kLoader, kElement>(HopperTile(row), what);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -145,6 +147,18 @@ __device__ inline WeightAt WeightOf(const Params& params, const StepAt<kShortcut
   if (step.IsOfShortcut(params.depth))
     return {&params.shortcut.weight, step.channel_of_shortcut, 0};
   return {&params.weight, step.channel, step.tap};
+}
+
+/// Loads a step's weights of the outputs from n0 on. Each CTA of a cluster of `shared` loads those
+/// of `part` outputs for all of them.
+__device__ inline void LoadWeightsByTma(unsigned char* to, const WeightAt& from, uint64_t* barrier,
+                                        int n0, int phase, int shared, int part, int rank) {
+  if (shared == 1) {
+    TmaLoadWeights(to, from.map, barrier, from.channel, from.tap, n0, phase);
+  } else {
+    TmaLoadMulticast(to + rank * part * kStepBytes, from.map, barrier, from.channel, from.tap,
+                     n0 + rank * part, phase, static_cast<uint16_t>((1 << shared) - 1));
+  }
 }
 
 /// Prefetches the tensor maps; otherwise TMA would fetch them at their first use. Called by the

@@ -99,6 +99,19 @@ SlotsLaunch View(const SlotState& state, const Tensor& images = Tensor()) {
   return slots;
 }
 
+/// What makes the input of a layer in e4m3: enqueued before the layer, from these operands.
+struct Input {
+  std::function<cudaError_t()> enqueue;  // empty: the layer reads its input as it is
+  std::vector<Operand> operands;
+
+  cudaError_t Enqueue() const { return enqueue ? enqueue() : cudaSuccess; }
+};
+
+template <typename Packed>
+bool IsE4m3(const Packed& weight) {
+  return weight.e4m3.input_scale != 0;
+}
+
 class CudaMarker final : public Marker {
  public:
   CudaMarker(std::shared_ptr<Context> context, Event event)
@@ -145,6 +158,7 @@ class CudaBackend final : public Backend {
         queue_{context_->compute(), properties.multiProcessorCount, hopper,
                properties.major >= 9 && !options.weights_change},
         fp32_(options.fp32),
+        multiplies_e4m3_(!options.fp32 && HasE4m3Kernels()),
         name_(fmt::format("cuda:{}", context_->device())),
         description_(fmt::format("{}, {} SMs, {:.1f} GiB, driver for CUDA {}.{}{}", properties.name,
                                  properties.multiProcessorCount,
@@ -171,6 +185,7 @@ class CudaBackend final : public Backend {
   std::string description() const override { return description_; }
   Device device() const override { return Device::kCuda; }
   DType activation_dtype() const override { return fp32_ ? DType::kF32 : DType::kBF16; }
+  bool MultipliesE4m3() const override { return multiplies_e4m3_; }
 
   absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,
                                   std::string_view purpose) override {
@@ -227,16 +242,22 @@ class CudaBackend final : public Backend {
                                                            const Tensor& bias, bool upsample2x,
                                                            const E4m3Layer& e4m3) override {
     DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
-    DENOISED_CHECK(e4m3.input_scale == 0, "what MultipliesE4m3() denies");
     auto packed = std::make_unique<CudaConv2d>();
     packed->out_channels = Extent(weight_oihw, 0);
     packed->in_channels = Extent(weight_oihw, 1);
     packed->kernel = Extent(weight_oihw, 2);
     packed->upsample2x = upsample2x;
     packed->has_bias = bias.defined();
-    const bool in_phases = upsample2x && packed->kernel == 3;
-    DENOISED_ASSIGN_OR_RETURN(packed->weight,
-                              PackWeights({weight_oihw}, in_phases, "a convolution"));
+    packed->e4m3 = e4m3;
+    if (e4m3.input_scale != 0) {
+      DENOISED_CHECK(!upsample2x, "upsampling in e4m3");
+      packed->rounded_bytes = RoundedBytes(packed->in_channels);
+      DENOISED_RETURN_IF_ERROR(PackE4m3Weights({weight_oihw}, "a convolution", packed.get()));
+    } else {
+      const bool in_phases = upsample2x && packed->kernel == 3;
+      DENOISED_ASSIGN_OR_RETURN(packed->weight,
+                                PackWeights({weight_oihw}, in_phases, "a convolution"));
+    }
     DENOISED_ASSIGN_OR_RETURN(packed->bias, ToDevice(PackBias({bias}), "a convolution's bias"));
     return packed;
   }
@@ -246,13 +267,18 @@ class CudaBackend final : public Backend {
                                                            const E4m3Layer& e4m3,
                                                            bool gated) override {
     DENOISED_RETURN_IF_ERROR(CheckLinearWeights(weights_oi, biases, gated));
-    DENOISED_CHECK(e4m3.input_scale == 0, "what MultipliesE4m3() denies");
     auto packed = std::make_unique<CudaLinear>();
     for (const Tensor& weight : weights_oi) packed->out_features += Extent(weight, 0);
     packed->in_features = Extent(weights_oi.front(), 1);
     packed->gated = gated;
-    DENOISED_ASSIGN_OR_RETURN(
-        packed->weight, PackWeights(weights_oi, /*in_phases=*/false, "a linear layer", gated));
+    packed->e4m3 = e4m3;
+    if (e4m3.input_scale != 0) {
+      packed->rounded_bytes = RoundedBytes(packed->in_features);
+      DENOISED_RETURN_IF_ERROR(PackE4m3Weights(weights_oi, "a linear layer", packed.get(), gated));
+    } else {
+      DENOISED_ASSIGN_OR_RETURN(
+          packed->weight, PackWeights(weights_oi, /*in_phases=*/false, "a linear layer", gated));
+    }
     DENOISED_ASSIGN_OR_RETURN(
         packed->bias,
         ToDevice(gated && !biases.empty() ? PackGatedBias(biases.front()) : PackBias(biases),
@@ -268,10 +294,13 @@ class CudaBackend final : public Backend {
   void Conv2d(const Conv2dArgs& args) override {
     Check(args, rules());
     context_->Use();
-    const bool norms = IsToBeApplied(args.prologue.norm);
-    Conv2dLaunch conv = LaunchOf(norms ? OfNormedInput(args) : args);
-    if (!HasHopperKernel(conv) && args.epilogue.shortcut.weight != nullptr)
+    const bool e4m3 = IsE4m3(*args.weight), norms = IsToBeApplied(args.prologue.norm);
+    const PackedConv2d* const shortcut = args.epilogue.shortcut.weight;
+    if (shortcut != nullptr && (e4m3 || IsE4m3(*shortcut)))
       return Conv2d(WithoutShortcut(*this, args));
+    if (e4m3) return EnqueueConvolution(OfRoundedInput(args), "Conv2d", InputOf(args));
+    Conv2dLaunch conv = LaunchOf(norms ? OfNormedInput(args) : args);
+    if (!HasHopperKernel(conv) && shortcut != nullptr) return Conv2d(WithoutShortcut(*this, args));
     const GroupNormLaunch before = norms ? LaunchOf(InputNormOf(args)) : GroupNormLaunch();
     if (norms && !CanFuse(before, conv)) return Conv2d(WithoutNorm(*this, args));
     if (Norm* norm = args.epilogue.norm; norm != nullptr && FuseOutputNorm(*norm, &conv))
@@ -286,15 +315,20 @@ class CudaBackend final : public Backend {
   void Linear(const LinearArgs& args) override {
     Check(args, rules());
     context_->Use();
-    if (IsToBeApplied(args.prologue.norm)) return Linear(WithoutNorm(*this, args));
-    if (!args.epilogue.ungated) return EnqueueConvolution(LaunchOf(args), "Linear");
-    const Conv2dLaunch plain = LaunchOf(WithoutGate(args));
+    const bool e4m3 = IsE4m3(*args.weight);
+    if (!e4m3 && IsToBeApplied(args.prologue.norm)) return Linear(WithoutNorm(*this, args));
+    const auto launch_of = [&](const LinearArgs& of) {
+      return e4m3 ? OfRoundedInput(of) : LaunchOf(of);
+    };
+    const Input input = e4m3 ? InputOf(args) : Input();
+    if (!args.epilogue.ungated) return EnqueueConvolution(launch_of(args), "Linear", input);
+    const Conv2dLaunch plain = launch_of(WithoutGate(args));
     Conv2dLaunch gated = plain;
     gated.gated = true;
     gated.out = View(args.out);
     if (!HasHopperKernel(plain) || !SuitsGate(gated)) return LinearThenGate(*this, args);
     Writes(args.out);
-    EnqueueGated(gated, plain);
+    EnqueueGated(gated, plain, input);
   }
 
   void Gate(const Tensor& values_and_gates, const Tensor& out) override {
@@ -576,18 +610,23 @@ class CudaBackend final : public Backend {
         [&](const auto& written) { return written.first <= begin && end <= written.second; });
     if (may_overwrite) operands->push_back({values, rows, columns});
   }
-  /// The operands of a convolution that measuring may overwrite.
-  std::vector<Operand> OperandsOf(const Conv2dLaunch& conv) const {
-    std::vector<Operand> operands;
-    if (!capturing_ || !tuner_) return operands;
-    const int64_t pixels = int64_t{conv.images} * conv.height * conv.width;
+  /// The operands of a convolution that measuring may overwrite. `input`: what makes conv.x.
+  std::vector<Operand> OperandsOf(const Conv2dLaunch& conv, const Input& input = {}) const {
+    if (!capturing_ || !tuner_) return {};
     const int64_t out_pixels = int64_t{conv.images} * conv.out_height * conv.out_width;
-    AddOperand(&operands, conv.x, pixels, conv.channels);
-    AddOperand(&operands, conv.x2, pixels, conv.channels2);
+    std::vector<Operand> operands = input.enqueue ? input.operands : InputsOf(conv);
     AddOperand(&operands, conv.shortcut.x, out_pixels, conv.shortcut.channels);
     AddOperand(&operands, conv.shortcut.x2, out_pixels, conv.shortcut.channels2);
     AddOperand(&operands, conv.add, conv.images, conv.outputs);
     AddOperand(&operands, conv.residual, out_pixels, conv.outputs);
+    return operands;
+  }
+
+  std::vector<Operand> InputsOf(const Conv2dLaunch& conv) const {
+    std::vector<Operand> operands;
+    const int64_t pixels = int64_t{conv.images} * conv.height * conv.width;
+    AddOperand(&operands, conv.x, pixels, conv.channels);
+    AddOperand(&operands, conv.x2, pixels, conv.channels2);
     return operands;
   }
 
@@ -633,7 +672,7 @@ class CudaBackend final : public Backend {
       conv.shortcut.weight = matrix.data();
       conv.shortcut.weight_stride = Extent(matrix, 1);
     }
-    AddLayer(&conv, weight.weight, weight.bias, args.epilogue, args.out);
+    AddLayer(&conv, weight, args.epilogue, args.out);
     return conv;
   }
 
@@ -650,17 +689,20 @@ class CudaBackend final : public Backend {
     conv.height = conv.out_height = 1;
     conv.width = conv.out_width = static_cast<int>(shape.tokens);
     conv.outputs = weight.out_features;
-    AddLayer(&conv, weight.weight, weight.bias, args.epilogue, args.out);
+    AddLayer(&conv, weight, args.epilogue, args.out);
     return conv;
   }
 
   /// Shared by convolutions and linears.
-  void AddLayer(Conv2dLaunch* conv, const Tensor& weight, const Tensor& bias,
-                const Epilogue& epilogue, const Tensor& out) {
-    conv->weight = weight.data();
-    conv->weight_stride = Extent(weight, 1);
-    conv->weight_element = fp32_ ? Element::kF32 : Element::kBf16;
-    conv->bias = Floats(bias);
+  template <typename Packed>
+  void AddLayer(Conv2dLaunch* conv, const Packed& weight, const Epilogue& epilogue,
+                const Tensor& out) {
+    const bool e4m3 = IsE4m3(weight);
+    conv->weight = weight.weight.data();
+    conv->weight_stride = Extent(weight.weight, 1) / (e4m3 ? 2 : 1);  // in pairs
+    conv->weight_element = e4m3 ? Element::kE4m3x2 : fp32_ ? Element::kF32 : Element::kBf16;
+    conv->scales = Floats(weight.scales);
+    conv->bias = Floats(weight.bias);
     conv->residual = View(epilogue.residual);
     conv->scale = epilogue.scale;
     conv->activation = epilogue.activation;
@@ -671,6 +713,63 @@ class CudaBackend final : public Backend {
                        images * conv->out_height * conv->out_width <= INT32_MAX - 128,
                    "{} images of {}×{} to {}×{}", images, conv->height, conv->width,
                    conv->out_height, conv->out_width);
+  }
+
+  /// The memory for a layer's input in e4m3.
+  template <typename Args>
+  static Rows RoundedOf(const Args& args) {
+    const Tensor& rounded = args.prologue.rounded;
+    DENOISED_CHECK(Aligned(rounded), "memory for an input in e4m3 at {}", rounded.data());
+    return {rounded.data(), rounded.dim(-1) / 2, Element::kE4m3x2, true,
+            args.weight->e4m3.input_scale};
+  }
+  /// A norm before the layer rounds its own result; other inputs are rounded by a kernel of their
+  /// own.
+  template <typename Args>
+  Input InputOf(const Args& args) {
+    const Rows rounded = RoundedOf(args);
+    const Conv2dLaunch conv = LaunchOf(args);
+    const int64_t pixels = int64_t{conv.images} * conv.height * conv.width;
+    Input input;
+    input.operands = InputsOf(conv);
+    if (!IsToBeApplied(args.prologue.norm)) {
+      input.enqueue = [=, this] {
+        return LaunchRoundToE4m3(conv.x, conv.channels, conv.x2, conv.channels2, pixels, rounded,
+                                 queue_);
+      };
+      return input;
+    }
+    if (IsLayerNorm(args.prologue.norm)) {
+      const Norm& norm = args.prologue.norm;
+      const float *gamma = Floats(norm.gamma), *beta = Floats(norm.beta);
+      const float eps = norm.eps;
+      const Rows normed = View(args.prologue.normed);
+      Writes(args.prologue.normed);
+      input.enqueue = [=, this] {
+        const bool rounds = LayerNormRounds(conv.x, conv.channels);
+        const cudaError_t error = LaunchLayerNorm(conv.x, gamma, beta, eps, pixels, conv.channels,
+                                                  rounds ? rounded : normed, queue_);
+        return rounds || error != cudaSuccess
+                   ? error
+                   : LaunchRoundToE4m3(normed, conv.channels, {}, 0, pixels, rounded, queue_);
+      };
+      return input;
+    }
+    const GroupNormLaunch norm = LaunchOf(InputNormOf(args));
+    AddOperand(&input.operands, norm.scale_shift, norm.images,
+               2 * (norm.channels + norm.channels2));
+    input.enqueue = [=, this] { return LaunchNormE4m3(norm, rounded); };
+    return input;
+  }
+  /// The launch that reads it.
+  template <typename Args>
+  Conv2dLaunch OfRoundedInput(const Args& args) {
+    Conv2dLaunch conv = LaunchOf(args);
+    conv.x = RoundedOf(args);
+    conv.x2 = {};
+    conv.channels = static_cast<int>(conv.x.stride);
+    conv.channels2 = 0;
+    return conv;
   }
 
   /// Whether a kernel for Hopper supports the layer.
@@ -751,12 +850,37 @@ class CudaBackend final : public Backend {
   cudaError_t LaunchNorm(const GroupNormLaunch& norm) const {
     if (InOnePass(norm)) return LaunchOnePass(norm);
     if (!HasFactors(norm)) return LaunchGroupNorm(norm, queue_);
+    return LaunchFactorsThenScale(norm, norm.out);
+  }
+  /// `out`: norm.out, or the same in e4m3.
+  cudaError_t LaunchFactorsThenScale(const GroupNormLaunch& norm, const Rows& out) const {
+    GroupNormLaunch scaled = norm;
+    scaled.out = out;
     for (int first = 0; first < norm.images; first += ImagesAtOnce(norm)) {
-      const GroupNormLaunch part = WithFactors(Images(norm, first, ImagesAtOnce(norm)));
-      if (cudaError_t error = MakeFactors(part); error != cudaSuccess) return error;
-      if (cudaError_t error = LaunchGroupScale(part, queue_); error != cudaSuccess) return error;
+      const auto part_of = [&](const GroupNormLaunch& of) {
+        return WithFactors(Images(of, first, ImagesAtOnce(norm)));
+      };
+      if (cudaError_t error = MakeFactors(part_of(norm)); error != cudaSuccess) return error;
+      if (cudaError_t error = LaunchGroupScale(part_of(scaled), queue_); error != cudaSuccess)
+        return error;
     }
     return cudaSuccess;
+  }
+  /// The result of LaunchNorm(), rounded to e4m3. norm.out may be overwritten. What decides the
+  /// norm's bits sees the layer as it is in bf16.
+  cudaError_t LaunchNormE4m3(const GroupNormLaunch& norm, const Rows& rounded) const {
+    const int channels = norm.channels + norm.channels2;
+    if (RoundedBytes(channels) != channels || !HasFactors(norm)) {
+      const cudaError_t error = LaunchNorm(norm);
+      return error != cudaSuccess
+                 ? error
+                 : LaunchRoundToE4m3(norm.out, channels, {}, 0, int64_t{norm.images} * norm.pixels,
+                                     rounded, queue_);
+    }
+    if (!SuitsGroupNormCluster(norm, queue_)) return LaunchFactorsThenScale(norm, rounded);
+    GroupNormLaunch rounding = norm;
+    rounding.out = rounded;
+    return LaunchGroupNormCluster(rounding, queue_);
   }
 
   /// Norms and convolutions share the workspace: they never run at the same time.
@@ -830,31 +954,38 @@ class CudaBackend final : public Backend {
         Sorted(std::move(candidates)), std::move(operands), "Conv2d");
   }
 
+  /// Launches a convolution on Hopper after its input.
+  cudaError_t LaunchHopper(const Input& input, const Conv2dLaunch& conv,
+                           const HopperPlan& plan) const {
+    const cudaError_t error = input.Enqueue();
+    return error == cudaSuccess ? LaunchConv2dHopper(conv, plan, queue_) : error;
+  }
+
   /// Candidates: tiles that have a gate in their epilogue, and any tile followed by the gate's
   /// kernel.
-  void EnqueueGated(const Conv2dLaunch& gated, const Conv2dLaunch& plain) {
+  void EnqueueGated(const Conv2dLaunch& gated, const Conv2dLaunch& plain, const Input& input) {
     const int features = gated.outputs / 2;
     const int rows = gated.images * gated.width;
     Candidates candidates;
     for (const HopperCandidate& candidate : HopperCandidates(gated, queue_)) {
-      candidates.push_back({"gated, " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
-                              return LaunchConv2dHopper(gated, candidate.plan, queue_);
-                            }});
+      candidates.push_back({"gated, " + NameOf(candidate.plan), candidate.microseconds,
+                            [=, this] { return LaunchHopper(input, gated, candidate.plan); }});
     }
     // The gate's pass reads two features and writes one, of two bytes.
     constexpr double kPassLaunch = 2.5, kPassBytesPerMicrosecond = 3.6e6;
     const double pass =
         kPassLaunch + 6.0 * static_cast<double>(rows) * features / kPassBytesPerMicrosecond;
     for (const HopperCandidate& candidate : HopperCandidates(plain, queue_)) {
-      candidates.push_back(
-          {NameOf(candidate.plan), candidate.microseconds + pass, [=, this] {
-             const cudaError_t error = LaunchConv2dHopper(plain, candidate.plan, queue_);
-             return error == cudaSuccess
-                        ? LaunchGegluGate(plain.out, rows, features, gated.out, queue_)
-                        : error;
-           }});
+      candidates.push_back({NameOf(candidate.plan), candidate.microseconds + pass, [=, this] {
+                              const cudaError_t error = LaunchHopper(input, plain, candidate.plan);
+                              return error == cudaSuccess
+                                         ? LaunchGegluGate(plain.out, rows, features, gated.out,
+                                                           queue_)
+                                         : error;
+                            }});
     }
-    EnqueueFastest(Describe(gated), Sorted(std::move(candidates)), OperandsOf(plain), "Linear");
+    EnqueueFastest(Describe(gated), Sorted(std::move(candidates)), OperandsOf(plain, input),
+                   "Linear");
   }
 
   /// The cheapest first; of equals, the one that fuses.
@@ -865,15 +996,14 @@ class CudaBackend final : public Backend {
     return candidates;
   }
 
-  void EnqueueConvolution(const Conv2dLaunch& conv, const char* op) {
+  void EnqueueConvolution(const Conv2dLaunch& conv, const char* op, const Input& input = {}) {
     if (HasHopperKernel(conv)) {
       Candidates candidates;
       for (const HopperCandidate& candidate : HopperCandidates(conv, queue_)) {
-        candidates.push_back({NameOf(candidate.plan), candidate.microseconds, [=, this] {
-                                return LaunchConv2dHopper(conv, candidate.plan, queue_);
-                              }});
+        candidates.push_back({NameOf(candidate.plan), candidate.microseconds,
+                              [=, this] { return LaunchHopper(input, conv, candidate.plan); }});
       }
-      EnqueueFastest(Describe(conv), candidates, OperandsOf(conv), op);
+      EnqueueFastest(Describe(conv), candidates, OperandsOf(conv, input), op);
     } else if (SuitsRowLinear(conv)) {
       context_->Record(LaunchRowLinear(conv, queue_), op);
     } else if (SuitsFewInputs(conv)) {
@@ -888,10 +1018,13 @@ class CudaBackend final : public Backend {
       for (const ConvCandidate& candidate : SuitsConv3x3(launch)
                                                 ? Conv3x3Candidates(launch, queue_)
                                                 : Conv2dCandidates(launch, queue_)) {
-        candidates.push_back({candidate.name, candidate.microseconds,
-                              [=, this] { return candidate.launch(launch, queue_); }});
+        candidates.push_back({candidate.name, candidate.microseconds, [=, this] {
+                                const cudaError_t error = input.Enqueue();
+                                return error == cudaSuccess ? candidate.launch(launch, queue_)
+                                                            : error;
+                              }});
       }
-      EnqueueFastest(Describe(conv), candidates, OperandsOf(conv), op);
+      EnqueueFastest(Describe(conv), candidates, OperandsOf(conv, input), op);
     }
   }
 
@@ -902,16 +1035,67 @@ class CudaBackend final : public Backend {
     const Shape& shape = weights.front().shape();
     const int channels = static_cast<int>(shape[1]);
     const int taps = shape.rank() == 4 ? static_cast<int>(shape[2] * shape[3]) : 1;
-    int64_t outputs = 0;
-    for (const Tensor& weight : weights) outputs += weight.dim(0);
+    const int64_t outputs = OutputsOf(weights);
     DENOISED_ASSIGN_OR_RETURN(
         const Tensor packed,
         Allocate({in_phases ? 4 * outputs : outputs,
                   RoundUp(int64_t{in_phases ? 4 : taps} * channels, kDepthPadding)},
                  activation_dtype(), purpose));
     context_->Record(cudaMemsetAsync(packed.data(), 0, packed.bytes(), queue_.stream), purpose);
+    UploadWeights(weights, gated, [&](PackWeightLaunch pack, int64_t first_output) {
+      pack.phase_outputs = in_phases ? outputs : 0;
+      pack.to = View(packed.Slice(first_output, packed.dim(0) - first_output));
+      return LaunchPackWeight(pack, queue_);
+    });
+    DENOISED_RETURN_IF_ERROR(context_->status());
+    return packed;
+  }
+
+  /// The same in e4m3, with the scales of its outputs.
+  template <typename Packed>
+  absl::Status PackE4m3Weights(const std::vector<Tensor>& weights, std::string_view purpose,
+                               Packed* packed, bool gated = false) {
+    DENOISED_CHECK(MultipliesE4m3(), "what MultipliesE4m3() denies");
+    const Shape& shape = weights.front().shape();
+    const int64_t taps = shape.rank() == 4 ? shape[2] * shape[3] : 1;
+    const int64_t outputs = OutputsOf(weights),
+                  row_bytes = RoundUp(taps * packed->rounded_bytes, 2 * kDepthPadding);
+    const float input_scale = packed->e4m3.input_scale;
+    DENOISED_ASSIGN_OR_RETURN(packed->weight, Allocate({outputs, row_bytes}, DType::kU8, purpose));
+    DENOISED_ASSIGN_OR_RETURN(packed->scales,
+                              Allocate({outputs + kBiasPadding}, DType::kF32, purpose));
+    for (const Tensor& zeroed : {packed->weight, packed->scales})
+      context_->Record(cudaMemsetAsync(zeroed.data(), 0, zeroed.bytes(), queue_.stream), purpose);
+    const auto upload = [&](const auto& launch) {
+      UploadWeights(weights, gated, [&](PackWeightLaunch pack, int64_t first_output) {
+        pack.to = {static_cast<std::byte*>(packed->weight.data()) + first_output * row_bytes,
+                   row_bytes / 2, Element::kE4m3x2, true};
+        pack.scales = Floats(packed->scales) + first_output;
+        pack.input_scale = input_scale;
+        return launch(pack, queue_);
+      });
+    };
+    upload(LaunchLargestWeights);
+    context_->Record(
+        LaunchE4m3Scales(Floats(packed->scales), static_cast<int>(outputs), input_scale, queue_),
+        purpose);
+    upload(LaunchPackWeight);
+    return context_->status();
+  }
+
+  static int64_t OutputsOf(const std::vector<Tensor>& weights) {
+    int64_t outputs = 0;
+    for (const Tensor& weight : weights) outputs += weight.dim(0);
+    return outputs;
+  }
+  /// Uploads weights in pieces and calls launch(pack, first_output) for each: the piece, without
+  /// what is to be done with it, and the first output of its weight.
+  template <typename Launch>
+  void UploadWeights(const std::vector<Tensor>& weights, bool gated, const Launch& launch) {
     int64_t first_output = 0;
     for (const Tensor& weight : weights) {
+      const Shape& shape = weight.shape();
+      const int taps = shape.rank() == 4 ? static_cast<int>(shape[2] * shape[3]) : 1;
       const size_t pair_bytes = taps * SizeOf(weight.dtype());
       uploads_->UploadThrough(weight.data(), weight.bytes(), pair_bytes,
                               [&](const void* piece, size_t offset, size_t bytes) {
@@ -920,18 +1104,13 @@ class CudaBackend final : public Backend {
                                 pack.from_element = ElementOf(weight.dtype());
                                 pack.first_pair = static_cast<int64_t>(offset / pair_bytes);
                                 pack.pairs = static_cast<int64_t>(bytes / pair_bytes);
-                                pack.channels = channels;
+                                pack.channels = static_cast<int>(shape[1]);
                                 pack.taps = taps;
-                                pack.phase_outputs = in_phases ? outputs : 0;
-                                pack.gated_outputs = gated ? outputs : 0;
-                                pack.to =
-                                    View(packed.Slice(first_output, packed.dim(0) - first_output));
-                                return LaunchPackWeight(pack, queue_);
+                                pack.gated_outputs = gated ? weight.dim(0) : 0;
+                                return launch(pack, first_output);
                               });
       first_output += weight.dim(0);
     }
-    DENOISED_RETURN_IF_ERROR(context_->status());
-    return packed;
   }
 
   /// Copies a host tensor to its own device memory; undefined stays undefined.
@@ -949,7 +1128,7 @@ class CudaBackend final : public Backend {
   /// kNormWorkspaceBytes, kNormFactorBytes, kSemaphores, and kFlagBytes.
   const DeviceMemory norm_memory_;
   const Queue queue_;
-  const bool fp32_;
+  const bool fp32_, multiplies_e4m3_;
   const std::string name_, description_;
   std::optional<Tuner> tuner_;
   bool capturing_ = false;
@@ -962,6 +1141,8 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error : {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
                             hopper ? LoadConv3x3HopperKernels() : cudaSuccess,
                             hopper ? LoadConv64x64Kernels() : cudaSuccess,
+                            hopper ? LoadConv2dE4m3Kernels() : cudaSuccess,
+                            LoadRoundToE4m3Kernels(),
                             hopper ? LoadGroupNormStreamKernels() : cudaSuccess,
                             hopper ? LoadGroupNormPiecesKernels() : cudaSuccess,
                             hopper ? LoadAttentionHopperKernels() : cudaSuccess,

@@ -19,6 +19,7 @@
 #include <numeric>
 
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/e4m3.cuh"
 #include "engine/backend/cuda/group_norm.cuh"
 
 namespace denoised::cuda {
@@ -385,7 +386,9 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
 
 constexpr int kScaleUnrolled = 8;
 
-/// grid (blocks of pixels, images): bf16 in vectors of eight, activation none or SiLU.
+/// grid (blocks of pixels, images): bf16 in vectors of eight, activation none or SiLU. kOut: kBf16,
+/// or kE4m3x2.
+template <Element kOut>
 __global__ void __launch_bounds__(kThreads, 2)
     GroupScaleKernel(const __grid_constant__ GroupNormLaunch norm, int block_pixels) {
   WaitForPredecessors();
@@ -423,7 +426,12 @@ __global__ void __launch_bounds__(kThreads, 2)
           const float h = fmaf(v[j], factor[j], offset[j]);
           v[j] = silu ? SiluOfHalf(h) : h;
         }
-        StoreVector(norm.out, image * norm.pixels + p, channel, v);
+        if constexpr (kOut == Element::kE4m3x2) {
+          *reinterpret_cast<uint2*>(E4m3At(norm.out, image * norm.pixels + p, channel)) =
+              PackE4m3(PackBf16(v), 1.0f / norm.out.scale);
+        } else {
+          StoreVector(norm.out, image * norm.pixels + p, channel, v);
+        }
       }
     }
   }
@@ -478,21 +486,24 @@ cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue) {
       lines * static_cast<int>(std::clamp<int64_t>(
                   pixels / (int64_t{lines} * 4 * queue.multiprocessors), 1, kMost));
   const unsigned blocks = (norm.pixels + block_pixels - 1) / block_pixels;
-  return LaunchDependent(GroupScaleKernel, {dim3(blocks, norm.images), kThreads}, queue, norm,
-                         block_pixels);
+  auto* const kernel = norm.out.element == Element::kE4m3x2 ? &GroupScaleKernel<Element::kE4m3x2>
+                                                            : &GroupScaleKernel<Element::kBf16>;
+  return LaunchDependent(kernel, {dim3(blocks, norm.images), kThreads}, queue, norm, block_pixels);
 }
 
 cudaError_t LoadGroupNormKernels() {
-  for (cudaError_t error : {LoadKernel(GroupScaleKernel), LoadKernel(GroupFactorsKernel<8>),
-                            LoadKernel(GroupFactorsKernel<4>), LoadKernel(GroupFactorsKernel<2>),
-                            LoadKernel(GroupMomentsKernel<8, Element::kBf16>, kSharedLimit),
-                            LoadKernel(GroupApplyKernel<8, Element::kBf16>, kSharedLimit),
-                            LoadKernel(GroupMomentsKernel<1, Element::kBf16>, kSharedLimit),
-                            LoadKernel(GroupApplyKernel<1, Element::kBf16>, kSharedLimit),
-                            LoadKernel(GroupMomentsKernel<8, Element::kF32>, kSharedLimit),
-                            LoadKernel(GroupApplyKernel<8, Element::kF32>, kSharedLimit),
-                            LoadKernel(GroupMomentsKernel<1, Element::kF32>, kSharedLimit),
-                            LoadKernel(GroupApplyKernel<1, Element::kF32>, kSharedLimit)}) {
+  for (cudaError_t error :
+       {LoadKernel(GroupScaleKernel<Element::kBf16>),
+        LoadKernel(GroupScaleKernel<Element::kE4m3x2>), LoadKernel(GroupFactorsKernel<8>),
+        LoadKernel(GroupFactorsKernel<4>), LoadKernel(GroupFactorsKernel<2>),
+        LoadKernel(GroupMomentsKernel<8, Element::kBf16>, kSharedLimit),
+        LoadKernel(GroupApplyKernel<8, Element::kBf16>, kSharedLimit),
+        LoadKernel(GroupMomentsKernel<1, Element::kBf16>, kSharedLimit),
+        LoadKernel(GroupApplyKernel<1, Element::kBf16>, kSharedLimit),
+        LoadKernel(GroupMomentsKernel<8, Element::kF32>, kSharedLimit),
+        LoadKernel(GroupApplyKernel<8, Element::kF32>, kSharedLimit),
+        LoadKernel(GroupMomentsKernel<1, Element::kF32>, kSharedLimit),
+        LoadKernel(GroupApplyKernel<1, Element::kF32>, kSharedLimit)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -40,11 +40,11 @@ inline bool HasVectors(const NormLayer& norm) {
   return norm.x.vector && norm.channels % kVector == 0 && norm.out.vector &&
          (norm.x2.data == nullptr || (norm.x2.vector && norm.channels2 % kVector == 0));
 }
-/// Whether they are bf16 in whole vectors, groups have an even number of channels, and the
-/// activation is none or SiLU.
+/// Whether they are bf16 in whole vectors (outputs also e4m3), groups have an even number of
+/// channels, and the activation is none or SiLU.
 inline bool SuitsOnePass(const NormLayer& norm) {
   return HasVectors(norm) && norm.x.element == Element::kBf16 &&
-         norm.out.element == Element::kBf16 &&
+         (norm.out.element == Element::kBf16 || norm.out.element == Element::kE4m3x2) &&
          (norm.scale_shift.data == nullptr || norm.scale_shift.element == Element::kBf16) &&
          RunOf((norm.channels + norm.channels2) / norm.groups) >= 2 &&
          (norm.activation == Activation::kNone || norm.activation == Activation::kSilu);

@@ -11,6 +11,7 @@
 #include <numeric>
 
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/e4m3.cuh"
 #include "engine/backend/cuda/group_norm.cuh"
 #include "engine/backend/cuda/hopper.cuh"
 
@@ -65,8 +66,8 @@ __device__ void Pin(const __nv_bfloat16*& pointer) {
 
 /// block (kQuad, plan.line_vectors, plan.lines); grid (plan.blocks: a cluster, slices, images).
 /// kRun: aligned runs of this many channels belong to one group; it divides kVector and
-/// plan.group_channels.
-template <int kVectors, int kRun>
+/// plan.group_channels. kOut: of `out`, kBf16 or kE4m3x2.
+template <int kVectors, int kRun, Element kOut>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     GroupNormClusterKernel(const __grid_constant__ GroupNormLaunch norm,
                            const __grid_constant__ Plan plan) {
@@ -202,6 +203,17 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     } else {
       apply([](float y) { return y; });
     }
+    if constexpr (kOut == Element::kE4m3x2) {
+      const float inverse = 1.0f / norm.out.scale;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (i >= held) break;
+        const int64_t pixel = static_cast<int64_t>(image) * norm.pixels + begin + i * kQuad;
+        *reinterpret_cast<uint2*>(E4m3At(norm.out, pixel, channel)) =
+            PackE4m3(make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]), inverse);
+      }
+      return;
+    }
     auto* to = static_cast<__nv_bfloat16*>(norm.out.data) +
                (static_cast<int64_t>(image) * norm.pixels + begin) * norm.out.stride + channel;
     const int to_step = kQuad * static_cast<int>(norm.out.stride);
@@ -216,29 +228,34 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
 using Kernel = void(GroupNormLaunch, Plan);
 
-template <int kVectors>
+template <int kVectors, Element kOut>
 Kernel* KernelOf(int run) {
   switch (run) {
     case 2:
-      return GroupNormClusterKernel<kVectors, 2>;
+      return GroupNormClusterKernel<kVectors, 2, kOut>;
     case 4:
-      return GroupNormClusterKernel<kVectors, 4>;
+      return GroupNormClusterKernel<kVectors, 4, kOut>;
     case 8:
-      return GroupNormClusterKernel<kVectors, 8>;
+      return GroupNormClusterKernel<kVectors, 8, kOut>;
   }
   return nullptr;
 }
 /// Null if there is none.
+template <Element kOut>
 Kernel* KernelOf(int vectors, int run) {
   switch (vectors) {
     case 2:
-      return KernelOf<2>(run);
+      return KernelOf<2, kOut>(run);
     case 4:
-      return KernelOf<4>(run);
+      return KernelOf<4, kOut>(run);
     case 8:
-      return KernelOf<8>(run);
+      return KernelOf<8, kOut>(run);
   }
   return nullptr;
+}
+Kernel* KernelOf(int vectors, int run, Element out) {
+  return out == Element::kE4m3x2 ? KernelOf<Element::kE4m3x2>(vectors, run)
+                                 : KernelOf<Element::kBf16>(vectors, run);
 }
 
 int Threads(const Plan& plan) { return kQuad * plan.line_vectors * plan.lines; }
@@ -353,7 +370,7 @@ cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& que
   const Plan plan = PlanOf(norm, queue);
   const int run = RunOf(plan.group_channels);
   const unsigned blocks = plan.blocks, slices = plan.slices, images = norm.images;
-  return LaunchDependent(KernelOf(plan.vectors, run),
+  return LaunchDependent(KernelOf(plan.vectors, run, norm.out.element),
                          {.grid = dim3(blocks, slices, images),
                           .block = dim3(kQuad, plan.line_vectors, plan.lines),
                           .shared_bytes = static_cast<size_t>(Layout(plan, run).bytes),
@@ -364,13 +381,16 @@ cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& que
 cudaError_t LoadGroupNormClusterKernels(bool clusters) {
   for (int vectors : {2, 4, kMaxVectors}) {
     for (int run : {2, 4, 8}) {
-      // Loads in flight occupy L1, so kernels that move much data leave it large. The others share
-      // a multiprocessor with kernels that need a small L1, and changing its size takes time.
-      const int shared_bytes = vectors == kMaxVectors ? 0 : kSharedLimit;
-      Kernel* const kernel = KernelOf(vectors, run);
-      const cudaError_t error =
-          clusters ? LoadClusterKernel(kernel, shared_bytes) : LoadKernel(kernel, shared_bytes);
-      if (error != cudaSuccess) return error;
+      for (Element out : {Element::kBf16, Element::kE4m3x2}) {
+        // Loads in flight occupy L1, so kernels that move much data leave it large. The others
+        // share a multiprocessor with kernels that need a small L1, and changing its size takes
+        // time.
+        const int shared_bytes = vectors == kMaxVectors ? 0 : kSharedLimit;
+        Kernel* const kernel = KernelOf(vectors, run, out);
+        const cudaError_t error =
+            clusters ? LoadClusterKernel(kernel, shared_bytes) : LoadKernel(kernel, shared_bytes);
+        if (error != cudaSuccess) return error;
+      }
     }
   }
   return cudaSuccess;

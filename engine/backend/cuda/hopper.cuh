@@ -62,6 +62,28 @@ __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+/// A position in a ring of kStages stages in shared memory, each with a barrier `full`, whose phase
+/// ends when it is loaded, and `empty`, whose phase ends when it is released. As CUTLASS's
+/// PipelineState.
+template <int kStages>
+struct PipelineState {
+  int stage = 0, round = 0;
+
+  /// The parity for which a consumer waits at full[stage].
+  __device__ uint32_t FullParity() const { return round & 1; }
+  /// The parity for which the producer waits at empty[stage]: in the first round all are empty.
+  __device__ uint32_t EmptyParity() const { return (round & 1) ^ 1; }
+  /// The state after this many stages from the beginning.
+  __device__ static PipelineState After(int stages) { return {stages % kStages, stages / kStages}; }
+  __device__ void Advance() {
+    if (++stage == kStages) stage = 0, ++round;
+  }
+  __device__ void Advance(int stages) {
+    round += (stage + stages) / kStages;
+    stage = (stage + stages) % kStages;
+  }
+};
+
 // Clusters.
 
 __device__ inline uint32_t ClusterRank() {
@@ -232,8 +254,8 @@ __device__ inline void IncreaseRegisters() {
 // the warpgroup holds two rows, row = 16·(t/32) + t%32/4 and row + 8, and two of every eight
 // columns: d[4·j + 2·h + i] is row + 8·h, column 8·j + 2·(t%4) + i.
 
-/// Descriptor of a bf16 matrix with rows of 64 elements (128 bytes) in TMA's 128-byte swizzle, the
-/// first at a multiple of 1024 bytes. For each 16 elements along k, add 2.
+/// Descriptor of a matrix with rows of 128 bytes (64 elements of bf16) in TMA's 128-byte swizzle,
+/// the first at a multiple of 1024 bytes. For each 32 bytes along k (16 elements of bf16), add 2.
 __device__ inline uint64_t MatrixDescriptor(const void* tile) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = uint64_t{1024 >> 4}
@@ -332,6 +354,22 @@ DENOISED_WGMMA_FROM_ZERO(96, 48, 48, 49, 50)
 DENOISED_WGMMA_FROM_ZERO(128, 64, 64, 65, 66)
 DENOISED_WGMMA_FROM_ZERO(160, 80, 80, 81, 82)
 DENOISED_WGMMA_FROM_ZERO(192, 96, 96, 97, 98)
+
+/// The same of e4m3, [64, 32] × [n, 32]ᵀ. Rows in shared memory have 128 elements; for each 32
+/// along k, add 2 to the descriptors. Sums keep about 14 bits of fraction.
+#define DENOISED_WGMMA_E4M3(n, r, a, b, p)                                                      \
+  __device__ inline void WgmmaE4m3(float(&d)[r], uint64_t x, uint64_t y, bool add) {            \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #p                                    \
+                 ", 0;\n"                                                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" DENOISED_LIST_##r \
+                 "}, %" #a ", %" #b ", add, 1, 1;\n}"                                           \
+                 : DENOISED_SUMS_##r(d, 0)                                                      \
+                 : "l"(x), "l"(y), "r"(static_cast<int>(add)));                                 \
+  }
+DENOISED_WGMMA_E4M3(32, 16, 16, 17, 18)
+DENOISED_WGMMA_E4M3(128, 64, 64, 65, 66)
+DENOISED_WGMMA_E4M3(160, 80, 80, 81, 82)
+DENOISED_WGMMA_E4M3(192, 96, 96, 97, 98)
 
 /// Both operands from shared memory with m and n innermost, by TransposedDescriptor().
 __device__ inline void WgmmaTransposed(float (&d)[96], uint64_t x, uint64_t y, bool add) {

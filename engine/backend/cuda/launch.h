@@ -20,7 +20,13 @@
 
 namespace denoised::cuda {
 
-enum class Element : uint8_t { kF32, kBf16, kF16 };  // kF16: only in LaunchPackWeight's `from`
+enum class Element : uint8_t {
+  kF32,
+  kBf16,
+  kF16,     // only weights before they are packed
+  kE4m3x2,  // two neighbouring numbers in e4m3: 16 bits, so that what only copies sees no
+            // difference from bf16. Channels and strides count pairs
+};
 
 /// A device matrix: `stride` elements from one row (a pixel, a token, a sample) to the next.
 struct Rows {
@@ -28,6 +34,7 @@ struct Rows {
   int64_t stride = 0;
   Element element = Element::kF32;
   bool vector = false;  // data and stride are multiples of 16 bytes
+  float scale = 1;      // kE4m3x2: a number is what is stored times this power of two
 };
 
 struct Queue {
@@ -67,8 +74,11 @@ struct ConvLayer {
   const void* weight = nullptr;  // [outputs, kernel · kernel · (channels + channels2)], the rows
   int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding; after
                                  //   upsample2x [4, outputs, 2 · 2 · …]: implicit_gemm.cuh
-  Element weight_element = Element::kF32;  // kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32
-  const float* bias = nullptr;             // [outputs + kBiasPadding], or null
+  /// kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32; kE4m3x2: so is x, for
+  /// LaunchConv2dHopper or Conv2dCandidates, without x2, upsample2x and shortcut.
+  Element weight_element = Element::kF32;
+  const float* scales = nullptr;  // kE4m3x2: [outputs + kBiasPadding], of the sums of products
+  const float* bias = nullptr;    // [outputs + kBiasPadding], or null
   int outputs = 0;
   /// The fused input norm: GroupNormLaunch::factors for SiLU, or null. The convolution's input is
   /// then silu(2 · (concat(x, x2) · factor + offset)), rounded to bf16. For LaunchConv2dHopper, if
@@ -116,8 +126,11 @@ struct ConvCandidate {
   double microseconds = 0;  // expected for a launch
   cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue) = nullptr;
 };
-/// For any convolution in bf16 or with fp32 inputs, the cheapest first.
+/// For any convolution in bf16 or with fp32 inputs, the cheapest first; in e4m3 if
+/// HasE4m3Kernels().
 std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queue& queue);
+/// Whether this build has code for the device that multiplies in e4m3: compiled for sm_89 or later.
+bool HasE4m3Kernels();
 cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue);
 /// 3×3 from halo tiles on mma.sync, if SuitsConv3x3().
 bool SuitsConv3x3(const ConvLayer& conv);
@@ -162,12 +175,12 @@ constexpr int kFlagBytes = 2 << 20;
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
 /// LaunchGroupNormFactors: the factors in two passes, for bf16 images of any size, if
 /// SuitsGroupNormFactors(). LaunchGroupScale: `out` from these factors or those of the kernels
-/// below.
+/// below; also in e4m3, rounded to bf16 first, if the channels are a multiple of 16.
 bool SuitsGroupNormFactors(const NormLayer& norm);
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue);
 /// `out` or factors in one pass over memory, without a workspace, by clusters on Hopper, if
-/// SuitsGroupNormCluster(). The bits differ from those of the two passes.
+/// SuitsGroupNormCluster(). The bits differ from those of the two passes. `out` in e4m3 as above.
 bool SuitsGroupNormCluster(const NormLayer& norm, const Queue& queue);
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
 /// `out` with the same bits by a persistent kernel; it must not overlap x or x2. Prefers…: whether
@@ -181,7 +194,8 @@ bool SuitsGroupNormPieces(const NormLayer& norm);
 bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 
-/// `out` may be x.
+/// `out` may be x. In e4m3, rounded to bf16 first, if LayerNormRounds().
+bool LayerNormRounds(const Rows& x, int channels);
 cudaError_t LaunchLayerNorm(const Rows& x, const float* gamma, const float* beta, float eps,
                             int64_t tokens, int channels, const Rows& out, const Queue& queue);
 
@@ -303,8 +317,22 @@ struct PackWeightLaunch {
   int64_t phase_outputs = 0;  // outputs of the weight, if it is packed in phases
   int64_t gated_outputs = 0;  // values and gates together, if their blocks alternate
   Rows to;                    // rows of taps · channels; their padding is not written
+  /// If `to` is kE4m3x2, each tap has a multiple of 16 channels. ConvLayer::scales, made by the
+  /// functions below; input_scale is the part of the input.
+  float* scales = nullptr;
+  float input_scale = 0;
 };
 cudaError_t LaunchPackWeight(const PackWeightLaunch& pack, const Queue& queue);
+/// For weights in e4m3, before they are packed. `scales`, zeros at first, become the largest
+/// magnitude of each output's weights; when all parts have been seen, the scales of these times
+/// input_scale.
+cudaError_t LaunchLargestWeights(const PackWeightLaunch& pack, const Queue& queue);
+cudaError_t LaunchE4m3Scales(float* scales, int outputs, float input_scale, const Queue& queue);
+
+/// The input of a layer in e4m3: `out` (kE4m3x2) = concat(x, x2) / out.scale, rounded. Its padding,
+/// to a multiple of 16 channels, becomes zero.
+cudaError_t LaunchRoundToE4m3(const Rows& x, int channels, const Rows& x2, int channels2,
+                              int64_t rows, const Rows& out, const Queue& queue);
 
 /// Slot state (backend.h's SlotState): `elements` = H · W · channels per image.
 struct SlotsLaunch {
@@ -366,5 +394,6 @@ cudaError_t LoadEmbeddingKernels();
 cudaError_t LoadElementwiseKernels();
 cudaError_t LoadSamplingKernels();
 cudaError_t LoadPackWeightKernels();
+cudaError_t LoadRoundToE4m3Kernels();
 
 }  // namespace denoised::cuda

@@ -8,7 +8,7 @@
 // order of the sums depends on the number of channels alone.
 
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/e4m3.cuh"
 
 namespace denoised::cuda {
 namespace {
@@ -32,7 +32,8 @@ __device__ inline float Factor(const LayerNormLaunch& norm, float square) {
   return 1.0f / sqrtf(WarpSum(square) / static_cast<float>(norm.channels) + norm.eps);
 }
 
-template <int kVectors>
+/// kOut: of `out`, kE4m3x2, or any other.
+template <int kVectors, Element kOut>
 __global__ void __launch_bounds__(kThreads)
     LayerNormInRegistersKernel(const __grid_constant__ LayerNormLaunch norm) {
   WaitForPredecessors();
@@ -76,7 +77,12 @@ __global__ void __launch_bounds__(kThreads)
     LoadVectorOf<Element::kF32>(parameters(norm.beta, channel(i)), 0, beta);
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[i][j] = fmaf(v[i][j] * factor, gamma[j], beta[j]);
-    StoreVector(norm.out, token, channel(i), v[i]);
+    if constexpr (kOut == Element::kE4m3x2) {
+      *reinterpret_cast<uint2*>(E4m3At(norm.out, token, channel(i))) =
+          PackE4m3(PackBf16(v[i]), 1.0f / norm.out.scale);
+    } else {
+      StoreVector(norm.out, token, channel(i), v[i]);
+    }
   }
 }
 
@@ -117,24 +123,36 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 using Kernel = void (*)(LayerNormLaunch);
+constexpr int kMostVectors = 8;
 /// [n − 1]: n vectors per lane, up to 256 · n channels.
-constexpr Kernel kInRegisters[] = {LayerNormInRegistersKernel<1>, LayerNormInRegistersKernel<2>,
-                                   LayerNormInRegistersKernel<3>, LayerNormInRegistersKernel<4>,
-                                   LayerNormInRegistersKernel<5>, LayerNormInRegistersKernel<6>,
-                                   LayerNormInRegistersKernel<7>, LayerNormInRegistersKernel<8>};
-constexpr int kMostVectors = sizeof(kInRegisters) / sizeof(Kernel);
+template <Element kOut>
+constexpr Kernel kInRegisters[kMostVectors] = {
+    LayerNormInRegistersKernel<1, kOut>, LayerNormInRegistersKernel<2, kOut>,
+    LayerNormInRegistersKernel<3, kOut>, LayerNormInRegistersKernel<4, kOut>,
+    LayerNormInRegistersKernel<5, kOut>, LayerNormInRegistersKernel<6, kOut>,
+    LayerNormInRegistersKernel<7, kOut>, LayerNormInRegistersKernel<8, kOut>};
+
+int VectorsOf(int channels) { return (channels + 255) / 256; }
 
 Kernel KernelOf(const LayerNormLaunch& norm) {
   if (!norm.x.vector || !norm.out.vector || norm.channels % 8 != 0) return LayerNormKernel<1>;
-  const int vectors = (norm.channels + 255) / 256;
+  const int vectors = VectorsOf(norm.channels);
   if (norm.x.element != Element::kBf16 || vectors > kMostVectors) return LayerNormKernel<8>;
-  return kInRegisters[vectors - 1];
+  return norm.out.element == Element::kE4m3x2 ? kInRegisters<Element::kE4m3x2>[vectors - 1]
+                                              : kInRegisters<Element::kBf16>[vectors - 1];
 }
 
 }  // namespace
 
+bool LayerNormRounds(const Rows& x, int channels) {
+  return InVectors(x) && channels % kE4m3Vector == 0 && VectorsOf(channels) <= kMostVectors;
+}
+
 cudaError_t LaunchLayerNorm(const Rows& x, const float* gamma, const float* beta, float eps,
                             int64_t tokens, int channels, const Rows& out, const Queue& queue) {
+  if (out.element == Element::kE4m3x2 && !LayerNormRounds(x, channels)) {
+    return cudaErrorInvalidValue;
+  }
   const LayerNormLaunch norm = {x, gamma, beta, eps, tokens, channels, out};
   const LaunchShape shape = {.grid = dim3(static_cast<unsigned>((tokens + kWarps - 1) / kWarps)),
                              .block = dim3(kThreads)};
@@ -142,8 +160,11 @@ cudaError_t LaunchLayerNorm(const Rows& x, const float* gamma, const float* beta
 }
 
 cudaError_t LoadLayerNormKernels() {
-  for (const Kernel kernel : kInRegisters) {
-    if (cudaError_t error = LoadKernel(kernel); error != cudaSuccess) return error;
+  for (int i = 0; i < kMostVectors; ++i) {
+    for (const Kernel kernel :
+         {kInRegisters<Element::kBf16>[i], kInRegisters<Element::kE4m3x2>[i]}) {
+      if (cudaError_t error = LoadKernel(kernel); error != cudaSuccess) return error;
+    }
   }
   const cudaError_t error = LoadKernel(LayerNormKernel<8>);
   return error != cudaSuccess ? error : LoadKernel(LayerNormKernel<1>);

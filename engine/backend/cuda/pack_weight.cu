@@ -3,11 +3,13 @@
 // copies bytes.
 //
 // Policy. A thread takes the taps of one (output, channel) pair, which are contiguous in the file;
-// neighbouring threads write neighbouring channels of each tap.
+// neighbouring threads write neighbouring channels of each tap. Weights in e4m3 pass twice: first
+// for the largest of each output, from which its scale follows.
 
 #include <cuda_fp16.h>
 
-#include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/e4m3.cuh"
+#include "engine/core/e4m3.h"
 
 namespace denoised::cuda {
 namespace {
@@ -58,31 +60,106 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// The packed position of the output of a pair.
+__device__ int64_t OutputOf(const PackWeightLaunch& pack, int64_t pair) {
+  const int64_t output = pair / pack.channels, features = pack.gated_outputs / 2;
+  return features == 0 ? output
+                       : GatedOutput(output, features, GatedBlock(static_cast<int>(features)));
+}
+
 template <typename T>
-cudaError_t Launch(const PackWeightLaunch& pack, const Queue& queue) {
+__global__ void __launch_bounds__(kThreads)
+    LargestWeightsKernel(const __grid_constant__ PackWeightLaunch pack) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t known = i < pack.pairs ? i : pack.pairs - 1;  // all lanes vote below
+  const T* from = static_cast<const T*>(pack.from) + known * pack.taps;
+  float largest = 0;
+  for (int tap = 0; tap < pack.taps; ++tap) largest = fmaxf(largest, fabsf(ToFloat(from[tap])));
+  // Numbers ≥ 0 are ordered as their bits, and the order of the maxima does not matter.
+  const auto output = static_cast<unsigned>(OutputOf(pack, pack.first_pair + known));
+  const unsigned lanes = __match_any_sync(~0u, output);
+  const unsigned bits = __reduce_max_sync(lanes, __float_as_uint(largest));
+  if (threadIdx.x % 32 == __ffs(static_cast<int>(lanes)) - 1) {
+    atomicMax(reinterpret_cast<unsigned*>(pack.scales) + output, bits);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    E4m3ScalesKernel(float* scales, int outputs, float input_scale) {
+  const int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  if (i < outputs) scales[i] = E4m3Scale(scales[i]) * input_scale;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    PackE4m3WeightKernel(const __grid_constant__ PackWeightLaunch pack) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= pack.pairs) return;
+  const int64_t pair = pack.first_pair + i;
+  const int64_t output = OutputOf(pack, pair), channel = pair % pack.channels;
+  const int64_t tap_channels = (pack.channels + kE4m3Vector - 1) / kE4m3Vector * kE4m3Vector;
+  const T* from = static_cast<const T*>(pack.from) + i * pack.taps;
+  const float inverse = pack.input_scale / pack.scales[output];  // of powers of two
+  for (int tap = 0; tap < pack.taps; ++tap) {
+    *E4m3At(pack.to, output, tap * tap_channels + channel) =
+        FloatToE4m3(ToFloat(from[tap]) * inverse);
+  }
+}
+
+using Kernel = void (*)(PackWeightLaunch);
+
+cudaError_t Launch(Kernel kernel, const PackWeightLaunch& pack, const Queue& queue) {
+  if (kernel == nullptr) return cudaErrorInvalidValue;
   const auto blocks = static_cast<unsigned>((pack.pairs + kThreads - 1) / kThreads);
-  PackWeightKernel<T><<<blocks, kThreads, 0, queue.stream>>>(pack);
+  kernel<<<blocks, kThreads, 0, queue.stream>>>(pack);
   return cudaGetLastError();
+}
+
+/// The kernel for weights of this element type.
+Kernel Of(Element element, Kernel f32, Kernel f16, Kernel bf16) {
+  switch (element) {
+    case Element::kF32:
+      return f32;
+    case Element::kF16:
+      return f16;
+    case Element::kBf16:
+      return bf16;
+    case Element::kE4m3x2:
+      break;
+  }
+  return nullptr;
 }
 
 }  // namespace
 
 cudaError_t LaunchPackWeight(const PackWeightLaunch& pack, const Queue& queue) {
-  switch (pack.from_element) {
-    case Element::kF32:
-      return Launch<float>(pack, queue);
-    case Element::kF16:
-      return Launch<__half>(pack, queue);
-    case Element::kBf16:
-      return Launch<__nv_bfloat16>(pack, queue);
-  }
-  return cudaErrorInvalidValue;
+  const Kernel kernel = pack.to.element == Element::kE4m3x2
+                            ? Of(pack.from_element, PackE4m3WeightKernel<float>,
+                                 PackE4m3WeightKernel<__half>, PackE4m3WeightKernel<__nv_bfloat16>)
+                            : Of(pack.from_element, PackWeightKernel<float>,
+                                 PackWeightKernel<__half>, PackWeightKernel<__nv_bfloat16>);
+  return Launch(kernel, pack, queue);
+}
+
+cudaError_t LaunchLargestWeights(const PackWeightLaunch& pack, const Queue& queue) {
+  return Launch(Of(pack.from_element, LargestWeightsKernel<float>, LargestWeightsKernel<__half>,
+                   LargestWeightsKernel<__nv_bfloat16>),
+                pack, queue);
+}
+
+cudaError_t LaunchE4m3Scales(float* scales, int outputs, float input_scale, const Queue& queue) {
+  E4m3ScalesKernel<<<(outputs + kThreads - 1) / kThreads, kThreads, 0, queue.stream>>>(
+      scales, outputs, input_scale);
+  return cudaGetLastError();
 }
 
 cudaError_t LoadPackWeightKernels() {
   for (cudaError_t error :
        {LoadKernel(PackWeightKernel<float>), LoadKernel(PackWeightKernel<__half>),
-        LoadKernel(PackWeightKernel<__nv_bfloat16>)}) {
+        LoadKernel(PackWeightKernel<__nv_bfloat16>), LoadKernel(LargestWeightsKernel<float>),
+        LoadKernel(LargestWeightsKernel<__half>), LoadKernel(LargestWeightsKernel<__nv_bfloat16>),
+        LoadKernel(PackE4m3WeightKernel<float>), LoadKernel(PackE4m3WeightKernel<__half>),
+        LoadKernel(PackE4m3WeightKernel<__nv_bfloat16>), LoadKernel(E4m3ScalesKernel)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -46,6 +46,7 @@ int StepsOf(const ConvLayer& layer) {
 /// a quarter or less, until it fills a half. Figures: docs/benchmarks.md.
 int SplitsOf(const ConvLayer& layer) {
   if (!HasVectorOutputs(layer)) return 1;  // the tile that stores outputs one by one has no split-K
+  if (layer.x.element == Element::kE4m3x2) return 1;  // nor has any tile in e4m3
   const bool folds_wide = layer.outputs % 192 == 0 || layer.outputs % 160 == 0;
   const int64_t few = folds_wide ? 100 : 33, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = CtaTilesOf(layer, ImagePixels(layer), 64, 64);
@@ -80,6 +81,8 @@ namespace {
 
 /// Whether the tile supports the launch with this number of splits.
 bool Suits(const HopperTileSpec& spec, const ConvLayer& conv, int splits, bool halo_tiles) {
+  const bool e4m3 = conv.x.element == Element::kE4m3x2;
+  if (e4m3 != (spec.element == Element::kE4m3x2)) return false;
   if (spec.StoresOneByOne() == HasVectorOutputs(conv)) return false;
   if (spec.loader == Loader::kHaloTile && !halo_tiles) return false;
   if (conv.input_factors != nullptr && !spec.FusesInputNorm()) return false;
@@ -147,14 +150,15 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
 
 std::string NameOf(const HopperPlan& plan) {
   const HopperTileSpec& spec = SpecOf(plan.tile);
-  return fmt::format("{}{}x{}{}{}", spec.loader == Loader::kHaloTile ? "halo tile " : "", spec.m,
-                     spec.n, spec.schedule == Schedule::kPingPong ? " ping-pong" : "",
+  return fmt::format("{}{}{}x{}{}{}", spec.element == Element::kE4m3x2 ? "e4m3 " : "",
+                     spec.loader == Loader::kHaloTile ? "halo tile " : "", spec.m, spec.n,
+                     spec.schedule == Schedule::kPingPong ? " ping-pong" : "",
                      plan.cluster > 1 ? fmt::format(" in clusters of {}", plan.cluster) : "");
 }
 
 std::string Describe(const Conv2dLaunch& conv) {
   return fmt::format(
-      "{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}{}{}{}{}{}",
+      "{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}{}{}{}{}{}{}",
       conv.images, conv.height, conv.width, conv.channels, conv.channels2,
       conv.upsample2x ? " doubled" : "", conv.out_height, conv.out_width, conv.outputs, conv.kernel,
       conv.kernel, conv.stride, conv.pad_top, conv.pad_left, conv.gated ? ", gated" : "",
@@ -164,6 +168,7 @@ std::string Describe(const Conv2dLaunch& conv) {
           : "",
       conv.input_factors != nullptr ? ", normalised" : "",
       conv.activation != Activation::kNone ? ", activation" : "",
+      conv.x.element == Element::kE4m3x2 ? ", e4m3" : "",
       conv.output_norm.gamma != nullptr ? fmt::format(", then {} groups", conv.output_norm.groups)
                                         : "",
       HasVectorOutputs(conv) ? "" : ", one by one",

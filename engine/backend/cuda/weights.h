@@ -8,17 +8,19 @@
 
 /// Weights in the layout of the kernels: [outputs, k] with k in the order (kh, kw, channel), rows
 /// padded with zeros to kDepthPadding, in the dtype of the arithmetic; biases fp32. A 3×3 weight
-/// after nearest-neighbour doubling is in four phases (implicit_gemm.cuh).
+/// after nearest-neighbour doubling is in four phases (implicit_gemm.cuh). A weight in e4m3 is U8,
+/// and each of its taps is padded to RoundedBytes().
 
 namespace denoised::cuda {
 
 struct CudaConv2d final : PackedConv2d {
   Tensor weight;  // device [phases · outputs, padded k]
   Tensor bias;    // device F32, [outputs + kBiasPadding]; or undefined
+  Tensor scales;  // in e4m3: device F32, ConvLayer::scales
 };
 
 struct CudaLinear final : PackedLinear {
-  Tensor weight, bias;  // as above
+  Tensor weight, bias, scales;  // as above
 };
 
 /// `count` up to a multiple of `multiple`.

@@ -143,10 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  int stage = 0, round = 0;
-  const auto advance = [&] {
-    if (++stage == T::kStages) stage = 0, ++round;
-  };
+  PipelineState<T::kStages> state;
 
   if (group == kGroups) {
     DecreaseRegisters<kProducerRegisters>();
@@ -155,30 +152,31 @@ __global__ void __launch_bounds__(kThreads, 1)
       PrefetchTensorMap(&params.x);
 #pragma unroll 1
       for (int step = part.begin; step < part.end; ++step) {
-        unsigned char* const outputs = ring + stage * T::kStageBytes;
+        unsigned char* const outputs = ring + state.stage * T::kStageBytes;
         unsigned char* const channels = outputs + T::kOutputBytes;
-        Wait(&empty[stage], (round & 1) ^ 1);
+        uint64_t* const barrier = &full[state.stage];
+        Wait(&empty[state.stage], state.EmptyParity());
         if constexpr (kWindow) {
           const int height = kEdge / params.images_at_once;  // of the step
-          ArriveExpectTx(&full[stage], T::kOutputBytes + params.images_at_once * kPitch *
-                                                             (height + 2) * kLineBytes);
+          ArriveExpectTx(barrier, T::kOutputBytes +
+                                      params.images_at_once * kPitch * (height + 2) * kLineBytes);
           const int line = step / params.steps_x;
           const int x = step % params.steps_x * kEdge, y = line % params.steps_y * height;
           const int image =
               part.chunk * params.images + line / params.steps_y * params.images_at_once;
-          TmaLoad(outputs, &params.dout, &full[stage], part.output, x, y, image);
-          TmaLoad(channels, &params.x, &full[stage], part.channel, x - 1, y - 1, image);
+          TmaLoad(outputs, &params.dout, barrier, part.output, x, y, image);
+          TmaLoad(channels, &params.x, barrier, part.channel, x - 1, y - 1, image);
         } else {
-          ArriveExpectTx(&full[stage], T::kStageBytes);
+          ArriveExpectTx(barrier, T::kStageBytes);
           const auto load = [&](unsigned char* to, const CUtensorMap* map, int first) {
             for (int i = 0; i < kBlocks; ++i)
-              TmaLoad(to + i * kBlockBytes, map, &full[stage], first + i * kLine, step * kStep,
+              TmaLoad(to + i * kBlockBytes, map, barrier, first + i * kLine, step * kStep,
                       part.chunk, 0);
           };
           load(outputs, &params.dout, part.output);
           load(channels, &params.x, part.channel);
         }
-        advance();
+        state.Advance();
       }
     }
     if (params.log_cluster > 0) {
@@ -197,13 +195,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   int last = 0;  // the previous stage
 #pragma unroll 1
   for (int step = part.begin; step < part.end; ++step) {
-    const unsigned char* const outputs = ring + stage * T::kStageBytes;
+    const unsigned char* const outputs = ring + state.stage * T::kStageBytes;
     const unsigned char* const channels = outputs + T::kOutputBytes;
     const uint64_t a =
         TransposedDescriptor(outputs + (kWindow ? 0 : group * kBlockBytes), kBlockBytes);
     const uint64_t b = kWindow ? TapsDescriptor(channels + group * kPitch * kLineBytes)
                                : TransposedDescriptor(channels, kBlockBytes);
-    Wait(&full[stage], round & 1);
+    Wait(&full[state.stage], state.FullParity());
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kStep; k += 16) {
@@ -216,8 +214,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     WgmmaCommit();
     WgmmaWait<1>();  // for the previous step
     if (signals && step > part.begin) Arrive(&empty[last]);
-    last = stage;
-    advance();
+    last = state.stage;
+    state.Advance();
   }
   WgmmaWait<0>();
   HoldRegisters(sums);

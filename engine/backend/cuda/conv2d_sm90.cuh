@@ -1,0 +1,698 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "engine/backend/cuda/conv2d_sm90.h"
+#include "engine/backend/cuda/conv_sm90.cuh"
+
+/// Convolution and linear for Hopper: the implicit GEMM of conv2d.cu with TMA, wgmma and mbarriers.
+/// See docs/kernels.md for a picture.
+///
+/// Policy. Warp-specialised and persistent: a producer warp, and two or three consumer warpgroups.
+/// For each step of 128 bytes along k (64 channels in bf16 under one tap) the producer issues TMA
+/// loads of the tile's pixels (im2col mode, which handles padding, stride and the ends of lines and
+/// images) and of its weights. Consumers multiply the stages into accumulators. With the
+/// cooperative schedule they share a tile; with ping-pong each has a tile of its own, so that one
+/// runs its epilogue while the other multiplies. A warp for each consumer stores the epilogue's
+/// output from shared memory. The CTAs of a cluster may multicast weights to each other.
+///
+/// Split-K: the layer's shape alone decides on the number of splits, which are added in order. Here
+/// one CTA adds them in registers (kSplitK); in conv64x64_sm90.cu, for few pixels, the CTAs of a
+/// cluster share them. Both give the same bits. Nearest-neighbour doubling before a 3×3 convolution
+/// becomes four 2×2 convolutions, one for each parity of the output's row and column
+/// (pack_weight.cu adds the taps that see the same pixel).
+
+namespace denoised::cuda::im2col {
+
+/// A row of kTiles; its pixels and outputs are arguments so that profilers show them.
+template <int kRow, int kM_ = kTiles[kRow].m, int kN_ = kTiles[kRow].n>
+struct Tile {
+  static constexpr HopperTileSpec kSpec = kTiles[kRow];
+  static constexpr int kM = kM_, kN = kN_, kStages = kSpec.kernel.stages;
+  static constexpr int kGroups = kSpec.kernel.consumers;  // warpgroups
+  static constexpr bool kPingPong = kSpec.schedule == Schedule::kPingPong;
+  static constexpr bool kSplitK = kSpec.split_k != SplitK::kNone;
+  static constexpr bool kE4m3 = kSpec.element == Element::kE4m3x2;
+  static constexpr int kTilesInFlight =
+      kPingPong ? kGroups : 1;  // tiles being computed at one time
+  static constexpr int kRows = kM / 64 * kTilesInFlight / kGroups;  // 64 pixels each, per consumer
+  static constexpr int kAccumulators = kN / 2;                      // per thread and 64 pixels
+  static constexpr int kInputBytes = kM * kStepBytes, kWeightBytes = kN * kStepBytes;
+  static constexpr int kStageBytes = kInputBytes + kWeightBytes;
+  // Staged tiles are stored through shared memory, in boxes of 64 pixels.
+  static constexpr bool kStaged = !kSpec.StoresOneByOne();
+  static constexpr int kBox = kN % 64 == 0 ? 64 : 32;  // outputs: 128 or 64 bytes, swizzled
+  static constexpr int kAcross = kN / kBox, kBoxes = kRows * kAcross;  // per consumer
+  // Gated layers have half as many outputs: half as many boxes across, or boxes of half the width.
+  static constexpr bool kGates = kSpec.FusesGate();
+  static constexpr int kGatedBox = kAcross % 2 == 0 ? kBox : kBox / 2;
+  static constexpr int kGatedAcross = kN / 2 / kGatedBox;
+  static constexpr int kBoxBytes = 64 * kBox * 2;
+  static constexpr int kStagingBytes = kStaged ? kGroups * kBoxes * kBoxBytes : 0;
+  static constexpr int kThreads = kSpec.kernel.threads;
+  static constexpr int kFewRegisters = kSpec.kernel.producer_registers;
+  static constexpr int kManyRegisters = kSpec.kernel.consumer_registers;
+  static constexpr int kBarriers = 2 * kStages + kGroups * (2 + kBoxes);
+  static constexpr int kSharedBytes = kStages * kStageBytes + kStagingBytes + kBarriers * 8;
+  static_assert(kN % 32 == 0 && kThreads == 128 * (kGroups + 1) && kSharedBytes <= 232448);
+  static_assert(HasRegisters(kSpec));
+  static_assert(!kE4m3 || (!kPingPong && !kSplitK));
+};
+
+/// Arguments besides the epilogue's Conv2dLaunch.
+struct Params {
+  CUtensorMap x, x2, weight;
+  CUtensorMap residual, out;  // if phases == 1
+  Grid grid;
+  int chunks = 0;  // of x
+  Depth depth;
+  int shared = 1;                // CTAs of a cluster, neighbours along m, that multicast weights
+  int part = 0;                  // outputs whose weights each of them loads for all of them
+  int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of `shared`
+  // Rasterisation, counted in clusters: along n first; or band by band, and along m first in each.
+  FastDivmod band, last_band;  // clusters along m
+  FastDivmod band_tiles;
+  int bands = 0;        // whole bands per phase
+  int phase_tiles = 0;  // in clusters
+  FastDivmod splits;
+  const float* bias = nullptr;
+  Rows add;                // per image
+  bool add_pairs = false;  // read in pairs of bf16
+  ShortcutParams shortcut;
+  const float* scales = nullptr;  // in e4m3
+};
+
+__device__ inline int FirstStep(const Params& params, int split) {
+  return params.depth.steps.value * split / params.splits;
+}
+
+struct TileAt {
+  int phase, m0, n0;
+};
+template <typename T>
+__device__ inline TileAt TileOf(const Params& params, int index, int rank) {
+  int phase = 0;
+  while (index >= params.phase_tiles) index -= params.phase_tiles, ++phase;
+  const int band = index / params.band_tiles, in_band = index % params.band_tiles;
+  const FastDivmod& height = band < params.bands ? params.band : params.last_band;
+  const int m = band * params.band.value + in_band % height;
+  return {phase, (m * params.shared + rank) * T::kM, in_band / height * T::kN};
+}
+
+/// Adds conv.add to a thread's accumulators of two pixels, m and m + 8; n0 is the tile's first
+/// output.
+template <int kAccumulators>
+__device__ inline void AddToTile(const Conv2dLaunch& conv, const Params& params, int m, int n0,
+                                 float (&accumulators)[kAccumulators]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int image = min(m + 8 * h, params.grid.pixels - 1) / params.grid.image_pixels;
+    if (params.add_pairs) {
+      uint32_t pairs[kAccumulators / 4];
+      LoadPerImage(conv, params.add, image, n0, pairs);
+      AddPerImage(pairs, h, accumulators);
+    } else if constexpr (kAccumulators <= 32) {
+      AddPerImage(conv, params.add, image, n0, h, accumulators);
+    }
+  }
+}
+
+/// sum · scale + bias, in place. The scale is a power of two, so this rounds once.
+template <int kAccumulators>
+__device__ inline void ScaleAndAddBias(const Params& params, int n0, float (&sums)[kAccumulators]) {
+  const int first = threadIdx.x % 4 * 2;
+  const float* const scales = params.scales + n0 + first;
+  const float* const biases = (params.bias != nullptr ? params.bias + n0 : kNoBias) + first;
+#pragma unroll
+  for (int j = 0; j < kAccumulators / 4; ++j) {
+    const float2 scale = __ldg(reinterpret_cast<const float2*>(scales + j * 8));
+    const float2 bias = __ldg(reinterpret_cast<const float2*>(biases + j * 8));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sums[4 * j + 2 * h] = fmaf(sums[4 * j + 2 * h], scale.x, bias.x);
+      sums[4 * j + 2 * h + 1] = fmaf(sums[4 * j + 2 * h + 1], scale.y, bias.y);
+    }
+  }
+}
+
+/// Four lanes hold two neighbouring outputs of each of four blocks of eight, of one pixel. After
+/// the exchange, lane i holds the eight outputs of block i. v[2·j], v[2·j + 1] belong to block j.
+__device__ inline void ExchangeInQuad(float (&v)[8]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool high = (lane & bit) != 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if ((j & bit) != 0) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float low_block = v[2 * j + i], high_block = v[2 * (j + bit) + i];
+        const float received = __shfl_xor_sync(~0u, high ? low_block : high_block, bit);
+        v[2 * j + i] = high ? received : low_block;
+        v[2 * (j + bit) + i] = high ? high_block : received;
+      }
+    }
+  }
+}
+
+/// The epilogue for outputs of any dtype, alignment, activation and number: 64 pixels and 32
+/// outputs. One row after the other, to keep the code small.
+__device__ inline void FinishElements(const Conv2dLaunch& conv, const Params& params, int phase,
+                                      int m0, int n0, const float (&accumulators)[1][16]) {
+  const int n = n0 + threadIdx.x % 4 * 8;
+#pragma unroll 1
+  for (int h = 0; h < 2; ++h) {
+    const int m = m0 + threadIdx.x / 32 % 4 * 16 + h * 8 + threadIdx.x % 32 / 4;
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int at = 4 * (j / 2) + j % 2;
+      v[j] = h == 0 ? accumulators[0][at] : accumulators[0][at + 2];
+    }
+    ExchangeInQuad(v);
+    if (m >= params.grid.pixels || n >= conv.outputs) continue;
+    FinishOutputs(conv, OutputPixel(conv, params.grid, m, phase), n, v);
+  }
+}
+
+/// The shared memory of a consumer's epilogue: boxes of 64 pixels × kBox outputs.
+template <typename T>
+struct EpilogueBuffer {
+  unsigned char* boxes;
+  uint64_t* ready;   // boxes may be written; they hold the residual if there is one
+  uint64_t* filled;  // per box: complete, may be stored
+  bool scatters;     // ScatterEpilogue() stores it. Then all lanes arrive at `filled`, since
+                     // racecheck does not follow the order through __syncwarp()
+
+  __device__ unsigned char* Box(int box) const { return boxes + box * T::kBoxBytes; }
+  /// Eight outputs of a pixel of a box.
+  __device__ uint4* VectorAt(int box, int row, int vector) const {
+    return reinterpret_cast<uint4*>(Box(box) + row * T::kBox * 2) +
+           (vector ^ SwizzleOf<T::kBox>(row));
+  }
+  __device__ void Commit(int box) const {
+    FenceProxyAsync();
+    __syncwarp();
+    if (scatters || threadIdx.x % 32 == 0) Arrive(&filled[box]);
+  }
+};
+
+/// Run by one thread per consumer, so that consumers never wait for a copy. Stores boxes by TMA as
+/// soon as they are filled, then loads the next tile's residual into them. Tiles start at `index`;
+/// the consumer's part of each begins at pixel `pixels_on`.
+template <typename T>
+__device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& params,
+                                     const EpilogueBuffer<T>& epilogue, int index, int tiles,
+                                     int stride, int rank, int pixels_on) {
+  for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
+    const TileAt tile = TileOf<T>(params, index, rank);
+    const bool gated = T::kGates && conv.gated;
+    const int box_outputs = gated ? T::kGatedBox : T::kBox, outputs_per = gated ? 2 : 1;
+    const auto for_boxes = [&](const auto& what) {
+#pragma unroll 1
+      for (int box = 0; box < T::kBoxes; ++box) {
+        const int across = box % T::kAcross;
+        if (gated && across >= T::kGatedAcross) continue;
+        const int m = tile.m0 + pixels_on + box / T::kAcross * 64;
+        const int n = tile.n0 / outputs_per + across * box_outputs;
+        what(box, n, m, m < params.grid.pixels && n < conv.outputs / outputs_per);
+      }
+    };
+    uint32_t bytes = 0;
+    if (conv.residual.data != nullptr) {
+      for_boxes([&](int, int, int, bool exists) { bytes += exists ? T::kBoxBytes : 0; });
+    }
+    ArriveExpectTx(epilogue.ready, bytes);
+    if (bytes > 0) {
+      for_boxes([&](int box, int n, int m, bool exists) {
+        if (exists) TmaLoad(epilogue.Box(box), &params.residual, epilogue.ready, n, m);
+      });
+    }
+    for_boxes([&](int box, int n, int m, bool exists) {
+      Wait(&epilogue.filled[box], parity);
+      if (exists) TmaStore(&params.out, epilogue.Box(box), n, m);
+    });
+    TmaStoreCommit();
+    TmaStoreWaitRead();
+  }
+}
+
+/// The same for doubled images, by a warp: a tile's outputs are every second pixel of some lines,
+/// which TMA cannot store.
+template <typename T>
+__device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& params,
+                                       const EpilogueBuffer<T>& epilogue, int index, int tiles,
+                                       int stride, int rank, int pixels_on) {
+  constexpr int kLanes = T::kBox / 8, kRows = 32 / kLanes;  // lanes per pixel, pixels at a time
+  const int lane = threadIdx.x % 32, width = params.grid.width.value;
+  for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
+    const TileAt tile = TileOf<T>(params, index, rank);
+    // Calls what(vector in shared memory, output pixel, n) for vectors of the outputs from n.
+    const auto for_vectors = [&](int box, const auto& what) {
+      const int n = tile.n0 + box % T::kAcross * T::kBox + lane % kLanes * 8;
+      const int m0 = tile.m0 + pixels_on + box / T::kAcross * 64;
+      const int rows = n < conv.outputs ? min(64, params.grid.pixels - m0) : 0;
+      int x = (m0 + lane / kLanes) % params.grid.width;
+      int pixel = static_cast<int>(OutputPixel(conv, params.grid, m0 + lane / kLanes, tile.phase));
+#pragma unroll 1
+      for (int row = lane / kLanes; row < rows; row += kRows) {
+        what(epilogue.VectorAt(box, row, lane % kLanes), pixel, n);
+        x += kRows, pixel += 2 * kRows;
+        for (; x >= width; x -= width) pixel += 2 * width;  // skips a line
+      }
+    };
+    if (conv.residual.data != nullptr) {
+      for (int box = 0; box < T::kBoxes; ++box) {
+        for_vectors(
+            box, [&](uint4* vector, int pixel, int n) { *vector = LoadResidual(conv, pixel, n); });
+      }
+    }
+    Arrive(epilogue.ready);
+    for (int box = 0; box < T::kBoxes; ++box) {
+      Wait(&epilogue.filled[box], parity);
+      for_vectors(box, [&](const uint4* vector, int pixel, int n) {
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) +
+                                  int64_t{pixel} * conv.out.stride + n) = *vector;
+      });
+    }
+  }
+}
+
+/// A CTA's shared memory, and its share of the tiles, which are counted in clusters.
+template <typename T>
+struct Cta {
+  unsigned char* ring;     // [kStages]: the pixels of a step, then its weights
+  unsigned char* staging;  // [kGroups][kBoxes]
+  uint64_t *full, *empty;  // [kStages]
+  uint64_t* order;         // [kGroups]; ping-pong: this consumer may multiply
+  uint64_t* ready;         // [kGroups]: EpilogueBuffer::ready
+  uint64_t* filled;        // [kGroups][kBoxes]
+  int shared, rank;        // CTAs of the cluster; this one
+  int tiles, first_tile, stride;
+  bool scatters;  // EpilogueBuffer::scatters
+
+  __device__ Cta(const Params& params, unsigned char* memory)
+      : ring(memory),
+        staging(ring + T::kStages * T::kStageBytes),
+        full(reinterpret_cast<uint64_t*>(staging + T::kStagingBytes)),
+        empty(full + T::kStages),
+        order(empty + T::kStages),
+        ready(order + T::kGroups),
+        filled(ready + T::kGroups),
+        shared(params.shared),
+        rank(static_cast<int>(ClusterRank())),
+        tiles(params.grid.phases * (params.m_tiles / shared) * params.n_tiles),
+        first_tile(blockIdx.x / shared),
+        stride(gridDim.x / shared),
+        scatters(params.grid.phases > 1) {}
+
+  __device__ unsigned char* Inputs(int stage) const { return ring + stage * T::kStageBytes; }
+  __device__ unsigned char* Weights(int stage) const { return Inputs(stage) + T::kInputBytes; }
+  __device__ EpilogueBuffer<T> Epilogue(int group) const {
+    return {staging + group * T::kBoxes * T::kBoxBytes, ready + group, filled + group * T::kBoxes,
+            scatters};
+  }
+  /// The first tile of a consumer; the next is T::kTilesInFlight * stride further.
+  __device__ int FirstTile(int group) const {
+    return first_tile + (T::kPingPong ? group * stride : 0);
+  }
+  /// The first pixel of a consumer's part of its tiles.
+  __device__ static int FirstPixel(int group) { return T::kPingPong ? 0 : group * T::kRows * 64; }
+
+  /// Called by one thread.
+  __device__ void InitBarriers() const {
+    for (int stage = 0; stage < T::kStages; ++stage) {
+      InitBarrier(&full[stage], 1);
+      InitBarrier(&empty[stage], T::kGroups / T::kTilesInFlight * shared);
+    }
+    for (int i = 0; i < T::kGroups; ++i) {
+      InitBarrier(&order[i], 4);  // a lane of each warp
+      InitBarrier(&ready[i], scatters ? 32 : 1);
+    }
+    for (int i = 0; i < T::kGroups * T::kBoxes; ++i) InitBarrier(&filled[i], scatters ? 128 : 4);
+    FenceBarrierInit();
+  }
+};
+
+/// The thread that loads the stages of all tiles.
+template <typename T, bool kShortcut>
+struct Producer {
+  using Step = StepAt<kShortcut>;
+
+  const Conv2dLaunch& conv;
+  const Params& params;
+  const Cta<T>& cta;
+  int early = 0;  // stages whose weights LoadEarly() has loaded
+
+  __device__ void LoadWeights(const TileAt& tile, const Step& step, int stage) const {
+    LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.full[stage], tile.n0,
+                     tile.phase, cta.shared, params.part, cta.rank);
+  }
+  /// No kernel writes weights: the first loads overlap the preceding kernel.
+  __device__ void LoadEarly() {
+    const TileAt tile = TileOf<T>(params, cta.first_tile, cta.rank);
+    Step at(conv, params, 0);
+    for (; early < min(T::kStages, params.depth.steps.value); ++early) {
+      ArriveExpectTx(&cta.full[early], T::kStageBytes);
+      LoadWeights(tile, at, early);
+      at.Advance(conv, params);
+    }
+  }
+  __device__ void Load() {
+    PipelineState<T::kStages> state;
+    WaitForPredecessors();
+    for (int index = cta.first_tile; index < cta.tiles; index += cta.stride) {
+      const TileAt tile = TileOf<T>(params, index, cta.rank);
+      const StartAt start = params.grid.flat ? StartAt() : StartOf(params.grid, tile.m0);
+      Step at(conv, params, 0);
+      for (int step = 0; step < params.depth.steps.value; ++step) {
+        uint64_t* const full = &cta.full[state.stage];
+        if (early > 0) {
+          --early;
+        } else {
+          Wait(&cta.empty[state.stage], state.EmptyParity());
+          ArriveExpectTx(full, T::kStageBytes);
+          LoadWeights(tile, at, state.stage);
+        }
+        LoadInputsByTma(cta.Inputs(state.stage), params, at, start, tile.m0, tile.phase, full);
+        at.Advance(conv, params);
+        state.Advance();
+      }
+    }
+    ReleaseDependents();
+  }
+};
+
+/// A consumer warpgroup: multiplies the stages of its tiles.
+template <typename T, bool kSplitK>
+struct Consumer {
+  using Accumulators = float[T::kRows][T::kAccumulators];
+
+  const Conv2dLaunch& conv;
+  const Params& params;
+  const Cta<T>& cta;
+  int group;
+
+  /// A thread for each CTA that shares the stage tells it that the stage is free.
+  __device__ void Release(int stage) const {
+    if (threadIdx.x % 128 < cta.shared) ArriveAt(&cta.empty[stage], threadIdx.x % 128);
+  }
+  __device__ void AddPerImage(const TileAt& tile, Accumulators& sums) const {
+    if (params.add.data == nullptr) return;
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) {
+      AddToTile(conv, params, tile.m0 + cta.FirstPixel(group) + i * 64 + row, tile.n0, sums[i]);
+    }
+  }
+  /// Starts the products of a stage, four steps of 32 bytes along k.
+  template <typename Multiply>
+  __device__ void MultiplyStage(int stage, const Multiply& multiply) const {
+    WgmmaFence();
+    const uint64_t weight = MatrixDescriptor(cta.Weights(stage));
+    const uint64_t input = MatrixDescriptor(cta.Inputs(stage) + cta.FirstPixel(group) * kStepBytes);
+#pragma unroll
+    for (int k = 0; k < kStepBytes / 32; ++k) {
+#pragma unroll
+      for (int i = 0; i < T::kRows; ++i) {
+        multiply(i, k, input + 2 * k + i * (64 * kStepBytes >> 4), weight + 2 * k);
+      }
+    }
+    WgmmaCommit();
+  }
+
+  /// The main loop, of split `split` of k. Accumulators start with the bias, or zero.
+  __device__ void Multiply(const TileAt& tile, int split, bool is_last, int tiles_done,
+                           PipelineState<T::kStages>& state, Accumulators& accumulators) const {
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) {
+      InitAccumulators(split == 0 ? params.bias : nullptr, tile.n0, accumulators[i]);
+    }
+    const int steps = kSplitK ? FirstStep(params, split + 1) - FirstStep(params, split)
+                              : params.depth.steps.value;
+    int previous = -1;
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
+    WaitForPredecessors();
+    // An mbarrier distinguishes two phases only, so a consumer must not wait for a stage that is a
+    // whole round ahead.
+    if (T::kPingPong && split == 0) Wait(&cta.order[group], (tiles_done + group + 1) & 1);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      Wait(&cta.full[state.stage], state.FullParity());
+      MultiplyStage(state.stage, [&](int i, int, uint64_t input, uint64_t weight) {
+        Wgmma(accumulators[i], input, weight);
+      });
+      WgmmaWait<1>();  // for the previous step
+      if (previous >= 0) Release(previous);
+      previous = state.stage;
+      state.Advance();
+    }
+    if (T::kPingPong && is_last && threadIdx.x % 32 == 0) Arrive(&cta.order[1 - group]);
+    WgmmaWait<0>();
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
+    Release(previous);
+  }
+
+  /// The main loop in e4m3. The tensor cores overwrite `accumulators` in each step, and `total`
+  /// adds these sums in fp32: see docs/kernels.md.
+  __device__ void MultiplyE4m3(const TileAt& tile, PipelineState<T::kStages>& state,
+                               Accumulators& accumulators, Accumulators& total) const {
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) {
+      AnyAccumulators(accumulators[i]);
+#pragma unroll
+      for (float& sum : total[i]) sum = 0;
+    }
+    WaitForPredecessors();
+#pragma unroll 1
+    for (int step = 0; step < params.depth.steps.value; ++step) {
+      Wait(&cta.full[state.stage], state.FullParity());
+      MultiplyStage(state.stage, [&](int i, int k, uint64_t input, uint64_t weight) {
+        WgmmaE4m3(accumulators[i], input, weight, k > 0);
+      });
+      WgmmaWait<0>();  // the other consumer multiplies while this one adds
+      Release(state.stage);
+      state.Advance();
+#pragma unroll
+      for (int i = 0; i < T::kRows; ++i) {
+        PinAccumulators(accumulators[i]);
+#pragma unroll
+        for (int j = 0; j < T::kAccumulators; ++j) total[i][j] += accumulators[i][j];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) ScaleAndAddBias(params, tile.n0, total[i]);
+  }
+
+  /// Hands the outputs of a tile to the warp that stores them, or stores them one by one.
+  __device__ void Finish(const TileAt& tile, int tiles_done, const Accumulators& sums) const {
+    if constexpr (T::kStaged) {
+      const EpilogueBuffer<T> epilogue = cta.Epilogue(group);
+      Wait(epilogue.ready, tiles_done & 1);
+#pragma unroll
+      for (int i = 0; i < T::kRows; ++i) {
+        const auto begin = [&](int box) { return epilogue.Box(i * T::kAcross + box); };
+        const auto end = [&](int box) { epilogue.Commit(i * T::kAcross + box); };
+        if constexpr (T::kGates) {
+          if (conv.gated) {
+            StageGatedEpilogue<T::kGatedBox>(sums[i], begin, end);
+            continue;
+          }
+        }
+        StageEpilogue<T::kBox>(conv, sums[i], begin, end);
+      }
+    } else {
+      FinishElements(conv, params, tile.phase, tile.m0 + cta.FirstPixel(group), tile.n0, sums);
+    }
+  }
+
+  __device__ void Run() const {
+    const int splits = kSplitK ? params.splits.value : 1;
+    // Among all steps of this CTA.
+    int position = T::kPingPong ? group * params.depth.steps.value : 0, tiles_done = 0;
+    for (int index = cta.FirstTile(group); index < cta.tiles;
+         index += T::kTilesInFlight * cta.stride, ++tiles_done) {
+      const TileAt tile = TileOf<T>(params, index, cta.rank);
+      auto state = PipelineState<T::kStages>::After(position);
+      position += T::kTilesInFlight * params.depth.steps.value;
+      Accumulators accumulators;
+      if constexpr (T::kE4m3) {
+        Accumulators total;
+        MultiplyE4m3(tile, state, accumulators, total);
+        AddPerImage(tile, total);
+        Finish(tile, tiles_done, total);
+      } else if constexpr (kSplitK) {
+        Accumulators total;
+        for (int split = 0; split < splits; ++split) {
+          Multiply(tile, split, split == splits - 1, tiles_done, state, accumulators);
+          if (split == 0) AddPerImage(tile, accumulators);
+#pragma unroll
+          for (int i = 0; i < T::kRows; ++i) {
+#pragma unroll
+            for (int j = 0; j < T::kAccumulators; ++j) {
+              total[i][j] = split == 0 ? accumulators[i][j] : total[i][j] + accumulators[i][j];
+            }
+          }
+        }
+        Finish(tile, tiles_done, total);
+      } else {
+        Multiply(tile, 0, true, tiles_done, state, accumulators);
+        AddPerImage(tile, accumulators);
+        Finish(tile, tiles_done, accumulators);
+      }
+    }
+  }
+};
+
+/// kSplitK: whether k has several splits; otherwise the code that adds them is omitted.
+template <typename T, bool kSplitK, bool kShortcut>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    Conv2dHopperKernel(const __grid_constant__ Conv2dLaunch conv,
+                       const __grid_constant__ Params params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
+  // Without a shuffle, the compiler would compute the address again in every step.
+  const Cta<T> cta(params, static_cast<unsigned char*>(__cvta_shared_to_generic(
+                               __shfl_sync(~0u, SharedAddress(block_shared), 0))));
+  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
+  constexpr int kProducerWarp = T::kGroups * 4;
+  Producer<T, kShortcut> producer{conv, params, cta};
+  // ElectOne() is called in each condition: then ptxas knows that one thread runs, and emits no
+  // loop over lanes around each copy.
+  if (warp == kProducerWarp && ElectOne()) {
+    PrefetchTensorMaps<kShortcut>(params);
+    cta.InitBarriers();
+    if (cta.shared == 1) producer.LoadEarly();
+  }
+  __syncthreads();
+  if (cta.shared > 1) ArriveAtClusterRelaxed();
+
+  if (group == T::kGroups) {
+    DecreaseRegisters<T::kFewRegisters>();
+    if (cta.shared > 1) WaitForCluster();
+    if (warp == kProducerWarp && ElectOne()) {
+      if (cta.shared > 1) producer.LoadEarly();
+      producer.Load();
+    }
+    const int of = warp - kProducerWarp - 1;  // one warp per consumer
+    if (T::kStaged && of >= 0 && of < T::kGroups) {
+      WaitForPredecessors();
+      if (cta.scatters) {
+        ScatterEpilogue<T>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
+                           T::kTilesInFlight * cta.stride, cta.rank, cta.FirstPixel(of));
+      } else if (ElectOne()) {
+        StoreEpilogue<T>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
+                         T::kTilesInFlight * cta.stride, cta.rank, cta.FirstPixel(of));
+      }
+    }
+  } else {
+    IncreaseRegisters<T::kManyRegisters>();
+    if (cta.shared > 1) WaitForCluster();
+    Consumer<T, kSplitK>{conv, params, cta, group}.Run();
+  }
+
+  if (cta.shared > 1) {
+    ArriveAtCluster();  // others may still signal or write into this CTA's shared memory
+    WaitForCluster();
+  }
+#endif
+}
+
+/// Along n first, every CTA reads all weights. If these exceed their share of L2, bands are used
+/// instead: kBand clusters along m use each weight at the same time. Each order is 2 to 3 % faster
+/// where it is used.
+constexpr int64_t kWeightsThatStay = int64_t{16} << 20;
+constexpr int kBand = 8;
+
+template <typename T>
+cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  if (T::kE4m3 != (conv.x.element == Element::kE4m3x2) ||
+      ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kSplitK) ||
+      (T::kStaged && !HasVectorOutputs(conv)) || (conv.gated && !T::kGates)) {
+    return cudaErrorInvalidValue;
+  }
+  Params params;
+  params.grid = GridOf(conv);
+  const int m_tiles = (params.grid.pixels + T::kM - 1) / T::kM;
+  params.shared = plan.cluster;
+  params.part = T::kN / plan.cluster;
+  params.m_tiles = (m_tiles + params.shared - 1) / params.shared * params.shared;
+  params.n_tiles = (conv.outputs + T::kN - 1) / T::kN;
+  const int rows = params.m_tiles / params.shared;
+  const int64_t weight_bytes = int64_t{2} * conv.outputs * conv.weight_stride;
+  params.band = FastDivmod(weight_bytes > kWeightsThatStay ? std::min(rows, kBand) : 1);
+  params.bands = rows / params.band.value;
+  params.last_band = FastDivmod(std::max(1, rows % params.band.value));
+  params.band_tiles = FastDivmod(params.band.value * params.n_tiles);
+  params.phase_tiles = rows * params.n_tiles;
+  if (int64_t{params.phase_tiles} * params.band_tiles.value >> 32 != 0)
+    return cudaErrorInvalidValue;
+  params.splits = FastDivmod(plan.splits);
+  params.bias = conv.bias;
+  params.scales = conv.scales;
+  params.add = conv.add;
+  params.add_pairs = InVectors(conv.add);
+
+  if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
+  // A tile's pixels are contiguous in the output, and so are the pixels that a shortcut reads.
+  const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
+    return EncodeInputs(map, rows, channels, conv, params.grid, params.grid.flat || shortcut,
+                        T::kM);
+  };
+  CUresult result = EncodeDepth(&params, conv, params.part, encode);
+  const bool in_boxes = T::kStaged && params.grid.phases == 1;
+  if (result == CUDA_SUCCESS && in_boxes) {
+    result = conv.gated
+                 ? EncodeRows(&params.out, conv.out, conv.outputs / 2, params.grid.pixels,
+                              T::kGatedBox, 64)
+                 : EncodeRows(&params.out, conv.out, conv.outputs, params.grid.pixels, T::kBox, 64);
+  }
+  if (result == CUDA_SUCCESS && in_boxes && conv.residual.data != nullptr) {
+    result =
+        EncodeRows(&params.residual, conv.residual, conv.outputs, params.grid.pixels, T::kBox, 64);
+  }
+  if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
+
+  const int64_t tiles =
+      int64_t{params.grid.phases} * (params.m_tiles / params.shared) * params.n_tiles;
+  if constexpr (T::kSplitK) {
+    if (conv.shortcut.x.data != nullptr) {
+      return LaunchPersistent<T>(Conv2dHopperKernel<T, true, true>, tiles, params.shared, conv,
+                                 params, queue);
+    }
+    if (params.splits.value > 1) {
+      return LaunchPersistent<T>(Conv2dHopperKernel<T, true, false>, tiles, params.shared, conv,
+                                 params, queue);
+    }
+  }
+  return LaunchPersistent<T>(Conv2dHopperKernel<T, false, false>, tiles, params.shared, conv,
+                             params, queue);
+}
+
+template <Element kElement>
+cudaError_t LaunchTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  return WithRow<Loader::kIm2col, kElement>(
+      plan.tile, [&](auto row) { return LaunchWithTile<Tile<row>>(conv, plan, queue); });
+}
+
+template <Element kElement>
+cudaError_t LoadKernels() {
+  return ForEachRow<Loader::kIm2col, kElement>([](auto row) {
+    using T = Tile<row>;
+    cudaError_t loaded = LoadKernel(Conv2dHopperKernel<T, false, false>, T::kSharedBytes);
+    if constexpr (T::kSplitK) {
+      if (loaded == cudaSuccess) {
+        loaded = LoadKernel(Conv2dHopperKernel<T, true, false>, T::kSharedBytes);
+      }
+      if (loaded == cudaSuccess) {
+        loaded = LoadKernel(Conv2dHopperKernel<T, true, true>, T::kSharedBytes);
+      }
+    }
+    return loaded;
+  });
+}
+
+}  // namespace denoised::cuda::im2col

@@ -1,0 +1,404 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/core/e4m3.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <set>
+
+#include "engine/backend/cpu/onednn.h"
+#include "engine/core/mutex.h"
+#include "tests/backend/backend_fixture.h"
+
+/// Layers in e4m3 against float64, on the CPU and on CUDA.
+
+namespace denoised {
+namespace {
+
+using reference::Array;
+
+/// The numbers of e4m3 that an op multiplies, with their scale again.
+Array InE4m3(Array array, float scale) {
+  for (double& value : array.values)
+    value = double{E4m3ToFloat(FloatToE4m3(static_cast<float>(value) / scale))} * scale;
+  return array;
+}
+
+/// The same of weights: a scale for each output.
+Array WeightInE4m3(Array weight) {
+  const int64_t outputs = weight.shape[0], each = weight.shape.elements() / outputs;
+  for (int64_t o = 0; o < outputs; ++o) {
+    float largest = 0;
+    for (int64_t i = o * each; i < (o + 1) * each; ++i)
+      largest = std::max(largest, static_cast<float>(std::fabs(weight.at(i))));
+    const float scale = E4m3Scale(largest);
+    for (int64_t i = o * each; i < (o + 1) * each; ++i)
+      weight.at(i) =
+          double{E4m3ToFloat(FloatToE4m3(static_cast<float>(weight.at(i)) / scale))} * scale;
+  }
+  return weight;
+}
+
+/// ‖a − b‖ / ‖b‖
+double Distance(const Array& a, const Array& b) {
+  double difference = 0, norm = 0;
+  for (int64_t i = 0; i < b.shape.elements(); ++i) {
+    difference += std::pow(a.at(i) - b.at(i), 2);
+    norm += std::pow(b.at(i), 2);
+  }
+  return std::sqrt(difference / norm);
+}
+
+/// What rounding both operands to three bits of fraction costs: about 2⁻⁴ · √(1/3) · √2 / 1.4.
+constexpr double kLeastLoss = 1e-2;
+
+class E4m3 : public OnBackend {
+ protected:
+  void SetUp() override {
+    if (GetParam().options.cpu_dtype == DType::kBF16 && !cpu::MultipliesBf16())
+      GTEST_SKIP() << "this CPU has neither AVX512-BF16 nor AMX";
+    OnBackend::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    if (!backend().MultipliesE4m3()) GTEST_SKIP() << "no kernels in e4m3 for this device";
+  }
+
+  std::unique_ptr<PackedConv2d> Pack(const Array& weight, const Array& bias, float scale) {
+    auto packed = backend().PackConv2d(ToHost(weight, DType::kF32), HostOptional(bias), false,
+                                       {.input_scale = scale});
+    EXPECT_TRUE(packed.ok()) << packed.status();
+    return std::move(packed).value();
+  }
+  std::unique_ptr<PackedLinear> PackLinears(const std::vector<Array>& weights,
+                                            const std::vector<Array>& biases, float scale,
+                                            bool gated = false) {
+    std::vector<Tensor> host_weights, host_biases;
+    for (const Array& weight : weights) host_weights.push_back(ToHost(weight, DType::kF32));
+    for (const Array& bias : biases) host_biases.push_back(ToHost(bias, DType::kF32));
+    auto packed = backend().PackLinear(host_weights, host_biases, {.input_scale = scale}, gated);
+    EXPECT_TRUE(packed.ok()) << packed.status();
+    return std::move(packed).value();
+  }
+  /// What a layer may add to the rounded numbers: the rounding of its sums, which on CUDA are less
+  /// precise within each step along k, and of `results` tensors in the activation dtype.
+  double Tolerance(const Array& expected, int results = 1) const {
+    if (activation() == DType::kF32) return 1e-5;
+    const double of_result = Distance(Rounded(expected, activation()), expected);
+    return std::hypot(1e-3, results * of_result);
+  }
+};
+
+// Numbers of e4m3 and their products are exact in bf16, so it multiplies them as fp32 does.
+INSTANTIATE_TEST_SUITE_P(Cpu, E4m3,
+                         testing::Values(BackendUnderTest{"Fp32", {.device = "cpu"}},
+                                         BackendUnderTest{
+                                             "Bf16", {.device = "cpu", .cpu_dtype = DType::kBF16}}),
+                         BackendName);
+INSTANTIATE_TEST_SUITE_P(Cuda, E4m3, testing::ValuesIn(CudaBackends()), BackendName);
+
+struct ConvCase {
+  int64_t height, width, c1, c2, outputs;
+  int kernel, stride;
+  int64_t shortcut = 0;
+  Activation activation = Activation::kSilu;
+};
+
+TEST_P(E4m3, Convolutions) {
+  const ConvCase cases[] = {{18, 18, 32, 0, 40, 3, 1},
+                            {18, 18, 32, 24, 40, 3, 1, 16},
+                            {18, 18, 32, 24, 40, 1, 1},
+                            {18, 18, 32, 0, 40, 3, 2},
+                            // Several steps of 128 channels, and of tiles; padded channels.
+                            {9, 10, 192, 72, 264, 3, 1, 136},
+                            {16, 16, 128, 0, 128, 1, 1},
+                            {7, 5, 136, 0, 320, 3, 2},
+                            // Nothing is a multiple of eight.
+                            {7, 5, 13, 6, 11, 3, 1, 5, Activation::kGelu},
+                            {1, 1, 40, 0, 24, 1, 1}};
+  // The input's scale leaves room, fits tightly, or is too small, so that much is saturated.
+  for (const float scale : {0x1p-4f, 0x1p-7f, 0x1p-9f}) {
+    for (const ConvCase& c : cases) {
+      SCOPED_TRACE(fmt::format("{}x{}x{}+{} to {}, kernel {}, stride {}, scale {}", c.height,
+                               c.width, c.c1, c.c2, c.outputs, c.kernel, c.stride, scale));
+      const int64_t out_height = (c.height - 1) / c.stride + 1,
+                    out_width = (c.width - 1) / c.stride + 1;
+      const Shape out = {2, out_height, out_width, c.outputs};
+      const double deviation = 1 / std::sqrt((c.c1 + c.c2) * c.kernel * c.kernel);
+      const Array x = Random({2, c.height, c.width, c.c1}),
+                  x2 = c.c2 > 0 ? Random({2, c.height, c.width, c.c2}) : Array(),
+                  weight =
+                      Random({c.outputs, c.c1 + c.c2, c.kernel, c.kernel}, DType::kF32, deviation),
+                  bias = Random({c.outputs}, DType::kF32), add = Random({2, c.outputs}),
+                  shortcut_x =
+                      c.shortcut > 0 ? Random({2, out_height, out_width, c.shortcut}) : Array(),
+                  shortcut_weight = c.shortcut > 0
+                                        ? Random({c.outputs, c.shortcut, 1, 1}, DType::kF32, 0.3)
+                                        : Array();
+      const auto packed = Pack(weight, bias, scale);
+      const auto shortcut = c.shortcut > 0 ? Pack(shortcut_weight, Array(), 0x1p-6f) : nullptr;
+      Conv2dArgs args{.x = Upload(x),
+                      .weight = packed.get(),
+                      .stride = c.stride,
+                      .prologue = {.x2 = UploadOptional(x2)},
+                      .epilogue = {.add = Upload(add), .scale = 0.7f, .activation = c.activation},
+                      .out = Output(out)};
+      args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = c.kernel / 2;
+      args.prologue.rounded = Scratch(args.x, *packed);
+      if (shortcut) {
+        args.epilogue.shortcut = {.x = Upload(shortcut_x), .weight = shortcut.get()};
+        args.epilogue.shortcut.rounded = Scratch(args.epilogue.shortcut.x, *shortcut);
+      }
+      backend().Conv2d(args);
+
+      const auto expected = [&](const Array& of_x, const Array& of_x2, const Array& of_weight,
+                                const Array& of_shortcut, const Array& of_shortcut_weight) {
+        const Array residual = shortcut
+                                   ? reference::Conv2d({}, of_shortcut, Array(), of_shortcut_weight,
+                                                       Array(), Array(), Array())
+                                   : Array();
+        return reference::Conv2d(args, of_x, of_x2, of_weight, bias, add, residual);
+      };
+      const Array actual = Read(args.out);
+      const Array in_e4m3 =
+          expected(InE4m3(x, scale), InE4m3(x2, scale), WeightInE4m3(weight),
+                   InE4m3(shortcut_x, 0x1p-6f), shortcut ? WeightInE4m3(shortcut_weight) : Array());
+      // A shortcut of its own is rounded, too.
+      EXPECT_LT(Distance(actual, in_e4m3), Tolerance(in_e4m3, shortcut ? 2 : 1));
+      EXPECT_GT(Distance(actual, expected(x, x2, weight, shortcut_x, shortcut_weight)), kLeastLoss);
+    }
+  }
+}
+
+// Beside a shortcut in the activation dtype, and the reverse.
+TEST_P(E4m3, OneOfConvolutionAndShortcut) {
+  for (const bool shortcut_in_e4m3 : {false, true}) {
+    const Array x = Random({2, 8, 8, 256}), shortcut_x = Random({2, 8, 8, 64}),
+                weight = Random({256, 256, 3, 3}, DType::kF32, 0.02),
+                shortcut_weight = Random({256, 64, 1, 1}, DType::kF32, 0.1);
+    const auto packed = Pack(weight, Array(), shortcut_in_e4m3 ? 0 : 0x1p-6f);
+    const auto shortcut = Pack(shortcut_weight, Array(), shortcut_in_e4m3 ? 0x1p-6f : 0);
+    Conv2dArgs args{.x = Upload(x), .weight = packed.get(), .out = Output({2, 8, 8, 256})};
+    args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
+    args.prologue.rounded = Scratch(args.x, *packed);
+    args.epilogue.shortcut = {.x = Upload(shortcut_x), .weight = shortcut.get()};
+    args.epilogue.shortcut.rounded = Scratch(args.epilogue.shortcut.x, *shortcut);
+    backend().Conv2d(args);
+    const auto numbers = [&](const Array& of, bool e4m3) {
+      return e4m3 ? InE4m3(of, 0x1p-6f) : of;
+    };
+    const auto weights = [&](const Array& of, bool e4m3) {
+      return e4m3 ? WeightInE4m3(of) : Rounded(of, backend().product_dtype());
+    };
+    const Array residual =
+        reference::Conv2d({}, numbers(shortcut_x, shortcut_in_e4m3), Array(),
+                          weights(shortcut_weight, shortcut_in_e4m3), Array(), Array(), Array());
+    const Array expected =
+        reference::Conv2d(args, numbers(x, !shortcut_in_e4m3), Array(),
+                          weights(weight, !shortcut_in_e4m3), Array(), Array(), residual);
+    // Where products are in bf16, it is the other layer whose operands are rounded.
+    const bool bf16 = backend().product_dtype() == DType::kBF16;
+    EXPECT_LT(Distance(Read(args.out), expected), bf16 ? 4e-3 : Tolerance(expected, 2))
+        << shortcut_in_e4m3;
+  }
+}
+
+TEST_P(E4m3, LinearsOverTokens) {
+  struct {
+    int64_t tokens, in, out, out2;
+  } cases[] = {{50, 64, 72, 24}, {257, 320, 320, 320}, {1, 40, 24, 8}, {33, 27, 13, 6}};
+  for (const auto& c : cases) {
+    for (const DType dtype : {activation(), DType::kF32}) {
+      SCOPED_TRACE(fmt::format("{} {} to {}+{} {}", c.tokens, c.in, c.out, c.out2, Name(dtype)));
+      const int64_t outputs = c.out + c.out2;
+      const Array x = Random({3, c.tokens, c.in}, dtype, 3),
+                  weight = Random({c.out, c.in}, DType::kF32, 0.1),
+                  second = Random({c.out2, c.in}, DType::kF32, 2),
+                  bias = Random({c.out}, DType::kF32), bias2 = Random({c.out2}, DType::kF32),
+                  residual = Random({3, c.tokens, outputs});
+      const float scale = 0x1p-5f;
+      const auto packed = PackLinears({weight, second}, {bias, bias2}, scale);
+      LinearArgs args{.x = Upload(x, dtype),
+                      .weight = packed.get(),
+                      .epilogue = {.residual = Upload(residual), .scale = 0.5f},
+                      .out = Output({3, c.tokens, outputs})};
+      args.prologue.rounded = Scratch(args.x, *packed);
+      backend().Linear(args);
+      Array both({outputs, c.in}), biases({outputs});
+      both.values = WeightInE4m3(weight).values;
+      const Array of_second = WeightInE4m3(second);
+      both.values.insert(both.values.end(), of_second.values.begin(), of_second.values.end());
+      biases.values = bias.values;
+      biases.values.insert(biases.values.end(), bias2.values.begin(), bias2.values.end());
+      const Array expected = reference::Linear(args, InE4m3(x, scale), both, biases, residual);
+      EXPECT_LT(Distance(Read(args.out), expected), Tolerance(expected));
+    }
+  }
+}
+
+TEST_P(E4m3, GatedLinears) {
+  struct {
+    int64_t tokens, in, features;
+  } cases[] = {{40, 32, 48}, {70, 160, 640}, {9, 40, 13}};
+  for (const auto& c : cases) {
+    SCOPED_TRACE(fmt::format("{} {} to {}", c.tokens, c.in, c.features));
+    const Array x = Random({2, c.tokens, c.in}),
+                weight = Random({2 * c.features, c.in}, DType::kF32, 0.2),
+                bias = Random({2 * c.features}, DType::kF32);
+    const float scale = 0x1p-6f;
+    const auto packed = PackLinears({weight}, {bias}, scale, /*gated=*/true);
+    LinearArgs args{.x = Upload(x),
+                    .weight = packed.get(),
+                    .epilogue = {.ungated = Output({2, c.tokens, 2 * c.features})},
+                    .out = Output({2, c.tokens, c.features})};
+    args.prologue.rounded = Scratch(args.x, *packed);
+    backend().Linear(args);
+    const Array both = reference::Linear({}, InE4m3(x, scale), WeightInE4m3(weight), bias, Array());
+    const Array expected =
+        reference::GegluGate(Rounded(both, activation()), {2, c.tokens, c.features});
+    // Values and gates that are rounded the other way add to the result's own rounding.
+    EXPECT_LT(Distance(Read(args.out), expected), Tolerance(expected, 3));
+  }
+}
+
+TEST_P(E4m3, NormsBeforeLayersGiveTheBitsOfNormThenLayer) {
+  struct {
+    int64_t rows, height, width, c1, c2;
+    int groups;
+    Activation activation;
+    bool scaled;
+  } cases[] = {{3, 16, 16, 64, 0, 32, Activation::kSilu, false},
+               {2, 8, 8, 128, 64, 32, Activation::kSilu, true},
+               {2, 9, 7, 24, 0, 8, Activation::kSilu, false},   // padded channels
+               {2, 9, 7, 48, 0, 16, Activation::kNone, false},  // groups of three
+               {2, 6, 5, 32, 0, 8, Activation::kMish, false},
+               {2, 160, 160, 32, 32, 32, Activation::kSilu, false}};  // more than a cluster holds
+  for (const auto& c : cases) {
+    SCOPED_TRACE(fmt::format("{}x{}x{}+{}", c.height, c.width, c.c1, c.c2));
+    const int64_t channels = c.c1 + c.c2;
+    const auto packed =
+        Pack(Random({72, channels, 3, 3}, DType::kF32, 0.1), Random({72}, DType::kF32), 0x1p-6f);
+    Conv2dArgs args{.x = Upload(Random({c.rows, c.height, c.width, c.c1})),
+                    .weight = packed.get(),
+                    .out = Output({c.rows, c.height, c.width, 72})};
+    args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
+    if (c.c2 > 0) args.prologue.x2 = Upload(Random({c.rows, c.height, c.width, c.c2}));
+    args.prologue.norm = {
+        .gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
+        .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
+        .groups = c.groups,
+        .scale_shift = c.scaled ? Upload(Random({c.rows, 2 * channels})) : Tensor(),
+        .activation = c.activation};
+    args.prologue.normed = Output({c.rows, c.height, c.width, channels});
+    args.prologue.rounded = Scratch(args.x, *packed);
+    backend().Conv2d(args);
+    const Tensor together = Download(args.out);
+
+    Conv2dArgs apart = args;
+    apart.x = Output({c.rows, c.height, c.width, channels});
+    backend().GroupNorm(
+        {.x = args.x, .x2 = args.prologue.x2, .norm = args.prologue.norm, .out = apart.x});
+    apart.prologue = {.rounded = args.prologue.rounded};
+    apart.out = Output({c.rows, c.height, c.width, 72});
+    backend().Conv2d(apart);
+    const Tensor expected = Download(apart.out);
+    EXPECT_EQ(std::memcmp(together.data(), expected.data(), expected.bytes()), 0);
+  }
+}
+
+// Also of linears in the activation dtype.
+TEST_P(E4m3, LayerNormsBeforeLinearsGiveTheBitsOfNormThenLinear) {
+  for (const float scale : {0x1p-6f, 0.0f}) {
+    // Padded channels; the most that a kernel rounds itself, and more.
+    for (const int64_t channels : {320, 40, 37, 2048, 2064}) {
+      SCOPED_TRACE(fmt::format("{} channels, scale {}", channels, scale));
+      const auto packed = PackLinears({Random({72, channels}, DType::kF32, 0.1)}, {}, scale);
+      LinearArgs args{.x = Upload(Random({3, 50, channels}, activation(), 2, 1)),
+                      .weight = packed.get(),
+                      .out = Output({3, 50, 72})};
+      args.prologue.norm = {.gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
+                            .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
+                            .groups = 0};
+      args.prologue.normed = Output({3, 50, channels});
+      args.prologue.rounded = Scratch(args.x, *packed);
+      backend().Linear(args);
+      const Tensor together = Download(args.out);
+
+      LinearArgs apart = args;
+      apart.x = Output({3, 50, channels});
+      backend().LayerNorm({.x = args.x,
+                           .gamma = args.prologue.norm.gamma,
+                           .beta = args.prologue.norm.beta,
+                           .eps = args.prologue.norm.eps,
+                           .out = apart.x});
+      apart.prologue = {.rounded = args.prologue.rounded};
+      apart.out = Output({3, 50, 72});
+      backend().Linear(apart);
+      const Tensor expected = Download(apart.out);
+      EXPECT_EQ(std::memcmp(together.data(), expected.data(), expected.bytes()), 0);
+    }
+  }
+}
+
+TEST_P(E4m3, ARowHasTheSameBitsInAnyBatch) {
+  const Tensor x = Upload(Random({5, 20, 20, 32})), tokens = Upload(Random({5, 70, 64}));
+  const auto conv = Pack(Random({48, 32, 3, 3}, DType::kF32), Random({48}, DType::kF32), 0x1p-6f);
+  const auto linear = PackLinears({Random({80, 64}, DType::kF32)}, {}, 0x1p-6f);
+  const auto run = [&](int begin, int count) {
+    Conv2dArgs args{.x = x.Slice(begin, count), .weight = conv.get()};
+    args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
+    args.prologue.rounded = Scratch(args.x, *conv);
+    args.out = Output({count, 20, 20, 48});
+    backend().Conv2d(args);
+    LinearArgs of_tokens{.x = tokens.Slice(begin, count), .weight = linear.get()};
+    of_tokens.prologue.rounded = Scratch(of_tokens.x, *linear);
+    of_tokens.out = Output({count, 70, 80});
+    backend().Linear(of_tokens);
+    return std::pair(Download(args.out), Download(of_tokens.out));
+  };
+  const auto [images, sequences] = run(0, 5);
+  for (int row = 0; row < 5; ++row) {
+    const auto [image, sequence] = run(row, 1);
+    EXPECT_EQ(std::memcmp(image.data(), images.Slice(row, 1).data(), image.bytes()), 0) << row;
+    EXPECT_EQ(std::memcmp(sequence.data(), sequences.Slice(row, 1).data(), sequence.bytes()), 0)
+        << row;
+  }
+}
+
+Tensor Normal(const Shape& shape, int seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  Tensor tensor = Tensor::Host(shape, DType::kF32);
+  for (float& value : tensor.span<float>()) value = normal(random);
+  return tensor;
+}
+
+TEST(CpuObserver, SeesTheInputsOfLayersWithAName) {
+  Mutex mutex;
+  std::multiset<std::string> seen;
+  const auto backend = OpenBackend({.device = "cpu",
+                                    .observe_input =
+                                        [&](const std::string& layer, const Tensor& x) {
+                                          MutexLock lock(&mutex);
+                                          seen.insert(layer + " " + x.shape().ToString());
+                                        }})
+                           .value();
+  const auto conv = backend->PackConv2d(Normal({8, 12, 1, 1}, 1), {}, false, {.name = "a"}).value(),
+             shortcut =
+                 backend->PackConv2d(Normal({8, 6, 1, 1}, 2), {}, false, {.name = "b"}).value();
+  const auto linear = backend->PackLinear({Normal({8, 4}, 3)}, {}, {.name = "c"}).value(),
+             nameless = backend->PackLinear({Normal({8, 4}, 3)}, {}).value();
+  Conv2dArgs args{.x = Normal({1, 3, 3, 8}, 4),
+                  .weight = conv.get(),
+                  .prologue = {.x2 = Normal({1, 3, 3, 4}, 5)}};
+  args.epilogue.shortcut = {.x = Normal({1, 3, 3, 6}, 6), .weight = shortcut.get()};
+  args.out = Tensor::Host({1, 3, 3, 8}, DType::kF32);
+  backend->Conv2d(args);
+  const Tensor x = Normal({1, 5, 4}, 7), out = Tensor::Host({1, 5, 8}, DType::kF32);
+  backend->Linear({.x = x, .weight = linear.get(), .out = out});
+  backend->Linear({.x = x, .weight = nameless.get(), .out = out});
+  EXPECT_EQ(seen, (std::multiset<std::string>{"a [1, 3, 3, 8]", "a [1, 3, 3, 4]", "b [1, 3, 3, 6]",
+                                              "c [1, 5, 4]"}));
+}
+
+}  // namespace
+}  // namespace denoised
