@@ -72,13 +72,15 @@ absl::Status CheckSize(const char* format, int64_t width, int64_t height, int64_
 }
 
 std::vector<uint8_t> ToBytes(const Tensor& image) {
-  std::vector<uint8_t> bytes(image.elements());
-  const float* values = image.as<float>();
-  for (size_t i = 0; i < bytes.size(); ++i) {
+  const int64_t count = image.elements();
+  std::vector<uint8_t> bytes(count);
+  const float* const values = image.as<float>();
+  uint8_t* const out = bytes.data();
+  for (int64_t i = 0; i < count; ++i) {
     const float value = (values[i] + 1.0f) * 127.5f;
     // Written so that NaN fails the first comparison. lround() would give halves in fp32 other
     // bits. NOLINTNEXTLINE(bugprone-incorrect-roundings)
-    bytes[i] = value > 0.0f ? static_cast<uint8_t>(std::min(value, 255.0f) + 0.5f) : 0;
+    out[i] = value > 0.0f ? static_cast<uint8_t>(std::min(value, 255.0f) + 0.5f) : 0;
   }
   return bytes;
 }

@@ -1,61 +1,93 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/images/png.h"
 
+#include <isa-l/igzip_lib.h>
+#include <lodepng.h>
 #include <spng.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
-#include <cstring>
+#include <limits>
 #include <memory>
+
+// lodepng writes files, because it lets ISA-L compress; spng has zlib alone for that. spng reads
+// files: it is strict about damage and bounds what texts and profiles unpack to.
 
 namespace denoised {
 namespace {
 
 using Context = std::unique_ptr<spng_ctx, void (*)(spng_ctx*)>;
 
-// A picture should be encoded as fast as it is drawn. A 1024×1024 picture takes 43 ms of a core so,
-// 410 at zlib's own level 6 with all filters; the file is 20 % larger (smooth waves under noise; 28
-// and 181 ms, 15 %, where half of the picture is flat).
-constexpr int kCompressionLevel = 2;
-constexpr int kFilters = SPNG_FILTER_CHOICE_SUB | SPNG_FILTER_CHOICE_UP;
-
-Context NewContext(int flags) { return {spng_ctx_new(flags), spng_ctx_free}; }
-
-/// Writes the file into the context's own buffer. 0, or spng's error.
-int Write(spng_ctx* context, const Pixels& pixels, const TextEntries& texts) {
-  spng_ihdr header{};
-  header.width = static_cast<uint32_t>(pixels.width);
-  header.height = static_cast<uint32_t>(pixels.height);
-  header.bit_depth = 8;
-  header.color_type = pixels.channels == 1 ? SPNG_COLOR_TYPE_GRAYSCALE : SPNG_COLOR_TYPE_TRUECOLOR;
-  std::vector<spng_text> chunks;
-  for (const auto& [keyword, text] : texts) {
-    if (text.empty()) continue;  // spng has no empty texts
-    spng_text chunk{};
-    if (keyword.size() >= sizeof(chunk.keyword)) return SPNG_ETEXT_KEYWORD;
-    std::copy(keyword.begin(), keyword.end(), chunk.keyword);
-    // A plain text chunk is Latin-1 without control characters; other texts are written as UTF-8.
-    const bool plain = std::all_of(text.begin(), text.end(),
-                                   [](char c) { return c == '\n' || (c >= ' ' && c <= '~'); });
-    chunk.type = plain ? SPNG_TEXT : SPNG_ITXT;
-    chunk.length = text.size();
-    chunk.text = const_cast<char*>(text.data());
-    chunk.language_tag = chunk.translated_keyword = const_cast<char*>("");
-    chunks.push_back(chunk);
-  }
-  int error = spng_set_option(context, SPNG_ENCODE_TO_BUFFER, 1);
-  if (error == 0) error = spng_set_option(context, SPNG_IMG_COMPRESSION_LEVEL, kCompressionLevel);
-  if (error == 0) error = spng_set_option(context, SPNG_FILTER_CHOICE, kFilters);
-  if (error == 0) error = spng_set_ihdr(context, &header);
-  if (error == 0 && !chunks.empty()) {
-    error = spng_set_text(context, chunks.data(), static_cast<uint32_t>(chunks.size()));
-  }
-  if (error == 0) {
-    error = spng_encode_image(context, pixels.samples.data(), pixels.samples.size(), SPNG_FMT_PNG,
-                              SPNG_ENCODE_FINALIZE);
-  }
-  return error;
+/// lodepng's hook: a zlib stream, by ISA-L. docs/benchmarks.md compares it with zlib and
+/// libdeflate.
+unsigned Compress(unsigned char** out, size_t* out_size, const unsigned char* in, size_t in_size,
+                  const LodePNGCompressSettings*) {
+  // Enough for blocks that are stored, which is what ISA-L does with what it cannot shrink.
+  constexpr size_t kStoredBlock = 65535, kBlockHeader = 5, kZlibHeaderAndChecksum = 6;
+  const size_t room =
+      in_size + kBlockHeader * (in_size / kStoredBlock + 1) + kZlibHeaderAndChecksum;
+  if (room > std::numeric_limits<uint32_t>::max()) return 1;
+  *out = static_cast<unsigned char*>(std::malloc(room));
+  if (*out == nullptr) return 1;
+  isal_zstream stream;
+  isal_deflate_stateless_init(&stream);
+  const auto buffer = std::make_unique_for_overwrite<uint8_t[]>(ISAL_DEF_LVL1_DEFAULT);
+  stream.level = 1;
+  stream.level_buf = buffer.get();
+  stream.level_buf_size = ISAL_DEF_LVL1_DEFAULT;
+  stream.gzip_flag = IGZIP_ZLIB;
+  stream.end_of_stream = 1;
+  stream.next_in = const_cast<uint8_t*>(in);
+  stream.avail_in = static_cast<uint32_t>(in_size);
+  stream.next_out = *out;
+  stream.avail_out = static_cast<uint32_t>(room);
+  if (isal_deflate_stateless(&stream) != COMP_OK) return 1;
+  *out_size = stream.total_out;
+  return 0;
 }
+
+/// Sub or Up for each row, whichever leaves the smaller differences. lodepng's own choice, among
+/// all five filters, takes longer than the compression.
+std::vector<uint8_t> ChooseFilters(const Pixels& pixels) {
+  constexpr uint8_t kSub = 1, kUp = 2;
+  const auto row = static_cast<size_t>(pixels.width) * pixels.channels;
+  const auto sum = [row](const uint8_t* a, const uint8_t* b, size_t begin) {
+    unsigned total = 0;
+    for (size_t i = begin; i < row; ++i) {
+      const auto difference = static_cast<int8_t>(a[i] - b[i]);  // modulo 256, as filters have it
+      total += static_cast<unsigned>(difference < 0 ? -difference : difference);
+    }
+    return total;
+  };
+  std::vector<uint8_t> filters(pixels.height, kSub);
+  for (int y = 1; y < pixels.height; ++y) {
+    const uint8_t* const here = pixels.samples.data() + y * row;
+    if (sum(here, here - row, 0) < sum(here, here - pixels.channels, pixels.channels)) {
+      filters[y] = kUp;
+    }
+  }
+  return filters;
+}
+
+/// Adds a chunk before the picture, where programs find it that read no further; lodepng would
+/// write its texts behind the picture. 0, or lodepng's error.
+unsigned AddText(LodePNGInfo& info, const std::string& keyword, const std::string& text) {
+  constexpr unsigned kKeywordLength = 89;  // lodepng's number of this error
+  if (keyword.empty() || keyword.size() > 79) return kKeywordLength;
+  // A plain text chunk is Latin-1 without control characters; other texts are written as UTF-8.
+  const bool plain = std::all_of(text.begin(), text.end(),
+                                 [](char c) { return c == '\n' || (c >= ' ' && c <= '~'); });
+  std::string data = keyword + '\0';
+  // Not compressed, no language, no translated keyword.
+  if (!plain) data += std::string(4, '\0');
+  data += text;
+  return lodepng_chunk_create(&info.unknown_chunks_data[1], &info.unknown_chunks_size[1],
+                              static_cast<unsigned>(data.size()), plain ? "tEXt" : "iTXt",
+                              reinterpret_cast<const unsigned char*>(data.data()));
+}
+
+Context NewContext() { return {spng_ctx_new(0), spng_ctx_free}; }
 
 absl::Status Damaged(int error) {
   return InvalidArgument("the PNG cannot be read: {}; send an intact file", spng_strerror(error));
@@ -74,7 +106,7 @@ absl::StatusOr<Opened> Open(std::string_view file, int64_t max_pixels,
     return InvalidArgument("the image is no PNG; send a PNG file");
   }
   Opened png;
-  png.context = NewContext(0);
+  png.context = NewContext();
   spng_ctx* const context = png.context.get();
   if (context == nullptr) return ResourceExhausted("no memory for a PNG decoder");
   // Profiles and texts, which are not used, may unpack to this much.
@@ -109,17 +141,32 @@ absl::StatusOr<std::vector<uint8_t>> Unpack(spng_ctx* context, int format) {
 }  // namespace
 
 absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& texts) {
-  const Context context = NewContext(SPNG_CTX_ENCODER);
-  if (context == nullptr) return ResourceExhausted("no memory for a PNG encoder");
-  int error = Write(context.get(), pixels, texts);
-  size_t size = 0;
-  const std::unique_ptr<void, void (*)(void*)> data(
-      error == 0 ? spng_get_png_buffer(context.get(), &size, &error) : nullptr, std::free);
-  if (data == nullptr) {
-    return Internal("cannot encode {}×{} pixels as PNG: {}", pixels.width, pixels.height,
-                    spng_strerror(error));
+  lodepng::State state;
+  state.info_raw.bitdepth = state.info_png.color.bitdepth = 8;
+  state.info_raw.colortype = state.info_png.color.colortype =
+      pixels.channels == 1 ? LCT_GREY : LCT_RGB;
+  const std::vector<uint8_t> filters = ChooseFilters(pixels);
+  state.encoder.auto_convert = 0;  // never to a palette
+  state.encoder.filter_strategy = LFS_PREDEFINED;
+  state.encoder.predefined_filters = filters.data();
+  state.encoder.zlibsettings.custom_zlib = Compress;
+  unsigned error = 0;
+  for (const auto& [keyword, text] : texts) {
+    // An empty text says nothing.
+    if (error == 0 && !text.empty()) error = AddText(state.info_png, keyword, text);
   }
-  return std::string(static_cast<const char*>(data.get()), size);
+  unsigned char* data = nullptr;
+  size_t size = 0;
+  if (error == 0) {
+    error = lodepng_encode(&data, &size, pixels.samples.data(), static_cast<unsigned>(pixels.width),
+                           static_cast<unsigned>(pixels.height), &state);
+  }
+  const std::unique_ptr<unsigned char, void (*)(void*)> owned(data, std::free);
+  if (error != 0) {
+    return Internal("cannot encode {}×{} pixels as PNG: {}", pixels.width, pixels.height,
+                    lodepng_error_text(error));
+  }
+  return std::string(reinterpret_cast<const char*>(data), size);
 }
 
 absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,

@@ -31,8 +31,9 @@ constexpr std::chrono::system_clock::time_point kNever{};
 
 constexpr int kAttempts = 3;  // to find a version that is not just being replaced
 
-/// Between two deliveries of nothing but progress. A message for every evaluation of every job is
-/// more than anybody can see, and costs both sides more than the images do.
+/// Between two deliveries of nothing but progress, and from the start to the first. A message for
+/// every evaluation of every job is more than anybody can see, and costs both sides more than the
+/// images do.
 constexpr std::chrono::milliseconds kProgressPeriod{100};
 
 }  // namespace
@@ -116,16 +117,18 @@ void Generation::Start(const JobRequest& request) {
   }
   if (!id.ok()) return End(Refusal(id.status(), estimate));
   std::optional<EndReason> cancelled;
+  bool deliver = false;
   {
     MutexLock lock(&mutex_);
     id_ = *id;
     cancelled = cancelled_;
     LogQueued(estimate);
     accepted_ = true;
-    ScheduleDelivery();
+    deliver = TakeDelivery();
   }
   TellWatchers();
   if (cancelled) context_.engine->Cancel(*id, *cancelled);
+  if (deliver) Deliver();
 }
 
 void Generation::Cancel(EndReason reason) {
@@ -273,6 +276,7 @@ void Generation::OnStarted() {
   queue_place_ = {};
   inbox_.started = queued;
   if (include_timings_) timeline_.Add(v1::TimelineEntry::MILESTONE_ADMITTED, queued);
+  last_progress_ = Clock::now();
   ScheduleDelivery();
 }
 
@@ -339,22 +343,32 @@ void Generation::Encode(const ImageResult& image) {
                          image_rendering_.metadata ? Metadata(job_, image) : TextEntries{});
   context_.metrics->Encoded(job_.spec.model, FormatLabel(image_rendering_.format),
                             std::chrono::duration<double>(Clock::now() - start).count());
-  MutexLock lock(&mutex_);
-  --encoding_;
-  if (rendered.ok()) {
-    inbox_.images.push_back(std::move(rendered).value());
-    if (include_timings_) {
-      timeline_.AddImage(v1::TimelineEntry::MILESTONE_DECODED, SecondsSinceArrival(), image.index);
+  bool deliver = false;
+  {
+    MutexLock lock(&mutex_);
+    --encoding_;
+    if (rendered.ok()) {
+      inbox_.images.push_back(std::move(rendered).value());
+      if (include_timings_) {
+        timeline_.AddImage(v1::TimelineEntry::MILESTONE_DECODED, SecondsSinceArrival(),
+                           image.index);
+      }
+    } else {
+      encode_error_ = rendered.status();
     }
-  } else {
-    encode_error_ = rendered.status();
+    deliver = TakeDelivery();
   }
-  ScheduleDelivery();
+  if (deliver) Deliver();  // here: another worker would have to be woken
+}
+
+bool Generation::TakeDelivery() {
+  if (!accepted_ || delivering_ || (inbox_.empty() && !AllIn())) return false;
+  delivering_ = true;
+  return true;
 }
 
 void Generation::ScheduleDelivery() {
-  if (!accepted_ || delivering_) return;
-  delivering_ = true;
+  if (!TakeDelivery()) return;
   context_.workers->Post(job_.spec.priority, [self = shared_from_this()] { self->Deliver(); });
 }
 
@@ -366,7 +380,7 @@ void Generation::Deliver() {
     {
       MutexLock lock(&mutex_);
       inbox = std::exchange(inbox_, {});
-      ended = done_ && encoding_ == 0;
+      ended = AllIn();
       cancelled = cancelled_.has_value();
       if (inbox.empty() && !ended) {
         delivering_ = false;

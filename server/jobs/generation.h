@@ -165,9 +165,14 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   /// Whether another preview of this image would exceed the rate limit.
   bool IsTooSoon(int image) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Encode(const ImageResult& image);
-  /// Has a worker run Deliver.
+  /// True if there is something to deliver and nobody does: the caller must have Deliver run.
+  bool TakeDelivery() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// Has a worker run Deliver if need be.
   void ScheduleDelivery() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Deliver();
+  /// Runs on a worker.
+  void Deliver() ABSL_LOCKS_EXCLUDED(mutex_);
+  /// Whether all has come that will come from the engine and the encoders.
+  bool AllIn() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return done_ && encoding_ == 0; }
   /// Moves the inbox to the log. `previews` are rendered already.
   void Write(Inbox inbox, std::vector<v1::PreviewEvent> previews)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -201,7 +206,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   std::map<int, std::chrono::steady_clock::time_point> last_preview_
       ABSL_GUARDED_BY(mutex_);  // by image
   std::chrono::steady_clock::time_point last_progress_
-      ABSL_GUARDED_BY(mutex_);                // that was delivered alone
+      ABSL_GUARDED_BY(mutex_);                // that was delivered alone, or the start
   int encoding_ ABSL_GUARDED_BY(mutex_) = 0;  // images between OnImage and the inbox
   std::optional<absl::Status> done_ ABSL_GUARDED_BY(mutex_);  // what the engine ended with
   absl::Status encode_error_ ABSL_GUARDED_BY(mutex_);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/security/job_id.h"
 
-#include <openssl/rand.h>
+#include <unistd.h>
 
 #include <array>
 
@@ -11,7 +11,7 @@ namespace denoised {
 
 absl::StatusOr<std::string> MakeJobId() {
   std::array<unsigned char, 16> bits;
-  if (RAND_bytes(bits.data(), bits.size()) != 1) {
+  if (getentropy(bits.data(), bits.size()) != 0) {
     return Internal("the system has no random bytes for a request_id; give one, or try again");
   }
   return absl::BytesToHexString({reinterpret_cast<const char*>(bits.data()), bits.size()});

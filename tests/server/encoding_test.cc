@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <random>
 
 #include "engine/images/formats.h"
 #include "engine/images/jpeg.h"
@@ -168,7 +169,51 @@ TEST(PngTest, CarriesTexts) {
   // UTF-8, not compressed, without a language: a plain chunk would be read as Latin-1.
   EXPECT_THAT(*file, HasSubstr(std::string("iTXtprompt\0\0\0\0\0", 15) + "ein grüner 🍏"));
   EXPECT_THAT(*file, HasSubstr(std::string("iTXtodd\0\0\0\0\0", 12) + "\t\x01"));
-  EXPECT_THAT(*file, Not(HasSubstr("negative")));  // the library has no empty texts
+  EXPECT_THAT(*file, Not(HasSubstr("negative")));  // an empty text says nothing
+  // Before the picture, or programs would have to read all of it.
+  EXPECT_LT(file->find("iTXtodd"), file->find("IDAT"));
+}
+
+TEST(PngTest, ShrinksWhatItCanAndStoresTheRest) {
+  std::mt19937 random(1);
+  for (const int width : {1, 7, 400}) {  // of one block of zlib, and of several
+    Pixels noise{width, 300, 3, std::vector<uint8_t>(width * 300 * 3)};
+    for (uint8_t& sample : noise.samples) sample = static_cast<uint8_t>(random());
+    const Pixels flat{width, 300, 3, std::vector<uint8_t>(width * 300 * 3, 77)};
+    for (const Pixels& pixels : {noise, flat}) {
+      const auto file = EncodePng(pixels, {});
+      ASSERT_TRUE(file.ok()) << file.status().message();
+      EXPECT_EQ(*file, *EncodePng(pixels, {}));
+      const auto decoded = DecodePng(*file, kPlenty);
+      ASSERT_TRUE(decoded.ok()) << decoded.status().message();
+      EXPECT_EQ(decoded->samples, pixels.samples);
+      const size_t raw = pixels.samples.size() + 300;  // and a filter a row
+      EXPECT_LE(file->size(),
+                pixels.samples == flat.samples ? raw / 20 + 100 : raw + raw / 1000 + 100);
+    }
+  }
+}
+
+TEST(PngTest, PicksTheFilterOfEachRow) {
+  // Stripes under a little noise. One filter leaves the noise alone, a bit or two of each sample.
+  std::mt19937 random(1);
+  std::vector<int> stripes(200);
+  for (int& stripe : stripes) stripe = static_cast<int>(random() % 250);
+  for (const bool upright : {true, false}) {
+    Pixels pixels{200, 200, 3, {}};
+    for (int y = 0; y < 200; ++y) {
+      for (int x = 0; x < 200; ++x) {
+        for (int c = 0; c < 3; ++c) {
+          pixels.samples.push_back(
+              static_cast<uint8_t>(stripes[upright ? x : y] + static_cast<int>(random() % 2)));
+        }
+      }
+    }
+    const auto file = EncodePng(pixels, {});
+    ASSERT_TRUE(file.ok());
+    EXPECT_EQ(DecodePng(*file, kPlenty)->samples, pixels.samples);
+    EXPECT_LT(file->size(), 35'000) << (upright ? "upright" : "lying");
+  }
 }
 
 /// A header that promises 2^31−1 pixels an edge, followed by next to nothing.
