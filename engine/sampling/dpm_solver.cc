@@ -11,9 +11,7 @@ StepPlan CompileDpmSolver(const SchedulerConfig::Fields& fields, const Request& 
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
   const bool few = fields.lower_order_final.value_or(true) && steps < kFewSteps;
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   for (int i = first; i < steps; ++i) {
     int order = std::min(request.solver_order, i - first + 1);

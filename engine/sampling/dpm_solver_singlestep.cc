@@ -23,9 +23,7 @@ StepPlan CompileDpmSolverSinglestep(const SchedulerConfig::Fields& fields, const
   constexpr int kNewest = 0, kOlder = 1, kStart = 2;
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   for (int i = first; i < steps; ++i) {
     const int order = std::min(OrderOf(i, steps, request.solver_order, fields), i - first + 1);

@@ -89,9 +89,7 @@ StepPlan CompileSaSolver(const SchedulerConfig::Fields& fields, const Request& r
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
   const bool lower_final = fields.lower_order_final.value_or(true);
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   for (int i = first; i < steps; ++i) {
     const Combination x0 = plan.Evaluate(i - first, path.At(i));

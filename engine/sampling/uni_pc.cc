@@ -94,9 +94,7 @@ class UniStep {
 StepPlan CompileUniPc(const SchedulerConfig::Fields& fields, const Request& request) {
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   int last_order = 0;
   for (int i = first; i < steps; ++i) {
