@@ -762,8 +762,8 @@ void Trainer::Update() {
                    .averages = averages_,
                    .squared_norm = squared_norm_,
                    .scalars = scalars_,
-                   .beta1 = static_cast<float>(options_.beta1),
-                   .beta2 = static_cast<float>(options_.beta2),
+                   .beta1 = options_.beta1,
+                   .beta2 = options_.beta2,
                    .eps = static_cast<float>(options_.eps),
                    .weight_decay = static_cast<float>(options_.weight_decay),
                    .clip = static_cast<float>(options_.clip)});
@@ -799,7 +799,7 @@ absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {
   scalars.correction1 = static_cast<float>(1 - std::pow(options_.beta1, t));
   scalars.correction2 = static_cast<float>(1 - std::pow(options_.beta2, t));
   for (size_t i = 0; i < averages_.size(); ++i)
-    scalars.ema_decay[i] = static_cast<float>(options_.averages[i].DecayAt(report.step));
+    scalars.average_share[i] = static_cast<float>(1 - options_.averages[i].DecayAt(report.step));
   backend_.Upload(&scalars, sizeof scalars, scalars_);
   backend_.Run(update_recording_.get(), [&] { Update(); });
 
