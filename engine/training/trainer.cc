@@ -291,13 +291,13 @@ absl::Status TrainerOptions::Check(int ranks) const {
     return InvalidArgument(
         "accumulation is {}; it must divide the {} chunks of a rank (chunks / ranks)", accumulation,
         chunks / ranks);
-  DENOISED_RETURN_IF_ERROR(between("rate", rate.rate, 0, 1e3));
+  DENOISED_RETURN_IF_ERROR(between("learning_rate", rate.rate, 0, 1e3));
   DENOISED_RETURN_IF_ERROR(between("warmup_steps", static_cast<double>(rate.warmup_steps), 0, 4e9));
   DENOISED_RETURN_IF_ERROR(
       between("reference_steps", static_cast<double>(rate.reference_steps), 1, 4e9));
   DENOISED_RETURN_IF_ERROR(between("beta1", beta1, 0, 0.9999999));
   DENOISED_RETURN_IF_ERROR(between("beta2", beta2, 0, 0.9999999));
-  DENOISED_RETURN_IF_ERROR(between("eps", eps, 0, 1));
+  DENOISED_RETURN_IF_ERROR(between("adam_eps", eps, 0, 1));
   DENOISED_RETURN_IF_ERROR(between("weight_decay", weight_decay, 0, 1e3));
   DENOISED_RETURN_IF_ERROR(between("clip", clip, 0, 1e9));
   DENOISED_RETURN_IF_ERROR(between("dropout", dropout, 0, 0.999));
