@@ -207,6 +207,11 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
 
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
   if (!fs::is_directory(directory)) return NotFound("{}: there is no such checkpoint", directory);
+  if (!fs::exists(directory + "/run.json") && !fs::exists(directory + "/DONE"))
+    return NotFound(
+        "{}: is not the folder of a checkpoint, such as run/checkpoints/step-000001000; or pass "
+        "--resume latest",
+        directory);
   DENOISED_RETURN_IF_ERROR(CheckDone(directory));
   DENOISED_ASSIGN_OR_RETURN(const nlohmann::json run, ReadJsonFile(directory + "/run.json"));
   DENOISED_ASSIGN_OR_RETURN(const Safetensors file,

@@ -29,6 +29,9 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const nlohmann::json& confi
     const std::string& field = item.key();
     const nlohmann::json& value = item.value();
     const std::string flag = "--" + field;
+    if (field == "config" || field == "help" || field == "version")
+      return InvalidArgument("{}: field '{}' is a flag of the command line alone; remove it", file,
+                             field);
     const bool overridden = std::any_of(given.begin(), given.end(), [&](const std::string& text) {
       return text == flag || text.rfind(flag + "=", 0) == 0;
     });
@@ -243,8 +246,10 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   bool flow_uniform = false, freeze_text = false;
 
   CLI::App app{
-      "denoise-train: trains a diffusion model on pictures and writes a directory that the "
-      "denoised server can load"};
+      "denoise-train trains a diffusion model on pictures and writes a directory that the denoised "
+      "server can load.\n"
+      "Example: denoise-train --data pictures --network network.json --output run --resume latest",
+      "denoise-train"};
   app.option_defaults()->always_capture_default()->multi_option_policy(
       CLI::MultiOptionPolicy::TakeLast);
   app.set_version_flag("--version", fmt::format("denoise-train {}", kVersion));
@@ -268,7 +273,10 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
                  "Stage vae: weight of the edge loss (differences of neighbouring pixels)");
   app.add_option("--init-from", config.init_from,
                  "Start from the weights of this diffusers directory");
-  app.add_option("--objective", objective, "edm, epsilon, v, x0 or flow");
+  app.add_option(
+      "--objective", objective,
+      "What the network learns to predict: edm (Karras et al. 2022), DDPM's epsilon, v or "
+      "x0, or flow (flow matching)");
   app.add_option("--sigma-data", t.objective.sigma_data, "EDM: standard deviation of the pictures");
   app.add_option("--log-sigma-mean", t.objective.log_sigma_mean, "EDM: mean of ln sigma");
   app.add_option("--log-sigma-deviation", t.objective.log_sigma_deviation,
@@ -292,8 +300,10 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory");
   app.add_option("--seed", t.seed, "Seed of all random numbers");
   app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW");
-  app.add_option("--schedule", schedule, "constant, cosine or inverse-sqrt");
-  app.add_option("--warmup-steps", t.rate.warmup_steps, "Steps of linear warm-up");
+  app.add_option("--schedule", schedule,
+                 "Learning rate after the warm-up: constant, cosine or inverse-sqrt");
+  app.add_option("--warmup-steps", t.rate.warmup_steps,
+                 "Steps in which the learning rate rises from 0");
   app.add_option("--reference-steps", t.rate.reference_steps,
                  "Schedule inverse-sqrt: steps before the rate falls");
   app.add_option("--beta1", t.beta1, "beta1 of AdamW");
@@ -465,6 +475,10 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
         "--dtype is \"bf16\", but the CPU trains in fp32; use a machine with a GPU and --device "
         "cuda");
   if (pipeline.empty()) {
+    for (const char* const flag :
+         {"--stage", "--freeze-text", "--kl-weight", "--edge-weight", "--prompt"})
+      if (app.count(flag) > 0)
+        return InvalidArgument("{} needs --pipeline, or has to be left out", flag);
     DENOISED_RETURN_IF_ERROR(ReadNetwork(network, &config));
   } else {
     if (!network.empty() || !config.network_json.is_null())

@@ -57,19 +57,24 @@ RunMetrics::RunMetrics(std::unique_ptr<State> state) : state_(std::move(state)) 
 RunMetrics::~RunMetrics() = default;
 
 absl::StatusOr<std::unique_ptr<RunMetrics>> RunMetrics::Listen(const std::string& address,
-                                                               int64_t step, int64_t steps) {
+                                                               int64_t steps) {
   auto state = std::make_unique<State>();
-  state->step.Set(static_cast<double>(step));
   state->steps.Set(static_cast<double>(steps));
-  state->checkpoint.Set(static_cast<double>(step));
   try {
     state->exposer = std::make_unique<prometheus::Exposer>(address);
     state->exposer->RegisterCollectable(state->registry);
-  } catch (const std::exception& error) {
-    return Unavailable("--metrics-listen {}: {}; choose a free port, or \"\" for none", address,
-                       error.what());
+  } catch (const std::exception&) {  // civetweb's has no reason
+    return Unavailable(
+        "--metrics-listen {}: cannot listen there; give host:port, such as 127.0.0.1:9091, with a "
+        "free port",
+        address);
   }
   return std::unique_ptr<RunMetrics>(new RunMetrics(std::move(state)));
+}
+
+void RunMetrics::Began(int64_t step) {
+  state_->step.Set(static_cast<double>(step));
+  state_->checkpoint.Set(static_cast<double>(step));
 }
 
 void RunMetrics::Stepped(const training::StepReport& report, int64_t pictures, double seconds) {

@@ -60,7 +60,7 @@ absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
                                  before.dump(), value.dump());
   }
   if (differences.empty()) return absl::OkStatus();
-  return FailedPrecondition(
+  return InvalidArgument(
       "--resume: the checkpoint is of another run: {}. Give the same settings, or start anew in "
       "another --output",
       differences);
@@ -78,6 +78,7 @@ class Session {
   absl::StatusOr<Pipeline> PixelPipeline(const std::map<std::string, Tensor>& weights) const;
   Tensor SomePictures() const;
   absl::Status OpenBackend();
+  absl::Status OpenOutput() const;
   absl::Status DryRun();
   absl::Status Begin();
   absl::Status Resume();
@@ -249,18 +250,22 @@ absl::Status Session::DryRun() {
   return absl::OkStatus();
 }
 
-absl::Status Session::Begin() {
+absl::Status Session::OpenOutput() const {
   std::error_code error;
   fs::create_directories(config_.output, error);
   if (error)
     return InvalidArgument("--output {}: cannot be created: {}", config_.output, error.message());
   const bool used = fs::exists(Output("checkpoints")) && !fs::is_empty(Output("checkpoints"));
   if (used && config_.resume.empty())
-    return FailedPrecondition(
+    return InvalidArgument(
         "--output {} has checkpoints of an earlier run; pass --resume latest, or choose another "
         "folder",
         config_.output);
   fs::create_directories(Output("checkpoints"), error);
+  return absl::OkStatus();
+}
+
+absl::Status Session::Begin() {
   DENOISED_RETURN_IF_ERROR(OpenBackend());
   DENOISED_ASSIGN_OR_RETURN(
       std::unique_ptr<training::Exchange> tcp,
@@ -291,11 +296,7 @@ absl::Status Session::Begin() {
   ShortenLog(step_);
   DENOISED_ASSIGN_OR_RETURN(EventFile events, EventFile::Create(Output("events")));
   events_.emplace(std::move(events));
-  if (!config_.metrics_listen.empty()) {
-    DENOISED_ASSIGN_OR_RETURN(
-        metrics_, RunMetrics::Listen(config_.metrics_listen, step_, config_.trainer.steps));
-    Say("metrics on port {}", metrics_->port());
-  }
+  if (step_ >= config_.trainer.steps) return absl::OkStatus();
   const std::string ranks =
       config_.ranks == 1 ? "1 rank"
                          : fmt::format("{} ranks over {}", config_.ranks, chosen.description);
@@ -310,9 +311,9 @@ absl::Status Session::Resume() {
   if (config_.resume == "latest") {
     std::vector<std::string> broken;
     DENOISED_ASSIGN_OR_RETURN(checkpoint, LoadLatestCheckpoint(Output("checkpoints"), &broken));
-    for (const std::string& what : broken) Say("passed over {}", what);
+    for (const std::string& what : broken) Say("checkpoint skipped: {}", what);
     if (!checkpoint) {
-      Say("no checkpoint in {}: from the start", Output("checkpoints"));
+      Say("no checkpoint in {} yet: starting with step 1", Output("checkpoints"));
       return absl::OkStatus();
     }
   } else {
@@ -342,12 +343,12 @@ void Session::ShortenLog(int64_t steps) const {
 void Session::Log(const StepReport& report, double images_per_second) {
   const training::TrainerOptions& t = config_.trainer;
   const double steps_per_second = images_per_second / static_cast<double>(t.batch);
-  Say("step {}/{}  {} images  loss {:.4f}  |g| {:.3f}  rate {:.2e}  {:.1f} images/s  {:.0f} "
-      "GFLOP/s  ETA {}{}",
+  Say("step {}/{}  {} images  loss {:.4f}  gradient norm {:.3f}  learning rate {:.2e}  {:.1f} "
+      "images/s  {:.0f} GFLOP/s  {} left{}",
       report.step, t.steps, report.step * t.batch, report.loss, report.gradient_norm, report.rate,
       images_per_second, step_flops_ * steps_per_second / 1e9,
       Duration(static_cast<double>(t.steps - report.step) / steps_per_second),
-      skipped_ > 0 ? fmt::format("  {} skipped", skipped_) : "");
+      skipped_ > 0 ? fmt::format("  {} steps skipped", skipped_) : "");
   const auto number = [](double value) {
     return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
   };
@@ -502,11 +503,20 @@ absl::Status Session::Loop() {
 }
 
 absl::Status Session::Run() {
+  // What can be refused at once is refused before the pictures are read, which may take minutes.
+  if (!config_.dry_run) DENOISED_RETURN_IF_ERROR(OpenOutput());
+  if (!config_.dry_run && first() && !config_.metrics_listen.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(metrics_,
+                              RunMetrics::Listen(config_.metrics_listen, config_.trainer.steps));
+    Say("metrics on port {}", metrics_->port());
+  }
   DENOISED_RETURN_IF_ERROR(ReadData());
   if (config_.dry_run) return DryRun();
   DENOISED_RETURN_IF_ERROR(Begin());
+  if (metrics_) metrics_->Began(step_);
   if (step_ >= config_.trainer.steps) {
-    Say("step {} of {} is made: nothing to do", step_, config_.trainer.steps);
+    Say("{} steps were already done, and --steps is {}: nothing to do", step_,
+        config_.trainer.steps);
     return absl::OkStatus();
   }
   return Loop();

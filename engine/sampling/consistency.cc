@@ -12,9 +12,7 @@ StepPlan CompileConsistency(const SchedulerConfig::Fields& fields, const Request
   const double min = *fields.sigma_min, max = *fields.sigma_max;
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
-  PlanWriter plan(fields, fields.clip_denoised ? 1 : 0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request, fields.clip_denoised ? 1 : 0);
 
   for (int i = first; i < steps; ++i) {
     const Combination x0 = plan.Evaluate(i - first, path.At(i));

@@ -38,9 +38,7 @@ StepPlan CompileDeis(const SchedulerConfig::Fields& fields, const Request& reque
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
   const bool few = fields.lower_order_final.value_or(true) && steps < kFewSteps;
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   for (int i = first; i < steps; ++i) {
     int order = std::min(request.solver_order, i - first + 1);

@@ -11,9 +11,7 @@ StepPlan CompileDpmSolver(const SchedulerConfig::Fields& fields, const Request& 
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
   const bool few = fields.lower_order_final.value_or(true) && steps < kFewSteps;
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   for (int i = first; i < steps; ++i) {
     int order = std::min(request.solver_order, i - first + 1);
@@ -24,8 +22,8 @@ StepPlan CompileDpmSolver(const SchedulerConfig::Fields& fields, const Request& 
     const Combination d0 = fields.data_prediction ? x0 : plan.Epsilon();
     plan.Keep(0, d0);
     plan.Keep(1, Register(0));
-    const Lambda from = LambdaAt(path, i), to = LambdaAt(path, i + 1);
-    const double h = to.lambda - from.lambda;
+    const Level from = path.At(i), to = path.At(i + 1);
+    const double h = to.lambda() - from.lambda();
     if (h == 0) {  // does not move: final_sigmas_type "sigma_min" after Karras' spacing
       plan.Next(X());
       continue;
@@ -34,10 +32,10 @@ StepPlan CompileDpmSolver(const SchedulerConfig::Fields& fields, const Request& 
                                          request.stochastic, fields.heun_solver);
     Combination x = update.x * X() + update.d0 * d0 + update.noise * Noise();
     if (order >= 2) {
-      const double r0 = (from.lambda - LambdaAt(path, i - 1).lambda) / h;
+      const double r0 = (from.lambda() - path.At(i - 1).lambda()) / h;
       Combination d1 = 1 / r0 * (d0 - Register(0));
       if (order == 3) {
-        const double r1 = (LambdaAt(path, i - 1).lambda - LambdaAt(path, i - 2).lambda) / h;
+        const double r1 = (path.At(i - 1).lambda() - path.At(i - 2).lambda()) / h;
         const Combination earlier = 1 / r1 * (Register(0) - Register(1));
         const Combination d2 = 1 / (r0 + r1) * (d1 - earlier);
         x += update.d2 * d2;

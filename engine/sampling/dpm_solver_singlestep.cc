@@ -23,9 +23,7 @@ StepPlan CompileDpmSolverSinglestep(const SchedulerConfig::Fields& fields, const
   constexpr int kNewest = 0, kOlder = 1, kStart = 2;
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   for (int i = first; i < steps; ++i) {
     const int order = std::min(OrderOf(i, steps, request.solver_order, fields), i - first + 1);
@@ -36,8 +34,8 @@ StepPlan CompileDpmSolverSinglestep(const SchedulerConfig::Fields& fields, const
     plan.Keep(kOlder, Register(kNewest));
     plan.Keep(kStart, start);
 
-    const Lambda from = LambdaAt(path, i - order + 1), to = LambdaAt(path, i + 1);
-    const double h = to.lambda - from.lambda;
+    const Level from = path.At(i - order + 1), to = path.At(i + 1);
+    const double h = to.lambda() - from.lambda();
     if (h == 0) {  // does not move: final_sigmas_type "sigma_min" after Karras' spacing
       plan.Next(start);
       continue;
@@ -48,11 +46,11 @@ StepPlan CompileDpmSolverSinglestep(const SchedulerConfig::Fields& fields, const
     if (order == 1) {
       x += update.d0 * m;
     } else if (order == 2) {
-      const double r = (LambdaAt(path, i).lambda - from.lambda) / h;
+      const double r = (path.At(i).lambda() - from.lambda()) / h;
       x += update.d0 * Register(kNewest) + update.d1 / r * (m - Register(kNewest));
     } else {
-      const double r0 = (LambdaAt(path, i).lambda - from.lambda) / h;
-      const double r1 = (LambdaAt(path, i - 1).lambda - from.lambda) / h;
+      const double r0 = (path.At(i).lambda() - from.lambda()) / h;
+      const double r1 = (path.At(i - 1).lambda() - from.lambda()) / h;
       const Combination d0 = Register(kOlder);
       const Combination near = 1 / r1 * (Register(kNewest) - d0), far = 1 / r0 * (m - d0);
       x += update.d0 * d0;

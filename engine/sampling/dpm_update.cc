@@ -8,7 +8,7 @@ namespace {
 
 /// DPM-Solver++ predicts the image, over a step of h in λ: arXiv 2211.01095, with the paper's
 /// SDE-DPM-Solver++ as its stochastic form.
-DpmUpdate DataUpdate(const Lambda& from, const Lambda& to, double h, int order, bool stochastic,
+DpmUpdate DataUpdate(const Level& from, const Level& to, double h, int order, bool stochastic,
                      bool heun) {
   const double ratio = to.sigma / from.sigma;
   // The stochastic solver integrates over twice the λ and returns what it added as noise.
@@ -25,7 +25,7 @@ DpmUpdate DataUpdate(const Lambda& from, const Lambda& to, double h, int order, 
 }
 
 /// DPM-Solver predicts the noise: arXiv 2206.00927, section 3.
-DpmUpdate NoiseUpdate(const Lambda& from, const Lambda& to, double h, int order, bool stochastic,
+DpmUpdate NoiseUpdate(const Level& from, const Level& to, double h, int order, bool stochastic,
                       bool heun) {
   const double phi_1 = std::expm1(h), twice = stochastic ? 2 : 1;
   DpmUpdate update = {to.alpha / from.alpha, -twice * to.sigma * phi_1, 0, 0,
@@ -38,14 +38,9 @@ DpmUpdate NoiseUpdate(const Lambda& from, const Lambda& to, double h, int order,
 
 }  // namespace
 
-Lambda LambdaAt(const SigmaPath& path, int i) {
-  const Level level = path.At(i);
-  return {level.alpha, level.sigma, std::log(level.alpha) - std::log(level.sigma)};
-}
-
-DpmUpdate DpmUpdateOf(const Lambda& from, const Lambda& to, int order, bool data_prediction,
+DpmUpdate DpmUpdateOf(const Level& from, const Level& to, int order, bool data_prediction,
                       bool stochastic, bool heun) {
-  const double h = to.lambda - from.lambda;
+  const double h = to.lambda() - from.lambda();
   return data_prediction ? DataUpdate(from, to, h, order, stochastic, heun)
                          : NoiseUpdate(from, to, h, order, stochastic, heun);
 }

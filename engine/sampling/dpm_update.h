@@ -7,13 +7,6 @@
 
 namespace denoised {
 
-struct Lambda {
-  double alpha, sigma, lambda;  // λ = ln(alpha/sigma); +∞ at the image
-};
-
-/// Level `i` of a path.
-Lambda LambdaAt(const SigmaPath& path, int i);
-
 /// The weights of one update: x ← x_weight·x + d0·D0 + d1·D1 + d2·D2 + noise·n, where D0, D1, D2
 /// are the model's prediction and its first two derivatives in λ.
 struct DpmUpdate {
@@ -22,7 +15,7 @@ struct DpmUpdate {
 
 /// The update of `order` 1 to 3 over the step from `from` to `to`. `data_prediction`: DPM-Solver++,
 /// else DPM-Solver. `heun`: solver_type "heun", else "midpoint".
-DpmUpdate DpmUpdateOf(const Lambda& from, const Lambda& to, int order, bool data_prediction,
+DpmUpdate DpmUpdateOf(const Level& from, const Level& to, int order, bool data_prediction,
                       bool stochastic, bool heun);
 
 }  // namespace denoised

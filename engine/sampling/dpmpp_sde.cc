@@ -21,9 +21,7 @@ StepPlan CompileDpmppSde(const SchedulerConfig::Fields& fields, const Request& r
   constexpr int kStart = 0;
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   for (int i = first; i < steps; ++i) {
     const double now = path.sigmas[i], next = path.sigmas[i + 1];

@@ -8,9 +8,7 @@ namespace denoised {
 StepPlan CompileEuler(const SchedulerConfig::Fields& fields, const Request& request) {
   const SigmaPath path = SigmaPathOf(fields, request);
   const int first = request.FirstStep(path.steps());
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
   plan.ChurnStart(path.Churned(first, request.churn, fields).added);
 
   for (int i = first; i < path.steps(); ++i) {

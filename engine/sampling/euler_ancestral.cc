@@ -10,9 +10,7 @@ namespace denoised {
 StepPlan CompileEulerAncestral(const SchedulerConfig::Fields& fields, const Request& request) {
   const SigmaPath path = SigmaPathOf(fields, request);
   const int first = request.FirstStep(path.steps());
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   for (int i = first; i < path.steps(); ++i) {
     const double now = path.sigmas[i], next = path.sigmas[i + 1];

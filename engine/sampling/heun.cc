@@ -9,9 +9,7 @@ StepPlan CompileHeun(const SchedulerConfig::Fields& fields, const Request& reque
   constexpr int kStart = 0, kSlope = 1;
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
-  PlanWriter plan(fields, ClipOf(fields, false));
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request, ClipOf(fields, false));
   plan.ChurnStart(path.Churned(first, request.churn, fields).added);
 
   for (int i = first; i < steps; ++i) {

@@ -13,9 +13,7 @@ StepPlan CompileKdpm2(const SchedulerConfig::Fields& fields, const Request& requ
   const bool ancestral = request.sampler == Sampler::kKdpm2Ancestral;
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   for (int i = first; i < steps; ++i) {
     const double now = path.sigmas[i], next = path.sigmas[i + 1];

@@ -28,9 +28,7 @@ StepPlan CompileLms(const SchedulerConfig::Fields& fields, const Request& reques
   constexpr int kOrder = 4;
   const SigmaPath path = SigmaPathOf(fields, request);
   const int first = request.FirstStep(path.steps());
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   for (int i = first; i < path.steps(); ++i) {
     plan.Evaluate(i - first, path.At(i));

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cmath>
+
 #include "engine/sampling/combination.h"
 #include "engine/sampling/scheduler_fields.h"
 
@@ -13,6 +15,9 @@ struct Level {
   double sigma = 0;
   /// The model's condition: the timestep, or EDM's c_noise.
   double condition = 0;
+
+  /// λ = ln(alpha/sigma), half of the log SNR; +∞ at the image.
+  double lambda() const { return std::log(alpha) - std::log(sigma); }
 };
 
 /// The model's inputs and prediction at a level: F(input_scale·x, condition), x0 = x0_from_x·x +

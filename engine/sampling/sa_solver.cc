@@ -11,8 +11,6 @@ namespace {
 // of the last step that does not depend on predictions: its start, scaled, and its noise.
 constexpr int kHistory = 3, kBase = 3;
 
-double LambdaOf(const Level& level) { return std::log(level.alpha) - std::log(level.sigma); }
-
 /// The coefficients of the polynomial in u, constant first, that is 1 at nodes[which] and 0 at the
 /// other nodes.
 std::vector<double> LagrangePolynomial(const std::vector<double>& nodes, size_t which) {
@@ -36,7 +34,7 @@ class AdamsStep {
     // diffusers' tau_func: noise in the middle of the training timesteps alone.
     tau2_ = now_.condition >= 200 && now_.condition <= 800 ? 1 : 0;
     data_ = !fields.noise_prediction;
-    h_ = LambdaOf(next_) - LambdaOf(now_);
+    h_ = next_.lambda() - now_.lambda();
   }
 
   /// What the start and the noise of this evaluation contribute.
@@ -53,7 +51,7 @@ class AdamsStep {
     const size_t order = predictions.size();
     std::vector<double> nodes;  // λ, counted from the end of the step
     for (size_t k = 0; k < order; ++k)
-      nodes.push_back(LambdaOf(path_.At(newest - static_cast<int>(k))) - LambdaOf(next_));
+      nodes.push_back(path_.At(newest - static_cast<int>(k)).lambda() - next_.lambda());
 
     // ∫ uⁿ·exp(rate·u) du over the step
     const double rate = data_ ? 1 + tau2_ : -1, decay = std::exp(-rate * h_);
@@ -91,9 +89,7 @@ StepPlan CompileSaSolver(const SchedulerConfig::Fields& fields, const Request& r
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
   const bool lower_final = fields.lower_order_final.value_or(true);
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   for (int i = first; i < steps; ++i) {
     const Combination x0 = plan.Evaluate(i - first, path.At(i));

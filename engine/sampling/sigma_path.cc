@@ -205,6 +205,14 @@ SigmaPath SigmaPathOf(const Fields& fields, const Request& request) {
                                               : DiscretePath(fields, request);
 }
 
+PlanWriter PlanAlong(const SigmaPath& path, const SchedulerConfig::Fields& fields,
+                     const Request& request, double clip) {
+  PlanWriter plan(fields, clip);
+  plan.StartFromNoise(path.initial_noise);
+  if (request.from_image()) plan.StartFromImage(path.At(request.FirstStep(path.steps())));
+  return plan;
+}
+
 bool WalksSigmas(Sampler sampler) {
   return sampler != Sampler::kDdpm && sampler != Sampler::kDdim && sampler != Sampler::kPndm &&
          sampler != Sampler::kLcm && sampler != Sampler::kTcd;

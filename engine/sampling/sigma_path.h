@@ -37,6 +37,11 @@ double ConditionAt(double sigma, const SchedulerConfig::Fields& fields);
 
 SigmaPath SigmaPathOf(const SchedulerConfig::Fields& fields, const Request& request);
 
+/// A plan that starts from the path's noise, or from the request's image at its first step. `clip`:
+/// see PlanWriter.
+PlanWriter PlanAlong(const SigmaPath& path, const SchedulerConfig::Fields& fields,
+                     const Request& request, double clip = 0);
+
 /// Whether a sampler walks a SigmaPath, rather than whole timesteps.
 bool WalksSigmas(Sampler sampler);
 /// DPM-Solver, DEIS, UniPC and SA-Solver: they space one timestep more than they visit.

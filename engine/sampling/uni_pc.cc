@@ -32,8 +32,6 @@ std::vector<double> Solve(std::vector<std::vector<double>> a, std::vector<double
   return b;
 }
 
-double LambdaOf(const Level& level) { return std::log(level.alpha) - std::log(level.sigma); }
-
 /// One step from a path level to the next, arXiv 2302.04867: UniP (algorithm 2) when it knows
 /// predictions at and before its start, UniC (algorithm 1) when at its end too.
 class UniStep {
@@ -41,14 +39,14 @@ class UniStep {
   UniStep(const SchedulerConfig::Fields& fields, const SigmaPath& path, int from)
       : path_(path), now_(path.At(from)), next_(path.At(from + 1)) {
     data_ = fields.predict_x0;
-    h_ = LambdaOf(next_) - LambdaOf(now_);
+    h_ = next_.lambda() - now_.lambda();
     signed_h_ = data_ ? -h_ : h_;
     b_h_ = fields.bh1 ? signed_h_ : std::expm1(signed_h_);
   }
 
   double h() const { return h_; }
   /// Where an earlier level lies, in units of h from the start; the end lies at 1.
-  double Position(int level) const { return (LambdaOf(path_.At(level)) - LambdaOf(now_)) / h_; }
+  double Position(int level) const { return (path_.At(level).lambda() - now_.lambda()) / h_; }
 
   /// The state at the end, from `x` and the prediction `m` at the start and `others` elsewhere.
   Combination Advance(const Combination& x, const Combination& m,
@@ -96,9 +94,7 @@ class UniStep {
 StepPlan CompileUniPc(const SchedulerConfig::Fields& fields, const Request& request) {
   const SigmaPath path = SigmaPathOf(fields, request);
   const int steps = path.steps(), first = request.FirstStep(steps);
-  PlanWriter plan(fields, /*clip=*/0);
-  plan.StartFromNoise(path.initial_noise);
-  if (request.from_image()) plan.StartFromImage(path.At(first));
+  PlanWriter plan = PlanAlong(path, fields, request);
 
   int last_order = 0;
   for (int i = first; i < steps; ++i) {

@@ -253,15 +253,18 @@ struct DropoutArgs {
 };
 
 /// AdamW (arXiv 1711.05101, as torch.optim.AdamW): g = gradient · min(1, clip / (norm + 1e-6));
-/// w ← w·(1 − rate·decay); m ← β₁m + (1 − β₁)g; v ← β₂v + (1 − β₂)g²;
-/// w ← w − rate/correction1 · m / (√v/√correction2 + eps); then average ← decay·average + (1 −
-/// decay)·w. Nothing at all is changed when `squared_norm` is not finite.
+/// m ← m + (1 − β₁)(g − m); v ← v + (1 − β₂)(g² − v);
+/// w ← w − rate·decay·w − rate/correction1 · m / (√v/√correction2 + eps); then average ← average +
+/// share·(w − average). Nothing at all is changed when `squared_norm` is not finite.
+///
+/// Each 1 − x is rounded once: as a float, 0.999 leaves 1 − 0.999 wrong by 1.3e-5.
 struct UpdateArgs {
   Tensor master, gradient, m, v;  // F32 [P]
   std::vector<Tensor> averages;   // F32 [P] each, at most 8
   Tensor squared_norm;            // F32 [1], of the whole gradient
   Tensor scalars;                 // F32 [16]: UpdateScalars
-  float beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0.01f;
+  double beta1 = 0.9, beta2 = 0.999;
+  float eps = 1e-8f, weight_decay = 0.01f;
   float clip = 0;  // 0: no clipping
 };
 

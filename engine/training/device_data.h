@@ -37,10 +37,10 @@ static_assert(sizeof(SampleRow) == 64);
 /// Uploaded as F32; what changes from step to step lives on the device, so that a step can be one
 /// captured graph.
 struct UpdateScalars {
-  float rate = 0;           // learning rate of this step
-  float correction1 = 1;    // 1 − β₁ᵗ
-  float correction2 = 1;    // 1 − β₂ᵗ
-  float ema_decay[8] = {};  // of this step, by average
+  float rate = 0;               // learning rate of this step
+  float correction1 = 1;        // 1 − β₁ᵗ
+  float correction2 = 1;        // 1 − β₂ᵗ
+  float average_share[8] = {};  // 1 − decay of this step, by average
   float reserved[5] = {};
 };
 static_assert(sizeof(UpdateScalars) == 64);

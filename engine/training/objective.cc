@@ -192,27 +192,22 @@ nlohmann::json Objective::SchedulerConfig() const {
   const char* const prediction = options_.kind == Kind::kEpsilon ? "epsilon"
                                  : options_.kind == Kind::kV     ? "v_prediction"
                                                                  : "sample";
-  if (options_.learned_variance)  // DDPM is diffusers' scheduler that samples with it
-    return {{"_class_name", "DDPMScheduler"},
-            {"beta_start", options_.beta_start},
-            {"beta_end", options_.beta_end},
-            {"beta_schedule", options_.beta_schedule},
-            {"clip_sample", true},
-            {"num_train_timesteps", options_.timesteps},
-            {"prediction_type", prediction},
-            {"steps_offset", 0},
-            {"timestep_spacing", "leading"},
-            {"variance_type", "learned_range"}};
-  return {{"_class_name", "DDIMScheduler"},
-          {"beta_start", options_.beta_start},
-          {"beta_end", options_.beta_end},
-          {"beta_schedule", options_.beta_schedule},
-          {"clip_sample", true},
-          {"num_train_timesteps", options_.timesteps},
-          {"prediction_type", prediction},
-          {"set_alpha_to_one", true},
-          {"steps_offset", 0},
-          {"timestep_spacing", "leading"}};
+  nlohmann::json config = {{"beta_start", options_.beta_start},
+                           {"beta_end", options_.beta_end},
+                           {"beta_schedule", options_.beta_schedule},
+                           {"clip_sample", true},
+                           {"num_train_timesteps", options_.timesteps},
+                           {"prediction_type", prediction},
+                           {"steps_offset", 0},
+                           {"timestep_spacing", "leading"}};
+  if (options_.learned_variance) {
+    config["_class_name"] = "DDPMScheduler";  // the one of diffusers that samples with it
+    config["variance_type"] = "learned_range";
+  } else {
+    config["_class_name"] = "DDIMScheduler";
+    config["set_alpha_to_one"] = true;
+  }
+  return config;
 }
 
 }  // namespace denoised::training

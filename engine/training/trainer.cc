@@ -291,13 +291,13 @@ absl::Status TrainerOptions::Check(int ranks) const {
     return InvalidArgument(
         "accumulation is {}; it must divide the {} chunks of a rank (chunks / ranks)", accumulation,
         chunks / ranks);
-  DENOISED_RETURN_IF_ERROR(between("rate", rate.rate, 0, 1e3));
+  DENOISED_RETURN_IF_ERROR(between("learning_rate", rate.rate, 0, 1e3));
   DENOISED_RETURN_IF_ERROR(between("warmup_steps", static_cast<double>(rate.warmup_steps), 0, 4e9));
   DENOISED_RETURN_IF_ERROR(
       between("reference_steps", static_cast<double>(rate.reference_steps), 1, 4e9));
   DENOISED_RETURN_IF_ERROR(between("beta1", beta1, 0, 0.9999999));
   DENOISED_RETURN_IF_ERROR(between("beta2", beta2, 0, 0.9999999));
-  DENOISED_RETURN_IF_ERROR(between("eps", eps, 0, 1));
+  DENOISED_RETURN_IF_ERROR(between("adam_eps", eps, 0, 1));
   DENOISED_RETURN_IF_ERROR(between("weight_decay", weight_decay, 0, 1e3));
   DENOISED_RETURN_IF_ERROR(between("clip", clip, 0, 1e9));
   DENOISED_RETURN_IF_ERROR(between("dropout", dropout, 0, 0.999));
@@ -762,8 +762,8 @@ void Trainer::Update() {
                    .averages = averages_,
                    .squared_norm = squared_norm_,
                    .scalars = scalars_,
-                   .beta1 = static_cast<float>(options_.beta1),
-                   .beta2 = static_cast<float>(options_.beta2),
+                   .beta1 = options_.beta1,
+                   .beta2 = options_.beta2,
                    .eps = static_cast<float>(options_.eps),
                    .weight_decay = static_cast<float>(options_.weight_decay),
                    .clip = static_cast<float>(options_.clip)});
@@ -799,7 +799,7 @@ absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {
   scalars.correction1 = static_cast<float>(1 - std::pow(options_.beta1, t));
   scalars.correction2 = static_cast<float>(1 - std::pow(options_.beta2, t));
   for (size_t i = 0; i < averages_.size(); ++i)
-    scalars.ema_decay[i] = static_cast<float>(options_.averages[i].DecayAt(report.step));
+    scalars.average_share[i] = static_cast<float>(1 - options_.averages[i].DecayAt(report.step));
   backend_.Upload(&scalars, sizeof scalars, scalars_);
   backend_.Run(update_recording_.get(), [&] { Update(); });
 

@@ -205,7 +205,8 @@ TEST_F(DataTest, ClassVectorsOfMetadataZipAndArrays) {
   ASSERT_TRUE(single.ok()) << single.status();
   EXPECT_THAT(single->dataset.vectors.ToFloats(), ElementsAre(7, 9));
   // Floats are neither classes nor pictures.
-  ExpectRefused(images, Write("y.npy", Npy("<f4", "(2)", floats({1, 2}))), "whole numbers");
+  ExpectRefused(images, Write("y.npy", Npy("<f4", "(2)", floats({1, 2}))),
+                "y.npy: labels must be whole numbers");
   ExpectRefused(Write("z.npy", Npy("<f4", "(1, 2, 2)", floats({1, 2, 3, 4}))), images, "uint8");
 }
 
@@ -287,12 +288,24 @@ TEST_F(DataTest, ZipRefusals) {
   std::string broken = whole;
   broken[60] ^= 0x55;
   ExpectRefused(Write("broken.zip", broken), "", "a.png");
+  // Its path stands there once.
+  std::string damaged =
+      Zip({{"a.png", Png(2, 7)}, {"dataset.json", R"({"labels": [["a.png", 0]]})"}}, true);
+  damaged[60] ^= 0x55;
+  const std::string path = Write("damaged.zip", damaged);
+  const auto refused = ReadPictures(path, "", Options(2));
+  EXPECT_EQ(refused.status().message().rfind(path), 0u) << refused.status();
   ExpectRefused(Write("none.zip", Zip({{"a.txt", "x"}}, false)), "", "no PNG, JPEG or WebP");
   ExpectRefused(Write("unlabelled.zip", whole), "", "no label");
   ExpectRefused(
       Write("labels.zip",
             Zip({{"a.png", Png(2, 7)}, {"dataset.json", R"({"labels": [["a.png", -1]]})"}}, false)),
       "", "is not [file, label]");
+  ExpectRefused(
+      Write("lost.zip", Zip({{"a.png", Png(2, 7)},
+                             {"dataset.json", R"({"labels": [["a.png", 0], ["lost.png", 1]]})"}},
+                            false)),
+      "", "lost.zip/dataset.json: there is no picture \"lost.png\"");
   // An entry that says it unpacks to less than it does.
   std::string liar =
       Zip({{"a.png", std::string(100000, 'x')}, {"dataset.json", R"({"labels": [["a.png", 0]]})"}},
@@ -316,7 +329,7 @@ TEST_F(DataTest, IdxPlainAndPacked) {
   ExpectRefused(Write("short", images.substr(0, 20)), "", "promises 8 bytes of data");
   ExpectRefused(Write("images", images), "", "--labels");
   ExpectRefused(Write("images", images), Write("one", labels.substr(0, 7) + "\x01\x03"),
-                "2 pictures, but 1 labels");
+                "one: there are 2 pictures, but 1 labels");
 }
 
 TEST_F(DataTest, NumpyArrays) {

@@ -168,7 +168,7 @@ class RunTest(unittest.TestCase):
         newest = self.root / "a/checkpoints/step-000000012/state.safetensors"
         newest.write_bytes(newest.read_bytes()[:-1000])
         said = self.train("a", resume="latest", steps=16)
-        self.assertIn("passed over", said)
+        self.assertIn("checkpoint skipped", said)
         self.assertIn("it was cut off", said)
         self.assertIn("resumed at step 8", said)
         self.train("whole", steps=16)
@@ -224,6 +224,9 @@ class RunTest(unittest.TestCase):
         self.assertEqual(self.state("named"), self.state("folders"))
         metadata.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
         self.assertIn("5.png: it has no label", self.train("missing", rc=2))
+        lost = {"file_name": "down/lost.png", "label": "down"}
+        metadata.write_text("".join(json.dumps(line) + "\n" for line in [*lines, lost]))
+        self.assertIn(f"{self.data}/down/lost.png: cannot be read", self.train("lost", rc=2))
         metadata.write_text('{"file_name": 3}\n')
         self.assertIn("metadata.jsonl, line 1", self.train("broken", rc=2))
 
@@ -281,7 +284,7 @@ class RunTest(unittest.TestCase):
         self.assertIn("no null class", said)
         lines[0]["label"][1] = 9
         (self.data / "metadata.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-        said = self.train("a", rc=1, resume="latest", **{**flags, "steps": 16})
+        said = self.train("a", rc=2, resume="latest", **{**flags, "steps": 16})
         self.assertIn("data was", said)
 
     def test_a_learned_variance_is_drawn_from(self):
@@ -307,7 +310,7 @@ class RunTest(unittest.TestCase):
         self.assertEqual(self.state("a"), self.state("b"))
         weights = (self.root / "a/model/unet/diffusion_pytorch_model.safetensors").read_bytes()
         self.assertNotIn(b"map_augment", weights)
-        said = self.train("a", rc=1, resume="latest", augment=0.25)
+        said = self.train("a", rc=2, resume="latest", augment=0.25)
         self.assertIn("augment was 0.5 and is 0.25", said)
 
     def test_metrics(self):
@@ -344,7 +347,13 @@ class RunTest(unittest.TestCase):
         families = set(re.findall(r"^# TYPE (denoised_train_\w+)", text, re.MULTILINE))
         page = (Path(__file__).parent.parent.parent / "docs/training.md").read_text()
         self.assertEqual(families, set(re.findall(r"^\| `(denoised_train_\w+)`", page, re.MULTILINE)))
-        self.assertIn("--metrics-listen", self.train("b", rc=1, **{"metrics-listen": "nowhere:x"}))
+        said = self.train("b", rc=1, **{"metrics-listen": "nowhere:x"})
+        self.assertIn("--metrics-listen nowhere:x: cannot listen there; give host:port", said)
+        self.assertNotIn("read in", said)  # before the pictures are read
+
+    def test_help_names_the_program(self):
+        done = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, check=True)
+        self.assertIn("Usage: denoise-train [OPTIONS]", done.stdout)
 
     def test_ranks_of_other_launchers(self):
         self.train("one")
@@ -383,6 +392,10 @@ class RunTest(unittest.TestCase):
         self.assertFalse((self.root / "b").exists())
         config.write_text('{"stepps": 3}')
         self.assertIn("stepps", self.train("c", rc=2, config=config))
+        for flag in ("config", "help", "version"):
+            config.write_text(json.dumps({flag: "other.json"}))
+            said = self.train("c", rc=2, config=config)
+            self.assertIn(f"field '{flag}' is a flag of the command line alone", said)
 
     def test_refuses_by_name(self):
         for flags, message in [
@@ -396,13 +409,21 @@ class RunTest(unittest.TestCase):
             ({"average": "decay:1.5"}, "1.5"),
             ({"resume": self.root / "none"}, "no such checkpoint"),
             ({"null-class": 7}, "null_class"),
+            ({"learning-rate": -1}, "learning_rate is -1"),
+            ({"prompt": "a cat"}, "--prompt needs --pipeline"),
+            ({"stage": "vae"}, "--stage needs --pipeline"),
+            ({"data": self.root / "network.json"}, "neither a folder, .zip"),
         ]:
             with self.subTest(flags=flags):
                 self.assertIn(message, self.train("refused", rc=2, **flags))
         self.train("a", steps=4)
-        self.assertIn("--resume latest", self.train("a", rc=1, steps=4))
-        said = self.train("a", rc=1, resume="latest", batch=32)
+        self.assertIn("--resume latest", self.train("a", rc=2, steps=4))
+        said = self.train("a", rc=2, resume="latest", batch=32)
         self.assertIn("batch was 16 and is 32", said)
+        self.assertIn("is not the folder of a checkpoint", self.train("a", rc=2, resume=self.root / "a"))
+        said = self.train("a", resume="latest", steps=3)
+        self.assertIn("4 steps were already done, and --steps is 3: nothing to do", said)
+        self.assertNotIn("steps 5 to 3", said)
 
 
 if __name__ == "__main__":

@@ -324,8 +324,8 @@ TEST_P(ModelSteps, TenAdamWStepsAgreeWithPyTorch) {
                     .averages = {OnDevice(*backend, start)},
                     .squared_norm = floats(1),
                     .scalars = floats(16),
-                    .beta1 = 0.9f,
-                    .beta2 = 0.99f,
+                    .beta1 = 0.9,
+                    .beta2 = 0.99,
                     .eps = 1e-6f,
                     .weight_decay = 0.02f,
                     .clip = 0.5f};
@@ -339,7 +339,7 @@ TEST_P(ModelSteps, TenAdamWStepsAgreeWithPyTorch) {
       const UpdateScalars scalars{.rate = 3e-3f,
                                   .correction1 = static_cast<float>(1 - std::pow(0.9, step)),
                                   .correction2 = static_cast<float>(1 - std::pow(0.99, step)),
-                                  .ema_decay = {0.8f}};
+                                  .average_share = {0.2f}};
       backend->Upload(&scalars, sizeof scalars, args.scalars);
       backend->SquaredNorm(args.gradient, args.squared_norm);
       backend->Update(args);

@@ -410,7 +410,7 @@ TEST_P(OpTest, UpdateSkipsWhatIsNotFinite) {
                   .squared_norm = NewF32({1}, INFINITY),
                   .scalars = NewF32({16})};
   const UpdateScalars scalars{
-      .rate = 0.1f, .correction1 = 0.1f, .correction2 = 0.001f, .ema_decay = {0.5f}};
+      .rate = 0.1f, .correction1 = 0.1f, .correction2 = 0.001f, .average_share = {0.5f}};
   backend_->Upload(&scalars, sizeof scalars, args.scalars);
   backend_->Update(args);
   args.squared_norm = NewF32({1}, NAN);
@@ -422,6 +422,38 @@ TEST_P(OpTest, UpdateSkipsWhatIsNotFinite) {
   const float master = Values(args.master)[0];
   EXPECT_NEAR(master, 1 - 0.1f * 0.01f - 0.1f, 1e-6);
   EXPECT_NEAR(Values(args.averages[0])[0], 0.5f + 0.5f * master, 1e-6);
+}
+
+// In double. The rest of a decay near 1 must not be a difference of floats: 1 − 0.999f is 1.3e-5
+// off.
+TEST_P(OpTest, UpdatesRoundAsLittleAsFloatsCan) {
+  const float weight = 0.75f, gradient = 3e-3f;
+  UpdateArgs args{.master = NewF32({1}, weight),
+                  .gradient = NewF32({1}, gradient),
+                  .m = NewF32({1}, 0),
+                  .v = NewF32({1}, 0),
+                  .averages = {NewF32({1}, 0)},
+                  .squared_norm = NewF32({1}, 1),
+                  .scalars = NewF32({16})};
+  const double share = 1e-5;
+  double w = weight, m = 0, v = 0, average = 0;
+  for (int step = 1; step <= 3; ++step) {
+    const UpdateScalars scalars{.rate = 0.01f,
+                                .correction1 = static_cast<float>(1 - std::pow(0.9, step)),
+                                .correction2 = static_cast<float>(1 - std::pow(0.999, step)),
+                                .average_share = {static_cast<float>(share)}};
+    backend_->Upload(&scalars, sizeof scalars, args.scalars);
+    backend_->Update(args);
+    m += (1 - 0.9) * (double{gradient} - m);
+    v += (1 - 0.999) * (double{gradient} * gradient - v);
+    w -= 0.01 * 0.01 * w +
+         0.01 / (1 - std::pow(0.9, step)) * m / (std::sqrt(v / (1 - std::pow(0.999, step))) + 1e-8);
+    average += share * (w - average);
+    EXPECT_NEAR(Values(args.m)[0] / m, 1, 3e-7) << step;
+    EXPECT_NEAR(Values(args.v)[0] / v, 1, 3e-7) << step;
+    EXPECT_NEAR(Values(args.master)[0] / w, 1, 3e-7) << step;
+    EXPECT_NEAR(Values(args.averages[0])[0] / average, 1, 3e-7) << step;
+  }
 }
 
 TEST_P(OpTest, SumsOfManyElements) {

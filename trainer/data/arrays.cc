@@ -63,7 +63,7 @@ absl::StatusOr<Array> ParseIdx(std::string_view packed, const std::string& name)
   DENOISED_ASSIGN_OR_RETURN(const std::string bytes, Gunzip(packed, name));
   const auto byte = [&](size_t at) { return static_cast<unsigned char>(bytes[at]); };
   if (bytes.size() < 4 || byte(0) != 0 || byte(1) != 0)
-    return InvalidArgument("{}: not an IDX file: it does not begin with two zeros", name);
+    return InvalidArgument("{}: neither a folder, .zip, .npz, .npy nor IDX file", name);
   Array array;
   array.big_endian = true;
   switch (byte(2)) {

@@ -11,6 +11,7 @@
 #include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 
 #include "engine/images/formats.h"
 #include "trainer/data/archive.h"
@@ -37,8 +38,8 @@ struct Candidate {
   std::string name;  // for messages
   std::string file;  // below a folder; else empty
   std::optional<Label> label;
-  double weight = 1;  // see Dataset::weights
-  std::function<absl::StatusOr<std::string>()> read;
+  double weight = 1;                                  // see Dataset::weights
+  std::function<absl::StatusOr<std::string>()> read;  // errors name the picture
 };
 
 bool IsPicture(std::string name) {
@@ -114,17 +115,17 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
   std::vector<float> vectors;
   size_t vector_size = 0;
   for (const Candidate& candidate : candidates) {
-    absl::Status status;
+    std::string what;  // is wrong with it
     if ((options.wants_labels || options.wants_vectors) && !candidate.label) {
-      status = InvalidArgument("it has no label");
+      what = candidate.name + ": it has no label";
     } else if (options.wants_vectors && count > 0 &&
                candidate.label->vector.size() != vector_size) {
-      status = InvalidArgument("its label has {} numbers, and those of others {}",
-                               candidate.label->vector.size(), vector_size);
+      what = fmt::format("{}: its label has {} numbers, and those of others {}", candidate.name,
+                         candidate.label->vector.size(), vector_size);
     } else if (absl::StatusOr<std::string> file = candidate.read(); !file.ok()) {
-      status = file.status();
+      what = std::string(file.status().message());
     } else if (absl::StatusOr<Pixels> pixels = DecodeFile(*file, kMaxPixels); !pixels.ok()) {
-      status = pixels.status();
+      what = fmt::format("{}: {}", candidate.name, std::string(pixels.status().message()));
     } else {
       Fit(FromPixels(*pixels, options.channels), options, images.as<uint8_t>() + count * each);
       if (options.wants_vectors) {
@@ -138,8 +139,7 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
       pictures.dataset.weights.push_back(candidate.weight);
       ++count;
     }
-    if (status.ok()) continue;
-    const std::string what = fmt::format("{}: {}", candidate.name, std::string(status.message()));
+    if (what.empty()) continue;
     if (!options.skip_bad) return InvalidArgument("{}. Remove it, or pass --skip-bad-files", what);
     pictures.bad.push_back(what);
   }
@@ -177,9 +177,9 @@ std::string LabelKind(bool vector) {
                 : fmt::format("a name or a number from 0 to {}", kMaxLabel);
 }
 
-/// Labels, and the weights of those pictures that have one.
+/// Labels, all files that have a line, and the weights of those pictures that have one.
 absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
-                                    std::vector<std::string>* names,
+                                    std::vector<std::string>* names, std::set<std::string>* files,
                                     std::map<std::string, double>* weights) {
   DENOISED_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
   Labels labels;
@@ -197,6 +197,7 @@ absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
       return InvalidArgument("{}, line {}: is not an object with a \"file_name\"", file.string(),
                              line_number);
     const std::string name = json["file_name"];
+    files->insert(name);
     if (json.contains("weight")) {
       const nlohmann::json& weight = json["weight"];
       if (!weight.is_number() || !(weight >= 0) || !std::isfinite(weight.get<double>()))
@@ -217,32 +218,32 @@ absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
   if (!labels.empty() && !files_of_name.empty())
     return InvalidArgument("{}: some labels are names and some are numbers; use one kind",
                            file.string());
-  for (const auto& [name, files] : files_of_name) {
-    for (const std::string& of : files) labels[of].number = static_cast<int32_t>(names->size());
+  for (const auto& [name, its_files] : files_of_name) {
+    for (const std::string& of : its_files) labels[of].number = static_cast<int32_t>(names->size());
     names->push_back(name);
   }
   return labels;
 }
 
 absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOptions& options) {
-  std::vector<std::string> files;  // relative
+  std::set<std::string> files;  // relative
   std::error_code error;
   fs::recursive_directory_iterator walk(path, fs::directory_options::follow_directory_symlink,
                                         error);
   for (; !error && walk != fs::recursive_directory_iterator(); walk.increment(error)) {
     if (walk->is_regular_file(error) && IsPicture(walk->path().filename()))
-      files.push_back(fs::relative(walk->path(), path, error).generic_string());
+      files.insert(fs::relative(walk->path(), path, error).generic_string());
   }
   if (error) return NotFound("{}: cannot be read: {}", path, error.message());
-  std::sort(files.begin(), files.end());
 
   std::vector<std::string> names;
   std::map<std::string, double> weights;
   Labels labels;
   const fs::path metadata = fs::path(path) / "metadata.jsonl";
   if (fs::exists(metadata)) {
-    DENOISED_ASSIGN_OR_RETURN(labels,
-                              ReadMetadata(metadata, options.wants_vectors, &names, &weights));
+    // A file that has a line and is not there cannot be read.
+    DENOISED_ASSIGN_OR_RETURN(
+        labels, ReadMetadata(metadata, options.wants_vectors, &names, &files, &weights));
   } else if (options.wants_vectors) {
     return InvalidArgument(
         "{}: has no metadata.jsonl: the network reads class vectors, so each picture needs a line "
@@ -307,13 +308,20 @@ absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& 
         }};
     if (const auto found = labels.find(entry->name); found != labels.end())
       candidate.label = found->second;
+    labels.erase(entry->name);
     candidates.push_back(std::move(candidate));
   }
+  for (const auto& [name, label] : labels)
+    candidates.push_back({.name = name, .file = {}, .label = label, .read = [&path, &name = name] {
+                            return NotFound("{}/dataset.json: there is no picture \"{}\"", path,
+                                            name);
+                          }});
   return Decode(path, candidates, options);
 }
 
 absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,
-                                    const std::string& path, const PictureOptions& options) {
+                                    const std::string& path, const std::string& labels_path,
+                                    const PictureOptions& options) {
   if (images.element != 1 || images.is_signed || images.is_float)
     return InvalidArgument("{}: pictures must be uint8", path);
   const size_t rank = images.shape.size();
@@ -346,28 +354,28 @@ absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,
     if (labels->shape.empty() || labels->shape.size() > 2 || labels->shape[0] != count ||
         size < 1 || size > static_cast<int64_t>(kMaxVector))
       return InvalidArgument(
-          "{}: there are {} pictures, but class vectors [{}]; give [M, D] numbers", path, count,
-          fmt::join(labels->shape, ", "));
+          "{}: there are {} pictures, but class vectors [{}]; give [M, D] numbers", labels_path,
+          count, fmt::join(labels->shape, ", "));
     std::vector<float> vectors(static_cast<size_t>(count * size));
     for (size_t i = 0; i < vectors.size(); ++i) {
       vectors[i] = static_cast<float>(labels->NumberAt(static_cast<int64_t>(i)));
       if (!std::isfinite(vectors[i]))
         return InvalidArgument("{}: the class vector of picture {} holds {}; use finite numbers",
-                               path, static_cast<int64_t>(i) / size, vectors[i]);
+                               labels_path, static_cast<int64_t>(i) / size, vectors[i]);
     }
     pictures.dataset.vectors = Tensor::HostF32({count, size}, vectors);
     return pictures;
   }
   if (labels->is_float)
-    return InvalidArgument("{}: labels must be whole numbers; save y.astype('int64')", path);
+    return InvalidArgument("{}: labels must be whole numbers; save y.astype('int64')", labels_path);
   if (labels->shape.empty() || labels->elements() != count)
-    return InvalidArgument("{}: there are {} pictures, but {} labels", path, count,
+    return InvalidArgument("{}: there are {} pictures, but {} labels", labels_path, count,
                            labels->elements());
   for (int64_t i = 0; i < count; ++i) {
     const int64_t label = labels->At(i);
     if (label < 0 || label > kMaxLabel)
-      return InvalidArgument("{}: label {} of picture {} is not from 0 to {}", path, label, i,
-                             kMaxLabel);
+      return InvalidArgument("{}: label {} of picture {} is not from 0 to {}", labels_path, label,
+                             i, kMaxLabel);
     pictures.dataset.labels.push_back(static_cast<int32_t>(label));
   }
   return pictures;
@@ -392,9 +400,9 @@ absl::StatusOr<Pictures> ReadNpz(const std::string& path, const PictureOptions& 
     return ParseNpy(array, path + "/" + entry.name);
   };
   DENOISED_ASSIGN_OR_RETURN(const Array pictures, read(*images));
-  if (labels == nullptr) return FromArrays(pictures, nullptr, path, options);
+  if (labels == nullptr) return FromArrays(pictures, nullptr, path, "", options);
   DENOISED_ASSIGN_OR_RETURN(const Array classes, read(*labels));
-  return FromArrays(pictures, &classes, path, options);
+  return FromArrays(pictures, &classes, path, path + "/labels.npy", options);
 }
 
 bool EndsWith(const std::string& text, std::string_view ending) {
@@ -422,10 +430,10 @@ absl::StatusOr<Pictures> ReadPictures(const std::string& path, const std::string
   if (labels_path.empty()) {
     if (options.wants_labels || options.wants_vectors)
       return InvalidArgument("the network has classes: give the file of labels with --labels");
-    return FromArrays(images, nullptr, path, options);
+    return FromArrays(images, nullptr, path, "", options);
   }
   DENOISED_ASSIGN_OR_RETURN(const Array labels, ReadArray(labels_path));
-  return FromArrays(images, &labels, path, options);
+  return FromArrays(images, &labels, path, labels_path, options);
 }
 
 }  // namespace denoised::trainer

@@ -388,9 +388,9 @@ class CpuBackend final : public Backend {
     const float norm = std::sqrt(squared);
     const AdamW adamw = {
         .gradient_scale = args.clip > 0 ? std::min(1.0f, args.clip / (norm + 1e-6f)) : 1.0f,
-        .keep = 1.0f - scalars.rate * args.weight_decay,
-        .beta1 = args.beta1,
-        .beta2 = args.beta2,
+        .decay = scalars.rate * args.weight_decay,
+        .m_share = static_cast<float>(1 - args.beta1),
+        .v_share = static_cast<float>(1 - args.beta2),
         .step_size = scalars.rate / scalars.correction1,
         .root_correction2 = std::sqrt(scalars.correction2),
         .eps = args.eps};
@@ -399,7 +399,7 @@ class CpuBackend final : public Backend {
       UpdateWeights(adamw, args.gradient.as<float>() + begin, master, args.m.as<float>() + begin,
                     args.v.as<float>() + begin, count);
       for (size_t i = 0; i < args.averages.size(); ++i)
-        MoveAverage(scalars.ema_decay[i], master, args.averages[i].as<float>() + begin, count);
+        MoveAverage(scalars.average_share[i], master, args.averages[i].as<float>() + begin, count);
     });
   }
 

@@ -162,17 +162,17 @@ void UpdateWeights(const AdamW& adamw, const float* gradient, float* master, flo
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
     const float g = gradient[i] * k.gradient_scale;
-    m[i] = k.beta1 * m[i] + (1.0f - k.beta1) * g;
-    v[i] = k.beta2 * v[i] + (1.0f - k.beta2) * g * g;
-    master[i] =
-        master[i] * k.keep - k.step_size * m[i] / (sqrtf(v[i]) / k.root_correction2 + k.eps);
+    m[i] += k.m_share * (g - m[i]);
+    v[i] += k.v_share * (g * g - v[i]);
+    master[i] -=
+        k.decay * master[i] + k.step_size * m[i] / (sqrtf(v[i]) / k.root_correction2 + k.eps);
   }
 }
 
 DENOISED_EACH_ISA
-void MoveAverage(float decay, const float* w, float* average, int64_t count) {
+void MoveAverage(float share, const float* w, float* average, int64_t count) {
 #pragma omp simd
-  for (int64_t i = 0; i < count; ++i) average[i] = decay * average[i] + (1.0f - decay) * w[i];
+  for (int64_t i = 0; i < count; ++i) average[i] += share * (w[i] - average[i]);
 }
 
 }  // namespace denoised::training::cpu

@@ -36,13 +36,14 @@ void AddTo(float* a, const float* b, int64_t count);
 double SquareSum(const float* x, int64_t count);
 
 struct AdamW {
-  float gradient_scale, keep /* 1 − rate·decay */, beta1, beta2, step_size, root_correction2, eps;
+  float gradient_scale, decay /* rate·decay */, m_share /* 1 − β₁ */, v_share, step_size,
+      root_correction2, eps;
 };
 /// One update of `count` weights; see UpdateArgs.
 void UpdateWeights(const AdamW& adamw, const float* gradient, float* master, float* m, float* v,
                    int64_t count);
 
-/// average = decay·average + (1 − decay)·w
-void MoveAverage(float decay, const float* w, float* average, int64_t count);
+/// average += share·(w − average)
+void MoveAverage(float share, const float* w, float* average, int64_t count);
 
 }  // namespace denoised::training::cpu

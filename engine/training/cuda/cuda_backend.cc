@@ -616,8 +616,8 @@ class CudaBackend final : public Backend {
                            .count = args.master.elements(),
                            .squared_norm = Floats(args.squared_norm),
                            .scalars = reinterpret_cast<const UpdateScalars*>(Floats(args.scalars)),
-                           .beta1 = args.beta1,
-                           .beta2 = args.beta2,
+                           .m_share = static_cast<float>(1 - args.beta1),
+                           .v_share = static_cast<float>(1 - args.beta2),
                            .eps = args.eps,
                            .weight_decay = args.weight_decay,
                            .clip = args.clip};

@@ -299,7 +299,8 @@ struct UpdateLaunch {
   int64_t count = 0;
   const float* squared_norm = nullptr;
   const UpdateScalars* scalars = nullptr;
-  float beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0, clip = 0;
+  float m_share = 0, v_share = 0;  // 1 − β₁, 1 − β₂
+  float eps = 0, weight_decay = 0, clip = 0;
 };
 cudaError_t LaunchUpdate(const UpdateLaunch& update, cudaStream_t stream);
 

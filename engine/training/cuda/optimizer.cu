@@ -53,18 +53,18 @@ __global__ void __launch_bounds__(kThreads)
   const float factor =
       update.clip > 0.0f ? fminf(1.0f, update.clip / (sqrtf(squared) + 1e-6f)) : 1.0f;
   const float g = update.gradient[i] * factor;
-  const float m = update.beta1 * update.m[i] + (1.0f - update.beta1) * g;
-  const float v = update.beta2 * update.v[i] + (1.0f - update.beta2) * g * g;
+  const float m = update.m[i] + update.m_share * (g - update.m[i]);
+  const float v = update.v[i] + update.v_share * (g * g - update.v[i]);
   const float step =
       scalars.rate / scalars.correction1 * m / (sqrtf(v) / sqrtf(scalars.correction2) + update.eps);
-  const float w = update.master[i] * (1.0f - scalars.rate * update.weight_decay) - step;
+  const float master = update.master[i];
+  const float w = master - (scalars.rate * update.weight_decay * master + step);
   update.m[i] = m;
   update.v[i] = v;
   update.master[i] = w;
   for (int average = 0; average < update.average_count; ++average) {
-    const float decay = scalars.ema_decay[average];
     float& value = update.averages[average][i];
-    value = decay * value + (1.0f - decay) * w;
+    value += scalars.average_share[average] * (w - value);
   }
 }
 
