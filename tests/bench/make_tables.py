@@ -1060,6 +1060,44 @@ def speed(data):
     return [f"Evaluations on one {device} in bf16: {parts[0]}. {parts[1][0].upper()}{parts[1][1:]}."]
 
 
+def train_curves(data, topic="train-curves"):
+    """denoise-train beside PyTorch, by their distance from PyTorch in float64; see train_curves.py."""
+    file = data(topic)
+    losses, steps = file["losses"], file["steps"]
+    few, last = steps // 20, steps // 8
+
+    def distance(name, end):
+        if len(losses[name]) < end:  # a shorter run
+            return None
+        squares = [(a / b - 1) ** 2 for a, b in zip(losses[name][:end], losses["float64"][:end])]
+        return math.sqrt(statistics.fmean(squares))
+
+    def loss(name):
+        if len(losses[name]) < steps:
+            return "–"
+        return f"{statistics.fmean(losses[name][-last:]):.7f}"
+
+    ours = [name for name in losses if name.startswith("denoise-train")]
+    others = [name for name in losses if name not in ours and name != "float64"]
+    rows = [["PyTorch, float64", "", "", loss("float64")]]
+    rows += [[name if name in ours else f"PyTorch, {name}",
+              *("–" if (found := distance(name, end)) is None else f"{found:.2e}"
+                for end in (few, steps)), loss(name)]
+             for name in (*ours, *others)]
+
+    def between(names, end):
+        found = [each for name in names if (each := distance(name, end)) is not None]
+        least, most = f"{min(found):.1e}", f"{max(found):.1e}"
+        runs = f"{len(found)} run" + "s" * (len(found) > 1)
+        return f"{least} to {most} ({runs})" if least != most else f"{least} ({runs})"
+
+    return table(["Run", f"Distance, first {few} steps", f"Distance, all {steps} steps",
+                  f"Loss, last {last} steps"], rows) + [""] + [
+        f"Over {what} steps, `denoise-train` lies {between(ours, end)} from float64, PyTorch's "
+        f"float32 {between(others, end)}."
+        for what, end in ((f"the first {few}", few), ("all", steps))]
+
+
 TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": models, "latent": latent, "train": train, "memory": memory, "loop": loop,
           "convolutions": convolutions, "other-convolutions": other_convolutions,
           "linears": linears, "attentions": attentions, "group-norms": group_norms,
@@ -1068,9 +1106,11 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "ceilings": ceilings, "clocks": clocks, "cpu": cpu, "portable": portable, "start": start,
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
           "serving": serving, "pipelines": pipelines, "latent-errors": latent_errors, "http": http, "event-streams": event_streams, "page": page,
-          "scheduling": scheduling, "scheduling-host": scheduling_host}
+          "scheduling": scheduling, "scheduling-host": scheduling_host,
+          "train-curves": train_curves,
+          "train-curves-mnist-32": lambda data: train_curves(data, "train-curves-mnist-32")}
 
-ELSEWHERE = {"speed", "http", "event-streams"}  # not on docs/benchmarks.md
+ELSEWHERE = {"speed", "http", "event-streams", "train-curves", "train-curves-mnist-32"}  # not on docs/benchmarks.md
 
 
 def made(page, folder):
@@ -1096,11 +1136,12 @@ def made(page, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--page", type=Path, help="default: docs/benchmarks.md, docs/http.md and README.md")
+    parser.add_argument("--page", type=Path, help="default: docs/benchmarks.md, docs/http.md, docs/training.md and README.md")
     parser.add_argument("--data", type=Path, default=ROOT / "docs/benchmarks")
     args = parser.parse_args()
     pages = [args.page] if args.page else [ROOT / "docs/benchmarks.md",
-                                                    ROOT / "docs/http.md", ROOT / "README.md"]
+                                                    ROOT / "docs/http.md", ROOT / "docs/training.md",
+                                                    ROOT / "README.md"]
     texts = {path: path.read_text() for path in pages}
     if args.page is None or args.page.name != "README.md":
         missing = [name for name in TABLES if not (args.page and name in ELSEWHERE) and
