@@ -163,7 +163,7 @@ class TextToImageTest(unittest.TestCase):
         self.assertIn("3.png: has no caption", self.train("missing", rc=2))
         # Another caption is another run.
         (self.data / "3.txt").write_text("something else\n")
-        said = self.train("files", rc=1, resume="latest", steps=6)
+        said = self.train("files", rc=2, resume="latest", steps=6)
         self.assertIn("data was", said)
 
     def test_weights_choose_pictures(self):
