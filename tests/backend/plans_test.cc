@@ -394,6 +394,14 @@ TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
   }
 }
 
+// The tests of layers in e4m3 skip a backend that denies them.
+TEST_F(HopperPlansTest, HopperMultipliesE4m3) {
+  EXPECT_TRUE(backend_->MultipliesE4m3());
+  const auto generic = OpenBackend({.device = "cuda", .generic_kernels = true});
+  ASSERT_TRUE(generic.ok()) << generic.status();
+  EXPECT_TRUE((*generic)->MultipliesE4m3());
+}
+
 TEST_F(HopperPlansTest, AllCandidatesInE4m3GiveTheSameBits) {
   for (const Case& c : kCases) {
     if (c.upsample2x) continue;

@@ -337,35 +337,31 @@ DENOISED_WGMMA(192, 96, 96, 97)
 DENOISED_WGMMA(256, 128, 128, 129)
 
 /// The same with a predicate that disables accumulation, so that the first product of a sum needs
-/// no zeros. y is [n, 16]; p: the number of the asm operand after x and y.
-#define DENOISED_WGMMA_FROM_ZERO(n, r, a, b, p)                                                 \
-  __device__ inline void Wgmma(float(&d)[r], uint64_t x, uint64_t y, bool add) {                \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #p                                    \
-                 ", 0;\n"                                                                       \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \
-                 "}, %" #a ", %" #b ", add, 1, 1, 0, 0;\n}"                                     \
-                 : DENOISED_SUMS_##r(d, 0)                                                      \
-                 : "l"(x), "l"(y), "r"(static_cast<int>(add)));                                 \
+/// no zeros. y is [n, k]; p: the number of the asm operand after x and y. `scales`: of the
+/// operands, and for bf16 that neither is transposed.
+#define DENOISED_WGMMA_FROM_ZERO(Name, types, scales, n, r, a, b, p)                 \
+  __device__ inline void Name(float(&d)[r], uint64_t x, uint64_t y, bool add) {      \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #p                         \
+                 ", 0;\n"                                                            \
+                 "wgmma.mma_async.sync.aligned.m64n" #n types " {" DENOISED_LIST_##r \
+                 "}, %" #a ", %" #b ", add, " scales ";\n}"                          \
+                 : DENOISED_SUMS_##r(d, 0)                                           \
+                 : "l"(x), "l"(y), "r"(static_cast<int>(add)));                      \
   }
-DENOISED_WGMMA_FROM_ZERO(32, 16, 16, 17, 18)
-DENOISED_WGMMA_FROM_ZERO(64, 32, 32, 33, 34)
-DENOISED_WGMMA_FROM_ZERO(80, 40, 40, 41, 42)
-DENOISED_WGMMA_FROM_ZERO(96, 48, 48, 49, 50)
-DENOISED_WGMMA_FROM_ZERO(128, 64, 64, 65, 66)
-DENOISED_WGMMA_FROM_ZERO(160, 80, 80, 81, 82)
-DENOISED_WGMMA_FROM_ZERO(192, 96, 96, 97, 98)
+#define DENOISED_WGMMA_BF16(...) \
+  DENOISED_WGMMA_FROM_ZERO(Wgmma, "k16.f32.bf16.bf16", "1, 1, 0, 0", __VA_ARGS__)
+DENOISED_WGMMA_BF16(32, 16, 16, 17, 18)
+DENOISED_WGMMA_BF16(64, 32, 32, 33, 34)
+DENOISED_WGMMA_BF16(80, 40, 40, 41, 42)
+DENOISED_WGMMA_BF16(96, 48, 48, 49, 50)
+DENOISED_WGMMA_BF16(128, 64, 64, 65, 66)
+DENOISED_WGMMA_BF16(160, 80, 80, 81, 82)
+DENOISED_WGMMA_BF16(192, 96, 96, 97, 98)
 
 /// The same of e4m3, [64, 32] × [n, 32]ᵀ. Rows in shared memory have 128 elements; for each 32
 /// along k, add 2 to the descriptors. Sums keep about 14 bits of fraction.
-#define DENOISED_WGMMA_E4M3(n, r, a, b, p)                                                      \
-  __device__ inline void WgmmaE4m3(float(&d)[r], uint64_t x, uint64_t y, bool add) {            \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #p                                    \
-                 ", 0;\n"                                                                       \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" DENOISED_LIST_##r \
-                 "}, %" #a ", %" #b ", add, 1, 1;\n}"                                           \
-                 : DENOISED_SUMS_##r(d, 0)                                                      \
-                 : "l"(x), "l"(y), "r"(static_cast<int>(add)));                                 \
-  }
+#define DENOISED_WGMMA_E4M3(...) \
+  DENOISED_WGMMA_FROM_ZERO(WgmmaE4m3, "k32.f32.e4m3.e4m3", "1, 1", __VA_ARGS__)
 DENOISED_WGMMA_E4M3(32, 16, 16, 17, 18)
 DENOISED_WGMMA_E4M3(128, 64, 64, 65, 66)
 DENOISED_WGMMA_E4M3(160, 80, 80, 81, 82)
