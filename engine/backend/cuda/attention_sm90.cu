@@ -31,6 +31,7 @@
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/hopper.cuh"
+#include "engine/backend/cuda/mma.cuh"
 #include "engine/backend/cuda/tensor_map.h"
 
 namespace denoised::cuda {
@@ -157,23 +158,6 @@ struct Softmax {
   }
 };
 
-/// Lane i of four holds word i of each of four vectors; afterwards it holds vector i.
-__device__ inline void ExchangeWords(uint32_t (&v)[4]) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
-    const bool high = (lane & bit) != 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if ((j & bit) != 0) continue;
-      const uint32_t low_vector = v[j], high_vector = v[j + bit];
-      const uint32_t received = __shfl_xor_sync(~0u, high ? low_vector : high_vector, bit);
-      v[j] = high ? received : low_vector;
-      v[j + bit] = high ? high_vector : received;
-    }
-  }
-}
-
 /// A warp's 16 rows, starting at `query`.
 template <typename T>
 __device__ inline void WriteOutput(const AttentionLaunch& attention, const Step& step, int query,
@@ -201,7 +185,7 @@ __device__ inline void WriteOutput(const AttentionLaunch& attention, const Step&
         const int j = 4 * (first + i) + 2 * r;
         words[i] = PackBf16(output[j] * inverse, output[j + 1] * inverse);
       }
-      ExchangeWords(words);
+      ExchangeInQuad(words);
       const int vector = first + lane % 4, column = step.part * T::kPart + vector * 8;
       if (row < attention.tokens && vector < kVectors && column < attention.dim) {
         *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);

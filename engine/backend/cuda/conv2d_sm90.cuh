@@ -134,27 +134,6 @@ __device__ inline void ScaleAndAddBias(const Params& params, int n0, float (&sum
   }
 }
 
-/// Four lanes hold two neighbouring outputs of each of four blocks of eight, of one pixel. After
-/// the exchange, lane i holds the eight outputs of block i. v[2·j], v[2·j + 1] belong to block j.
-__device__ inline void ExchangeInQuad(float (&v)[8]) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
-    const bool high = (lane & bit) != 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if ((j & bit) != 0) continue;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float low_block = v[2 * j + i], high_block = v[2 * (j + bit) + i];
-        const float received = __shfl_xor_sync(~0u, high ? low_block : high_block, bit);
-        v[2 * j + i] = high ? received : low_block;
-        v[2 * (j + bit) + i] = high ? high_block : received;
-      }
-    }
-  }
-}
-
 /// The epilogue for outputs of any dtype, alignment, activation and number: 64 pixels and 32
 /// outputs. One row after the other, to keep the code small.
 __device__ inline void FinishElements(const Conv2dLaunch& conv, const Params& params, int phase,
@@ -169,7 +148,7 @@ __device__ inline void FinishElements(const Conv2dLaunch& conv, const Params& pa
       const int at = 4 * (j / 2) + j % 2;
       v[j] = h == 0 ? accumulators[0][at] : accumulators[0][at + 2];
     }
-    ExchangeInQuad(v);
+    ExchangeInQuad(v);  // from two outputs of each block of eight to the eight of one
     if (m >= params.grid.pixels || n >= conv.outputs) continue;
     FinishOutputs(conv, OutputPixel(conv, params.grid, m, phase), n, v);
   }

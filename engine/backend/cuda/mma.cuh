@@ -83,4 +83,28 @@ __device__ inline void MultiplyE4m3(float (&c)[4], const uint32_t (&a)[4], uint3
 #endif
 }
 
+/// Transposes in a quad of lanes. Lane i holds part i of each of four vectors, v[j · kPart …] of
+/// vector j, as accumulators do; afterwards it holds vector i.
+template <typename T, int kCount>
+__device__ inline void ExchangeInQuad(T (&v)[kCount]) {
+  constexpr int kPart = kCount / 4;
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool high = (lane & bit) != 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if ((j & bit) != 0) continue;
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) {
+        T &low_vector = v[kPart * j + i], &high_vector = v[kPart * (j + bit) + i];
+        const T low = low_vector, of_high = high_vector;
+        const T received = __shfl_xor_sync(~0u, high ? low : of_high, bit);
+        low_vector = high ? received : low;
+        high_vector = high ? of_high : received;
+      }
+    }
+  }
+}
+
 }  // namespace denoised::cuda
