@@ -30,7 +30,7 @@ unsigned Compress(unsigned char** out, size_t* out_size, const unsigned char* in
   if (room > std::numeric_limits<uint32_t>::max()) return 1;
   *out = static_cast<unsigned char*>(std::malloc(room));
   if (*out == nullptr) return 1;
-  isal_zstream stream;
+  isal_zstream stream{};  // isal_deflate_stateless_init() leaves hist_bits, the window, as it was
   isal_deflate_stateless_init(&stream);
   const auto buffer = std::make_unique_for_overwrite<uint8_t[]>(ISAL_DEF_LVL1_DEFAULT);
   stream.level = 1;

@@ -194,6 +194,28 @@ TEST(PngTest, ShrinksWhatItCanAndStoresTheRest) {
   }
 }
 
+/// Leaves `value` wherever the next call may find its variables.
+[[gnu::noinline]] void FillStack(uint16_t value) {
+  volatile uint16_t filled[1 << 17];
+  for (volatile uint16_t& each : filled) each = value;
+}
+
+TEST(PngTest, GivesTheSameBytesWhateverWasInMemory) {
+  // Rows come again after 20 rows of noise, which only a window of more than 1 KiB reaches.
+  std::mt19937 random(1);
+  Pixels pixels{96, 96, 1, std::vector<uint8_t>(96 * 96)};
+  for (size_t i = 0; i < pixels.samples.size(); ++i) {
+    const size_t back = 20 * 96;
+    pixels.samples[i] = i < back ? static_cast<uint8_t>(random()) : pixels.samples[i - back];
+  }
+  FillStack(0);
+  const std::string expected = EncodePng(pixels, {}).value();
+  for (uint16_t value = 1; value < 20; ++value) {
+    FillStack(value);
+    EXPECT_TRUE(EncodePng(pixels, {}).value() == expected) << value;
+  }
+}
+
 TEST(PngTest, PicksTheFilterOfEachRow) {
   // Stripes under a little noise. One filter leaves the noise alone, a bit or two of each sample.
   std::mt19937 random(1);
