@@ -90,6 +90,9 @@ void ReadOptional(ConfigReader* reader, const char* field, std::optional<T>* val
 }
 }  // namespace
 
+void ConfigReader::Read(const char* field, std::optional<bool>* value) {
+  ReadOptional(this, field, value);
+}
 void ConfigReader::Read(const char* field, std::optional<int>* value) {
   ReadOptional(this, field, value);
 }

@@ -29,6 +29,7 @@ class ConfigReader {
   void Read(const char* field, int* value);
   void Read(const char* field, double* value);
   void Read(const char* field, std::string* value);
+  void Read(const char* field, std::optional<bool>* value);
   void Read(const char* field, std::optional<int>* value);
   void Read(const char* field, std::optional<double>* value);
   void Read(const char* field, std::optional<std::string>* value);

@@ -231,12 +231,7 @@ void ReadSpacing(ConfigReader& config, Fields* fields) {
 }
 
 void ReadClipping(ConfigReader& config, Fields* fields) {
-  if (config.Has("clip_sample")) {
-    bool clip = false;
-    config.Read("clip_sample", &clip);
-    fields->clip_sample = clip;
-  }
-  config.Ignore({"clip_sample"});
+  config.Read("clip_sample", &fields->clip_sample);
   config.Read("clip_sample_range", &fields->clip_sample_range);
   if (!(fields->clip_sample_range > 0))
     config.Complain("clip_sample_range", "use a number above 0");
@@ -309,12 +304,7 @@ void ReadSolvers(ConfigReader& config, Fields* fields) {
   else if (fields->default_sampler == Sampler::kDpmSolverSde && !fields->data_prediction &&
            fields->solver_order == 3)
     config.Complain("solver_order", "sde-dpmsolver has no third order; use 1 or 2");
-  if (config.Has("lower_order_final")) {
-    bool lower = true;
-    config.Read("lower_order_final", &lower);
-    fields->lower_order_final = lower;
-  }
-  config.Ignore({"lower_order_final"});
+  config.Read("lower_order_final", &fields->lower_order_final);
   config.Read("euler_at_final", &fields->euler_at_final);
   config.Read("predict_x0", &fields->predict_x0);
   config.Read("disable_corrector", &fields->disable_corrector);
@@ -329,12 +319,7 @@ void ReadSolvers(ConfigReader& config, Fields* fields) {
 }
 
 void ReadSamplers(ConfigReader& config, Fields* fields) {
-  if (config.Has("set_alpha_to_one")) {
-    bool to_one = false;
-    config.Read("set_alpha_to_one", &to_one);
-    fields->set_alpha_to_one = to_one;
-  }
-  config.Ignore({"set_alpha_to_one"});
+  config.Read("set_alpha_to_one", &fields->set_alpha_to_one);
   config.Read("skip_prk_steps", &fields->skip_prk_steps);
   config.Read("original_inference_steps", &fields->original_inference_steps);
   if (fields->original_inference_steps < 1 ||
