@@ -21,15 +21,14 @@ struct VaeHalf::Kept {
   std::vector<KeptLevel> levels;
   ResnetBlock::Kept mid_resnets[2];
   SelfAttention::Kept mid_attention;
-  GroupNorm::Kept norm_out;
-  Tensor normed_out;  // unless norms are recomputed
+  OutputLayers::Kept output;
 };
 
 void VaeHalf::KeptDeleter::operator()(Kept* kept) const { delete kept; }
 
 VaeHalf::VaeHalf(const Declare& declare, const VaeConfig& config, bool encoder, int in_channels,
                  int out_channels)
-    : encoder_(encoder), out_channels_(out_channels) {
+    : encoder_(encoder) {
   const auto resnet = [&](int in, int out) {
     return ResnetBlock::Options{.in_channels = in,
                                 .out_channels = out,
@@ -69,14 +68,15 @@ VaeHalf::VaeHalf(const Declare& declare, const VaeConfig& config, bool encoder, 
     mid_resnets_.emplace_back(mid / "resnets" / i, resnet(deepest, deepest));
   if (config.mid_block_add_attention)
     mid_attention_.emplace(mid / "attentions" / 0, attention(deepest));
-  norm_out_ = GroupNorm(declare / "conv_norm_out", channels.back(), config.norm_num_groups,
-                        kNormEps, Activation::kSilu);
-  conv_out_ = Conv2d(declare / "conv_out", channels.back(), out_channels, 3);
+  output_ = OutputLayers(declare, {.in_channels = channels.back(),
+                                   .out_channels = out_channels,
+                                   .groups = config.norm_num_groups,
+                                   .eps = kNormEps});
 }
 
 void VaeHalf::Pack(const Masters& masters) const {
   conv_in_.Pack(masters);
-  conv_out_.Pack(masters);
+  output_.Pack(masters);
   for (const Level& level : levels_) {
     for (const ResnetBlock& resnet : level.resnets) resnet.Pack(masters);
     for (const SelfAttention& attention : level.attentions) attention.Pack(masters);
@@ -130,23 +130,13 @@ Tensor VaeHalf::Forward(Pass& pass, const Tensor& input, KeptPointer* kept_point
     x = level.resample->Forward(pass, {.x = x, .geometry = Geometry(*level.resample)});
   }
   if (encoder_) x = Middle(pass, x, &kept);
-  const Tensor normed = norm_out_.Forward(pass, x, {}, &kept.norm_out);
-  if (!pass.recompute_norms) kept.normed_out = normed;
-  const Tensor out = pass.NewF32({x.dim(0), x.dim(1), x.dim(2), out_channels_});
-  return conv_out_.Forward(pass, {.x = normed, .geometry = conv_out_.Same(), .out = out});
+  return output_.Forward(pass, x, &kept.output);
 }
 
 Tensor VaeHalf::Backward(Pass& pass, KeptPointer kept_pointer, const Tensor& doutput,
                          bool wants_dx) const {
   Kept& kept = *kept_pointer;
-  Tensor d;
-  {
-    const Tensor normed = kept.normed_out ? kept.normed_out : norm_out_.Again(pass, kept.norm_out);
-    d = conv_out_.Backward(pass, normed, conv_out_.Same(), doutput);
-    kept.normed_out = {};
-  }
-  d = norm_out_.Backward(pass, kept.norm_out, d, {}, nullptr);
-  kept.norm_out = {};
+  Tensor d = output_.Backward(pass, std::move(kept.output), doutput);
   if (encoder_) d = MiddleBackward(pass, &kept, d);
   for (size_t i = levels_.size(); i-- > 0;) {
     const Level& level = levels_[i];

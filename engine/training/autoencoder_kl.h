@@ -41,12 +41,11 @@ class VaeHalf {
   Tensor MiddleBackward(Pass& pass, Kept* kept, Tensor d) const;
 
   bool encoder_ = true;
-  int out_channels_ = 0;
-  Conv2d conv_in_, conv_out_;
+  Conv2d conv_in_;
   std::vector<Level> levels_;
   std::vector<ResnetBlock> mid_resnets_;
   std::optional<SelfAttention> mid_attention_;
-  GroupNorm norm_out_;
+  OutputLayers output_;
 };
 
 /// diffusers' AutoencoderKL with its backward pass. Declares its parameters by their checkpoint

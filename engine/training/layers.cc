@@ -433,4 +433,26 @@ Tensor ResnetBlock::Backward(Pass& pass, const Kept& kept, const Tensor& time, c
   return da;
 }
 
+OutputLayers::OutputLayers(const Declare& declare, const Options& options)
+    : out_channels_(options.out_channels),
+      norm_(declare / "conv_norm_out", options.in_channels, options.groups, options.eps,
+            Activation::kSilu),
+      conv_(declare / "conv_out", options.in_channels, options.out_channels, 3) {}
+
+void OutputLayers::Pack(const Masters& masters) const { conv_.Pack(masters); }
+
+Tensor OutputLayers::Forward(Pass& pass, const Tensor& x, Kept* kept) const {
+  const Tensor normed = norm_.Forward(pass, x, {}, &kept->norm);
+  if (!pass.recompute_norms) kept->normed = normed;
+  const Tensor out = pass.NewF32({x.dim(0), x.dim(1), x.dim(2), out_channels_});
+  return conv_.Forward(pass, {.x = normed, .geometry = conv_.Same(), .out = out});
+}
+
+Tensor OutputLayers::Backward(Pass& pass, Kept kept, const Tensor& dout) const {
+  if (!kept.normed) kept.normed = norm_.Again(pass, kept.norm);
+  const Tensor dnormed = conv_.Backward(pass, kept.normed, conv_.Same(), dout);
+  kept.normed = {};
+  return norm_.Backward(pass, kept.norm, dnormed, {}, nullptr);
+}
+
 }  // namespace denoised::training

@@ -260,4 +260,31 @@ class ResnetBlock {
   Linear time_, shortcut_;
 };
 
+/// A network's last layers, diffusers' conv_norm_out, SiLU and conv_out.
+class OutputLayers {
+ public:
+  struct Options {
+    int in_channels = 0, out_channels = 0;
+    int groups = 32;
+    double eps = 1e-6;
+  };
+  struct Kept {
+    GroupNorm::Kept norm;
+    Tensor normed;  // unless it is recomputed
+  };
+  OutputLayers() = default;
+  /// Under the network's own prefix.
+  OutputLayers(const Declare& declare, const Options& options);
+  void Pack(const Masters& masters) const;
+  /// x [N, H, W, in_channels]. Returns F32 [N, H, W, out_channels].
+  Tensor Forward(Pass& pass, const Tensor& x, Kept* kept) const;
+  /// Returns dx. Frees what was kept as soon as it is used.
+  Tensor Backward(Pass& pass, Kept kept, const Tensor& dout) const;
+
+ private:
+  int out_channels_ = 0;
+  GroupNorm norm_;
+  Conv2d conv_;
+};
+
 }  // namespace denoised::training

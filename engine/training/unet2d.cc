@@ -19,8 +19,7 @@ struct UNet2D::Kept {
   std::vector<KeptLevel> down, up;
   ResnetBlock::Kept mid_resnets[2];
   SelfAttention::Kept mid_attention;
-  GroupNorm::Kept norm_out;
-  Tensor normed_out;  // unless norms are recomputed
+  OutputLayers::Kept output;
 };
 
 void UNet2D::KeptDeleter::operator()(Kept* kept) const { delete kept; }
@@ -165,9 +164,10 @@ void UNet2D::Build(const Declare& declare) {
                &up_[i]);
     in = out;
   }
-  norm_out_ = GroupNorm(declare / "conv_norm_out", channels[0], *config_.norm_num_groups,
-                        config_.norm_eps, Activation::kSilu);
-  conv_out_ = Conv2d(declare / "conv_out", channels[0], config_.out_channels, 3);
+  output_ = OutputLayers(declare, {.in_channels = channels[0],
+                                   .out_channels = config_.out_channels,
+                                   .groups = *config_.norm_num_groups,
+                                   .eps = config_.norm_eps});
 }
 
 void UNet2D::BuildLevel(const Declare& declare, const UNet2DBlock& kind,
@@ -198,7 +198,7 @@ void UNet2D::Pack(const Masters& masters) const {
   if (class_embedding_) class_embedding_->Pack(masters);
   if (augment_) augment_->Pack(masters);
   conv_in_.Pack(masters);
-  conv_out_.Pack(masters);
+  output_.Pack(masters);
   for (const std::vector<Level>* path : {&down_, &up_}) {
     for (const Level& level : *path) {
       for (const ResnetBlock& resnet : level.resnets) resnet.Pack(masters);
@@ -310,10 +310,7 @@ Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_
     }
   }
 
-  const Tensor normed = norm_out_.Forward(pass, x, {}, &kept.norm_out);
-  if (!pass.recompute_norms) kept.normed_out = normed;
-  Tensor out = pass.NewF32({rows, x.dim(1), x.dim(2), config_.out_channels});
-  conv_out_.Forward(pass, {.x = normed, .geometry = conv_out_.Same(), .out = out});
+  Tensor out = output_.Forward(pass, x, &kept.output);
   if (fourier_weight_ >= 0) pass.backend.DivideRows(out, input.condition, out);
   return out;
 }
@@ -323,14 +320,7 @@ void UNet2D::Backward(Pass& pass, const NetworkInput& input, KeptPointer kept_po
   Kept& kept = *kept_pointer;
   const Tensor& time = kept.activated;
   if (fourier_weight_ >= 0) pass.backend.DivideRows(doutput, input.condition, doutput);
-  Tensor d;
-  {
-    const Tensor normed = kept.normed_out ? kept.normed_out : norm_out_.Again(pass, kept.norm_out);
-    d = conv_out_.Backward(pass, normed, conv_out_.Same(), doutput);
-    kept.normed_out = {};
-  }
-  d = norm_out_.Backward(pass, kept.norm_out, d, {}, nullptr);
-  kept.norm_out = {};
+  Tensor d = output_.Backward(pass, std::move(kept.output), doutput);
 
   // The up path yields the gradients of the skips in the order in which the down path, traversed
   // backwards, needs them.

@@ -79,8 +79,8 @@ class UNet2D {
   TimestepEmbedding time_embedding_;
   std::optional<TimestepEmbedding> class_embedding_;
   std::optional<Linear> augment_;
-  Conv2d conv_in_, conv_out_;
-  GroupNorm norm_out_;
+  Conv2d conv_in_;
+  OutputLayers output_;
   std::vector<Level> down_, up_;
   std::vector<ResnetBlock> mid_resnets_;
   std::optional<SelfAttention> mid_attention_;

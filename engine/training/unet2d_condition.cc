@@ -16,8 +16,7 @@ struct UNet2DCondition::Kept {
   std::vector<KeptLevel> down, up;
   ResnetBlock::Kept mid_resnets[2];
   Transformer2D::Kept mid_transformer;
-  GroupNorm::Kept norm_out;
-  Tensor normed_out;  // unless norms are recomputed
+  OutputLayers::Kept output;
 };
 
 void UNet2DCondition::KeptDeleter::operator()(Kept* kept) const { delete kept; }
@@ -123,9 +122,10 @@ void UNet2DCondition::Build(const Declare& declare) {
       up_[i].resample.emplace(block / "upsamplers" / 0 / "conv", out, out, 3, /*upsample2x=*/true);
     in = out;
   }
-  norm_out_ = GroupNorm(declare / "conv_norm_out", channels[0], config_.norm_num_groups,
-                        config_.norm_eps, Activation::kSilu);
-  conv_out_ = Conv2d(declare / "conv_out", channels[0], config_.out_channels, 3);
+  output_ = OutputLayers(declare, {.in_channels = channels[0],
+                                   .out_channels = config_.out_channels,
+                                   .groups = config_.norm_num_groups,
+                                   .eps = config_.norm_eps});
 }
 
 void UNet2DCondition::BuildLevel(const Declare& declare, int level, bool transformers,
@@ -142,7 +142,7 @@ void UNet2DCondition::BuildLevel(const Declare& declare, int level, bool transfo
 void UNet2DCondition::Pack(const Masters& masters) const {
   time_embedding_.Pack(masters);
   conv_in_.Pack(masters);
-  conv_out_.Pack(masters);
+  output_.Pack(masters);
   for (const std::vector<Level>* path : {&down_, &up_}) {
     for (const Level& level : *path) {
       for (const ResnetBlock& resnet : level.resnets) resnet.Pack(masters);
@@ -206,25 +206,14 @@ Tensor UNet2DCondition::Forward(Pass& pass, const Input& input, KeptPointer* kep
     kept.up[i].resample_input = x;
     x = up_[i].resample->Forward(pass, {.x = x, .geometry = up_[i].resample->Same()});
   }
-  const Tensor normed = norm_out_.Forward(pass, x, {}, &kept.norm_out);
-  if (!pass.recompute_norms) kept.normed_out = normed;
-  Tensor out = pass.NewF32({rows, x.dim(1), x.dim(2), config_.out_channels});
-  conv_out_.Forward(pass, {.x = normed, .geometry = conv_out_.Same(), .out = out});
-  return out;
+  return output_.Forward(pass, x, &kept.output);
 }
 
 void UNet2DCondition::Backward(Pass& pass, const Input& input, KeptPointer kept_pointer,
                                const Tensor& doutput, Tensor* dstates) const {
   Kept& kept = *kept_pointer;
   const Tensor& time = kept.activated;
-  Tensor d, dtime;
-  {
-    const Tensor normed = kept.normed_out ? kept.normed_out : norm_out_.Again(pass, kept.norm_out);
-    d = conv_out_.Backward(pass, normed, conv_out_.Same(), doutput);
-    kept.normed_out = {};
-  }
-  d = norm_out_.Backward(pass, kept.norm_out, d, {}, nullptr);
-  kept.norm_out = {};
+  Tensor d = output_.Backward(pass, std::move(kept.output), doutput), dtime;
   const auto layer = [&](const Level& level, size_t i, KeptLevel* from, Tensor* dskip) {
     if (!level.transformers.empty()) {
       d = level.transformers[i].Backward(pass, from->transformers[i], input.states, d, dstates);

@@ -61,8 +61,8 @@ class UNet2DCondition {
 
   UNet2DConditionConfig config_;
   TimestepEmbedding time_embedding_;
-  Conv2d conv_in_, conv_out_;
-  GroupNorm norm_out_;
+  Conv2d conv_in_;
+  OutputLayers output_;
   std::vector<Level> down_, up_;
   std::vector<ResnetBlock> mid_resnets_;
   std::optional<Transformer2D> mid_transformer_;
