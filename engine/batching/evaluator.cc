@@ -129,6 +129,13 @@ absl::Status Evaluator::Allocate() {
   if (options_.preview_codec)
     DENOISED_RETURN_IF_ERROR(
         take(&preview_latents_, {1, height, width, channels}, DType::kF32, "latents of previews"));
+  // The warm-up decodes them and is timed; a CPU is slow with the denormal numbers that may lie in
+  // fresh memory.
+  for (const Tensor& latents : {latents_, preview_latents_}) {
+    if (!latents) continue;
+    const std::vector<float> zeros(latents.elements());
+    backend_.Upload(zeros.data(), latents.bytes(), latents);
+  }
 
   const auto reserve = [&](int64_t bytes, int count) -> absl::Status {
     DENOISED_ASSIGN_OR_RETURN(auto reserved, backend_.ReserveDownloads(bytes, count));
