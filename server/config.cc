@@ -221,6 +221,17 @@ CLI::Option* AddChoice(CLI::App* app, const std::string& flag, Value* value,
 
 CLI::Validator Seconds(double low, double high) { return Number(low, high, "SECONDS"); }
 
+/// A time in seconds, from `low` to `high`.
+void AddSeconds(CLI::App* app, const std::string& flag, std::chrono::milliseconds* time, double low,
+                double high, const std::string& description) {
+  const auto set = [time](double seconds) {
+    *time = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
+  };
+  app->add_option_function<double>(flag, set, description)
+      ->check(Seconds(low, high))
+      ->default_str(fmt::format("{}", time->count() / 1e3));
+}
+
 absl::Status CheckAddress(const std::string& flag, const std::string& address) {
   const size_t colon = address.rfind(':');
   const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
@@ -294,9 +305,293 @@ absl::Status CheckSecurity(const Config& config) {
   return absl::OkStatus();
 }
 
-/// Collects all errors, one line each, with the code of the first.
-absl::Status Finish(const std::vector<std::string>& models, const std::string& models_directory,
-                    const std::vector<std::string>& precisions, Config* config) {
+/// What the flags say, before Finish() resolves and checks it.
+struct Flags {
+  Config config;
+  std::vector<std::string> models, precisions;
+  std::string models_directory;
+  std::string token_for;
+  std::string reflection = "auto", admin = "auto", autotune_cache = "auto";
+  bool print_config = false;
+};
+
+void AddModelFlags(CLI::App* app, Flags* flags) {
+  app->option_defaults()->group("Models");
+  Config& config = flags->config;
+  app->add_option("--model", flags->models,
+                  "A model: name=directory in diffusers layout. May be repeated");
+  app->add_option("--models", flags->models_directory,
+                  "Load every model folder in this directory, each under its folder's name");
+  app->add_option(
+      "--precision", flags->precisions,
+      "Precision of products: \"fp8\" or \"default\" (the device's), for all models; "
+      "name=fp8 for one. Overrides the model's own setting. fp8 needs a calibration, see "
+      "--calibrate. May be repeated");
+  app->add_option("--calibrations", config.engine.calibrations,
+                  "Directory of calibrations, which --calibrate writes and --precision fp8 reads. "
+                  "Calibrations that it does not have are read from the model's directory");
+  app->add_option(
+         "--model-roots", config.model_roots,
+         "Directories, separated by commas. Admins may load models only from these and their "
+         "subdirectories. Default: the directories that contain the "
+         "configured models")
+      ->delimiter(',');
+  app->add_option("--state-dir", config.state_dir,
+                  "Directory that keeps loads, unloads and aliases of admins across restarts. A "
+                  "model whose --model has changed since follows --model. Empty: a restart "
+                  "undoes the changes of admins");
+  AddSeconds(app, "--reload-models-seconds", &config.reload_models, 0.0, 86400.0,
+             "How often to check for changed model files and reload the model. If that "
+             "fails, the old version keeps serving. 0: never");
+}
+
+void AddNetworkFlags(CLI::App* app, Flags* flags) {
+  app->option_defaults()->group("Network");
+  Config& config = flags->config;
+  app->add_option("--listen", config.listen,
+                  "Address of the gRPC port; port 0 picks a free one. On other addresses than "
+                  "loopback see Security");
+  app->add_option(
+      "--http-listen", config.http_listen,
+      "Address of the HTTP port: the page, OpenAI's images API, and the calls of gRPC in "
+      "JSON; empty disables it. On other addresses than loopback see Security");
+  app->add_option(
+         "--http-origins", config.http_origins,
+         "Comma-separated origins whose pages may call the HTTP port "
+         "(https://studio.example.org). Its own page always may. If everybody is an admin, "
+         "also the host names of proxies")
+      ->delimiter(',');
+  AddSeconds(app, "--http-link-seconds", &config.http_link_time, 1.0, 86400.0,
+             "How long links to images work (response_format \"url\" of OpenAI's API)");
+  app->add_option(
+      "--metrics-listen", config.metrics_listen,
+      "Address of the HTTP port for Prometheus (/metrics) and probes (/healthz, /readyz); "
+      "empty disables it");
+  AddSeconds(app, "--keepalive-seconds", &config.connections.keepalive, 1.0, 86400.0,
+             "How often to ping idle connections, to detect clients that are gone");
+  AddSeconds(app, "--max-connection-age-seconds", &config.connections.max_age, 0.0, 31536000.0,
+             "Ask clients to reconnect after this time, to spread load over replicas; 0: never");
+  AddSeconds(app, "--max-connection-idle-seconds", &config.connections.max_idle, 0.0, 31536000.0,
+             "Close connections without calls after this time; 0: never");
+  AddSeconds(
+      app, "--handshake-timeout-seconds", &config.connections.handshake, 0.1, 3600.0,
+      "Close connections that take longer to become TLS and HTTP/2, or to send the headers of "
+      "a request of HTTP/1.1");
+  AddSeconds(app, "--write-timeout-seconds", &config.write_timeout, 0.1, 86400.0,
+             "Cancel a stream whose client reads nothing for this time");
+  AddSeconds(app, "--lame-duck-seconds", &config.lame_duck, 0.0, 3600.0,
+             "After SIGTERM or Ctrl-C, health is NOT_SERVING for this time before new "
+             "requests are refused, so that load balancers can choose other servers");
+  AddSeconds(app, "--grace-seconds", &config.grace, 0.0, 86400.0,
+             "Time for running requests to finish after that");
+}
+
+void AddSecurityFlags(CLI::App* app, Flags* flags) {
+  app->option_defaults()->group("Security");
+  Config& config = flags->config;
+  app->add_option("--tls-cert", config.security.tls_cert,
+                  "Certificate chain of the server, PEM: turns TLS on. All files of this group are "
+                  "read again when they change");
+  app->add_option("--tls-key", config.security.tls_key,
+                  "Its private key, PEM, without a passphrase");
+  app->add_option("--tls-client-ca", config.security.tls_client_ca,
+                  "Clients must have a certificate from this authority (mutual TLS), PEM");
+  app->add_option(
+      "--clients", config.security.clients,
+      "JSON file of the clients that may call, by token or certificate, with their rights "
+      "and limits; needs TLS, or --allow-plaintext-tokens");
+  app->add_flag("--allow-plaintext-tokens", config.security.plaintext_tokens,
+                "Accept the tokens of --clients without TLS, on a loopback address: for a server "
+                "behind the encrypting sidecar of a service mesh. Every program on this host can "
+                "reach the port");
+  app->add_option("--make-token", flags->token_for,
+                  "Make a token for the client of this name, print it and its entry for --clients, "
+                  "and exit")
+      ->configurable(false);
+  AddSeconds(app, "--credentials-refresh-seconds", &config.security.refresh, 1.0, 86400.0,
+             "How often to check these files for changes");
+  app->add_option("--reflection", flags->reflection,
+                  "Offer grpc.reflection: \"on\", \"off\", or \"auto\": only on loopback")
+      ->check(CLI::IsMember({"auto", "on", "off"}));
+  app->add_option(
+         "--admin", flags->admin,
+         "Let admins load and unload models: \"on\", \"off\", or \"auto\": if there are "
+         "admins. Admins are the clients with \"admin\": true in --clients. Without "
+         "--clients and --tls-client-ca, everyone is an admin on a loopback address and "
+         "nobody on others. Callers that a proxy forwards with x-forwarded-for, "
+         "forwarded or via are not admins; use \"off\" or --clients behind a proxy on this "
+         "machine that adds none of these")
+      ->check(CLI::IsMember({"auto", "on", "off"}));
+}
+
+void AddEngineFlags(CLI::App* app, Flags* flags) {
+  app->option_defaults()->group("Engine");
+  Config& config = flags->config;
+  app->add_option("--device", config.engine.device,
+                  "\"cpu\", \"cuda\", or \"auto\": CUDA if there is a GPU")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
+  app->add_option(
+         "--devices", config.engine.devices,
+         "Numbers of the GPUs to use, \"0,1\", all of one kind: each holds every model, and "
+         "an image goes to one that has room. On the CPU each number is a separate worker")
+      ->check(CLI::Range(0, 1023))
+      ->delimiter(',');
+  app->add_flag("--generic-kernels", config.engine.generic_kernels,
+                "On a Hopper GPU, use the kernels for all GPUs");
+  AddChoice<bool>(app, "--autotune", &config.engine.autotune, {{"on", true}, {"off", false}}, "on",
+                  "On a GPU, measure which kernels are the fastest for a model's shapes "
+                  "when it is first loaded: \"on\" or \"off\". Images do not depend on it");
+  app->add_option("--autotune-cache", flags->autotune_cache,
+                  "Directory that keeps the autotuner's measurements; \"auto\": denoised in "
+                  "$XDG_CACHE_HOME or ~/.cache. Empty: every start measures again");
+  AddChoice<DType>(
+      app, "--cpu-dtype", &config.engine.cpu_dtype, {{"fp32", DType::kF32}, {"bf16", DType::kBF16}},
+      "fp32",
+      "On the CPU, multiply in \"fp32\" or \"bf16\". bf16 needs AVX512-BF16 or AMX; it "
+      "is faster, and images differ slightly from those of fp32");
+  app->add_flag("--fp32", config.engine.fp32, "Compute in 32 bits, for debugging; slower on a GPU");
+  app->add_option("--max-rows", config.engine.max_rows,
+                  "Rows of the largest evaluation, 2 or more; 0: 64 on a GPU, 16 on the CPU")
+      ->check(CLI::Range(0, 1024));
+  app->add_option("--max-slots", config.engine.max_slots,
+                  "Images in flight per model and device; 0: same as --max-rows")
+      ->check(CLI::Range(0, 4096));
+  app->add_option(
+         "--max-prompt-chunks", config.engine.max_prompt_chunks,
+         "Chunks of a prompt that models read (CLIP: 75 tokens each); longer prompts are cut "
+         "off. Memory for keys and values of prompts is proportional to it")
+      ->check(CLI::Range(1, 16));
+  app->add_option("--max-evaluations", config.engine.max_evaluations,
+                  "Longest plan a request may need, in model evaluations per image")
+      ->check(CLI::Range(1, 100000));
+  AddChoice<Batching>(app, "--batching", &config.engine.batching,
+                      {{"step", Batching::kStep}, {"request", Batching::kRequest}}, "step",
+                      "\"step\": images join at any evaluation; \"request\": only once the batch "
+                      "before is done, as a baseline to compare with");
+  app->add_option("--priority-weights", config.engine.priority_weights,
+                  "Shares of interactive, normal and batch requests while all of them wait; "
+                  "in the environment with commas, \"16,4,1\"")
+      ->check(Number(1e-3, 1e3))
+      ->delimiter(',');
+  app->add_option("--keep-evaluations", config.engine.keep_evaluations,
+                  "An image with at most this many evaluations left keeps its slot even if another "
+                  "image has precedence")
+      ->check(CLI::Range(0, 100000));
+  app->add_option(
+         "--watchdog-seconds", config.engine.watchdog_seconds,
+         "A device that takes longer for one evaluation, or for one step of loading or unloading a "
+         "model, counts as lost; without a device the process exits. 0: never")
+      ->check(Seconds(0.0, 86400.0));
+  app->add_flag(
+      "--allow-nonfinite", config.engine.allow_nonfinite,
+      "For debugging: deliver images that contain NaN or infinity. Without it, their requests "
+      "end with DATA_LOSS");
+}
+
+void AddLimitFlags(CLI::App* app, Flags* flags) {
+  app->option_defaults()->group("Limits");
+  Config& config = flags->config;
+  app->add_option("--max-queued-requests", config.engine.max_queued_requests,
+                  "Requests that may wait; more get RESOURCE_EXHAUSTED")
+      ->check(CLI::Range(1, 1 << 24));
+  app->add_option("--max-queued-bytes", config.engine.max_queued_bytes,
+                  "Memory of waiting requests, mostly their initial noise and images")
+      ->check(CLI::Range(size_t{1} << 20, size_t{1} << 40));
+  app->add_option("--max-queued-images", config.engine.max_queued_images,
+                  "Images that may wait; requests beyond that get RESOURCE_EXHAUSTED")
+      ->check(CLI::Range(1, 1 << 24));
+  AddSeconds(app, "--job-retention-seconds", &config.jobs.time, 0.0, 31536000.0,
+             "How long results are kept for WatchJob and for retries. Only results of requests "
+             "with a request_id or DISCONNECT_POLICY_CONTINUE are kept");
+  app->add_option("--max-kept-job-bytes", config.jobs.max_bytes,
+                  "Memory for these results and for running jobs together; the oldest results are "
+                  "dropped first")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40));
+  app->add_option("--max-request-bytes", config.limits.max_request_bytes,
+                  "Largest request message, uploads included")
+      ->check(CLI::Range(int64_t{1024}, int64_t{2147483647}));
+  app->add_option("--max-init-pixels", config.limits.max_init_pixels,
+                  "Largest uploaded picture, width times height")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 28));
+  app->add_option("--max-image-pixels", config.limits.max_image_pixels,
+                  "Width times height of the largest image to draw")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 28));
+  app->add_option("--max-count", config.engine.max_count,
+                  "Images of one request; no more than --max-queued-images")
+      ->check(CLI::Range(1, 1 << 20));
+  app->add_option("--max-steps", config.limits.max_steps,
+                  "Denoising steps of one request; 0: the model's maximum")
+      ->check(CLI::Range(0, 100000));
+  app->add_option("--max-tensor-bytes", config.limits.max_tensor_bytes,
+                  "Size of all images of one request as float32")
+      ->check(CLI::Range(int64_t{1024}, int64_t{1} << 40));
+  app->add_option("--max-reply-bytes", config.limits.max_reply_bytes,
+                  "Largest reply message, as estimated before drawing; larger results have to be "
+                  "streamed. Never more than --max-buffered-bytes")
+      ->check(CLI::Range(int64_t{1024}, int64_t{2147483647}));
+  app->add_option("--max-decoding-bytes", config.max_decoding_bytes,
+                  "Memory for unpacking uploaded images and noise, over all requests. A "
+                  "request that does not fit gets RESOURCE_EXHAUSTED and a time to retry after")
+      ->check(CLI::Range(int64_t{1} << 20, int64_t{1} << 40));
+  app->add_option("--max-previews-per-second", config.limits.max_previews_per_second,
+                  "Previews of one image per second; the others are dropped. 0: no limit")
+      ->check(Number(0.0, 1e6));
+  app->add_option(
+         "--max-connections", config.connections.max_connections,
+         "Concurrent connections, within the system's limit of open files; further ones are "
+         "closed")
+      ->check(CLI::Range(1, 1 << 20));
+  app->add_option("--max-streams-per-connection", config.connections.max_streams,
+                  "Concurrent calls of one connection; more wait in the client")
+      ->check(CLI::Range(1, 1 << 20));
+  app->add_option(
+         "--max-streams-per-client", config.connections.max_streams_per_client,
+         "Concurrent calls of one client: a name from --clients or a certificate, else a host")
+      ->check(CLI::Range(1, 1 << 20));
+  app->add_option("--max-queued-requests-per-client", config.engine.max_queued_requests_per_client,
+                  "Requests of one client that may wait for the device; 0: --max-queued-requests")
+      ->check(CLI::Range(0, 1 << 20));
+  app->add_option(
+         "--max-buffered-bytes", config.connections.max_buffered_bytes,
+         "Memory for messages that gRPC sends and receives, over all connections; beyond it gRPC "
+         "slows down and then refuses. As much again is for uploads to the HTTP port")
+      ->check(CLI::Range(int64_t{1} << 24, int64_t{1} << 40));
+  app->add_option("--worker-threads", config.worker_threads,
+                  "Threads that check requests and encode images; 0: half of the cores within the "
+                  "CPU quota, at least 2")
+      ->check(CLI::Range(0, 1024));
+}
+
+void AddLogFlags(CLI::App* app, Flags* flags) {
+  app->option_defaults()->group("Logs");
+  Config& config = flags->config;
+  AddChoice<log::Format>(app, "--log-format", &config.log_format,
+                         {{"text", log::Format::kText}, {"json", log::Format::kJson}}, "text",
+                         "\"text\" or \"json\", a line each on stderr");
+  AddChoice<log::Level>(app, "--log-level", &config.log_level,
+                        {{"debug", log::Level::kDebug},
+                         {"info", log::Level::kInfo},
+                         {"warning", log::Level::kWarning},
+                         {"error", log::Level::kError}},
+                        "info", "\"debug\", \"info\", \"warning\" or \"error\"");
+}
+
+/// Resolves what depends on several flags, and checks it. Collects all errors, one line each, with
+/// the code of the first.
+absl::Status Finish(Flags* flags) {
+  Config* const config = &flags->config;
+  config->engine.autotune_cache =
+      flags->autotune_cache == "auto" ? CacheDirectory() : flags->autotune_cache;
+  config->reflection =
+      flags->reflection == "on" || (flags->reflection == "auto" && IsLoopbackAlone(*config));
+  config->admin = flags->admin != "off";
+  if (flags->admin == "auto" && config->security.clients.empty()) {
+    config->admin = EverybodyIsAdmin(*config);
+  }
+  // gRPC holds a whole reply at once.
+  config->limits.max_reply_bytes =
+      std::min(config->limits.max_reply_bytes, config->connections.max_buffered_bytes);
+
   absl::Status problems;
   const auto note = [&problems](const absl::Status& status) {
     if (status.ok()) return;
@@ -311,16 +606,16 @@ absl::Status Finish(const std::vector<std::string>& models, const std::string& m
   if (!config->metrics_listen.empty()) {
     note(CheckAddress("--metrics-listen", config->metrics_listen));
   }
-  for (const std::string& text : models) {
+  for (const std::string& text : flags->models) {
     absl::StatusOr<ModelSource> source = ParseModel(text);
     note(source.status());
     if (source.ok()) config->models.push_back(*std::move(source));
   }
-  if (!models_directory.empty()) {
-    const auto found = ScanModels(models_directory);
+  if (!flags->models_directory.empty()) {
+    const auto found = ScanModels(flags->models_directory);
     note(found.status());
     if (found.ok()) config->models.insert(config->models.end(), found->begin(), found->end());
-  } else if (models.empty() && config->calibrate.empty()) {
+  } else if (flags->models.empty() && config->calibrate.empty()) {
     note(InvalidArgument("no model is given; use --model name=directory or --models directory"));
   }
   std::set<std::string> names;
@@ -330,7 +625,7 @@ absl::Status Finish(const std::vector<std::string>& models, const std::string& m
                            source.name));
     }
   }
-  for (const std::string& text : precisions) note(ApplyPrecision(text, config));
+  for (const std::string& text : flags->precisions) note(ApplyPrecision(text, config));
   note(ModelRoots::Make(config->model_roots, config->models).status());
   return problems;
 }
@@ -356,26 +651,9 @@ bool EverybodyIsAdmin(const Config& config) {
 }
 
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {
-  CommandLine line;
-  Config& config = line.config;
   const std::vector<const char*> arguments = WithConfigOfEnvironment(argc, argv);
-  std::vector<std::string> models, precisions;
-  std::string models_directory;
-  double write_timeout = config.write_timeout.count() / 1e3;
-  double keepalive = config.connections.keepalive.count() / 1e3;
-  double max_connection_age = config.connections.max_age.count() / 1e3;
-  double max_connection_idle = config.connections.max_idle.count() / 1e3;
-  double handshake_timeout = config.connections.handshake.count() / 1e3;
-  double refresh = config.security.refresh.count() / 1e3;
-  std::string token_for;
-  bool print_config = false;
-  std::string reflection = "auto", admin = "auto", autotune_cache = "auto";
-  double grace = config.grace.count() / 1e3;
-  double lame_duck = config.lame_duck.count() / 1e3;
-  double reload_models = config.reload_models.count() / 1e3;
-  double job_retention = config.jobs.time.count() / 1e3;
-  double http_link = config.http_link_time.count() / 1e3;
-
+  CommandLine line;
+  Flags flags;
   CLI::App app{
       "denoised keeps diffusion models on the device and draws images over gRPC and HTTP.\n"
       "Example: denoised --model digits=models/mnist-32"};
@@ -389,328 +667,26 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       "(DENOISED_MAX_ROWS for --max-rows; empty is unset), that over the file, that over "
       "defaults");
   app.allow_config_extras(CLI::config_extras_mode::error);
-  app.add_flag("--print-config", print_config,
+  app.add_flag("--print-config", flags.print_config,
                "Print the effective settings of flags, environment and --config, as a file "
                "for --config, and exit")
       ->configurable(false);
-  app.add_flag("--check", config.check,
+  app.add_flag("--check", flags.config.check,
                "Test what serving needs: certificates, clients, addresses, the device and every "
                "model. Print a line for each, and exit with 1 if one fails")
       ->configurable(false);
   app.add_option(
-         "--calibrate", config.calibrate,
+         "--calibrate", flags.config.calibrate,
          "Draw images with the model in this directory on the CPU, write the scales that it "
          "needs for --precision fp8 to fp8.json in it, and exit. See --calibrations")
       ->configurable(false);
 
-  app.add_option("--model", models, "A model: name=directory in diffusers layout. May be repeated")
-      ->group("Models");
-  app.add_option("--models", models_directory,
-                 "Load every model folder in this directory, each under its folder's name")
-      ->group("Models");
-  app.add_option(
-         "--precision", precisions,
-         "Precision of products: \"fp8\" or \"default\" (the device's), for all models; "
-         "name=fp8 for one. Overrides the model's own setting. fp8 needs a calibration, see "
-         "--calibrate. May be repeated")
-      ->group("Models");
-  app.add_option("--calibrations", config.engine.calibrations,
-                 "Directory of calibrations, which --calibrate writes and --precision fp8 reads. "
-                 "Calibrations that it does not have are read from the model's directory")
-      ->group("Models");
-  app.add_option(
-         "--model-roots", config.model_roots,
-         "Directories, separated by commas. Admins may load models only from these and their "
-         "subdirectories. Default: the directories that contain the "
-         "configured models")
-      ->delimiter(',')
-      ->group("Models");
-  app.add_option("--state-dir", config.state_dir,
-                 "Directory that keeps loads, unloads and aliases of admins across restarts. A "
-                 "model whose --model has changed since follows --model. Empty: a restart "
-                 "undoes the changes of admins")
-      ->group("Models");
-  app.add_option("--reload-models-seconds", reload_models,
-                 "How often to check for changed model files and reload the model. If that "
-                 "fails, the old version keeps serving. 0: never")
-      ->check(Seconds(0.0, 86400.0))
-      ->group("Models");
-
-  app.add_option("--listen", config.listen,
-                 "Address of the gRPC port; port 0 picks a free one. On other addresses than "
-                 "loopback see Security")
-      ->group("Network");
-  app.add_option(
-         "--http-listen", config.http_listen,
-         "Address of the HTTP port: the page, OpenAI's images API, and the calls of gRPC in "
-         "JSON; empty disables it. On other addresses than loopback see Security")
-      ->group("Network");
-  app.add_option("--http-origins", config.http_origins,
-                 "Comma-separated origins whose pages may call the HTTP port "
-                 "(https://studio.example.org). Its own page always may. If everybody is an admin, "
-                 "also the host names of proxies")
-      ->delimiter(',')
-      ->group("Network");
-  app.add_option("--http-link-seconds", http_link,
-                 "How long links to images work (response_format \"url\" of OpenAI's API)")
-      ->check(Seconds(1.0, 86400.0))
-      ->group("Network");
-  app.add_option(
-         "--metrics-listen", config.metrics_listen,
-         "Address of the HTTP port for Prometheus (/metrics) and probes (/healthz, /readyz); "
-         "empty disables it")
-      ->group("Network");
-  app.add_option("--keepalive-seconds", keepalive,
-                 "How often to ping idle connections, to detect clients that are gone")
-      ->check(Seconds(1.0, 86400.0))
-      ->group("Network");
-  app.add_option("--max-connection-age-seconds", max_connection_age,
-                 "Ask clients to reconnect after this time, to spread load over replicas; 0: never")
-      ->check(Seconds(0.0, 31536000.0))
-      ->group("Network");
-  app.add_option("--max-connection-idle-seconds", max_connection_idle,
-                 "Close connections without calls after this time; 0: never")
-      ->check(Seconds(0.0, 31536000.0))
-      ->group("Network");
-  app.add_option(
-         "--handshake-timeout-seconds", handshake_timeout,
-         "Close connections that take longer to become TLS and HTTP/2, or to send the headers of "
-         "a request of HTTP/1.1")
-      ->check(Seconds(0.1, 3600.0))
-      ->group("Network");
-  app.add_option("--write-timeout-seconds", write_timeout,
-                 "Cancel a stream whose client reads nothing for this time")
-      ->check(Seconds(0.1, 86400.0))
-      ->group("Network");
-  app.add_option("--lame-duck-seconds", lame_duck,
-                 "After SIGTERM or Ctrl-C, health is NOT_SERVING for this time before new "
-                 "requests are refused, so that load balancers can choose other servers")
-      ->check(Seconds(0.0, 3600.0))
-      ->group("Network");
-  app.add_option("--grace-seconds", grace, "Time for running requests to finish after that")
-      ->check(Seconds(0.0, 86400.0))
-      ->group("Network");
-
-  app.add_option("--tls-cert", config.security.tls_cert,
-                 "Certificate chain of the server, PEM: turns TLS on. All files of this group are "
-                 "read again when they change")
-      ->group("Security");
-  app.add_option("--tls-key", config.security.tls_key, "Its private key, PEM, without a passphrase")
-      ->group("Security");
-  app.add_option("--tls-client-ca", config.security.tls_client_ca,
-                 "Clients must have a certificate from this authority (mutual TLS), PEM")
-      ->group("Security");
-  app.add_option(
-         "--clients", config.security.clients,
-         "JSON file of the clients that may call, by token or certificate, with their rights "
-         "and limits; needs TLS, or --allow-plaintext-tokens")
-      ->group("Security");
-  app.add_flag("--allow-plaintext-tokens", config.security.plaintext_tokens,
-               "Accept the tokens of --clients without TLS, on a loopback address: for a server "
-               "behind the encrypting sidecar of a service mesh. Every program on this host can "
-               "reach the port")
-      ->group("Security");
-  app.add_option("--make-token", token_for,
-                 "Make a token for the client of this name, print it and its entry for --clients, "
-                 "and exit")
-      ->configurable(false)
-      ->group("Security");
-  app.add_option("--credentials-refresh-seconds", refresh,
-                 "How often to check these files for changes")
-      ->check(Seconds(1.0, 86400.0))
-      ->group("Security");
-  app.add_option("--reflection", reflection,
-                 "Offer grpc.reflection: \"on\", \"off\", or \"auto\": only on loopback")
-      ->check(CLI::IsMember({"auto", "on", "off"}))
-      ->group("Security");
-  app.add_option("--admin", admin,
-                 "Let admins load and unload models: \"on\", \"off\", or \"auto\": if there are "
-                 "admins. Admins are the clients with \"admin\": true in --clients. Without "
-                 "--clients and --tls-client-ca, everyone is an admin on a loopback address and "
-                 "nobody on others. Callers that a proxy forwards with x-forwarded-for, "
-                 "forwarded or via are not admins; use \"off\" or --clients behind a proxy on this "
-                 "machine that adds none of these")
-      ->check(CLI::IsMember({"auto", "on", "off"}))
-      ->group("Security");
-
-  app.add_option("--device", config.engine.device,
-                 "\"cpu\", \"cuda\", or \"auto\": CUDA if there is a GPU")
-      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
-      ->group("Engine");
-  app.add_option(
-         "--devices", config.engine.devices,
-         "Numbers of the GPUs to use, \"0,1\", all of one kind: each holds every model, and "
-         "an image goes to one that has room. On the CPU each number is a separate worker")
-      ->check(CLI::Range(0, 1023))
-      ->delimiter(',')
-      ->group("Engine");
-  app.add_flag("--generic-kernels", config.engine.generic_kernels,
-               "On a Hopper GPU, use the kernels for all GPUs")
-      ->group("Engine");
-  AddChoice<bool>(&app, "--autotune", &config.engine.autotune, {{"on", true}, {"off", false}}, "on",
-                  "On a GPU, measure which kernels are the fastest for a model's shapes "
-                  "when it is first loaded: \"on\" or \"off\". Images do not depend on it")
-      ->group("Engine");
-  app.add_option("--autotune-cache", autotune_cache,
-                 "Directory that keeps the autotuner's measurements; \"auto\": denoised in "
-                 "$XDG_CACHE_HOME or ~/.cache. Empty: every start measures again")
-      ->group("Engine");
-  AddChoice<DType>(
-      &app, "--cpu-dtype", &config.engine.cpu_dtype,
-      {{"fp32", DType::kF32}, {"bf16", DType::kBF16}}, "fp32",
-      "On the CPU, multiply in \"fp32\" or \"bf16\". bf16 needs AVX512-BF16 or AMX; it "
-      "is faster, and images differ slightly from those of fp32")
-      ->group("Engine");
-  app.add_flag("--fp32", config.engine.fp32, "Compute in 32 bits, for debugging; slower on a GPU")
-      ->group("Engine");
-  app.add_option("--max-rows", config.engine.max_rows,
-                 "Rows of the largest evaluation, 2 or more; 0: 64 on a GPU, 16 on the CPU")
-      ->check(CLI::Range(0, 1024))
-      ->group("Engine");
-  app.add_option("--max-slots", config.engine.max_slots,
-                 "Images in flight per model and device; 0: same as --max-rows")
-      ->check(CLI::Range(0, 4096))
-      ->group("Engine");
-  app.add_option(
-         "--max-prompt-chunks", config.engine.max_prompt_chunks,
-         "Chunks of a prompt that models read (CLIP: 75 tokens each); longer prompts are cut "
-         "off. Memory for keys and values of prompts is proportional to it")
-      ->check(CLI::Range(1, 16))
-      ->group("Engine");
-  app.add_option("--max-evaluations", config.engine.max_evaluations,
-                 "Longest plan a request may need, in model evaluations per image")
-      ->check(CLI::Range(1, 100000))
-      ->group("Engine");
-  AddChoice<Batching>(&app, "--batching", &config.engine.batching,
-                      {{"step", Batching::kStep}, {"request", Batching::kRequest}}, "step",
-                      "\"step\": images join at any evaluation; \"request\": only once the batch "
-                      "before is done, as a baseline to compare with")
-      ->group("Engine");
-  app.add_option("--priority-weights", config.engine.priority_weights,
-                 "Shares of interactive, normal and batch requests while all of them wait; "
-                 "in the environment with commas, \"16,4,1\"")
-      ->check(Number(1e-3, 1e3))
-      ->delimiter(',')
-      ->group("Engine");
-  app.add_option("--keep-evaluations", config.engine.keep_evaluations,
-                 "An image with at most this many evaluations left keeps its slot even if another "
-                 "image has precedence")
-      ->check(CLI::Range(0, 100000))
-      ->group("Engine");
-  app.add_option(
-         "--watchdog-seconds", config.engine.watchdog_seconds,
-         "A device that takes longer for one evaluation, or for one step of loading or unloading a "
-         "model, counts as lost; without a device the process exits. 0: never")
-      ->check(Seconds(0.0, 86400.0))
-      ->group("Engine");
-  app.add_flag(
-         "--allow-nonfinite", config.engine.allow_nonfinite,
-         "For debugging: deliver images that contain NaN or infinity. Without it, their requests "
-         "end with DATA_LOSS")
-      ->group("Engine");
-
-  app.add_option("--max-queued-requests", config.engine.max_queued_requests,
-                 "Requests that may wait; more get RESOURCE_EXHAUSTED")
-      ->check(CLI::Range(1, 1 << 24))
-      ->group("Limits");
-  app.add_option("--max-queued-bytes", config.engine.max_queued_bytes,
-                 "Memory of waiting requests, mostly their initial noise and images")
-      ->check(CLI::Range(size_t{1} << 20, size_t{1} << 40))
-      ->group("Limits");
-  app.add_option("--max-queued-images", config.engine.max_queued_images,
-                 "Images that may wait; requests beyond that get RESOURCE_EXHAUSTED")
-      ->check(CLI::Range(1, 1 << 24))
-      ->group("Limits");
-  app.add_option("--job-retention-seconds", job_retention,
-                 "How long results are kept for WatchJob and for retries. Only results of requests "
-                 "with a request_id or DISCONNECT_POLICY_CONTINUE are kept")
-      ->check(Seconds(0.0, 31536000.0))
-      ->group("Limits");
-  app.add_option("--max-kept-job-bytes", config.jobs.max_bytes,
-                 "Memory for these results and for running jobs together; the oldest results are "
-                 "dropped first")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
-      ->group("Limits");
-  app.add_option("--max-request-bytes", config.limits.max_request_bytes,
-                 "Largest request message, uploads included")
-      ->check(CLI::Range(int64_t{1024}, int64_t{2147483647}))
-      ->group("Limits");
-  app.add_option("--max-init-pixels", config.limits.max_init_pixels,
-                 "Largest uploaded picture, width times height")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 28))
-      ->group("Limits");
-  app.add_option("--max-image-pixels", config.limits.max_image_pixels,
-                 "Width times height of the largest image to draw")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 28))
-      ->group("Limits");
-  app.add_option("--max-count", config.engine.max_count,
-                 "Images of one request; no more than --max-queued-images")
-      ->check(CLI::Range(1, 1 << 20))
-      ->group("Limits");
-  app.add_option("--max-steps", config.limits.max_steps,
-                 "Denoising steps of one request; 0: the model's maximum")
-      ->check(CLI::Range(0, 100000))
-      ->group("Limits");
-  app.add_option("--max-tensor-bytes", config.limits.max_tensor_bytes,
-                 "Size of all images of one request as float32")
-      ->check(CLI::Range(int64_t{1024}, int64_t{1} << 40))
-      ->group("Limits");
-  app.add_option("--max-reply-bytes", config.limits.max_reply_bytes,
-                 "Largest reply message, as estimated before drawing; larger results have to be "
-                 "streamed. Never more than --max-buffered-bytes")
-      ->check(CLI::Range(int64_t{1024}, int64_t{2147483647}))
-      ->group("Limits");
-  app.add_option("--max-decoding-bytes", config.max_decoding_bytes,
-                 "Memory for unpacking uploaded images and noise, over all requests. A "
-                 "request that does not fit gets RESOURCE_EXHAUSTED and a time to retry after")
-      ->check(CLI::Range(int64_t{1} << 20, int64_t{1} << 40))
-      ->group("Limits");
-  app.add_option("--max-previews-per-second", config.limits.max_previews_per_second,
-                 "Previews of one image per second; the others are dropped. 0: no limit")
-      ->check(Number(0.0, 1e6))
-      ->group("Limits");
-  app.add_option(
-         "--max-connections", config.connections.max_connections,
-         "Concurrent connections, within the system's limit of open files; further ones are "
-         "closed")
-      ->check(CLI::Range(1, 1 << 20))
-      ->group("Limits");
-  app.add_option("--max-streams-per-connection", config.connections.max_streams,
-                 "Concurrent calls of one connection; more wait in the client")
-      ->check(CLI::Range(1, 1 << 20))
-      ->group("Limits");
-  app.add_option(
-         "--max-streams-per-client", config.connections.max_streams_per_client,
-         "Concurrent calls of one client: a name from --clients or a certificate, else a host")
-      ->check(CLI::Range(1, 1 << 20))
-      ->group("Limits");
-  app.add_option("--max-queued-requests-per-client", config.engine.max_queued_requests_per_client,
-                 "Requests of one client that may wait for the device; 0: --max-queued-requests")
-      ->check(CLI::Range(0, 1 << 20))
-      ->group("Limits");
-  app.add_option(
-         "--max-buffered-bytes", config.connections.max_buffered_bytes,
-         "Memory for messages that gRPC sends and receives, over all connections; beyond it gRPC "
-         "slows down and then refuses. As much again is for uploads to the HTTP port")
-      ->check(CLI::Range(int64_t{1} << 24, int64_t{1} << 40))
-      ->group("Limits");
-  app.add_option("--worker-threads", config.worker_threads,
-                 "Threads that check requests and encode images; 0: half of the cores within the "
-                 "CPU quota, at least 2")
-      ->check(CLI::Range(0, 1024))
-      ->group("Limits");
-
-  AddChoice<log::Format>(&app, "--log-format", &config.log_format,
-                         {{"text", log::Format::kText}, {"json", log::Format::kJson}}, "text",
-                         "\"text\" or \"json\", a line each on stderr")
-      ->group("Logs");
-  AddChoice<log::Level>(&app, "--log-level", &config.log_level,
-                        {{"debug", log::Level::kDebug},
-                         {"info", log::Level::kInfo},
-                         {"warning", log::Level::kWarning},
-                         {"error", log::Level::kError}},
-                        "info", "\"debug\", \"info\", \"warning\" or \"error\"")
-      ->group("Logs");
+  AddModelFlags(&app, &flags);
+  AddNetworkFlags(&app, &flags);
+  AddSecurityFlags(&app, &flags);
+  AddEngineFlags(&app, &flags);
+  AddLimitFlags(&app, &flags);
+  AddLogFlags(&app, &flags);
 
   for (CLI::Option* option : app.get_options()) {
     // DENOISED_VERSION is what images and charts call their tag, and DENOISED_CHECK no setting.
@@ -730,37 +706,16 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
     return InvalidArgument("{}; see denoised --help", error.what());
   }
 
-  if (!token_for.empty()) {
-    DENOISED_ASSIGN_OR_RETURN(line.print, MakeToken(token_for));
+  if (!flags.token_for.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(line.print, MakeToken(flags.token_for));
     return line;
   }
-  if (print_config) {
+  if (flags.print_config) {
     line.print = app.config_to_str();
     return line;
   }
-  const auto milliseconds = [](double seconds) {
-    return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
-  };
-  config.write_timeout = milliseconds(write_timeout);
-  config.connections.keepalive = milliseconds(keepalive);
-  config.connections.max_age = milliseconds(max_connection_age);
-  config.connections.max_idle = milliseconds(max_connection_idle);
-  config.connections.handshake = milliseconds(handshake_timeout);
-  config.security.refresh = milliseconds(refresh);
-  config.engine.autotune_cache = autotune_cache == "auto" ? CacheDirectory() : autotune_cache;
-  const bool loopback = IsLoopbackAlone(config);
-  config.reflection = reflection == "on" || (reflection == "auto" && loopback);
-  config.admin = admin != "off";
-  if (admin == "auto" && config.security.clients.empty()) config.admin = EverybodyIsAdmin(config);
-  config.grace = milliseconds(grace);
-  config.lame_duck = milliseconds(lame_duck);
-  config.reload_models = milliseconds(reload_models);
-  config.jobs.time = milliseconds(job_retention);
-  config.http_link_time = milliseconds(http_link);
-  // gRPC holds a whole reply at once.
-  config.limits.max_reply_bytes =
-      std::min(config.limits.max_reply_bytes, config.connections.max_buffered_bytes);
-  DENOISED_RETURN_IF_ERROR(Finish(models, models_directory, precisions, &config));
+  DENOISED_RETURN_IF_ERROR(Finish(&flags));
+  line.config = std::move(flags.config);
   return line;
 }
 
