@@ -186,6 +186,278 @@ absl::Status ReadNetwork(const std::string& path, RunConfig* config) {
   return absl::OkStatus();
 }
 
+/// What the flags say, before Finish() resolves and checks it.
+struct Flags {
+  RunConfig config;
+  std::string config_file, network, pipeline, objective = "edm", schedule = "constant";
+  std::string stage = "diffusion", device = "auto", dtype, exchange = "auto", model_dtype = "fp32";
+  std::vector<std::string> averages;
+  double min_snr = 0, cap_snr = 0, dropout = -1, kl_weight = 1e-4, edge_weight = 0.5;
+  bool flow_uniform = false, freeze_text = false;
+};
+
+void AddModelFlags(CLI::App& app, Flags* flags) {
+  RunConfig& config = flags->config;
+  training::TrainerOptions& t = flags->config.trainer;
+  app.add_option("--config", flags->config_file,
+                 "JSON object whose fields are the flags below, without --. Flags on the command "
+                 "line take precedence");
+  app.add_option("--data", config.data,
+                 "Folder of PNG, JPEG and WebP files, EDM's ZIP, IDX (MNIST), .npy or .npz");
+  app.add_option("--labels", config.labels, "File of labels, for IDX and .npy");
+  app.add_option("--output", config.output, "Folder for checkpoints, logs and the model");
+  app.add_option("--network", flags->network, "config.json of a UNet2DModel");
+  app.add_option("--pipeline", flags->pipeline,
+                 "Instead of --network: a StableDiffusionPipeline directory with the configs, the "
+                 "tokenizer and the weights that are not trained");
+  app.add_option("--stage", flags->stage,
+                 "With --pipeline: \"vae\" trains the autoencoder, \"diffusion\" the UNet and text "
+                 "encoder");
+  app.add_flag("--freeze-text", flags->freeze_text,
+               "Stage diffusion: do not train the text encoder");
+  app.add_option("--kl-weight", flags->kl_weight, "Stage vae: weight of the KL divergence");
+  app.add_option("--edge-weight", flags->edge_weight,
+                 "Stage vae: weight of the edge loss (differences of neighbouring pixels)");
+  app.add_option("--init-from", config.init_from,
+                 "Start from the weights of this diffusers directory");
+  app.add_option(
+      "--objective", flags->objective,
+      "What the network learns to predict: edm (Karras et al. 2022), DDPM's epsilon, v or "
+      "x0, or flow (flow matching)");
+  app.add_option("--sigma-data", t.objective.sigma_data, "EDM: standard deviation of the pictures");
+  app.add_option("--log-sigma-mean", t.objective.log_sigma_mean, "EDM: mean of ln sigma");
+  app.add_option("--log-sigma-deviation", t.objective.log_sigma_deviation,
+                 "EDM: standard deviation of ln sigma");
+  app.add_option("--timesteps", t.objective.timesteps, "DDPM: number of noise levels");
+  app.add_option("--beta-schedule", t.objective.beta_schedule,
+                 "DDPM: linear, scaled_linear or squaredcos_cap_v2");
+  app.add_option("--beta-start", t.objective.beta_start, "DDPM: first beta");
+  app.add_option("--beta-end", t.objective.beta_end, "DDPM: last beta");
+  app.add_option("--min-snr", flags->min_snr, "DDPM: gamma of min-SNR weighting; 0: none");
+  app.add_option("--variance-weight", t.objective.variance_weight,
+                 "DDPM with a learned variance (out_channels twice in_channels): weight of L_vlb");
+  app.add_option("--cap-snr", flags->cap_snr,
+                 "Objective v: cap the loss weight SNR + 1; 0: no cap");
+  app.add_flag("--flow-uniform", flags->flow_uniform,
+               "Objective flow: uniform noise levels instead of logit-normal");
+}
+
+void AddStepFlags(CLI::App& app, Flags* flags) {
+  training::TrainerOptions& t = flags->config.trainer;
+  app.add_option("--steps", t.steps, "Number of steps");
+  app.add_option("--batch", t.batch, "Pictures per step, over all ranks");
+  app.add_option("--chunks", t.chunks,
+                 "Parts of a batch whose gradients are added as a tree; a power of two. The result "
+                 "depends on this number, but not on ranks, cores or accumulation");
+  app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory");
+  app.add_option("--seed", t.seed, "Seed of all random numbers");
+  app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW");
+  app.add_option("--schedule", flags->schedule,
+                 "Learning rate after the warm-up: constant, cosine or inverse-sqrt");
+  app.add_option("--warmup-steps", t.rate.warmup_steps,
+                 "Steps in which the learning rate rises from 0");
+  app.add_option("--reference-steps", t.rate.reference_steps,
+                 "Schedule inverse-sqrt: steps before the rate falls");
+  app.add_option("--beta1", t.beta1, "beta1 of AdamW");
+  app.add_option("--beta2", t.beta2, "beta2 of AdamW");
+  app.add_option("--adam-eps", t.eps, "eps of AdamW");
+  app.add_option("--weight-decay", t.weight_decay, "Weight decay of AdamW");
+  app.add_option("--clip", t.clip, "Clip the gradient to this global norm; 0: no clipping");
+  app.add_option(
+         "--average", flags->averages,
+         "Moving average of the weights: decay:0.999, warmup:0.9999 (diffusers) or power:0.05 "
+         "(EDM2). May be repeated; the first is written to model/. Default: decay:0.999")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->allow_extra_args(false);
+  app.add_option("--dropout", flags->dropout,
+                 "Dropout of the resnets. Default: the network's config")
+      ->default_str("");
+  app.add_option("--class-dropout,--caption-dropout", t.class_dropout,
+                 "Fraction of pictures trained with the null class, or with an empty caption, for "
+                 "guidance");
+  app.add_option("--null-class", t.null_class,
+                 "Label of the null class. Default: the last of num_class_embeds")
+      ->default_str("");
+}
+
+void AddDataFlags(CLI::App& app, Flags* flags) {
+  RunConfig& config = flags->config;
+  training::TrainerOptions& t = flags->config.trainer;
+  app.add_flag("--flip", t.flip, "Mirror half of the pictures");
+  app.add_option("--augment", t.augment,
+                 "Probability of each EDM augmentation; the augmentation is an input of the "
+                 "network. 0.12 in the paper; 0: none");
+  app.add_option("--canvas", config.canvas,
+                 "Edge of the stored pictures. If larger than sample_size, pictures are randomly "
+                 "cropped")
+      ->default_str("");
+  app.add_flag("--pad", config.pad,
+               "Add a black border to smaller pictures instead of scaling them up");
+  app.add_flag("--skip-bad-files", config.skip_bad_files, "Report and skip bad files");
+  app.add_option(
+      "--data-memory", config.data_memory,
+      "Limit in MiB of decoded pictures in memory; larger data sets are kept in a file in --output "
+      "and read ahead. 0: half of the free memory");
+  app.add_option("--prefetch-threads", t.prefetch_threads,
+                 "Threads that prepare the pictures of the next step. 0: 2 if pictures are on disk "
+                 "or augmented, else none");
+  app.add_flag("--recompute-norms", t.recompute_norms,
+               "Recompute norms in the backward pass: less memory, a little slower");
+}
+
+void AddRunFlags(CLI::App& app, Flags* flags) {
+  RunConfig& config = flags->config;
+  app.add_option("--checkpoint-steps", config.checkpoint_steps, "Steps between checkpoints");
+  app.add_option("--keep", config.keep, "Number of checkpoints to keep");
+  app.add_option("--resume", config.resume,
+                 "Resume from the latest checkpoint in --output (\"latest\"; starts anew if none) "
+                 "or from this folder");
+  app.add_option("--sample-steps", config.sample_steps, "Steps between sample grids; 0: no grids");
+  app.add_option("--sample-count", config.sample_count, "Pictures per grid");
+  app.add_option("--prompt", config.prompts,
+                 "With --pipeline: prompt for the sample grids. May be repeated. Default: captions")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->allow_extra_args(false);
+  app.add_option("--model-dtype", flags->model_dtype, "dtype of the written model: fp32 or fp16");
+  app.add_option("--class-name", config.class_names,
+                 "Name of a class; repeat for all classes, in the order of the labels. Default: "
+                 "names of folders")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->allow_extra_args(false);
+  app.add_option("--default-steps", config.default_steps,
+                 "Sampling steps that the server uses by default; 0: depends on the objective")
+      ->check(CLI::Range(0, 1000));
+  app.add_option("--default-guidance-scale", config.default_guidance_scale,
+                 "Guidance scale that the server uses by default. Default: none")
+      ->check(CLI::Range(0.0, 100.0));
+  app.add_option("--log-steps", config.log_steps, "Steps between log lines");
+  app.add_option("--max-skipped", config.max_skipped,
+                 "End the run after this many consecutive steps without a finite gradient");
+  app.add_option("--metrics-listen", config.metrics_listen,
+                 "Serve Prometheus /metrics on host:port; \"\": do not")
+      ->default_str("");
+  app.add_option("--device", flags->device,
+                 "cpu, cuda, or auto: CUDA if this build supports the GPU, else the CPU");
+  app.add_option("--dtype", flags->dtype,
+                 "CUDA: bf16, or fp32 for debugging. The CPU computes in fp32")
+      ->default_str("");
+  app.add_option("--autotune-cache", config.cuda_options.autotune_cache,
+                 "CUDA: folder in which measurements of kernels are kept");
+  app.add_option("--exchange", flags->exchange,
+                 "How ranks exchange gradients: tcp, nccl, or auto: NCCL where its library is and "
+                 "every rank has a GPU of its own, else TCP");
+  app.add_flag("--dry-run", config.dry_run, "Print memory, steps and hours, without training");
+}
+
+/// Resolves what depends on several flags, and checks it.
+absl::Status Finish(const CLI::App& app, Flags& flags) {
+  RunConfig& config = flags.config;
+  training::TrainerOptions& t = config.trainer;
+  if (flags.device != "auto" && flags.device != "cpu" && flags.device != "cuda")
+    return InvalidArgument("--device is \"{}\"; use auto, cpu or cuda", flags.device);
+  if (!flags.dtype.empty() && flags.dtype != "fp32" && flags.dtype != "bf16")
+    return InvalidArgument("--dtype is \"{}\"; use bf16 or fp32", flags.dtype);
+  config.cuda_options.fp32 = flags.dtype == "fp32";
+  if (flags.exchange == "tcp") {
+    config.exchange = training::ExchangeKind::kTcp;
+  } else if (flags.exchange == "nccl") {
+    config.exchange = training::ExchangeKind::kNccl;
+  } else if (flags.exchange != "auto") {
+    return InvalidArgument("--exchange is \"{}\"; use auto, tcp or nccl", flags.exchange);
+  }
+  if (flags.model_dtype != "fp32" && flags.model_dtype != "fp16")
+    return InvalidArgument("--model-dtype is \"{}\"; use fp32 or fp16", flags.model_dtype);
+  config.half = flags.model_dtype == "fp16";
+  if (config.data.empty())
+    return InvalidArgument("--data is missing: give a folder of pictures, or a file");
+  if (config.output.empty() && !config.dry_run)
+    return InvalidArgument("--output is missing: give a folder for checkpoints and the model");
+  const auto kind = training::ObjectiveFromName(flags.objective);
+  if (!kind)
+    return InvalidArgument("--objective is \"{}\"; use edm, epsilon, v, x0 or flow",
+                           flags.objective);
+  t.objective.kind = *kind;
+  if (flags.min_snr != 0) t.objective.min_snr = flags.min_snr;
+  if (flags.cap_snr != 0) t.objective.cap_snr = flags.cap_snr;
+  t.objective.logit_normal = !flags.flow_uniform;
+  if (flags.schedule == "constant") {
+    t.rate.kind = RateSchedule::Kind::kConstant;
+  } else if (flags.schedule == "cosine") {
+    t.rate.kind = RateSchedule::Kind::kCosine;
+  } else if (flags.schedule == "inverse-sqrt") {
+    t.rate.kind = RateSchedule::Kind::kInverseSqrt;
+  } else {
+    return InvalidArgument("--schedule is \"{}\"; use constant, cosine or inverse-sqrt",
+                           flags.schedule);
+  }
+  if (!flags.averages.empty()) t.averages.clear();
+  for (const std::string& text : flags.averages) {
+    DENOISED_ASSIGN_OR_RETURN(const AverageOptions average, ParseAverage(text));
+    t.averages.push_back(average);
+  }
+  for (const auto& [flag, value] :
+       {std::pair{"--checkpoint-steps", config.checkpoint_steps},
+        std::pair{"--keep", int64_t{config.keep}}, std::pair{"--log-steps", config.log_steps},
+        std::pair{"--sample-count", int64_t{config.sample_count}},
+        std::pair{"--max-skipped", int64_t{config.max_skipped}}})
+    if (value < 1) return InvalidArgument("{} is {}; use at least 1", flag, value);
+  if (config.data_memory < 0)
+    return InvalidArgument("--data-memory is {}; use 0 or more MiB", config.data_memory);
+  if (config.sample_steps < 0)
+    return InvalidArgument("--sample-steps is {}; use 0 or more", config.sample_steps);
+  if (config.sample_count > 256)
+    return InvalidArgument("--sample-count is {}; use at most 256", config.sample_count);
+  DENOISED_RETURN_IF_ERROR(ReadEnvironment(&config));
+  if (flags.device != "cpu") {
+    const absl::Status cuda = training::CheckCuda(config.cuda_options);
+    if (flags.device == "cuda") DENOISED_RETURN_IF_ERROR(Annotate(cuda, "--device"));
+    config.cuda = cuda.ok();
+  }
+  if (flags.dtype == "bf16" && !config.cuda)
+    return InvalidArgument(
+        "--dtype is \"bf16\", but the CPU trains in fp32; use a machine with a GPU and --device "
+        "cuda");
+  if (flags.pipeline.empty()) {
+    for (const char* const flag :
+         {"--stage", "--freeze-text", "--kl-weight", "--edge-weight", "--prompt"})
+      if (app.count(flag) > 0)
+        return InvalidArgument("{} needs --pipeline, or has to be left out", flag);
+    DENOISED_RETURN_IF_ERROR(ReadNetwork(flags.network, &config));
+  } else {
+    if (!flags.network.empty() || !config.network_json.is_null())
+      return InvalidArgument("give either --network or --pipeline");
+    if (!config.class_names.empty())
+      return InvalidArgument("--class-name cannot be given with --pipeline, which has no classes");
+    for (const char* const flag : {"--objective", "--timesteps", "--beta-schedule", "--beta-start",
+                                   "--beta-end", "--flow-uniform"})
+      if (app.count(flag) > 0)
+        return InvalidArgument(
+            "{} cannot be given with --pipeline, whose scheduler_config.json says it", flag);
+    DENOISED_RETURN_IF_ERROR(ReadPipeline(flags.pipeline, flags.stage, flags.freeze_text,
+                                          flags.kl_weight, flags.edge_weight, &config));
+    if (config.canvas != 0 && config.stage == Stage::kDiffusion)
+      return InvalidArgument(
+          "--canvas is {}, but latents are computed once: stage diffusion cannot crop at random",
+          config.canvas);
+  }
+  const Shape picture = config.picture();
+  if (picture[0] == 0) return InvalidArgument("the network's config has no sample_size; set it");
+  const auto least = static_cast<int>(std::max(picture[0], picture[1]));
+  if (config.canvas != 0 && (config.canvas < least || config.canvas > 16384))
+    return InvalidArgument("--canvas is {}; use {} (sample_size) to 16384", config.canvas, least);
+  const auto* const pixels = std::get_if<UNet2DConfig>(&config.network);
+  t.objective.learned_variance =
+      pixels != nullptr && pixels->out_channels == 2 * pixels->in_channels;
+  const bool classes = pixels != nullptr && pixels->condition == ClassCondition::kLabel;
+  if (t.null_class < 0 && classes && t.class_dropout > 0)
+    t.null_class = pixels->num_class_embeds - 1;
+  const nlohmann::json in_network = config.network_json.value("dropout", nlohmann::json());
+  t.dropout = flags.dropout >= 0       ? flags.dropout
+              : in_network.is_number() ? in_network.get<double>()
+                                       : 0;
+  return t.Check(config.ranks);
+}
+
 }  // namespace
 
 Shape RunConfig::picture() const {
@@ -235,16 +507,7 @@ nlohmann::json RunConfig::Fingerprint() const {
 
 absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
                                            std::optional<Printed>* printed) {
-  RunConfig config;
-  training::TrainerOptions& t = config.trainer;
-  std::string config_file, network, objective = "edm", schedule = "constant", device = "auto",
-                                    dtype = "", exchange = "auto";
-  std::vector<std::string> averages;
-  std::string pipeline, stage = "diffusion";
-  double min_snr = 0, cap_snr = 0, dropout = -1, kl_weight = 1e-4, edge_weight = 0.5;
-  std::string model_dtype = "fp32";
-  bool flow_uniform = false, freeze_text = false;
-
+  Flags flags;
   CLI::App app{
       "denoise-train trains a diffusion model on pictures and writes a directory that the denoised "
       "server can load.\n"
@@ -253,137 +516,10 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   app.option_defaults()->always_capture_default()->multi_option_policy(
       CLI::MultiOptionPolicy::TakeLast);
   app.set_version_flag("--version", fmt::format("denoise-train {}", kVersion));
-  app.add_option("--config", config_file,
-                 "JSON object whose fields are the flags below, without --. Flags on the command "
-                 "line take precedence");
-  app.add_option("--data", config.data,
-                 "Folder of PNG, JPEG and WebP files, EDM's ZIP, IDX (MNIST), .npy or .npz");
-  app.add_option("--labels", config.labels, "File of labels, for IDX and .npy");
-  app.add_option("--output", config.output, "Folder for checkpoints, logs and the model");
-  app.add_option("--network", network, "config.json of a UNet2DModel");
-  app.add_option("--pipeline", pipeline,
-                 "Instead of --network: a StableDiffusionPipeline directory with the configs, the "
-                 "tokenizer and the weights that are not trained");
-  app.add_option("--stage", stage,
-                 "With --pipeline: \"vae\" trains the autoencoder, \"diffusion\" the UNet and text "
-                 "encoder");
-  app.add_flag("--freeze-text", freeze_text, "Stage diffusion: do not train the text encoder");
-  app.add_option("--kl-weight", kl_weight, "Stage vae: weight of the KL divergence");
-  app.add_option("--edge-weight", edge_weight,
-                 "Stage vae: weight of the edge loss (differences of neighbouring pixels)");
-  app.add_option("--init-from", config.init_from,
-                 "Start from the weights of this diffusers directory");
-  app.add_option(
-      "--objective", objective,
-      "What the network learns to predict: edm (Karras et al. 2022), DDPM's epsilon, v or "
-      "x0, or flow (flow matching)");
-  app.add_option("--sigma-data", t.objective.sigma_data, "EDM: standard deviation of the pictures");
-  app.add_option("--log-sigma-mean", t.objective.log_sigma_mean, "EDM: mean of ln sigma");
-  app.add_option("--log-sigma-deviation", t.objective.log_sigma_deviation,
-                 "EDM: standard deviation of ln sigma");
-  app.add_option("--timesteps", t.objective.timesteps, "DDPM: number of noise levels");
-  app.add_option("--beta-schedule", t.objective.beta_schedule,
-                 "DDPM: linear, scaled_linear or squaredcos_cap_v2");
-  app.add_option("--beta-start", t.objective.beta_start, "DDPM: first beta");
-  app.add_option("--beta-end", t.objective.beta_end, "DDPM: last beta");
-  app.add_option("--min-snr", min_snr, "DDPM: gamma of min-SNR weighting; 0: none");
-  app.add_option("--variance-weight", t.objective.variance_weight,
-                 "DDPM with a learned variance (out_channels twice in_channels): weight of L_vlb");
-  app.add_option("--cap-snr", cap_snr, "Objective v: cap the loss weight SNR + 1; 0: no cap");
-  app.add_flag("--flow-uniform", flow_uniform,
-               "Objective flow: uniform noise levels instead of logit-normal");
-  app.add_option("--steps", t.steps, "Number of steps");
-  app.add_option("--batch", t.batch, "Pictures per step, over all ranks");
-  app.add_option("--chunks", t.chunks,
-                 "Parts of a batch whose gradients are added as a tree; a power of two. The result "
-                 "depends on this number, but not on ranks, cores or accumulation");
-  app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory");
-  app.add_option("--seed", t.seed, "Seed of all random numbers");
-  app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW");
-  app.add_option("--schedule", schedule,
-                 "Learning rate after the warm-up: constant, cosine or inverse-sqrt");
-  app.add_option("--warmup-steps", t.rate.warmup_steps,
-                 "Steps in which the learning rate rises from 0");
-  app.add_option("--reference-steps", t.rate.reference_steps,
-                 "Schedule inverse-sqrt: steps before the rate falls");
-  app.add_option("--beta1", t.beta1, "beta1 of AdamW");
-  app.add_option("--beta2", t.beta2, "beta2 of AdamW");
-  app.add_option("--adam-eps", t.eps, "eps of AdamW");
-  app.add_option("--weight-decay", t.weight_decay, "Weight decay of AdamW");
-  app.add_option("--clip", t.clip, "Clip the gradient to this global norm; 0: no clipping");
-  app.add_option(
-         "--average", averages,
-         "Moving average of the weights: decay:0.999, warmup:0.9999 (diffusers) or power:0.05 "
-         "(EDM2). May be repeated; the first is written to model/. Default: decay:0.999")
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-      ->allow_extra_args(false);
-  app.add_option("--dropout", dropout, "Dropout of the resnets. Default: the network's config")
-      ->default_str("");
-  app.add_option("--class-dropout,--caption-dropout", t.class_dropout,
-                 "Fraction of pictures trained with the null class, or with an empty caption, for "
-                 "guidance");
-  app.add_option("--null-class", t.null_class,
-                 "Label of the null class. Default: the last of num_class_embeds")
-      ->default_str("");
-  app.add_flag("--flip", t.flip, "Mirror half of the pictures");
-  app.add_option("--augment", t.augment,
-                 "Probability of each EDM augmentation; the augmentation is an input of the "
-                 "network. 0.12 in the paper; 0: none");
-  app.add_option("--canvas", config.canvas,
-                 "Edge of the stored pictures. If larger than sample_size, pictures are randomly "
-                 "cropped")
-      ->default_str("");
-  app.add_flag("--pad", config.pad,
-               "Add a black border to smaller pictures instead of scaling them up");
-  app.add_flag("--skip-bad-files", config.skip_bad_files, "Report and skip bad files");
-  app.add_option(
-      "--data-memory", config.data_memory,
-      "Limit in MiB of decoded pictures in memory; larger data sets are kept in a file in --output "
-      "and read ahead. 0: half of the free memory");
-  app.add_option("--prefetch-threads", t.prefetch_threads,
-                 "Threads that prepare the pictures of the next step. 0: 2 if pictures are on disk "
-                 "or augmented, else none");
-  app.add_flag("--recompute-norms", t.recompute_norms,
-               "Recompute norms in the backward pass: less memory, a little slower");
-  app.add_option("--checkpoint-steps", config.checkpoint_steps, "Steps between checkpoints");
-  app.add_option("--keep", config.keep, "Number of checkpoints to keep");
-  app.add_option("--resume", config.resume,
-                 "Resume from the latest checkpoint in --output (\"latest\"; starts anew if none) "
-                 "or from this folder");
-  app.add_option("--sample-steps", config.sample_steps, "Steps between sample grids; 0: no grids");
-  app.add_option("--sample-count", config.sample_count, "Pictures per grid");
-  app.add_option("--prompt", config.prompts,
-                 "With --pipeline: prompt for the sample grids. May be repeated. Default: captions")
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-      ->allow_extra_args(false);
-  app.add_option("--model-dtype", model_dtype, "dtype of the written model: fp32 or fp16");
-  app.add_option("--class-name", config.class_names,
-                 "Name of a class; repeat for all classes, in the order of the labels. Default: "
-                 "names of folders")
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-      ->allow_extra_args(false);
-  app.add_option("--default-steps", config.default_steps,
-                 "Sampling steps that the server uses by default; 0: depends on the objective")
-      ->check(CLI::Range(0, 1000));
-  app.add_option("--default-guidance-scale", config.default_guidance_scale,
-                 "Guidance scale that the server uses by default. Default: none")
-      ->check(CLI::Range(0.0, 100.0));
-  app.add_option("--log-steps", config.log_steps, "Steps between log lines");
-  app.add_option("--max-skipped", config.max_skipped,
-                 "End the run after this many consecutive steps without a finite gradient");
-  app.add_option("--metrics-listen", config.metrics_listen,
-                 "Serve Prometheus /metrics on host:port; \"\": do not")
-      ->default_str("");
-  app.add_option("--device", device,
-                 "cpu, cuda, or auto: CUDA if this build supports the GPU, else the CPU");
-  app.add_option("--dtype", dtype, "CUDA: bf16, or fp32 for debugging. The CPU computes in fp32")
-      ->default_str("");
-  app.add_option("--autotune-cache", config.cuda_options.autotune_cache,
-                 "CUDA: folder in which measurements of kernels are kept");
-  app.add_option("--exchange", exchange,
-                 "How ranks exchange gradients: tcp, nccl, or auto: NCCL where its library is and "
-                 "every rank has a GPU of its own, else TCP");
-  app.add_flag("--dry-run", config.dry_run, "Print memory, steps and hours, without training");
+  AddModelFlags(app, &flags);
+  AddStepFlags(app, &flags);
+  AddDataFlags(app, &flags);
+  AddRunFlags(app, &flags);
 
   std::vector<std::string> given(argv + 1, argv + argc);
   const auto parse = [&](std::vector<std::string> arguments) -> absl::Status {
@@ -400,118 +536,21 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
     return absl::OkStatus();
   };
   DENOISED_RETURN_IF_ERROR(parse(given));
-  if (*printed) return config;
-  if (!config_file.empty()) {
-    DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json, ReadJsonFile(config_file));
-    DENOISED_ASSIGN_OR_RETURN(std::vector<std::string> arguments,
-                              ArgumentsOf(json, config_file, given, &config.network_json));
+  if (*printed) return flags.config;
+  if (!flags.config_file.empty()) {
+    DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json, ReadJsonFile(flags.config_file));
+    DENOISED_ASSIGN_OR_RETURN(
+        std::vector<std::string> arguments,
+        ArgumentsOf(json, flags.config_file, given, &flags.config.network_json));
     arguments.insert(arguments.end(), given.begin(), given.end());
-    averages.clear();
-    config.prompts.clear();
-    config.class_names.clear();
-    DENOISED_RETURN_IF_ERROR(Annotate(parse(arguments), config_file));
+    flags.averages.clear();
+    flags.config.prompts.clear();
+    flags.config.class_names.clear();
+    DENOISED_RETURN_IF_ERROR(Annotate(parse(arguments), flags.config_file));
   }
 
-  if (device != "auto" && device != "cpu" && device != "cuda")
-    return InvalidArgument("--device is \"{}\"; use auto, cpu or cuda", device);
-  if (!dtype.empty() && dtype != "fp32" && dtype != "bf16")
-    return InvalidArgument("--dtype is \"{}\"; use bf16 or fp32", dtype);
-  config.cuda_options.fp32 = dtype == "fp32";
-  if (exchange == "tcp") {
-    config.exchange = training::ExchangeKind::kTcp;
-  } else if (exchange == "nccl") {
-    config.exchange = training::ExchangeKind::kNccl;
-  } else if (exchange != "auto") {
-    return InvalidArgument("--exchange is \"{}\"; use auto, tcp or nccl", exchange);
-  }
-  if (model_dtype != "fp32" && model_dtype != "fp16")
-    return InvalidArgument("--model-dtype is \"{}\"; use fp32 or fp16", model_dtype);
-  config.half = model_dtype == "fp16";
-  if (config.data.empty())
-    return InvalidArgument("--data is missing: give a folder of pictures, or a file");
-  if (config.output.empty() && !config.dry_run)
-    return InvalidArgument("--output is missing: give a folder for checkpoints and the model");
-  const auto kind = training::ObjectiveFromName(objective);
-  if (!kind)
-    return InvalidArgument("--objective is \"{}\"; use edm, epsilon, v, x0 or flow", objective);
-  t.objective.kind = *kind;
-  if (min_snr != 0) t.objective.min_snr = min_snr;
-  if (cap_snr != 0) t.objective.cap_snr = cap_snr;
-  t.objective.logit_normal = !flow_uniform;
-  if (schedule == "constant") {
-    t.rate.kind = RateSchedule::Kind::kConstant;
-  } else if (schedule == "cosine") {
-    t.rate.kind = RateSchedule::Kind::kCosine;
-  } else if (schedule == "inverse-sqrt") {
-    t.rate.kind = RateSchedule::Kind::kInverseSqrt;
-  } else {
-    return InvalidArgument("--schedule is \"{}\"; use constant, cosine or inverse-sqrt", schedule);
-  }
-  if (!averages.empty()) t.averages.clear();
-  for (const std::string& text : averages) {
-    DENOISED_ASSIGN_OR_RETURN(const AverageOptions average, ParseAverage(text));
-    t.averages.push_back(average);
-  }
-  for (const auto& [flag, value] :
-       {std::pair{"--checkpoint-steps", config.checkpoint_steps},
-        std::pair{"--keep", int64_t{config.keep}}, std::pair{"--log-steps", config.log_steps},
-        std::pair{"--sample-count", int64_t{config.sample_count}},
-        std::pair{"--max-skipped", int64_t{config.max_skipped}}})
-    if (value < 1) return InvalidArgument("{} is {}; use at least 1", flag, value);
-  if (config.data_memory < 0)
-    return InvalidArgument("--data-memory is {}; use 0 or more MiB", config.data_memory);
-  if (config.sample_steps < 0)
-    return InvalidArgument("--sample-steps is {}; use 0 or more", config.sample_steps);
-  if (config.sample_count > 256)
-    return InvalidArgument("--sample-count is {}; use at most 256", config.sample_count);
-  DENOISED_RETURN_IF_ERROR(ReadEnvironment(&config));
-  if (device != "cpu") {
-    const absl::Status cuda = training::CheckCuda(config.cuda_options);
-    if (device == "cuda") DENOISED_RETURN_IF_ERROR(Annotate(cuda, "--device"));
-    config.cuda = cuda.ok();
-  }
-  if (dtype == "bf16" && !config.cuda)
-    return InvalidArgument(
-        "--dtype is \"bf16\", but the CPU trains in fp32; use a machine with a GPU and --device "
-        "cuda");
-  if (pipeline.empty()) {
-    for (const char* const flag :
-         {"--stage", "--freeze-text", "--kl-weight", "--edge-weight", "--prompt"})
-      if (app.count(flag) > 0)
-        return InvalidArgument("{} needs --pipeline, or has to be left out", flag);
-    DENOISED_RETURN_IF_ERROR(ReadNetwork(network, &config));
-  } else {
-    if (!network.empty() || !config.network_json.is_null())
-      return InvalidArgument("give either --network or --pipeline");
-    if (!config.class_names.empty())
-      return InvalidArgument("--class-name cannot be given with --pipeline, which has no classes");
-    for (const char* const flag : {"--objective", "--timesteps", "--beta-schedule", "--beta-start",
-                                   "--beta-end", "--flow-uniform"})
-      if (app.count(flag) > 0)
-        return InvalidArgument(
-            "{} cannot be given with --pipeline, whose scheduler_config.json says it", flag);
-    DENOISED_RETURN_IF_ERROR(
-        ReadPipeline(pipeline, stage, freeze_text, kl_weight, edge_weight, &config));
-    if (config.canvas != 0 && config.stage == Stage::kDiffusion)
-      return InvalidArgument(
-          "--canvas is {}, but latents are computed once: stage diffusion cannot crop at random",
-          config.canvas);
-  }
-  const Shape picture = config.picture();
-  if (picture[0] == 0) return InvalidArgument("the network's config has no sample_size; set it");
-  const auto least = static_cast<int>(std::max(picture[0], picture[1]));
-  if (config.canvas != 0 && (config.canvas < least || config.canvas > 16384))
-    return InvalidArgument("--canvas is {}; use {} (sample_size) to 16384", config.canvas, least);
-  const auto* const pixels = std::get_if<UNet2DConfig>(&config.network);
-  t.objective.learned_variance =
-      pixels != nullptr && pixels->out_channels == 2 * pixels->in_channels;
-  const bool classes = pixels != nullptr && pixels->condition == ClassCondition::kLabel;
-  if (t.null_class < 0 && classes && t.class_dropout > 0)
-    t.null_class = pixels->num_class_embeds - 1;
-  const nlohmann::json in_network = config.network_json.value("dropout", nlohmann::json());
-  t.dropout = dropout >= 0 ? dropout : in_network.is_number() ? in_network.get<double>() : 0;
-  DENOISED_RETURN_IF_ERROR(t.Check(config.ranks));
-  return config;
+  DENOISED_RETURN_IF_ERROR(Finish(app, flags));
+  return std::move(flags.config);
 }
 
 }  // namespace denoised::trainer
