@@ -33,239 +33,186 @@ CLI::Validator Seed() {
       "");
 }
 
-}  // namespace
-
-void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
-  constexpr char kWhat[] = "What to generate";
+void AddContentFlags(CLI::App& command, GenerateFlags& flags) {
+  command.option_defaults()->group("What to generate");
   command
       .add_option(
           "-m,--model", flags.model,
           "Model: name, name@version or alias. Default: the server's only model that reads the "
           "given prompt or labels")
-      ->type_name(kModel)
-      ->group(kWhat);
-  command
-      .add_option("PROMPT", flags.prompts,
-                  "What the images should show, for models that read text. Several: one for each "
-                  "image")
-      ->group(kWhat);
-  command
-      .add_option("--negative", flags.negative,
-                  "What the images should not show. Default: the model's")
-      ->group(kWhat);
+      ->type_name(kModel);
+  command.add_option(
+      "PROMPT", flags.prompts,
+      "What the images should show, for models that read text. Several: one for each "
+      "image");
+  command.add_option("--negative", flags.negative,
+                     "What the images should not show. Default: the model's");
   command
       .add_option(
           "-l,--labels", flags.labels,
           "Class of each image, by index or name: 3,1,4 or cat,dog. Repeats in order if there "
           "are more images than classes. Default: random")
-      ->delimiter(',')
-      ->group(kWhat);
+      ->delimiter(',');
   command
       .add_option(
           "--class-vectors", flags.class_vectors,
           "Class condition as numbers, for models that take numbers (see denoise models NAME): one "
           "vector for all images, or one for each")
-      ->delimiter(',')
-      ->group(kWhat);
-  command
-      .add_option("-n,--count", flags.count,
-                  "Number of images. Default: 1, or one per label or seed")
-      ->group(kWhat);
-  command
-      .add_option("-g,--grid", flags.grid,
-                  "Generate COLUMNSxROWS images and save them as one PNG contact sheet: 4x4")
-      ->group(kWhat);
+      ->delimiter(',');
+  command.add_option("-n,--count", flags.count,
+                     "Number of images. Default: 1, or one per label or seed");
+  command.add_option("-g,--grid", flags.grid,
+                     "Generate COLUMNSxROWS images and save them as one PNG contact sheet: 4x4");
   command
       .add_option(
           "-s,--seed", flags.seeds,
           "Seed of the first image; image i uses seed + i. Or a seed for each image: 7,9,12. "
           "The same seed gives the same bytes. Default: random")
       ->delimiter(',')
-      ->check(Seed())
-      ->group(kWhat);
-  command
-      .add_option("--size", flags.size, "Size in pixels: 64 or WIDTHxHEIGHT. Default: the model's")
-      ->group(kWhat);
+      ->check(Seed());
+  command.add_option("--size", flags.size,
+                     "Size in pixels: 64 or WIDTHxHEIGHT. Default: the model's");
   command
       .add_option("--init-image", flags.init_image,
                   "Start from this picture (PNG, JPEG, WebP or .npy) instead of noise")
-      ->type_name(kFile)
-      ->group(kWhat);
-  command
-      .add_option("--strength", flags.strength,
-                  "How much of --init-image to change: above 0, up to 1 (keeps nothing of it). "
-                  "Default: the model's, mostly 0.8, and 1 with --mask")
-      ->group(kWhat);
+      ->type_name(kFile);
+  command.add_option("--strength", flags.strength,
+                     "How much of --init-image to change: above 0, up to 1 (keeps nothing of it). "
+                     "Default: the model's, mostly 0.8, and 1 with --mask");
   command
       .add_option("--mask", flags.mask,
                   "Redraw only a part of --init-image: a picture of the same size, white where to "
                   "redraw (PNG, JPEG, WebP or .npy)")
-      ->type_name(kFile)
-      ->group(kWhat);
+      ->type_name(kFile);
   command
       .add_option(
           "--noise", flags.noise,
           "Start from this noise: a file of float32 [count, height, width, channels] with unit "
           "variance, .npy or raw")
-      ->type_name(kFile)
-      ->group(kWhat);
+      ->type_name(kFile);
 
-  command
-      .add_option("--prompt-2", flags.prompt_2,
-                  "Prompt for the second text encoder, of models that have two. Default: PROMPT")
-      ->group(kWhat);
-  command
-      .add_option("--negative-2", flags.negative_2,
-                  "--negative for the second text encoder. Default: --negative")
-      ->group(kWhat);
+  command.add_option(
+      "--prompt-2", flags.prompt_2,
+      "Prompt for the second text encoder, of models that have two. Default: PROMPT");
+  command.add_option("--negative-2", flags.negative_2,
+                     "--negative for the second text encoder. Default: --negative");
+}
 
-  constexpr char kHow[] = "Sampling (other defaults: the model's; see denoise models NAME)";
-  command.add_option("--steps", flags.steps, "Number of denoising steps")->group(kHow);
+void AddSamplingFlags(CLI::App& command, GenerateFlags& flags) {
+  command.option_defaults()->group(
+      "Sampling (other defaults: the model's; see denoise models NAME)");
+  command.add_option("--steps", flags.steps, "Number of denoising steps");
   command.add_option("--sampler", flags.sampler, "Sampling algorithm")
-      ->check(CLI::IsMember(Names(client::AllSamplers())))
-      ->group(kHow);
+      ->check(CLI::IsMember(Names(client::AllSamplers())));
   command.add_option("--schedule", flags.schedule, "Spacing of the noise levels")
-      ->check(CLI::IsMember(Names(client::AllNoiseSchedules())))
-      ->group(kHow);
-  command
-      .add_option("--guidance", flags.guidance,
-                  "Classifier-free guidance scale: above 1 the images follow the prompt or class "
-                  "more closely, at "
-                  "twice the cost. 1: off")
-      ->group(kHow);
-  command
-      .add_option(
-          "--image-guidance", flags.image_guidance,
-          "How closely the images follow --init-image, for models that edit pictures; above "
-          "1 a step costs three times as much as without guidance, at 1 twice")
-      ->group(kHow);
-  command
-      .add_option("--guidance-rescale", flags.guidance_rescale,
-                  "How much to undo the contrast that guidance adds, 0 (not at all) to 1. Default: "
-                  "0")
-      ->group(kHow);
-  command
-      .add_option("--guidance-start", flags.guidance_start,
-                  "Start guidance after this fraction of the steps; steps before it are cheaper. "
-                  "Default: 0")
-      ->group(kHow);
-  command
-      .add_option(
-          "--guidance-stop", flags.guidance_stop,
-          "Stop guidance after this fraction of the steps; steps after it are cheaper. Default: 1")
-      ->group(kHow);
-  command
-      .add_option(
-          "--eta", flags.eta,
-          "Noise added by ddim and tcd, from 0 (none) to 1. Default: 0 for ddim, 0.3 for tcd")
-      ->group(kHow);
-  command
-      .add_option("--churn", flags.churn,
-                  "Noise added by euler, heun and edm_euler (s_churn). Default: 0, none")
-      ->group(kHow);
-  command
-      .add_option("--churn-min", flags.churn_min,
-                  "Add churn only at this noise level (sigma) and above. Default: 0")
-      ->group(kHow);
-  command
-      .add_option("--churn-max", flags.churn_max,
-                  "Add churn only at this noise level (sigma) and below. Default: no limit")
-      ->group(kHow);
-  command
-      .add_option("--churn-noise", flags.churn_noise,
-                  "Scale of the noise that churn adds (s_noise). Default: 1")
-      ->group(kHow);
-  command
-      .add_option("--clip-skip", flags.clip_skip,
-                  "Number of layers to skip at the end of the text encoder. Default: 0")
-      ->group(kHow);
-  command
-      .add_option("--max-chunks", flags.max_chunks,
-                  "Maximum number of chunks (75 tokens for CLIP) read from each prompt; diffusers "
-                  "reads 1. Default: as many as the server allows")
-      ->group(kHow);
-  command
-      .add_option("--order", flags.order,
-                  "Order of deis, uni_pc and the samplers named dpm_solver: 1, 2 or 3")
-      ->group(kHow);
+      ->check(CLI::IsMember(Names(client::AllNoiseSchedules())));
+  command.add_option(
+      "--guidance", flags.guidance,
+      "Classifier-free guidance scale: above 1 the images follow the prompt or class "
+      "more closely, at "
+      "twice the cost. 1: off");
+  command.add_option(
+      "--image-guidance", flags.image_guidance,
+      "How closely the images follow --init-image, for models that edit pictures; above "
+      "1 a step costs three times as much as without guidance, at 1 twice");
+  command.add_option(
+      "--guidance-rescale", flags.guidance_rescale,
+      "How much to undo the contrast that guidance adds, 0 (not at all) to 1. Default: "
+      "0");
+  command.add_option(
+      "--guidance-start", flags.guidance_start,
+      "Start guidance after this fraction of the steps; steps before it are cheaper. "
+      "Default: 0");
+  command.add_option(
+      "--guidance-stop", flags.guidance_stop,
+      "Stop guidance after this fraction of the steps; steps after it are cheaper. Default: 1");
+  command.add_option(
+      "--eta", flags.eta,
+      "Noise added by ddim and tcd, from 0 (none) to 1. Default: 0 for ddim, 0.3 for tcd");
+  command.add_option("--churn", flags.churn,
+                     "Noise added by euler, heun and edm_euler (s_churn). Default: 0, none");
+  command.add_option("--churn-min", flags.churn_min,
+                     "Add churn only at this noise level (sigma) and above. Default: 0");
+  command.add_option("--churn-max", flags.churn_max,
+                     "Add churn only at this noise level (sigma) and below. Default: no limit");
+  command.add_option("--churn-noise", flags.churn_noise,
+                     "Scale of the noise that churn adds (s_noise). Default: 1");
+  command.add_option("--clip-skip", flags.clip_skip,
+                     "Number of layers to skip at the end of the text encoder. Default: 0");
+  command.add_option(
+      "--max-chunks", flags.max_chunks,
+      "Maximum number of chunks (75 tokens for CLIP) read from each prompt; diffusers "
+      "reads 1. Default: as many as the server allows");
+  command.add_option("--order", flags.order,
+                     "Order of deis, uni_pc and the samplers named dpm_solver: 1, 2 or 3");
+}
 
-  constexpr char kOutput[] = "Output and request";
+void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
+  command.option_defaults()->group("Output and request");
   command
       .add_option("-o,--out", flags.out,
                   "Output file; {index}, {seed}, {label} and {model} are replaced; - is stdout. "
                   "Default: denoised.png, or denoised-{index}.png for several images")
-      ->type_name(kFile)
-      ->group(kOutput);
+      ->type_name(kFile);
   command
       .add_option(
           "--format", flags.format,
           "File format; npy: a NumPy array of float32 in [-1, 1]; raw: the same without a header")
       ->check(CLI::IsMember({"png", "jpeg", "webp", "npy", "raw"}))
-      ->capture_default_str()
-      ->group(kOutput);
-  command
-      .add_option("--quality", flags.quality,
-                  "Quality of jpeg and webp files, 1 to 100. Default: 90")
-      ->group(kOutput);
-  command
-      .add_flag("-p,--previews", flags.previews,
-                "Show the images in the terminal while they are denoised")
-      ->group(kOutput);
-  command
-      .add_option("--preview-every", flags.preview_every,
-                  "Make a preview every N evaluations of the model. Default: 1")
-      ->group(kOutput);
+      ->capture_default_str();
+  command.add_option("--quality", flags.quality,
+                     "Quality of jpeg and webp files, 1 to 100. Default: 90");
+  command.add_flag("-p,--previews", flags.previews,
+                   "Show the images in the terminal while they are denoised");
+  command.add_option("--preview-every", flags.preview_every,
+                     "Make a preview every N evaluations of the model. Default: 1");
   command
       .add_option(
           "--preview-kind", flags.preview_kind,
           "What previews show: the model's prediction of the final image, or the noisy state")
       ->check(CLI::IsMember({"predicted_x0", "noisy_state"}))
-      ->capture_default_str()
-      ->group(kOutput);
+      ->capture_default_str();
   command
       .add_option(
           "--preview-decoder", flags.preview_decoder,
           "How previews of latents are decoded: \"linear\", one colour per latent pixel, or "
           "\"tiny\", a small autoencoder. Default: tiny if the model has it")
-      ->check(CLI::IsMember({"linear", "tiny"}))
-      ->group(kOutput);
+      ->check(CLI::IsMember({"linear", "tiny"}));
   command
       .add_option("-a,--animate", flags.animate, "Save the denoising as an animation, a .webp file")
-      ->type_name(kFile)
-      ->group(kOutput);
-  command
-      .add_flag("--json", flags.json,
-                "Print JSON: a line for each file, then a line for the request")
-      ->group(kOutput);
+      ->type_name(kFile);
+  command.add_flag("--json", flags.json,
+                   "Print JSON: a line for each file, then a line for the request");
   command
       .add_option("--timeout", flags.timeout_seconds,
                   "Give up after this many seconds. Default: never")
-      ->check(CLI::Range(0.001, 1e6))
-      ->group(kOutput);
-  command
-      .add_option("--request-id", flags.request_id,
-                  "Id of the request, also in the server's log. The same request with the same id "
-                  "returns the same images and is computed once. Default: the server makes one")
-      ->group(kOutput);
+      ->check(CLI::Range(0.001, 1e6));
+  command.add_option(
+      "--request-id", flags.request_id,
+      "Id of the request, also in the server's log. The same request with the same id "
+      "returns the same images and is computed once. Default: the server makes one");
   command
       .add_option("--priority", flags.priority,
                   "Priority in the queue, highest first. Default: normal")
-      ->check(CLI::IsMember(Names(client::AllPriorities())))
-      ->group(kOutput);
-  command
-      .add_flag(
-          "--detach", flags.detach,
-          "Print the id of the request as soon as it is queued, and exit. The job goes on; see "
-          "denoise jobs --help")
-      ->group(kOutput);
+      ->check(CLI::IsMember(Names(client::AllPriorities())));
+  command.add_flag(
+      "--detach", flags.detach,
+      "Print the id of the request as soon as it is queued, and exit. The job goes on; see "
+      "denoise jobs --help");
   command
       .add_flag(
           "--timings", flags.timings,
           "With --json: add \"timeline\", the times at which the request was queued, evaluated and "
           "sent")
-      ->needs("--json")
-      ->group(kOutput);
+      ->needs("--json");
+}
 
+}  // namespace
+
+void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
+  AddContentFlags(command, flags);
+  AddSamplingFlags(command, flags);
+  AddOutputFlags(command, flags);
   command.footer(R"(Examples:
   denoise generate                                    one image, denoised.png
   denoise generate --grid 4x4 --previews              sixteen images, shown live in the terminal
