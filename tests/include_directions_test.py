@@ -31,7 +31,7 @@ ROOMS = [
     ("engine/training/", "training"),
     ("engine/images/", "images"),
     ("engine/engine.h", "engine.h"),
-    ("engine/job.h", "job.h"),  # the other half of the door, which batching/ implements
+    ("engine/job.h", "job.h"),  # the other half of the public interface, which batching/ implements
     ("server/version.h", "server version"),  # generated
     ("server/status/", "server status"),
     ("server/telemetry/", "telemetry"),

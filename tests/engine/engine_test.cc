@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine through its public door, on the model that ships with the project.
+// The engine through its public interface, on the model that ships with the project.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
