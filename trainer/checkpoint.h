@@ -11,8 +11,8 @@
 /// What a run leaves on the disk. A checkpoint is a folder of `checkpoints/`:
 ///
 ///   step-000001000/state.safetensors   weights, moments and averages, flat
-///   step-000001000/run.json            step, counters, and the configuration that the bits depend
-///   on step-000001000/DONE                sizes and checksums of the two; written last
+///   step-000001000/run.json            step, counters, and the settings that the bits depend on
+///   step-000001000/DONE                sizes and checksums of the two; written last
 ///
 /// It is written under a temporary name, synced, renamed, and gets DONE: whenever the process or
 /// the machine dies, the checkpoints with a valid DONE are whole.
@@ -43,9 +43,9 @@ struct Pipeline {
     std::string file;                       // of weights, without .safetensors
     std::map<std::string, Tensor> weights;  // by checkpoint name
   };
-  nlohmann::json scheduler;         // scheduler/scheduler_config.json; null if it is copied
-  nlohmann::json index;             // model_index.json
-  std::vector<Part> parts;          //
+  nlohmann::json scheduler;  // scheduler/scheduler_config.json; null if it is copied
+  nlohmann::json index;      // model_index.json
+  std::vector<Part> parts;
   std::vector<std::string> copied;  // folders that are copied as they are, under their own names
   DType dtype = DType::kF32;        // of the weights in the files: kF32 or kF16, to nearest
 };

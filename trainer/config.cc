@@ -506,7 +506,7 @@ nlohmann::json RunConfig::Fingerprint() const {
 }
 
 absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
-                                           std::optional<Printed>* printed) {
+                                           std::optional<std::string>* print) {
   Flags flags;
   CLI::App app{
       "denoise-train trains a diffusion model on pictures and writes a directory that the denoised "
@@ -527,16 +527,16 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
     try {
       app.parse(arguments);
     } catch (const CLI::CallForHelp&) {
-      *printed = Printed{app.help()};
+      *print = app.help();
     } catch (const CLI::CallForVersion&) {
-      *printed = Printed{fmt::format("denoise-train {} ({})\n", kVersion, kBuild)};
+      *print = fmt::format("denoise-train {} ({})\n", kVersion, kBuild);
     } catch (const CLI::ParseError& error) {
       return InvalidArgument("{}. See denoise-train --help", error.what());
     }
     return absl::OkStatus();
   };
   DENOISED_RETURN_IF_ERROR(parse(given));
-  if (*printed) return flags.config;
+  if (*print) return flags.config;
   if (!flags.config_file.empty()) {
     DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json, ReadJsonFile(flags.config_file));
     DENOISED_ASSIGN_OR_RETURN(

@@ -55,14 +55,10 @@ struct RunConfig {
   nlohmann::json Fingerprint() const;
 };
 
-/// A text to print and an exit code instead of a run: --help, --version.
-struct Printed {
-  std::string text;
-};
-
 /// Flags win over the JSON object of --config, whose fields are the flags' names. InvalidArgument
-/// and NotFound name the flag or field, its value and the remedy.
+/// and NotFound name the flag or field, its value and the remedy. For --help and --version, sets
+/// `print` to the text to print instead of a run; the result is then incomplete.
 absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
-                                           std::optional<Printed>* printed);
+                                           std::optional<std::string>* print);
 
 }  // namespace denoised::trainer

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <csignal>
 #include <cstdio>
+#include <optional>
+#include <string>
 
 #include "trainer/config.h"
 #include "trainer/run.h"
@@ -20,7 +22,7 @@ void OnSignal(int signal) {
   std::signal(signal, SIG_DFL);
 }
 
-/// 2 for settings or files that have to be changed; 1 for what may be another time.
+/// 2 if settings or files need a correction, 1 for anything else, which may succeed if repeated.
 int Fail(const absl::Status& status) {
   std::fprintf(stderr, "denoise-train: %s\n", std::string(status.message()).c_str());
   return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ||
@@ -32,10 +34,10 @@ int Fail(const absl::Status& status) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::optional<denoised::trainer::Printed> printed;
-  const auto config = denoised::trainer::ParseCommandLine(argc, argv, &printed);
-  if (printed) {
-    std::fputs(printed->text.c_str(), stdout);
+  std::optional<std::string> print;
+  const auto config = denoised::trainer::ParseCommandLine(argc, argv, &print);
+  if (print) {
+    std::fputs(print->c_str(), stdout);
     return 0;
   }
   if (!config.ok()) return Fail(config.status());
