@@ -123,7 +123,7 @@ class AsyncStream(AsyncIterator[Event]):
 
 
 class AsyncJobs:
-    """Jobs of the server; only the server that accepted a job knows it."""
+    """Jobs of the server. Only the server that accepted a job can report on it."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

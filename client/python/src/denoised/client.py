@@ -112,7 +112,7 @@ class Stream(Iterator[Event]):
 
 
 class Jobs:
-    """Jobs of the server; only the server that accepted a job knows it."""
+    """Jobs of the server. Only the server that accepted a job can report on it."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
