@@ -14,11 +14,11 @@ struct HealthFlags {
   bool json = false;
 };
 
-/// How the connection of `denoise health` retries: for as long as a question lasts, if it waits.
+/// The retries of `denoise health`: none without --wait, else until the call's timeout.
 client::RetryPolicy HealthRetries(const HealthFlags& flags);
 
-/// `denoise health`: kOk when SERVING, kError when not, kUnavailable when nobody answers. While it
-/// waits, it says on stderr what for.
+/// `denoise health`: kOk if SERVING, kError if not, kUnavailable if there is no reply. While it
+/// waits, it prints the reason on stderr.
 ExitCode Health(const client::Client& client, const HealthFlags& flags,
                 const client::CallOptions& call);
 

@@ -14,7 +14,7 @@
 #include "command/workload.h"
 #include "denoised/client.h"
 
-/// Sends a workload and records what became of it.
+/// Sends a workload and records how each request ended.
 
 namespace denoised::command {
 
@@ -29,9 +29,8 @@ struct LoadOptions {
   std::string traceparent;
 };
 
-/// How a request ended. Times are in seconds, and latencies count from the arrival: the moment at
-/// which the request was to be sent, whenever it was (so nothing is omitted while the server, or
-/// this program, is too slow to take the next).
+/// How a request ended. Times are in seconds. Latency is measured from the arrival, which is the
+/// intended send time, so a stalled server (or a slow load generator) cannot hide its queue.
 struct Outcome {
   std::string kind;
   double arrival_seconds = 0;  // after the start

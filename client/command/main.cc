@@ -152,7 +152,7 @@ Example:
   jobs->require_subcommand(1);
   jobs->footer(
       R"(Every request is a job. It ends with its connection, unless generate --detach started it; finished
-jobs are kept for a while (see denoised --help). Only the server that accepted a job knows it.
+jobs are kept for a while (denoised --help). Only the server that accepted a job can report on it.
 
 Example:
   id=$(denoise generate -n 64 --detach)

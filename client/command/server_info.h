@@ -6,7 +6,7 @@
 
 namespace denoised::command {
 
-/// `denoise server info`: what the server is and allows.
+/// `denoise server info`: prints its version, devices, features and limits.
 ExitCode ServerInfo(const client::Client& client, bool json, const client::CallOptions& call);
 
 }  // namespace denoised::command

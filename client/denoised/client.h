@@ -40,8 +40,9 @@ class Client {
     return connection_->StreamGenerate(generation, preview, std::move(listener), options);
   }
 
-  /// Follows a job that `request_id` began, from after an event that is known (0: from the first
-  /// that is kept). NOT_FOUND when it never was or is no longer kept.
+  /// Follows the job with this `request_id`: `listener` gets the events after number
+  /// `after_sequence` (0: all that the server keeps). NOT_FOUND if there is no such job or its
+  /// result is no longer kept.
   [[nodiscard]] std::unique_ptr<StreamCall> WatchJob(const std::string& request_id,
                                                      uint64_t after_sequence,
                                                      StreamListener listener,
@@ -49,23 +50,24 @@ class Client {
     return connection_->WatchJob(request_id, after_sequence, std::move(listener), options);
   }
 
+  /// NOT_FOUND as WatchJob.
   absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options = {}) const {
     return connection_->GetJob(request_id, options);
   }
 
-  /// The jobs that run and those that are kept, the latest first.
+  /// Running jobs, and finished ones whose results are kept, the newest first.
   absl::StatusOr<std::vector<Job>> ListJobs(const JobQuery& query = {},
                                             const CallOptions& options = {}) const {
     return connection_->ListJobs(query, options);
   }
 
-  /// Ends a job; returns it as it was just before.
+  /// Cancels a job and returns it as it was just before. NOT_FOUND as WatchJob.
   absl::StatusOr<Job> CancelJob(const std::string& request_id,
                                 const CallOptions& options = {}) const {
     return connection_->CancelJob(request_id, options);
   }
 
-  /// What the server is and allows; of replicas, any.
+  /// The server's version, state, features and limits. With replicas, those of any one of them.
   absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options = {}) const {
     return connection_->GetServerInfo(options);
   }
@@ -75,20 +77,20 @@ class Client {
     return connection_->LoadModel(load, options);
   }
 
-  /// For admins: takes "name" or "name@version" away and waits for the requests it has. Not
-  /// retried.
+  /// For admins: unloads "name" (all its versions) or "name@version", and waits until its requests
+  /// have finished. Not retried.
   absl::Status UnloadModel(const std::string& name, const CallOptions& options = {}) const {
     return connection_->UnloadModel(name, options);
   }
 
-  /// For admins: `alias` means `target`, "name" or "name@version", from now on. With a model's own
-  /// name as the alias, the version becomes its current one.
+  /// For admins: from now on, `alias` stands for `target`, "name" or "name@version". If `alias` is
+  /// the name of a model, `target` must be one of its versions, which becomes the current one.
   absl::StatusOr<Model> SetAlias(const std::string& alias, const std::string& target,
                                  const CallOptions& options = {}) const {
     return connection_->SetAlias(alias, target, options);
   }
 
-  /// For admins. Not retried.
+  /// For admins. NOT_FOUND if there is no such alias. Not retried.
   absl::Status DeleteAlias(const std::string& alias, const CallOptions& options = {}) const {
     return connection_->DeleteAlias(alias, options);
   }
@@ -98,7 +100,7 @@ class Client {
     return connection_->ListModels(options);
   }
 
-  /// One model; an empty name means the only one.
+  /// A model by name, name@version or alias; an empty name means the only one.
   absl::StatusOr<Model> GetModel(const std::string& name, const CallOptions& options = {}) const {
     return connection_->GetModel(name, options);
   }

@@ -54,7 +54,7 @@ class StreamCall {
 /// The states of gRPC's health service.
 enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2 };
 
-/// The calls that a Client makes to a server, or to several that are the same. Implementations are
+/// The calls that a Client makes to a server, or to several replicas. Implementations are
 /// thread-safe. Errors are the server's, with details (denoised/error.h), or UNAVAILABLE,
 /// DEADLINE_EXCEEDED and CANCELLED.
 ///
@@ -126,8 +126,8 @@ struct ConnectionOptions {
 ///   "host:port"                      one server (or any gRPC target),
 ///   "dns:///host:port"               replicas: every address of the name is one,
 ///   "10.0.0.1:50051,10.0.0.2:50051"  replicas, by their IP addresses.
-/// Replicas are called in turn while their health says SERVING, and a request that one of them
-/// fails is retried on another. They must have the same models, build and kind of device, so that a
+/// Replicas are called in turn while their health is SERVING. If one of them fails a request, it is
+/// retried on another. They must have the same models, build and kind of device, so that a
 /// retry gives the same images. Calls about jobs and changes of models need one server, by its own
 /// address. A loopback target or a list is never reached through a proxy of the environment.
 /// INVALID_ARGUMENT when the target or an option is wrong, NOT_FOUND when a file cannot be read.

@@ -10,9 +10,9 @@
 #include <variant>
 #include <vector>
 
-/// What is asked of a server and what it answers, in plain types. All are values, owned by whoever
-/// holds them. A knob that is unset takes the model's default; answers carry the effective value.
-/// Ranges are the server's to judge: see proto/denoised/v1/image_generation.proto.
+/// Requests and replies in plain types. All are values, owned by whoever holds them. A parameter
+/// that is unset takes the model's default; replies have the effective value. The server checks
+/// ranges, which proto/denoised/v1/image_generation.proto documents.
 
 namespace denoised::client {
 
@@ -143,8 +143,8 @@ struct SizeConditions {
 /// What to draw.
 struct Generation {
   std::string model;       // name, name@version or alias; may be empty when there is a single one
-  std::string request_id;  // at most 128 printable ASCII characters: the same request of the same
-                           // id is drawn once; empty: one is made
+  std::string request_id;  // at most 128 printable ASCII characters: a request that is repeated
+                           // with the same id is drawn once; empty: one is made
   std::optional<uint64_t> seed;  // image i has seed + i; unset: the connection draws one
   std::vector<uint64_t> seeds;   // instead, one for each of `count` images
   std::optional<int> count;
@@ -173,7 +173,7 @@ struct Generation {
   std::optional<InitImage> init_image;
   std::optional<Mask> mask;  // of init_image
   std::optional<Priority> priority;
-  bool survives = false;  // goes on as a job when nobody is connected; see WatchJob, CancelJob
+  bool survives = false;         // continues as a job without a connection; see WatchJob, CancelJob
   bool include_timings = false;  // return a timeline
 };
 
@@ -187,7 +187,7 @@ struct PreviewOptions {
   std::optional<PreviewDecoder> decoder;
 };
 
-/// What was run, every default filled in.
+/// The parameters of a run, with every default filled in.
 struct EffectiveParams {
   /// Draws the same images when it is sent again. It has no bytes of pictures and noise: a request
   /// with init_image, mask or initial_noise needs them again.
@@ -268,7 +268,7 @@ struct Queued {
   int images_ahead = 0;
   int position = 0;  // requests that wait in front of it
   std::optional<double> estimated_start_seconds, estimated_total_seconds;  // from now
-  std::string server;  // which took it, "ipv4:10.0.0.1:50051": connect there for the job
+  std::string server;  // that accepted the job, "ipv4:10.0.0.1:50051": connect there to watch it
 };
 struct Started {
   double queued_seconds = 0;
@@ -288,8 +288,9 @@ struct Completed {
   std::vector<TimelineEntry> timeline;  // when include_timings asked for it
 };
 /// Queued, and again when its place has changed; Started, then Progress and Preview in any number,
-/// each Image once, and Completed last. A request that is begun again, on another server, tells
-/// only what is new: nothing until it has caught up. Its images are the same, byte for byte.
+/// each Image once, and Completed last. If the request is retried on another server, the listener
+/// hears nothing until that server has caught up, and no event twice. Its images are the same, byte
+/// for byte.
 using Event = std::variant<Queued, Started, Progress, Preview, Image, Completed>;
 
 /// A request's life on the server.
@@ -307,9 +308,9 @@ struct Job {
   std::string error;           // why it failed or was cancelled
 };
 
-/// Which jobs.
+/// The jobs that ListJobs returns.
 struct JobQuery {
-  bool all_clients = false;  // those of all, for admins, in place of one's own
+  bool all_clients = false;  // for admins: the jobs of all clients, not only one's own
   int limit = 100;           // the latest; at least 1
 };
 
@@ -319,7 +320,7 @@ struct Device {
   std::string error;  // why it is lost; empty while it works
 };
 
-/// What the server is and allows.
+/// The server's version, state, features and limits.
 struct ServerInfo {
   std::string version, build;
   std::string state;                       // "starting", "serving", "lame_duck", "draining"

@@ -8,17 +8,17 @@
 
 namespace denoised::client {
 
-/// When a call that failed is made again, which among replicas means: on another one. Two failures
-/// are retried: UNAVAILABLE, of a server that cannot be reached, leaves or was lost, and
-/// RESOURCE_EXHAUSTED with a RetryInfo (a full queue). Drawing twice is harmless: the seed is fixed
-/// before the first attempt, so every attempt yields the same bytes.
+/// When a failed call is retried; with replicas, on another one. Two errors are retried:
+/// UNAVAILABLE (the server cannot be reached, is shutting down or was lost), and RESOURCE_EXHAUSTED
+/// with a RetryInfo (a full queue). Drawing twice is harmless: the seed is fixed before the first
+/// attempt, so every attempt yields the same bytes.
 struct RetryPolicy {
-  int max_attempts = 5;  // of a call, while they bring nothing new; 1: never retry
+  int max_attempts = 5;  // in a row without a new event; 1: never retry
   std::chrono::milliseconds initial_backoff{100};
   std::chrono::milliseconds max_backoff{10'000};
   double multiplier = 2;
-  /// Retries of a connection that may fail with UNAVAILABLE before it stops to retry; ten calls
-  /// that succeed allow one more, up to this.
+  /// Retries over all calls of a connection that may fail with UNAVAILABLE before it stops
+  /// retrying. Ten calls that succeed add one retry, up to this number.
   int budget = 100;
 
   /// Whether `status` is one of the two failures.
