@@ -12,16 +12,16 @@ namespace denoised {
 
 struct FormPart {
   std::string name;
-  std::string_view body;  // of the whole body
+  std::string_view body;  // in the request's body
 };
 
-/// The parts of multipart/form-data (RFC 7578), which `content_type` is the header of and `body`
-/// must outlive. INVALID_ARGUMENT says what is wrong.
+/// Splits a body of multipart/form-data (RFC 7578) into its parts, which are views of `body`.
+/// `content_type` is the header, which has the boundary. INVALID_ARGUMENT says what is wrong.
 grpc::Status ParseForm(std::string_view content_type, std::string_view body,
                        std::vector<FormPart>* parts);
 
-/// Puts a field into an object as its name says: "n", "denoised[seed]", "denoised[labels][]". False
-/// when the name says something else or differs from earlier ones.
+/// Sets the member of `object` that a form field's name means: "n", "denoised[seed]",
+/// "denoised[labels][]". False if the name is malformed or contradicts an earlier one.
 bool SetField(const std::string& name, const std::string& value, nlohmann::json* object);
 
 }  // namespace denoised

@@ -26,11 +26,13 @@ class ImageLinks {
   ImageLinks(std::chrono::milliseconds time, size_t max_bytes)
       : time_(time), max_bytes_(max_bytes) {}
 
-  /// The name, 32 hexadecimal digits. ResourceExhausted when the image alone is too large.
+  /// Returns the name, 32 hexadecimal digits. ResourceExhausted if the image alone exceeds the
+  /// memory.
   absl::StatusOr<std::string> Add(Image image, Clock::time_point now = Clock::now());
-  /// Null when there is none, or no more.
+  /// Null if there is no such image or its time is over.
   std::shared_ptr<const Image> Find(const std::string& name, Clock::time_point now = Clock::now());
-  /// Drops the images whose time is over. Call it now and then: Add and Find may never come.
+  /// Drops the images whose time is over. Call it periodically, since Add and Find may never be
+  /// called again.
   void Expire(Clock::time_point now = Clock::now());
 
  private:

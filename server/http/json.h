@@ -19,10 +19,10 @@ namespace denoised {
 /// `message` must be UTF-8, as they are in a message that was parsed.
 std::string ToJson(const google::protobuf::Message& message);
 
-/// JSON whose large base64 strings, data URLs too, are decoded at once and have markers in their
-/// places, so that what reads it has little to read: protobuf takes 9 ns a byte, nlohmann 16.
-/// Nobody can guess a marker. One that was put where it is not read as bytes never comes back:
-/// then the text must be read as it was.
+/// JSON text whose large base64 strings (and data URLs) are decoded and replaced by short markers
+/// before a parser reads it, because parsers are slow: protobuf takes 9 ns a byte, nlohmann 16.
+/// Clients cannot guess a marker. If a marker stands where the parser reads no bytes, it is not put
+/// back (all_back() is false): then parse the original text.
 class TakenBytes {
  public:
   explicit TakenBytes(const std::string& text);
@@ -30,7 +30,7 @@ class TakenBytes {
   bool none() const { return bytes_.empty(); }
   /// The text with the markers; empty if there are none.
   const std::string& rest() const { return rest_; }
-  /// If `bytes`, decoded, are a marker, makes them what it stands for. Call once for each.
+  /// If `bytes` are a decoded marker, replaces them by what it stands for. Call once for each.
   bool PutBack(std::string* bytes);
   bool all_back() const { return put_back_ == bytes_.size(); }
 
@@ -40,25 +40,25 @@ class TakenBytes {
   size_t put_back_ = 0;
 };
 
-/// INVALID_ARGUMENT names the field at fault, such as a key that is given twice, or "body" when the
-/// text is no JSON, or nested too deeply.
+/// Parses `text` into `message`. INVALID_ARGUMENT names the field at fault, such as a key that is
+/// given twice, or "body" if the text is not JSON or is nested too deeply.
 grpc::Status FromJson(const std::string& text, google::protobuf::Message* message);
 
 /// Reads JSON for code that looks into it. INVALID_ARGUMENT as FromJson.
 grpc::Status ParseJson(const std::string& text, nlohmann::json* json);
 
-/// Base64 as RFC 4648 has it in section 4.
+/// Standard base64 (RFC 4648, section 4).
 std::string ToBase64(const std::string& bytes);
-/// False when `text` is none.
+/// False if `text` is not base64.
 bool FromBase64(std::string_view text, std::string* bytes);
 
 /// The HTTP code of an error: google.rpc.Code's, but 503 while a model loads.
 int HttpCode(const grpc::Status& status);
-/// {"error": …} of docs/http.md. `code` is the HTTP code.
+/// The object {"error": …} that docs/http.md describes. `code` is the HTTP code.
 std::string ErrorJson(const grpc::Status& status, int code);
-/// A whole reply of it.
+/// A reply with that object and HttpCode(status).
 HttpReply ErrorReply(const grpc::Status& status);
-/// The same for what HTTP alone knows, with a code of its own.
+/// The same with an HTTP code that no gRPC status has, such as 405.
 HttpReply ErrorReply(int code, const grpc::Status& status);
 
 HttpReply JsonReply(std::string json);
