@@ -5,7 +5,6 @@
 #include <limits>
 #include <numeric>
 #include <thread>
-#include <tuple>
 
 #include "engine/backend/capabilities.h"
 #include "engine/backend/counting.h"

@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 
-#include <sstream>
 #include <vector>
 
 #include "absl/strings/ascii.h"

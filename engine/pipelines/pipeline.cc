@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/pipelines/pipeline.h"
 
-#include <algorithm>
 #include <set>
 
 #include "engine/io/calibration.h"

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/text/byte_pair_encoding.h"
 
-#include <algorithm>
 #include <optional>
 #include <queue>
 

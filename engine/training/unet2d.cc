@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/training/unet2d.h"
 
-#include <algorithm>
-
 namespace denoised::training {
 
 struct UNet2D::KeptLevel {

@@ -7,9 +7,9 @@
 
 namespace denoised {
 
-/// A new job id: 128 random bits from OpenSSL, as 32 hexadecimal digits. It cannot be guessed, so
-/// it protects the jobs of anonymous callers, who share one name (Caller). Internal if the system
-/// has no random bytes. Thread-safe.
+/// A new job id: 128 random bits of the operating system, as 32 hexadecimal digits. It cannot be
+/// guessed, so it protects the jobs of anonymous callers, who share one name (Caller). Internal if
+/// the system has no random bytes. Thread-safe.
 absl::StatusOr<std::string> MakeJobId();
 
 }  // namespace denoised

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "engine/backend/cpu/vector_ops.h"
 #include "engine/training/cpu/loops.h"
