@@ -82,10 +82,12 @@ std::string Url(const pb::Message& message) {
   return std::string(kPrefix) + "/" + message.GetDescriptor()->full_name();
 }
 
-/// A placeholder for bytes, since protobuf takes 80 ns to encode each. Its 24 bytes are random, so
-/// nobody can guess them, and their base64 has no padding.
+/// Stands for bytes, since protobuf takes 80 ns to encode each. Clients cannot guess the first 16
+/// of its 24 bytes: RandomHex() would not do, because replies have ids of its generator. The base64
+/// of 24 bytes has no padding.
 std::string Marker(size_t index) {
-  static const std::string* const secret = new std::string(RandomHex(16));
+  static const std::string* const secret =
+      new std::string(MakeJobId().value_or(RandomHex(32)).substr(0, 16));
   return fmt::format("{}{:08x}", *secret, index);
 }
 
@@ -115,7 +117,7 @@ void TakeBytes(pb::Message* message, std::vector<std::string>* taken) {
   }
 }
 
-/// Replaces the placeholders in the text of a message by the bytes that were taken out.
+/// Replaces the markers in the fields of a message by the bytes that were taken out.
 void PutBytes(pb::Message* message, TakenBytes* taken) {
   const pb::Reflection& reflection = *message->GetReflection();
   std::vector<const pb::FieldDescriptor*> fields;
@@ -378,7 +380,7 @@ grpc::Status FromJson(const std::string& text, pb::Message* message) {
     PutBytes(message, &taken);
     if (taken.all_back()) return grpc::Status::OK;
   }
-  // Other fields may contain a placeholder's text, and errors show what was sent.
+  // Other fields may contain a marker, and errors show what was sent.
   message->Clear();
   return Parse(text, message);
 }
