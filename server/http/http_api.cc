@@ -10,7 +10,6 @@
 #include <cctype>
 #include <charconv>
 #include <chrono>
-#include <cmath>
 #include <cstdlib>
 #include <utility>
 
