@@ -45,22 +45,23 @@ TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
       {"model", ModelOf(job.spec.model)},
       {"precision", job.precision},
       {"seed", fmt::format("{}", image.seed)},
-      {"steps", fmt::format("{}", job.steps)},
+      // As requested: with an init image fewer are run.
+      {"steps", fmt::format("{}", sampler.steps)},
       {"evaluations", fmt::format("{}", job.evaluations)},
-      {"guidance_scale", fmt::format("{:g}", std::max(1.0, job.spec.guidance_scale.value_or(1.0)))},
-      {"strength", fmt::format("{:g}", sampler.strength)},
+      {"guidance_scale", fmt::format("{}", std::max(1.0, job.spec.guidance_scale.value_or(1.0)))},
+      {"strength", fmt::format("{}", sampler.strength)},
   };
   for (const auto& [name, value] :
        {std::pair{"image_guidance_scale", job.spec.image_guidance_scale},
         std::pair{"guidance_rescale", job.spec.guidance_rescale},
         std::pair{"guidance_start", job.spec.guidance_start},
-        std::pair{"guidance_stop", job.spec.guidance_stop}}) {
-    if (value) texts.push_back({name, fmt::format("{:g}", *value)});
+        std::pair{"guidance_stop", job.spec.guidance_stop}, std::pair{"eta", sampler.eta},
+        std::pair{"s_churn", sampler.s_churn}, std::pair{"s_tmin", sampler.s_tmin},
+        std::pair{"s_tmax", sampler.s_tmax}, std::pair{"s_noise", sampler.s_noise}}) {
+    if (value) texts.push_back({name, fmt::format("{}", *value)});
   }
   if (sampler.sampler) texts.push_back({"sampler", std::string(Name(*sampler.sampler))});
   if (sampler.schedule) texts.push_back({"noise_schedule", std::string(Name(*sampler.schedule))});
-  if (sampler.eta) texts.push_back({"eta", fmt::format("{:g}", *sampler.eta)});
-  if (sampler.s_churn) texts.push_back({"s_churn", fmt::format("{:g}", *sampler.s_churn)});
   if (sampler.solver_order) {
     texts.push_back({"solver_order", fmt::format("{}", *sampler.solver_order)});
   }
@@ -78,6 +79,11 @@ TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
       texts.push_back({"clip_skip", fmt::format("{}", job.spec.clip_skip)});
     }
     texts.push_back({"max_chunks", fmt::format("{}", job.spec.max_chunks)});
+  }
+  for (const auto& [name, pair] : {std::pair{"original_size", job.spec.sizes.original_size},
+                                   std::pair{"crops_coords_top_left", job.spec.sizes.crop},
+                                   std::pair{"target_size", job.spec.sizes.target_size}}) {
+    if (pair) texts.push_back({name, fmt::format("({}, {})", (*pair)[0], (*pair)[1])});
   }
   return texts;
 }

@@ -751,5 +751,32 @@ TEST(RenderTest, FilesAndTensors) {
   EXPECT_EQ(image->tensor().data().size(), 1u);
 }
 
+/// Whoever has the file can send its request again.
+TEST(RenderTest, MetadataIsTheWholeRequest) {
+  EffectiveJob job;
+  job.steps = 4;  // that are run: the request has an init image
+  job.spec.guidance_scale = 10.0 / 3;
+  job.spec.sampler.steps = 10;
+  job.spec.sampler.strength = 0.4;
+  job.spec.sampler.s_churn = 1.0 / 3;
+  job.spec.sampler.s_tmin = 0.05;
+  job.spec.sampler.s_tmax = 50;
+  job.spec.sampler.s_noise = 1.003;
+  job.spec.sizes.original_size = {768, 1024};
+  job.spec.sizes.crop = {3, 1};
+  const TextEntries texts = Metadata(job, {});
+  for (const auto& [name, value] :
+       {std::pair{"steps", "10"}, std::pair{"strength", "0.4"},
+        std::pair{"guidance_scale", "3.3333333333333335"},
+        std::pair{"s_churn", "0.3333333333333333"}, std::pair{"s_tmin", "0.05"},
+        std::pair{"s_tmax", "50"}, std::pair{"s_noise", "1.003"},
+        std::pair{"original_size", "(768, 1024)"}, std::pair{"crops_coords_top_left", "(3, 1)"}}) {
+    const auto found = std::find_if(texts.begin(), texts.end(),
+                                    [&](const auto& text) { return text.first == name; });
+    ASSERT_NE(found, texts.end()) << name;
+    EXPECT_EQ(found->second, value) << name;
+  }
+}
+
 }  // namespace
 }  // namespace denoised
