@@ -272,13 +272,19 @@ class Compilation {
         walks ? TimestepSpacing::kLinspace : TimestepSpacing::kLeading);
     if (spacing != TimestepSpacing::kLeading) return;
     if (solver && request_.schedule != NoiseSchedule::kNative) return;
-    const int points = request_.steps + solver, trained = fields_.train_timesteps;
-    const int highest = (points - 1) * (trained / points) + fields_.steps_offset;
-    if (highest >= trained)
-      Violate("steps", fmt::format("is {}; with steps_offset {} the first timestep would be {} of "
-                                   "{}, use at most {}",
-                                   request_.steps, fields_.steps_offset, highest, trained,
-                                   std::max(1, trained / (fields_.steps_offset + 1) - solver)));
+    const int trained = fields_.train_timesteps;
+    const auto highest = [&](int steps) {
+      const int points = steps + solver;
+      return (points - 1) * (trained / points) + fields_.steps_offset;
+    };
+    if (highest(request_.steps) < trained) return;
+    int fewer = request_.steps - 1;
+    while (fewer > 1 && highest(fewer) >= trained) --fewer;
+    Violate("steps",
+            fmt::format("is {}; with steps_offset {} the first timestep would be {} of {}, "
+                        "use at most {}",
+                        request_.steps, fields_.steps_offset, highest(request_.steps), trained,
+                        std::max(1, fewer)));
   }
 
   void CheckSigmasDescend() {

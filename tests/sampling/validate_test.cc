@@ -67,8 +67,8 @@ TEST(ValidateTest, Steps) {
   json offset = kDdpm;
   offset["steps_offset"] = 1;
   EXPECT_THAT(ConfigOf(offset).Validate(Steps(1000)),
-              ElementsAre(Violation("steps", "use at most 500")));
-  EXPECT_THAT(ConfigOf(offset).Validate(Steps(500)), IsEmpty());
+              ElementsAre(Violation("steps", "use at most 999")));
+  EXPECT_THAT(ConfigOf(offset).Validate(Steps(999)), IsEmpty());
   EXPECT_THAT(ConfigOf({{"_class_name", "DPMSolverMultistepScheduler"}}).Validate(Steps(1000)),
               ElementsAre(Violation("steps", "share a noise level")));
 }
