@@ -199,6 +199,12 @@ class Loader {
           directory_.root, name, component.class_name);
     DENOISED_ASSIGN_OR_RETURN(pipeline_.preview_codec, LoadCodecOf(name));
     const CodecTraits &own = pipeline_.codec->traits(), &tiny = pipeline_.preview_codec->traits();
+    if (tiny.factor != own.factor)
+      return InvalidArgument(
+          "{}: makes {} pixels of a latent pixel, but the vae makes {}; use the {} that was made "
+          "for "
+          "it, or remove the folder",
+          component.directory, tiny.factor, own.factor, component.class_name);
     if (tiny.latent_channels != own.latent_channels || tiny.image_channels != own.image_channels)
       return InvalidArgument(
           "{}: has {} latent channels and {} channels of images, but the vae has {} and {}; use "

@@ -707,6 +707,17 @@ TEST_F(TinyPreviews, MustFitTheModel) {
   const absl::Status other = Load();
   EXPECT_EQ(other.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(other.message()), ::testing::HasSubstr("AutoencoderTiny"));
+  // Previews would not have the size of the image.
+  fs::remove_all(directory_ / "vae_tiny");
+  fs::copy(Latent("tiny_vae") / "vae", directory_ / "vae_tiny");
+  for (const char* part : {"unet", "vae", "text_encoder", "tokenizer", "scheduler"}) {
+    fs::remove_all(directory_ / part);
+    fs::copy(fs::path(DENOISED_SOURCE_DIR "/models/emoji-64") / part, directory_ / part);
+  }
+  const absl::Status size = Load();
+  EXPECT_EQ(size.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(size.message()),
+              ::testing::HasSubstr("makes 2 pixels of a latent pixel, but the vae makes 4"));
 }
 
 TEST_F(TextToImage, RefusesByName) {
