@@ -337,7 +337,9 @@ class ClipTokenizerFiles {
                                number);
       merges_.emplace_back(line.substr(0, space), line.substr(space + 1));
     }
-    if (lines.bad()) return NotFound("{}: cannot be read", file);
+    if (!lines.is_open() || lines.bad())
+      return InvalidArgument("{}: cannot be read; check its permissions", file);
+    if (number == 0) return InvalidArgument("{}: is empty; copy it again", file);
     return absl::OkStatus();
   }
 

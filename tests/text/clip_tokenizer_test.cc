@@ -279,6 +279,11 @@ TEST_F(ClipTokenizerFilesTest, NamesMissingFiles) {
   }
 }
 
+TEST_F(ClipTokenizerFilesTest, RefusesEmptyMerges) {
+  directory_.Write("merges.txt", "");
+  EXPECT_THAT(Error(), HasSubstr("merges.txt: is empty"));
+}
+
 TEST_F(ClipTokenizerFilesTest, SpecialTokensMapMayBeMissing) {
   Remove("special_tokens_map.json");
   const auto tokenizer = Load();
