@@ -63,9 +63,13 @@ void ReadLabels(const json& id2label, std::map<int, std::string>* labels, Config
 }
 
 /// diffusers loads a component from its subfolder, or from the root when there is none
-/// (pipelines/pipeline_loading_utils.py, load_sub_model).
-fs::path ComponentDirectory(const fs::path& root, const char* name) {
-  return IsDirectory(root / name) ? root / name : root;
+/// (pipelines/pipeline_loading_utils.py, load_sub_model). `file` is the component's config.
+absl::StatusOr<fs::path> ComponentDirectory(const fs::path& root, const std::string& name,
+                                            const char* file) {
+  const fs::path directory = IsDirectory(root / name) ? root / name : root;
+  if (IsFile(directory / file)) return directory;
+  return NotFound("{}: no such file, but {} has a '{}'; copy the whole directory again",
+                  (root / name / file).string(), (root / "model_index.json").string(), name);
 }
 
 }  // namespace
@@ -134,7 +138,12 @@ absl::StatusOr<ModelDirectory> ModelDirectory::Read(const std::string& root) {
   }
   if (is_pipeline && IsFile(base / kTinyVae / "config.json")) model.components[kTinyVae];
   for (auto& [name, component] : model.components) {
-    const fs::path directory = is_pipeline ? ComponentDirectory(base, name.c_str()) : base;
+    fs::path directory = base;
+    if (is_pipeline) {
+      DENOISED_ASSIGN_OR_RETURN(
+          directory, ComponentDirectory(
+                         base, name, IsTokenizer(name) ? "tokenizer_config.json" : "config.json"));
+    }
     component.directory = directory.string();
     component.config_file = (directory / "config.json").string();
     if (IsTokenizer(name)) continue;
@@ -148,26 +157,29 @@ absl::StatusOr<ModelDirectory> ModelDirectory::Read(const std::string& root) {
     component.class_name = class_name.get<std::string>();
   }
 
-  const fs::path scheduler = is_pipeline ? ComponentDirectory(base, "scheduler") : base;
-  const fs::path scheduler_file = scheduler / "scheduler_config.json";
-  if (IsFile(scheduler_file)) {
-    model.scheduler_config_file = scheduler_file.string();
+  const char* const file = "scheduler_config.json";
+  absl::StatusOr<fs::path> scheduler = base;
+  if (is_pipeline) {
+    scheduler = ComponentDirectory(base, "scheduler", file);
+    if (!scheduler.ok() && model.index.contains("scheduler")) return scheduler.status();
+  }
+  if (scheduler.ok() && IsFile(*scheduler / file)) {
+    model.scheduler_config_file = (*scheduler / file).string();
     DENOISED_ASSIGN_OR_RETURN(model.scheduler_config, ReadJsonFile(model.scheduler_config_file));
     // As in diffusers, the index decides which class reads the fields.
     if (is_pipeline && model.index.contains("scheduler"))
       (*model.scheduler_config)["_class_name"] = ComponentClass(model.index["scheduler"]);
-  } else if (is_pipeline && model.index.contains("scheduler")) {
-    return NotFound("{}: no such file, but {} has a scheduler", scheduler_file.string(),
-                    index_file.string());
   }
   return model;
 }
 
 absl::StatusOr<Weights> ModelDirectory::Component::OpenWeights() const {
-  absl::StatusOr<Safetensors> tensors =
-      Safetensors::OpenDirectory(directory, "diffusion_pytorch_model");
+  // diffusers names its class in the config; transformers does not, and names its files otherwise.
+  const char *stem = "diffusion_pytorch_model", *other_stem = "model";
+  if (!config.contains("_class_name")) std::swap(stem, other_stem);
+  absl::StatusOr<Safetensors> tensors = Safetensors::OpenDirectory(directory, stem);
   if (absl::IsNotFound(tensors.status())) {
-    absl::StatusOr<Safetensors> other = Safetensors::OpenDirectory(directory, "model");
+    absl::StatusOr<Safetensors> other = Safetensors::OpenDirectory(directory, other_stem);
     if (!absl::IsNotFound(other.status())) tensors = std::move(other);
   }
   if (!tensors.ok()) return tensors.status();

@@ -153,11 +153,13 @@ absl::Status CheckCoverage(std::vector<Entry>& entries, uint64_t data_bytes,
   for (const Entry& entry : entries) {
     if (entry.begin < covered)
       return InvalidArgument(
-          "{}: tensor {} begins at byte {}, inside the one before, which ends at {}", file,
-          Quoted(entry.name), entry.begin, covered);
+          "{}: tensor {} begins at byte {}, inside the one before, which ends at {}; save the file "
+          "again",
+          file, Quoted(entry.name), entry.begin, covered);
     if (entry.begin > covered)
-      return InvalidArgument("{}: bytes {} to {} before tensor {} belong to no tensor", file,
-                             covered, entry.begin, Quoted(entry.name));
+      return InvalidArgument(
+          "{}: bytes {} to {} before tensor {} belong to no tensor; save the file again", file,
+          covered, entry.begin, Quoted(entry.name));
     covered = entry.end;
   }
   if (covered != data_bytes)
@@ -187,6 +189,9 @@ absl::StatusOr<Safetensors> Safetensors::Parse(const void* bytes, size_t size,
   if (size < kLengthBytes)
     return InvalidArgument("{}: {} bytes is too short for a safetensors file; copy it again", name,
                            size);
+  if (std::string_view(reinterpret_cast<const char*>(bytes), size)
+          .starts_with("version https://git-lfs"))
+    return InvalidArgument("{}: is a pointer of Git LFS, not the weights; run git lfs pull", name);
   uint64_t header_bytes;
   std::memcpy(&header_bytes, bytes, kLengthBytes);
   if (header_bytes > kMaxHeaderBytes)
@@ -327,10 +332,15 @@ absl::StatusOr<Safetensors> Safetensors::OpenDirectory(const std::string& direct
     if (exists(index)) return OpenIndex((fs::path(directory) / index).string());
     looked_for.insert(looked_for.end(), {file, index});
   }
+  std::string pickle;
+  std::error_code error;
+  for (fs::directory_iterator file(directory, error), end; !error && file != end;
+       file.increment(error))
+    if (file->path().extension() == ".bin")
+      pickle = fmt::format("; {} is not read: save it again as safetensors",
+                           file->path().filename().string());
   return NotFound("{}: no weights; looked for {}{}", directory, fmt::join(looked_for, ", "),
-                  exists(stem + ".bin")
-                      ? fmt::format("; {}.bin is not read: save it again as safetensors", stem)
-                      : "");
+                  pickle);
 }
 
 }  // namespace denoised

@@ -112,10 +112,24 @@ TEST_F(ModelDirectoryTest, SaysWhatIsMissing) {
   EXPECT_THAT(Error(), AllOf(HasSubstr("model_index.json"), HasSubstr("config.json")));
   directory_.Write("model_index.json", kIndex);
   EXPECT_EQ(Read().status().code(), absl::StatusCode::kNotFound);
-  EXPECT_THAT(Error(), HasSubstr("config.json: no such file"));
+  EXPECT_THAT(Error(), HasSubstr("unet/config.json: no such file"));
   directory_.Write("unet/config.json", kUNet);
   EXPECT_EQ(Read().status().code(), absl::StatusCode::kNotFound);
-  EXPECT_THAT(Error(), HasSubstr("scheduler_config.json: no such file"));
+  EXPECT_THAT(Error(), HasSubstr("scheduler/scheduler_config.json: no such file"));
+}
+
+TEST_F(ModelDirectoryTest, LooksForAnEncodersWeightsUnderTransformersNames) {
+  directory_.Write("model_index.json", R"({"unet":["diffusers","UNet2DConditionModel"],
+      "text_encoder":["transformers","CLIPTextModel"],
+      "tokenizer":["transformers","CLIPTokenizer"]})");
+  directory_.Write("unet/config.json", kUNet);
+  directory_.Write("text_encoder/config.json", R"({"model_type": "clip_text_model"})");
+  EXPECT_THAT(Error(), HasSubstr("tokenizer/tokenizer_config.json: no such file"));
+  directory_.Write("tokenizer/tokenizer_config.json", "{}");
+  const auto model = Read();
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_THAT(std::string(model->components.at("text_encoder").OpenWeights().status().message()),
+              HasSubstr("looked for model.safetensors"));
 }
 
 TEST_F(ModelDirectoryTest, ReadsEveryComponent) {
@@ -125,7 +139,7 @@ TEST_F(ModelDirectoryTest, ReadsEveryComponent) {
       "image_encoder":[null,null]})");
   for (const char* part : {"unet", "vae"})
     directory_.Write(std::string(part) + "/config.json", R"({"act_fn":"silu"})");
-  directory_.Write("tokenizer/vocab.json", "{}");
+  directory_.Write("tokenizer/tokenizer_config.json", "{}");
   const auto model = Read();
   ASSERT_TRUE(model.ok()) << model.status();
   EXPECT_EQ(model->pipeline_class, "StableDiffusionPipeline");

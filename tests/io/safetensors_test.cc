@@ -117,6 +117,8 @@ std::string WithLength(uint64_t length) {
 const Damage kDamage[] = {
     {"Empty", "", "too short"},
     {"SevenBytes", std::string(7, '\0'), "too short"},
+    {"PointerOfGitLfs", "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n",
+     "run git lfs pull"},
     {"NoHeader", std::string(8, '\0'), "not a JSON object"},
     {"HeaderTooLong", WithLength(100'000'001), "100000000"},
     {"HeaderLengthAllOnes", WithLength(~0ull), "more than"},
@@ -287,6 +289,11 @@ TEST(OpenDirectory, SaysWhatItLookedFor) {
   EXPECT_THAT(std::string(status.message()),
               AllOf(HasSubstr("m.safetensors"), HasSubstr("m.safetensors.index.json"),
                     HasSubstr("m.fp16.safetensors"), HasSubstr("m.bin is not read")));
+  // transformers' name of a file of another stem.
+  TemporaryDirectory encoder;
+  encoder.Write("pytorch_model.bin", "pickle");
+  EXPECT_THAT(std::string(Safetensors::OpenDirectory(encoder.path(), "model").status().message()),
+              HasSubstr("pytorch_model.bin is not read"));
 }
 
 struct IndexDamage {
