@@ -240,7 +240,9 @@ class Resolver {
     if (spec_.guidance_start) Within("guidance_start", &*spec_.guidance_start, 0, 1);
     if (spec_.guidance_stop) Within("guidance_stop", &*spec_.guidance_stop, 0, 1);
     if (spec_.guidance_start.value_or(0) >= spec_.guidance_stop.value_or(1))
-      Violate("guidance_start", "is {}, not below guidance_stop, {}; swap them, or leave them out",
+      Violate("guidance_start",
+              "is {}, not below guidance_stop, {}; use a lower one, or guidance_scale 1 for no "
+              "guidance",
               spec_.guidance_start.value_or(0), spec_.guidance_stop.value_or(1));
     if (job_.guided) return;
     // As diffusers' pipelines: without guidance nothing else of it applies.
