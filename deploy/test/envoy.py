@@ -16,7 +16,6 @@ import http.client
 import json
 import os
 import pathlib
-import random
 import shutil
 import socket
 import ssl
@@ -32,20 +31,15 @@ except ImportError:
     sys.exit(77)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tests/server"))
+from free_port import free_port
+
 PLAIN = ROOT / "deploy" / "envoy" / "envoy.yaml"
 TLS = ROOT / "deploy" / "k8s" / "components" / "tls"
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADERS, RST_STREAM, SETTINGS, GOAWAY, CONTINUATION = 1, 3, 4, 7, 9
 END_STREAM, END_HEADERS = 1, 4
-
-
-def free_port():
-    """Below the range from which the kernel gives ports to others."""
-    while True:
-        with contextlib.suppress(OSError):
-            with socket.create_server(("127.0.0.1", random.randrange(20000, 30000))) as listener:
-                return listener.getsockname()[1]
 
 
 def check(holds, what):

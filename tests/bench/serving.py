@@ -56,6 +56,9 @@ import time
 import urllib.request
 import zlib
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "server"))
+from free_port import free_port
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALLEST = ROOT / "tests/models/goldens/run_edm_euler"  # 8 x 8 pixels, 18,521 weights
 CONFIGS = ROOT / "tests/models/configs"
@@ -65,12 +68,6 @@ START_SECONDS = {"cifar10-32": 3, "adm-64": 6}  # what start allows a GPU
 def on(cores):
     """For preexec_fn: a process that runs on these cores alone, or on all where there are none."""
     return (lambda: os.sched_setaffinity(0, cores)) if cores else None
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Server:

@@ -29,6 +29,7 @@ import browser
 
 from selenium.webdriver.common.keys import Keys
 
+from free_port import free_port
 from proxy import Proxy
 from running import Running
 
@@ -37,12 +38,6 @@ WORDS = f"words={browser.ROOT / 'tests' / 'models' / 'latent' / 'sd1'}"  # small
 
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
           "manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def serve(port, *flags):

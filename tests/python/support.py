@@ -3,7 +3,6 @@
 
 import os
 import pathlib
-import socket
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -20,6 +19,7 @@ except ImportError as error:
     print(f"skipped: {error}; install python3-grpcio and python3-protobuf")
     sys.exit(77)
 
+from free_port import free_port  # noqa: E402,F401
 from proxy import Proxy  # noqa: E402,F401
 from running import Running  # noqa: E402
 
@@ -32,9 +32,3 @@ def serve(*flags, **options):
 def address(server):
     server.wait_for("serving", seconds=120)
     return server.wait_for("listening")["address"]
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -11,7 +11,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -21,6 +20,9 @@ import unittest
 import urllib.request
 import zlib
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "server"))
+from free_port import free_port
 
 PROGRAM = None
 REPOSITORY = Path(__file__).parents[2]
@@ -128,9 +130,7 @@ class RunTest(unittest.TestCase):
 
     def test_ranks_have_the_bits_of_one(self):
         self.train("one")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for ranks in (2, 4):
             processes = [
                 subprocess.Popen(
@@ -148,9 +148,7 @@ class RunTest(unittest.TestCase):
             self.assertEqual(self.state("one"), self.state(f"{ranks}"))
 
     def test_nccl_needs_a_gpu_for_each_rank(self):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         processes = [
             subprocess.Popen(
                 self.arguments("a", device="cpu", exchange="nccl"), stderr=subprocess.PIPE, text=True,
@@ -357,9 +355,7 @@ class RunTest(unittest.TestCase):
 
     def test_ranks_of_other_launchers(self):
         self.train("one")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         kubeflow = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": port,
                     "PET_MASTER_ADDR": "127.0.0.1"}  # fmt: skip
         mpi = {"OMPI_COMM_WORLD_SIZE": "2", "MASTER_PORT": port}

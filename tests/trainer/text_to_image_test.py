@@ -8,7 +8,6 @@ import binascii
 import json
 import os
 import shutil
-import socket
 import struct
 import subprocess
 import sys
@@ -16,6 +15,9 @@ import tempfile
 import unittest
 import zlib
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "server"))
+from free_port import free_port
 
 PROGRAM = None
 REPOSITORY = Path(__file__).parents[2]
@@ -119,9 +121,7 @@ class TextToImageTest(unittest.TestCase):
         self.train("resumed", steps=3)
         self.assertIn("resumed at step 3", self.train("resumed", resume="latest"))
         self.assertEqual(self.state("whole"), self.state("resumed"))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         ranks = [
             subprocess.Popen(
                 self.arguments("ranks"), stderr=subprocess.PIPE, text=True,
