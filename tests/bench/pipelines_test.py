@@ -24,16 +24,23 @@ NEEDED = ("torch", "diffusers", "transformers")
 
 
 class PipelinesTest(unittest.TestCase):
-    def test_every_topic_writes_what_the_table_reads(self):
+    def files(self, scale):
         with tempfile.TemporaryDirectory() as out:
             done = subprocess.run(
                 [sys.executable, HERE / "measure.py", *pipelines.TOPICS, "--tiny", "--device=cpu",
                  f"--build={BUILD}", f"--out={out}", f"--keep-models={out}/models", "--commit=abc",
                  "--seconds=500", "--rounds=1", "--requests=2", "--pipeline-rounds=1",
-                 "--pipeline-scale=0.1"], capture_output=True, text=True, check=False)
+                 f"--pipeline-scale={scale}"], capture_output=True, text=True, check=False)
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-            files = {topic: json.loads((Path(out) / f"{topic}.json").read_text())
-                     for topic in pipelines.TOPICS}
+            return {topic: json.loads((Path(out) / f"{topic}.json").read_text())
+                    for topic in pipelines.TOPICS}
+
+    def test_every_topic_writes_what_the_table_reads(self):
+        # A machine that is too busy to end a picture in a second is given more.
+        for scale in (0.1, 0.5):
+            files = self.files(scale)
+            if all(files[topic]["figures"]["images_per_second"][0] > 0 for topic in make_tables.PIPELINE_BARS):
+                break
         for topic in make_tables.PIPELINE_BARS:
             self.assertGreater(files[topic]["figures"]["images_per_second"][0], 0, topic)
             self.assertGreater(files[topic]["figures"]["rounds"][0]["server"]["decode_seconds"], 0, topic)
