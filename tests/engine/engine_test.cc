@@ -739,14 +739,14 @@ TEST_F(FailingDevice, ARemovalThatDoesNotReturnIsAnError) {
 }
 
 TEST_F(FailingDevice, EvaluationsThatAreSlowButReturnAreNone) {
-  Open(/*watchdog_seconds=*/4);
+  Open(/*watchdog_seconds=*/6);
   const auto job = Submit();
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 8; ++i) {  // together more than the limit, and each far less
     {
       std::lock_guard lock(mutex_);
       hang_ = true;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+    std::this_thread::sleep_for(std::chrono::milliseconds(800));
     Release();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }

@@ -196,13 +196,13 @@ TEST_F(NcclTest, RanksAddUpWhatAllHave) {
 }
 
 TEST_F(NcclTest, ARankThatEndsIsNamedAtOnce) {
-  Exchanges exchanges = OpenAll(2, 30);
+  Exchanges exchanges = OpenAll(2, 300);
   exchanges[1].reset();
   const auto start = std::chrono::steady_clock::now();
   const absl::Status status = Swap(*exchanges[0]);
   EXPECT_TRUE(absl::IsUnavailable(status)) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("rank 1 has ended"));
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(60));
   EXPECT_EQ(world_.aborted, 2);
   EXPECT_THAT(std::string(Swap(*exchanges[0]).message()), HasSubstr("failed before"));
 }
