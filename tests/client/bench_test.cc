@@ -17,6 +17,7 @@
 #include "command/load_generator.h"
 #include "command/workload.h"
 #include "denoised/connection.h"
+#include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
 
 namespace denoised::command {
@@ -214,12 +215,16 @@ TEST_F(TraceTest, RefusesByLine) {
 
 // --- how it is recorded
 
+/// Only a cancel ends a request of so many steps.
+constexpr int kEndless = 1000;
+
 /// Answers every request after a time, with an image of one byte: its seed's lowest.
 class FakeConnection : public client::Connection {
  public:
   explicit FakeConnection(milliseconds latency) : latency_(latency) {}
 
   std::atomic<int> under_way = 0, most_under_way = 0, calls = 0;
+  int together = 0;  // no request ends before so many were under way at once
   std::atomic<int> classes = 0;
   std::atomic<bool> reads_text = false;
   milliseconds stall{0};  // of the first call, before it returns
@@ -231,7 +236,12 @@ class FakeConnection : public client::Connection {
     std::mutex mutex;
     std::condition_variable_any wake;
     std::unique_lock lock(mutex);
-    wake.wait_for(lock, options.stop, latency_, [] { return false; });
+    if (generation.steps == kEndless) {
+      wake.wait(lock, options.stop, [] { return false; });
+    } else {
+      wake.wait_for(lock, options.stop, latency_, [] { return false; });
+    }
+    EXPECT_TRUE(Eventually([this] { return most_under_way >= together; }));
     if (options.stop.stop_requested()) return absl::CancelledError("cancelled");
     if (!answer.ok()) return answer;
     client::GenerationResult result = {.params = {.model = generation.model},
@@ -314,6 +324,7 @@ class LoadTest : public testing::Test {
 };
 
 TEST_F(LoadTest, AClosedLoopKeepsItsPlacesTaken) {
+  connection_->together = 4;
   const LoadResult result = Run({"previews=1"}, 0, {.concurrency = 4, .requests = 24});
   EXPECT_EQ(result.outcomes.size(), 24u);
   EXPECT_EQ(connection_->calls, 24);
@@ -352,16 +363,22 @@ TEST_F(LoadTest, ArrivalsOfAClosedLoopAreInOrder) {
 }
 
 TEST_F(LoadTest, WarmUpIsSentAndNotCounted) {
-  const LoadResult result =
-      Run({}, 0, {.concurrency = 2, .warm_up_seconds = 0.2, .duration_seconds = 0.3});
-  EXPECT_GT(connection_->calls, static_cast<int>(result.outcomes.size()));
-  EXPECT_GT(result.images, result.window_images);
-  EXPECT_GT(result.window_images, 0);
-  EXPECT_DOUBLE_EQ(result.window_seconds, 0.3);
-  for (const Outcome& outcome : result.outcomes) {
-    EXPECT_GE(outcome.arrival_seconds, 0.2);
-    EXPECT_LT(outcome.arrival_seconds, 0.5);
+  LoadResult result;
+  double unit = 0.1;
+  // A machine that is too busy to end a request in the window is given more time.
+  for (; result.window_images == 0 && unit < 10; unit *= 2) {
+    connection_->calls = 0;
+    result =
+        Run({}, 0, {.concurrency = 2, .warm_up_seconds = 2 * unit, .duration_seconds = 3 * unit});
+    EXPECT_GT(connection_->calls, static_cast<int>(result.outcomes.size()));
+    EXPECT_GT(result.images, result.window_images);
+    EXPECT_DOUBLE_EQ(result.window_seconds, 3 * unit);
+    for (const Outcome& outcome : result.outcomes) {
+      EXPECT_GE(outcome.arrival_seconds, 2 * unit);
+      EXPECT_LT(outcome.arrival_seconds, 5 * unit);
+    }
   }
+  EXPECT_GT(result.window_images, 0);
 }
 
 TEST_F(LoadTest, LatencyCountsFromTheArrivalAlsoWhenSentLate) {
@@ -378,8 +395,8 @@ TEST_F(LoadTest, LatencyCountsFromTheArrivalAlsoWhenSentLate) {
 }
 
 TEST_F(LoadTest, CancelsWhatTheMixSays) {
-  const LoadResult result =
-      Run({"name=cancelled,cancel=0..0.01", "name=kept"}, 0, {.concurrency = 4, .requests = 40});
+  const LoadResult result = Run({"name=cancelled,cancel=0..0.01,steps=1000", "name=kept"}, 0,
+                                {.concurrency = 4, .requests = 40});
   int cancelled = 0;
   for (const Outcome& outcome : result.outcomes) {
     cancelled += outcome.cancelled;
@@ -392,7 +409,7 @@ TEST_F(LoadTest, CancelsWhatTheMixSays) {
 }
 
 TEST_F(LoadTest, UnaryCallsTellTheSame) {
-  const LoadResult result = Run({"cancel=0.005,name=cancelled", "name=kept"}, 0,
+  const LoadResult result = Run({"cancel=0.005,name=cancelled,steps=1000", "name=kept"}, 0,
                                 {.concurrency = 4, .requests = 40, .unary = true});
   for (const Outcome& outcome : result.outcomes) {
     EXPECT_EQ(outcome.cancelled, outcome.kind == "cancelled");
@@ -405,15 +422,15 @@ TEST_F(LoadTest, UnaryCallsTellTheSame) {
 
 TEST_F(LoadTest, AStopEndsEverything) {
   std::stop_source stop;
-  std::jthread stopper([&stop] {
-    std::this_thread::sleep_for(milliseconds(100));
+  std::jthread stopper([&] {
+    EXPECT_TRUE(Eventually([this] { return connection_->calls > 6; }));  // of 3, some have ended
     stop.request_stop();
   });
   const LoadResult result =
       Run({}, 0, {.concurrency = 3, .duration_seconds = 3600}, stop.get_token());
   EXPECT_EQ(connection_->under_way, 0);
   EXPECT_GT(result.images, 0);
-  EXPECT_LT(result.window_seconds, 60);
+  EXPECT_LT(result.window_seconds, 3600);
 }
 
 TEST_F(LoadTest, LabelsFollowFromTheSeed) {

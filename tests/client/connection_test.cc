@@ -66,7 +66,7 @@ struct Heard {
   }
   void WaitForEvent() {
     std::unique_lock lock(mutex);
-    ASSERT_TRUE(changed.wait_for(lock, seconds(10), [this] { return !events.empty(); }));
+    ASSERT_TRUE(changed.wait_for(lock, seconds(60), [this] { return !events.empty(); }));
   }
 };
 
@@ -269,11 +269,11 @@ TEST_F(ConnectionTest, ReturnsAtTheTimeTheQueueNamed) {
 }
 
 TEST_F(ConnectionTest, FailsAtOnceWhenTheQueueOutlastsTheDeadline) {
-  server_.FailNext(1, QueueFull(seconds(60)));
+  server_.FailNext(1, QueueFull(seconds(600)));
   const auto begin = steady_clock::now();
-  const auto result = client_.Generate({}, {.timeout = seconds(5)});
+  const auto result = client_.Generate({}, {.timeout = seconds(300)});
   EXPECT_EQ(result.status().code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_LT(steady_clock::now() - begin, seconds(4));
+  EXPECT_LT(steady_clock::now() - begin, seconds(60));
 }
 
 TEST_F(ConnectionTest, DoesNotRepeatWhatTheServerRefused) {
@@ -494,7 +494,7 @@ TEST_F(ConnectionTest, DestroyingTheCallCancelsAndWaits) {
 }
 
 TEST_F(ConnectionTest, AListenerMayCancelButNotWait) {
-  server_.SetEvaluationTime(milliseconds(200));
+  server_.SetEvaluationTime(seconds(5));
   std::mutex mutex;
   std::unique_ptr<StreamCall> call;
   absl::Status waited;

@@ -33,7 +33,7 @@ class TlsTest : public testing::Test {
     options.token_file = token_file;
     const auto connection = Connect(server.address(), options);
     if (!connection.ok()) return connection.status();
-    return Client(*connection).ListModels({.timeout = std::chrono::seconds(10)}).status();
+    return Client(*connection).ListModels({.timeout = std::chrono::seconds(60)}).status();
   }
 
   TestAuthority authority_;
