@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <functional>
 #include <future>
+#include <latch>
 #include <random>
 #include <set>
 #include <thread>
@@ -245,16 +246,21 @@ TEST_F(CatalogTest, AVersionThatIsStillListedToBeLoadedStays) {
 
 /// The engine has a model a moment before the catalog has it.
 TEST_F(CatalogTest, WhatTheEngineHasAndTheCatalogNotYetIsStillLoading) {
-  FakeEngine engine({.open_linger = 300ms});
+  std::latch loads{1};
+  FakeEngine engine({.on_opened = [&](const std::string& directory) {
+    if (directory == Dir("new")) loads.wait();
+  }});
   Catalog catalog(Options({{"digits", Dir("digits")}}), &engine, &metrics_);
   ASSERT_TRUE(catalog.LoadListed("digits").ok());
-  auto load = std::async(std::launch::async, [&] { return catalog.Load({.name = "digits"}); });
+  auto load = std::async(std::launch::async,
+                         [&] { return catalog.Load({.name = "digits", .directory = Dir("new")}); });
   ASSERT_TRUE(Eventually([&] { return engine.Find("digits@2") != nullptr; }));
   EXPECT_EQ(catalog.Find("digits@2")->info->state, ModelState::kLoading);
   EXPECT_EQ(catalog.Unload("digits@2").code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(catalog.Unload("digits").code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(catalog.SetAlias("digits", "digits@2").status().code(),
             absl::StatusCode::kFailedPrecondition);
+  loads.count_down();
   const auto loaded = load.get();
   ASSERT_TRUE(loaded.ok()) << loaded.status().message();
   EXPECT_EQ(loaded->version, "2");
@@ -266,7 +272,8 @@ TEST_F(CatalogTest, WhatTheEngineHasAndTheCatalogNotYetIsStillLoading) {
 TEST_F(CatalogTest, EverythingAtOnce) {
   const TemporaryDirectory root;
   root.Write("config.json", "{}");
-  FakeEngine engine({.evaluation_cost = 20us, .open_linger = 1ms});
+  FakeEngine engine({.evaluation_cost = 20us,
+                     .on_opened = [](const std::string&) { std::this_thread::sleep_for(1ms); }});
   Catalog catalog(*MakeCatalogOptions({{"digits", root.path()}}, {root.path(), root_.path()}, ""),
                   &engine, &metrics_);
   ASSERT_TRUE(catalog.LoadListed("digits").ok());

@@ -35,9 +35,7 @@ FakeEngine::~FakeEngine() {
 absl::Status FakeEngine::Open(const std::string& name, const std::string& directory,
                               std::optional<Precision> precision) {
   ++opens_;
-  if (directory.find(options_.slow) != std::string::npos) {
-    std::this_thread::sleep_for(options_.open_cost);
-  }
+  if (options_.on_open) options_.on_open(directory);
   std::unique_lock lock(mutex_);
   if (directory.find(broken_) != std::string::npos) {
     return NotFound("{}/config.json: no such file; give a model in diffusers layout", directory);
@@ -74,7 +72,7 @@ absl::Status FakeEngine::Open(const std::string& name, const std::string& direct
   info->slot_bytes = 1'000'000;
   models_.push_back(std::move(info));
   lock.unlock();
-  std::this_thread::sleep_for(options_.open_linger);
+  if (options_.on_opened) options_.on_opened(directory);
   return absl::OkStatus();
 }
 
@@ -281,6 +279,14 @@ void FakeEngine::TellPlaces(const Estimate& estimate) {
 void FakeEngine::Pause(bool paused) {
   std::lock_guard lock(mutex_);
   paused_ = paused;
+  evaluations_left_ = -1;
+  wake_.notify_all();
+}
+
+void FakeEngine::PauseAfter(int evaluations) {
+  std::lock_guard lock(mutex_);
+  paused_ = false;
+  evaluations_left_ = evaluations;
   wake_.notify_all();
 }
 
@@ -419,6 +425,7 @@ void FakeEngine::Run() {
         rows.push_back(&slot);
       }
     }
+    if (!rows.empty() && evaluations_left_ > 0) paused_ = --evaluations_left_ == 0;
     lock.unlock();
     for (const auto& [job, reason] : ended) End(job, reason);
     for (const auto& job : started) {

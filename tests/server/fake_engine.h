@@ -21,11 +21,8 @@ namespace denoised {
 
 struct FakeEngineOptions {
   std::chrono::microseconds evaluation_cost{200};
-  /// Open takes so long for directories that contain `slow`.
-  std::chrono::milliseconds open_cost{0};
-  std::string slow;
-  /// Open returns so long after the model is ready.
-  std::chrono::milliseconds open_linger{0};
+  /// Open calls these with the directory: before the model is there, and after.
+  std::function<void(const std::string&)> on_open, on_opened;
   int max_rows = 16;
   int max_slots = 64;
   int max_queued_images = 4096;
@@ -66,6 +63,9 @@ class FakeEngine : public Engine {
   void set_evaluation_cost(std::chrono::microseconds cost) { cost_ = cost.count(); }
   /// While paused nothing is admitted or evaluated.
   void Pause(bool paused);
+  /// Goes on for so many evaluations, and is paused again. For events that are to be seen before
+  /// more come.
+  void PauseAfter(int evaluations);
   /// Tells every job that waits that its place is this.
   void TellPlaces(const Estimate& estimate);
   /// What Close says from now on, though it closes; NotFound is said all the same.
@@ -124,6 +124,7 @@ class FakeEngine : public Engine {
   JobSpec last_spec_;
   std::function<void(const JobSpec&)> on_submit_;
   JobId next_id_ = 1;
+  int evaluations_left_ = -1;  // until it pauses; negative: it does not
   bool paused_ = false, draining_ = false, expired_ = false, stopping_ = false;
   std::thread thread_;
 };

@@ -2,6 +2,8 @@
 // Gives main.cc a FakeEngine: the binary denoised_with_fake_engine, for tests of the whole process
 // and for load tests.
 
+#include <thread>
+
 #include "tests/server/fake_engine.h"
 
 namespace denoised {
@@ -9,8 +11,12 @@ namespace denoised {
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
   FakeEngineOptions fake;
   fake.evaluation_cost = std::chrono::milliseconds(2);
-  fake.open_cost = std::chrono::seconds(20);
-  fake.slow = "slow";
+  // Longer than any test.
+  fake.on_open = [](const std::string& directory) {
+    if (directory.find("slow") != std::string::npos) {
+      std::this_thread::sleep_for(std::chrono::hours(1));
+    }
+  };
   if (options.max_rows > 0) fake.max_rows = options.max_rows;
   if (options.max_slots > 0) fake.max_slots = options.max_slots;
   fake.max_queued_images = options.max_queued_images;

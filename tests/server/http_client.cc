@@ -13,6 +13,7 @@
 #include <boost/asio/buffer.hpp>
 #include <boost/beast/http.hpp>
 #include <cctype>
+#include <cerrno>
 
 namespace denoised {
 namespace {
@@ -69,8 +70,11 @@ struct HttpClient::State {
   /// False at the end.
   bool ReadMore() {
     char bytes[65536];
-    const ssize_t size =
-        ssl ? SSL_read(ssl.get(), bytes, sizeof(bytes)) : recv(fd, bytes, sizeof(bytes), 0);
+    ssize_t size;
+    do {  // a process that was stopped reads again: recv with a limit is not restarted
+      errno = 0;
+      size = ssl ? SSL_read(ssl.get(), bytes, sizeof(bytes)) : recv(fd, bytes, sizeof(bytes), 0);
+    } while (size < 0 && errno == EINTR);
     if (size <= 0) return false;
     buffer.append(bytes, static_cast<size_t>(size));
     return true;
@@ -112,7 +116,7 @@ struct HttpClient::State {
 HttpClient::HttpClient(int port, std::optional<HttpTls> tls, int receive_buffer)
     : state_(std::make_unique<State>()) {
   state_->fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const timeval patience{.tv_sec = 30};
+  const timeval patience{.tv_sec = 60};
   setsockopt(state_->fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
   if (receive_buffer > 0) {
     setsockopt(state_->fd, SOL_SOCKET, SO_RCVBUF, &receive_buffer, sizeof(receive_buffer));
@@ -214,7 +218,9 @@ bool HttpClient::IsClosedWithin(std::chrono::milliseconds time) {
         end - std::chrono::steady_clock::now());
     if (left.count() <= 0) return false;
     pollfd polled{state_->fd, POLLIN, 0};
-    if (poll(&polled, 1, static_cast<int>(left.count())) <= 0) return false;
+    const int ready = poll(&polled, 1, static_cast<int>(left.count()));
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready <= 0) return false;
     if (!state_->ReadMore()) return true;
   }
 }

@@ -160,8 +160,8 @@ TEST_F(HttpPortTest, ManyClientsComeAndGo) {
   HttpClient idle = Connect();
   EXPECT_EQ(idle.Ask("GET", "/echo").code, 200);
   port_->Drain();
-  EXPECT_TRUE(idle.IsClosedWithin(5s));
-  EXPECT_TRUE(port_->WaitForReplies(std::chrono::steady_clock::now() + 5s));
+  EXPECT_TRUE(idle.IsClosedWithin(1min));
+  EXPECT_TRUE(port_->WaitForReplies(std::chrono::steady_clock::now() + 1min));
   port_ = nullptr;
   EXPECT_GT(handler_.stopped(), 0);
   EXPECT_EQ(bodies_->reserved(), 0);

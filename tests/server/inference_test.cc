@@ -11,6 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <future>
+#include <latch>
 #include <limits>
 #include <map>
 #include <thread>
@@ -363,11 +364,15 @@ TEST_F(TritonTest, AllProbesAgree) {
     EXPECT_EQ(health, ready ? "\x08\x01" : "\x08\x02") << name;
     return name;
   };
-  StartLoading({.open_cost = 1s, .slow = "slow"});
+  std::latch loads{1};
+  StartLoading({.on_open = [&](const std::string& directory) {
+    if (directory.ends_with("slow")) loads.wait();
+  }});
   inference_ = inference::GRPCInferenceService::NewStub(channel_);
   ASSERT_TRUE(Eventually([&] { return engine_->Models().size() == 1; }));
   EXPECT_EQ(state(), "starting") << "one model can draw, and another is being loaded";
-  ASSERT_TRUE(server_->Loaded(10s)->ok());
+  loads.count_down();
+  ASSERT_TRUE(server_->Loaded(1min)->ok());
   EXPECT_EQ(state(), "serving");
   for (const char* name : {"digits", "slow"}) {
     grpc::ClientContext context;
@@ -377,7 +382,7 @@ TEST_F(TritonTest, AllProbesAgree) {
     ASSERT_TRUE(inference_->RepositoryModelUnload(&context, unload, &unloaded).ok());
   }
   EXPECT_EQ(state(), "serving") << "without a model, so that an admin can load one";
-  auto drain = std::async(std::launch::async, [&] { server_->Drain(0s, 2s); });
+  auto drain = std::async(std::launch::async, [&] { server_->Drain(0s, 5s); });
   EXPECT_TRUE(Eventually([&] { return !Ready(); }));
   EXPECT_EQ(state(), "lame_duck");
 }
@@ -1024,14 +1029,14 @@ TEST_F(InferenceTest, WaitsInTheSameQueueUnderTheSameLimits) {
 }
 
 TEST_F(InferenceTest, ADrainIsToldAndRefusesNewWork) {
-  Start({.evaluation_cost = 20ms});
-  ModelInferRequest request;
-  AddInt(&request, "steps", 50);
-  auto running = std::async(std::launch::async, [&] { return Infer(request); });
+  Start();
+  engine_->PauseAfter(1);
+  auto running = std::async(std::launch::async, [&] { return Infer({}); });
   ASSERT_TRUE(Eventually([&] { return engine_->evaluations() > 0; }));
-  auto drain = std::async(std::launch::async, [&] { server_->Drain(10s, 300ms); });
+  auto drain = std::async(std::launch::async, [&] { server_->Drain(1min); });
   EXPECT_TRUE(Eventually([&] { return !Ready(); }));
   EXPECT_TRUE(Eventually([&] { return Infer({}).error_code() == StatusCode::UNAVAILABLE; }));
+  engine_->Pause(false);
   EXPECT_TRUE(running.get().ok());
 }
 

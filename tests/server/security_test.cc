@@ -71,7 +71,7 @@ class SecurityTest : public ServerFixture {
   using Metadata = std::vector<std::pair<std::string, std::string>>;
   static void Prepare(grpc::ClientContext* context, const Metadata& metadata) {
     for (const auto& [key, value] : metadata) context->AddMetadata(key, value);
-    context->set_deadline(std::chrono::system_clock::now() + 10s);
+    context->set_deadline(std::chrono::system_clock::now() + 1min);
   }
   static Metadata Bearer(const std::string& token) {
     return {{"authorization", "Bearer " + token}};
@@ -112,11 +112,8 @@ TEST_F(SecurityTest, AnotherCertificateIsUsedWithoutARestart) {
   ASSERT_TRUE(Generate(open_before).ok());
   const TestAuthority next;
   WriteKeyPair(next.Issue("server", kLocal));
-  const auto end = std::chrono::steady_clock::now() + 15s;
-  while (!Generate(Connect(next.certificate())).ok()) {
-    ASSERT_LT(std::chrono::steady_clock::now(), end) << "the new certificate was not taken";
-    std::this_thread::sleep_for(100ms);
-  }
+  ASSERT_TRUE(Eventually([&] { return Generate(Connect(next.certificate())).ok(); }))
+      << "the new certificate was not taken";
   EXPECT_EQ(Generate(Connect()).error_code(), StatusCode::UNAVAILABLE);
   EXPECT_TRUE(Generate(open_before).ok()) << "connections that were there live on";
 }

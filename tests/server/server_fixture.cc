@@ -21,7 +21,7 @@ ServerFixture::ServerFixture() {
 
 void ServerFixture::Start(const FakeEngineOptions& options) {
   ASSERT_NO_FATAL_FAILURE(StartLoading(options));
-  const auto loaded = server_->Loaded(10s);
+  const auto loaded = server_->Loaded(1min);
   ASSERT_TRUE(loaded && loaded->ok());
 }
 
@@ -46,7 +46,7 @@ std::shared_ptr<grpc::Channel> ServerFixture::Connect(
 grpc::Status ServerFixture::Generate(const v1::GenerateRequest& request,
                                      v1::GenerateResponse* response) {
   grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + 20s);
+  context.set_deadline(std::chrono::system_clock::now() + 1min);
   return stub_->Generate(&context, request, response);
 }
 grpc::Status ServerFixture::Generate(const v1::GenerateRequest& request) {
@@ -56,7 +56,7 @@ grpc::Status ServerFixture::Generate(const v1::GenerateRequest& request) {
 
 int ServerFixture::ConnectToMetrics() const {
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  const timeval patience{.tv_sec = 10};
+  const timeval patience{.tv_sec = 60};
   setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
   sockaddr_in address{};
   address.sin_family = AF_INET;

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <filesystem>
 #include <future>
+#include <latch>
 #include <limits>
 #include <map>
 #include <thread>
@@ -116,7 +117,8 @@ TEST_F(ServerTest, TheLastImageAloneHasTheSameBytes) {
 }
 
 TEST_F(ServerTest, StreamTellsTheStoryInOrder) {
-  Start({.evaluation_cost = 5ms});
+  Start();
+  engine_->PauseAfter(2);  // so that a preview comes before its image
   v1::StreamGenerateRequest request;
   request.mutable_params()->set_request_id("story");
   request.mutable_params()->set_count(2);
@@ -124,7 +126,13 @@ TEST_F(ServerTest, StreamTellsTheStoryInOrder) {
   request.mutable_preview()->set_every_evaluations(2);
   request.mutable_preview()->set_max_edge(16);
   std::vector<Event> events;
-  const grpc::Status status = Stream(request, &events);
+  grpc::ClientContext context;
+  auto reader = stub_->StreamGenerate(&context, request);
+  for (Event event; reader->Read(&event);) {
+    events.push_back(event);
+    if (event.has_preview()) engine_->Pause(false);
+  }
+  const grpc::Status status = reader->Finish();
   ASSERT_TRUE(status.ok()) << status.error_message();
   ASSERT_GE(events.size(), 6u);
   int images = 0, previews = 0, progress = 0;
@@ -450,11 +458,14 @@ TEST_F(ServerTest, IncludeTimingsTellsWhatWasSentToo) {
 TEST_F(ServerTest, DeadlineEndsTheJob) {
   Start();
   engine_->Pause(true);
-  grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + 3s);  // a busy machine queues it before
-  v1::GenerateResponse response;
-  EXPECT_EQ(stub_->Generate(&context, {}, &response).error_code(),
-            grpc::StatusCode::DEADLINE_EXCEEDED);
+  // A machine that is too busy to queue it before is given more time.
+  for (auto time = 500ms; !engine_->last_spec().deadline && time < 1min; time *= 2) {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + time);
+    v1::GenerateResponse response;
+    EXPECT_EQ(stub_->Generate(&context, {}, &response).error_code(),
+              grpc::StatusCode::DEADLINE_EXCEEDED);
+  }
   EXPECT_TRUE(engine_->last_spec().deadline.has_value());
   EXPECT_TRUE(Eventually([&] { return engine_->QueuedImages("digits") == 0; }));
 }
@@ -625,7 +636,8 @@ TEST_F(ServerTest, AStalledReaderOfAUnaryReplyIsCancelled) {
 }
 
 TEST_F(ServerTest, HealthFollowsLoadingAndDraining) {
-  StartLoading({.open_cost = 300ms});
+  std::latch loads{1};
+  StartLoading({.on_open = [&](const std::string&) { loads.wait(); }});
   EXPECT_EQ(CheckHealth(channel_, ""), 2);
   EXPECT_EQ(CheckHealth(channel_, "denoised.v1.ImageGeneration"), 2);
   EXPECT_EQ(CheckHealth(channel_, "liveness"), 1);
@@ -638,7 +650,8 @@ TEST_F(ServerTest, HealthFollowsLoadingAndDraining) {
   ASSERT_TRUE(stub_->GetModel(&context, {}, &model).ok());
   EXPECT_EQ(model.model().state(), v1::MODEL_STATE_LOADING);
 
-  ASSERT_TRUE(server_->Loaded(5s));
+  loads.count_down();
+  ASSERT_TRUE(server_->Loaded(1min));
   EXPECT_EQ(CheckHealth(channel_, ""), 1);
   EXPECT_EQ(CheckHealth(channel_, "denoised.v1.ImageGeneration"), 1);
 
@@ -646,7 +659,7 @@ TEST_F(ServerTest, HealthFollowsLoadingAndDraining) {
   v1::GenerateResponse response;
   auto running = std::async(std::launch::async, [&] { return Generate({}, &response); });
   ASSERT_TRUE(Eventually([&] { return engine_->QueuedImages("") == 1; }));
-  auto drain = std::async(std::launch::async, [&] { server_->Drain(10s); });
+  auto drain = std::async(std::launch::async, [&] { server_->Drain(1min); });
   ASSERT_TRUE(Eventually([&] { return CheckHealth(channel_, "") == 2; }));
   EXPECT_EQ(CheckHealth(channel_, "liveness"), 1);
   const grpc::Status refused = Generate();
@@ -687,11 +700,10 @@ TEST_F(ServerTest, NoAcceptedRequestIsLostInADrain) {
         Event event;
         bool queued = false, done = false;
         while (reader->Read(&event)) {
-          queued |= event.has_queued();
+          if (event.has_queued() && !std::exchange(queued, true)) ++accepted;
           done |= event.has_completed();
         }
         const grpc::Status status = reader->Finish();
-        accepted += queued;
         completed += done && status.ok();
         lost += queued && !(done && status.ok());
         if (!status.ok()) {
@@ -704,10 +716,9 @@ TEST_F(ServerTest, NoAcceptedRequestIsLostInADrain) {
       }
     });
   }
-  std::this_thread::sleep_for(300ms);
-  server_->Drain(30s, /*lame_duck=*/100ms);
+  EXPECT_TRUE(Eventually([&] { return completed > 64 && accepted > completed; }));
+  server_->Drain(1min, /*lame_duck=*/100ms);
   for (std::thread& client : clients) client.join();
-  EXPECT_GT(accepted, 16);
   EXPECT_EQ(completed, accepted);
   EXPECT_EQ(lost, 0);
   EXPECT_EQ(refused, 16) << "each ends with a refusal";
@@ -715,7 +726,7 @@ TEST_F(ServerTest, NoAcceptedRequestIsLostInADrain) {
 
 TEST_F(ServerTest, ALameDuckStillTakesRequests) {
   Start();
-  auto drain = std::async(std::launch::async, [&] { server_->Drain(10s, /*lame_duck=*/400ms); });
+  auto drain = std::async(std::launch::async, [&] { server_->Drain(10s, /*lame_duck=*/5s); });
   ASSERT_TRUE(Eventually([&] { return CheckHealth(channel_, "") == 2; }));
   EXPECT_TRUE(Generate().ok());
   drain.get();
@@ -774,7 +785,10 @@ TEST_F(ServerTest, ModelsAreLoadedAndUnloadedByRpc) {
 TEST_F(ServerTest, WhatWaitsForNoModelWaitsForNoLoad) {
   const std::string slow = testing::TempDir() + "slow";
   std::filesystem::create_directory(slow);
-  Start({.open_cost = 1s, .slow = slow});
+  std::latch may_load{1};
+  Start({.on_open = [&](const std::string& directory) {
+    if (directory == slow) may_load.wait();
+  }});
   const auto admin = v1::ModelAdmin::NewStub(channel_);
   std::atomic<int> ended = 0;
   std::vector<std::thread> loads;
@@ -791,7 +805,11 @@ TEST_F(ServerTest, WhatWaitsForNoModelWaitsForNoLoad) {
     });
   }
   EXPECT_TRUE(Eventually([&] { return engine_->opens() == 2; }));  // of digits, and the first here
-  grpc::ClientContext context;
+  grpc::ClientContext context, alias_context, delete_context;
+  // If one waited for a thread, a load would have to leave it first.
+  for (grpc::ClientContext* each : {&context, &alias_context, &delete_context}) {
+    each->set_deadline(std::chrono::system_clock::now() + 1min);
+  }
   context.AddMetadata("x-forwarded-for", "192.0.2.7");  // whom a proxy passes on is no admin
   v1::UnloadModelResponse response;
   EXPECT_EQ(admin->UnloadModel(&context, {}, &response).error_code(),
@@ -803,10 +821,10 @@ TEST_F(ServerTest, WhatWaitsForNoModelWaitsForNoLoad) {
   v1::DeleteAliasRequest remove;
   remove.set_alias("numbers");
   v1::DeleteAliasResponse removed;
-  grpc::ClientContext alias_context, delete_context;
   EXPECT_TRUE(admin->SetAlias(&alias_context, alias, &aliased).ok());
   EXPECT_TRUE(admin->DeleteAlias(&delete_context, remove, &removed).ok());
-  EXPECT_LT(ended, 3) << "it waited for a thread, which three loads have to leave first";
+  EXPECT_EQ(ended, 0);
+  may_load.count_down();
   for (std::thread& load : loads) load.join();
 }
 
@@ -942,11 +960,11 @@ TEST_F(ServerTest, ReplacingAModelLosesNoRequest) {
     v1::LoadModelResponse loaded;
     grpc::ClientContext context;
     const grpc::Status status = admin->LoadModel(&context, load, &loaded);
-    ASSERT_TRUE(status.ok()) << status.error_message();
+    EXPECT_TRUE(status.ok()) << status.error_message();
+    EXPECT_TRUE(Eventually([&] { return drawn > round; }));
   }
   stop = true;
   for (std::thread& client : clients) client.join();
-  EXPECT_GT(drawn, 40);
   EXPECT_EQ(engine_->Models().size(), 1u);
   EXPECT_EQ(engine_->Models()[0]->name, "digits@41");
 }
@@ -993,7 +1011,7 @@ TEST_F(ServerTest, ABrokenModelLeavesTheOthers) {
 TEST_F(ServerTest, NoModelAtAllIsAnError) {
   config_.models = {{"bad", "broken"}};
   StartLoading();
-  const auto loaded = server_->Loaded(5s);
+  const auto loaded = server_->Loaded(1min);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(CheckHealth(channel_, ""), 2);
@@ -1032,11 +1050,13 @@ TEST_F(ServerTest, WithoutADeviceItIsNeitherServingNorLive) {
 
 TEST_F(ServerTest, ProbesOverHttpSayWhatHealthSays) {
   config_.metrics_listen = "127.0.0.1:0";
-  StartLoading({.open_cost = 300ms, .slow = "digits"});
+  std::latch loads{1};
+  StartLoading({.on_open = [&](const std::string&) { loads.wait(); }});
   EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.0 200"));
   EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 503"));
   EXPECT_THAT(Get("/"), StartsWith("HTTP/1.0 404"));
-  ASSERT_TRUE(server_->Loaded(10s)->ok());
+  loads.count_down();
+  ASSERT_TRUE(server_->Loaded(1min)->ok());
   EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 200"));
   server_->Drain(0ms);
   EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 503"));

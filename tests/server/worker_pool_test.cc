@@ -30,10 +30,10 @@ TEST(WorkerPoolTest, RunsSideBySide) {
   WorkerPool pool(2);
   pool.Post(Priority::kNormal, [&] {
     first.set_value();
-    EXPECT_EQ(second.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
+    EXPECT_EQ(second.get_future().wait_for(std::chrono::minutes(1)), std::future_status::ready);
   });
   pool.Post(Priority::kNormal, [&] {
-    EXPECT_EQ(first.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
+    EXPECT_EQ(first.get_future().wait_for(std::chrono::minutes(1)), std::future_status::ready);
     second.set_value();
   });
 }
