@@ -28,7 +28,7 @@ BINARY = None
 
 
 def run(*flags):
-    return subprocess.run([BINARY, *flags], capture_output=True, text=True, timeout=30)
+    return subprocess.run([BINARY, *flags], capture_output=True, text=True, timeout=120)
 
 
 BODY = b'{"params": {"steps": 20}, "preview": {}}'
@@ -106,7 +106,7 @@ class ProcessTest(unittest.TestCase):
                 server.wait_for("serving")
                 server.process.send_signal(number)
                 server.wait_for("stopped")
-                self.assertEqual(server.process.wait(20), 0)
+                self.assertEqual(server.process.wait(60), 0)
 
     def test_uploads_hold_no_more_than_the_bound(self):
         try:
@@ -144,7 +144,7 @@ class ProcessTest(unittest.TestCase):
                 peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
             # The bound, one message that is being parsed, and the program.
             self.assertLess(peak << 10, 320 << 20)
-            end = time.monotonic() + 10
+            end = time.monotonic() + 60
             while call(b"") != "OK":
                 self.assertLess(time.monotonic(), end, "it did not recover")
 
@@ -253,7 +253,7 @@ class ProcessTest(unittest.TestCase):
     def test_no_model_is_an_error(self):
         with Running(BINARY, "--model", f"digits={self.broken}") as server:
             self.assertIn("broken", server.wait_for("no model could be loaded")["error"])
-            self.assertEqual(server.process.wait(20), 1)
+            self.assertEqual(server.process.wait(60), 1)
 
     def test_wrong_settings_are_told_from_what_may_pass(self):
         result = run("--model", f"digits={self.model}", "--listen", "127.0.0.1:0",
@@ -268,10 +268,8 @@ class ProcessTest(unittest.TestCase):
             file.write("{}")
         with Running(BINARY, "--model", f"digits={self.model}", "--model", f"b={slow}") as server:
             server.wait_for("model ready")
-            start = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
-            self.assertEqual(server.process.wait(15), 0)
-            self.assertLess(time.monotonic() - start, 10)
+            self.assertEqual(server.process.wait(60), 0)  # the model would take an hour
             self.assertNotIn('"serving"', "".join(server.lines))
 
     def test_a_signal_does_not_wait_for_a_model_that_an_admin_loads(self):
@@ -301,10 +299,8 @@ class ProcessTest(unittest.TestCase):
                 loading = pool.submit(load)
                 while "MODEL_STATE_LOADING" not in states():
                     time.sleep(0.02)
-                start = time.monotonic()
                 server.process.send_signal(signal.SIGTERM)
-                self.assertEqual(server.process.wait(15), 0)
-                self.assertLess(time.monotonic() - start, 10)
+                self.assertEqual(server.process.wait(60), 0)  # the model would take an hour
                 self.assertEqual(loading.result(), 503)
 
     def test_the_service_manager_is_told_its_state(self):
@@ -321,14 +317,14 @@ class ProcessTest(unittest.TestCase):
                     server.wait_for("serving")
                     server.process.send_signal(signal.SIGTERM)
                     self.assertEqual(manager.recv(1024), b"STOPPING=1\nSTATUS=draining")
-                    self.assertEqual(server.process.wait(20), 0)
+                    self.assertEqual(server.process.wait(60), 0)
 
     def test_a_service_manager_that_is_gone_does_no_harm(self):
         with Running(BINARY, "--model", f"digits={self.model}",
                      environment={"NOTIFY_SOCKET": "/nonexistent/notify"}) as server:
             server.wait_for("serving")
             server.process.send_signal(signal.SIGTERM)
-            self.assertEqual(server.process.wait(20), 0)
+            self.assertEqual(server.process.wait(60), 0)
 
     def test_a_server_without_a_model_is_never_ready(self):
         path = os.path.join(os.path.dirname(self.model), "notify")
@@ -337,7 +333,7 @@ class ProcessTest(unittest.TestCase):
             manager.settimeout(60)
             with Running(BINARY, "--model", f"digits={self.broken}",
                          environment={"NOTIFY_SOCKET": path}) as server:
-                self.assertEqual(server.process.wait(20), 1)
+                self.assertEqual(server.process.wait(60), 1)
             self.assertEqual([manager.recv(1024), manager.recv(1024)],
                              [b"STATUS=loading models", b"STOPPING=1\nSTATUS=draining"])
 
