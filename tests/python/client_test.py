@@ -74,7 +74,7 @@ class ClientTest(unittest.TestCase):
         return caught.exception
 
     def wait_for_state(self, request_id, state, client=None):
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + 60
         while (job := (client or self.client).jobs.get(request_id)).state != state:
             self.assertLess(time.monotonic(), give_up, job)
             time.sleep(0.05)
@@ -278,10 +278,10 @@ class ClientTest(unittest.TestCase):
                     lambda: list(self.client.stream(timeout=0.2, **LONG)))
         with denoised.Client(self.address, timeout=0.2) as hurried:
             self.raises(denoised.DeadlineExceeded, lambda: hurried.generate(**LONG))
-        self.assertLess(time.monotonic() - begin, 20)
+        self.assertLess(time.monotonic() - begin, 60)
 
     def test_no_server(self):
-        nobody = f"127.0.0.1:{support.free_port()}"
+        nobody = "127.0.0.1:1"
         with denoised.Client(nobody, retry=NEVER) as client:
             self.raises(denoised.Unavailable, client.server_info, nobody)
             self.raises(denoised.Unavailable, lambda: list(client.stream()), nobody)
@@ -320,7 +320,7 @@ class ClientTest(unittest.TestCase):
         models = self.client.models
 
         def is_gone(name):
-            give_up = time.monotonic() + 30
+            give_up = time.monotonic() + 60
             while time.monotonic() < give_up:
                 try:
                     models.get(name)
@@ -549,7 +549,7 @@ class ClientTest(unittest.TestCase):
             mutual = denoised.TLS(ca=path("ca.crt"), server_name="images.test", cert=path("studio.crt"),
                                   key=path("studio.key"))
             with denoised.Client(support.address(server), tls=mutual) as client:
-                self.assertEqual(client.server_info(timeout=10).client, "studio")
+                self.assertEqual(client.server_info(timeout=60).client, "studio")
         server = support.serve(*tls, "--clients", path("clients.json"))
         self.addCleanup(server.__exit__)
         address = support.address(server)
@@ -557,7 +557,7 @@ class ClientTest(unittest.TestCase):
 
         def info(**options):
             with denoised.Client(address, retry=NEVER, **options) as client:
-                return client.server_info(timeout=10)
+                return client.server_info(timeout=60)
 
         self.assertEqual(info(tls=trusting, token=token).client, "studio")
         self.assertEqual(info(tls=trusting, token_file=path("token")).client, "studio")
