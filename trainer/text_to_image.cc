@@ -9,6 +9,7 @@
 #include "engine/text/clip_tokenizer.h"
 #include "engine/training/latents.h"
 #include "trainer/data/archive.h"
+#include "trainer/data/pictures.h"
 
 namespace denoised::trainer {
 namespace {
@@ -145,7 +146,7 @@ absl::StatusOr<Captions> ReadCaptions(const std::string& folder,
       if (!one.is_string())
         return InvalidArgument("{}, line {}: \"text\" is {}; use a text or a list of texts",
                                metadata.string(), number, texts.dump());
-      captions[json["file_name"]].push_back(one);
+      captions[PictureName(json["file_name"])].push_back(one);
     }
   }
   return captions;

@@ -211,6 +211,20 @@ class RunTest(unittest.TestCase):
         (self.data / "stray.png").write_bytes(png(lambda x, y: 9))
         said = self.train("b", rc=2)
         self.assertIn("stray.png: it has no label", said)
+        (self.data / "stray.png").unlink()
+        (self.data / "down/gone.png").symlink_to("nowhere.png")
+        self.assertIn("down/gone.png: cannot be read", self.train("b", rc=2))
+        (self.data / "down/gone.png").unlink()
+        (self.data / "down/circle").symlink_to("..")
+        self.assertIn("symbolic links", self.train("b", rc=2))
+
+    def test_folders_may_be_links(self):
+        self.train("folders")
+        for of in ("across", "down"):
+            (self.data / of).rename(self.root / ("elsewhere-" + of))
+            (self.data / of).symlink_to(self.root / ("elsewhere-" + of))
+        self.train("links")
+        self.assertEqual(self.state("links"), self.state("folders"))
 
     def test_labels_of_metadata(self):
         lines = [{"file_name": f"{of}/{i}.png", "label": of} for of in ("down", "across")
@@ -220,6 +234,10 @@ class RunTest(unittest.TestCase):
         self.train("named")
         self.train("folders")
         self.assertEqual(self.state("named"), self.state("folders"))
+        dotted = [{**line, "file_name": "./" + line["file_name"]} for line in lines]
+        metadata.write_text("".join(json.dumps(line) + "\n" for line in dotted))
+        self.assertIn("12 pictures", self.train("dotted"))
+        self.assertEqual(self.state("dotted"), self.state("folders"))
         metadata.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
         self.assertIn("5.png: it has no label", self.train("missing", rc=2))
         lost = {"file_name": "down/lost.png", "label": "down"}

@@ -196,7 +196,7 @@ absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
     if (!json.is_object() || !json.contains("file_name") || !json["file_name"].is_string())
       return InvalidArgument("{}, line {}: is not an object with a \"file_name\"", file.string(),
                              line_number);
-    const std::string name = json["file_name"];
+    const std::string name = PictureName(json["file_name"]);
     files->insert(name);
     if (json.contains("weight")) {
       const nlohmann::json& weight = json["weight"];
@@ -231,8 +231,13 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
   fs::recursive_directory_iterator walk(path, fs::directory_options::follow_directory_symlink,
                                         error);
   for (; !error && walk != fs::recursive_directory_iterator(); walk.increment(error)) {
-    if (walk->is_regular_file(error) && IsPicture(walk->path().filename()))
-      files.insert(fs::relative(walk->path(), path, error).generic_string());
+    // A link to a file that is gone is a picture that cannot be read; links in a circle have no
+    // end.
+    const fs::file_type type = walk->status(error).type();
+    if (type == fs::file_type::none) break;
+    if ((type == fs::file_type::regular || type == fs::file_type::not_found) &&
+        IsPicture(walk->path().filename()))
+      files.insert(walk->path().lexically_relative(path).generic_string());
   }
   if (error) return NotFound("{}: cannot be read: {}", path, error.message());
 
@@ -411,6 +416,10 @@ bool EndsWith(const std::string& text, std::string_view ending) {
 }
 
 }  // namespace
+
+std::string PictureName(const std::string& name) {
+  return fs::path(name).lexically_normal().generic_string();
+}
 
 absl::StatusOr<Pictures> ReadPictures(const std::string& path, const std::string& labels_path,
                                       const PictureOptions& options) {

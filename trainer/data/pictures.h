@@ -50,4 +50,7 @@ struct Pictures {
 absl::StatusOr<Pictures> ReadPictures(const std::string& path, const std::string& labels_path,
                                       const PictureOptions& options);
 
+/// A "file_name" of metadata.jsonl as in Pictures::files: "./a//1.png" is "a/1.png".
+std::string PictureName(const std::string& name);
+
 }  // namespace denoised::trainer
