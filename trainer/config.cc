@@ -455,7 +455,12 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   t.dropout = flags.dropout >= 0       ? flags.dropout
               : in_network.is_number() ? in_network.get<double>()
                                        : 0;
-  return t.Check(config.ranks);
+  DENOISED_RETURN_IF_ERROR(t.Check(config.ranks));
+  if (t.objective.kind != ObjectiveOptions::Kind::kEdm &&
+      config.default_steps > t.objective.timesteps)
+    return InvalidArgument("--default-steps is {}, but there are {} timesteps; use at most as many",
+                           config.default_steps, t.objective.timesteps);
+  return absl::OkStatus();
 }
 
 }  // namespace

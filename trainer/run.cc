@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "trainer/run.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
+#include <unistd.h>
 #include <zlib.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 
+#include "engine/text/unicode.h"
 #include "engine/training/latents.h"
 #include "trainer/checkpoint.h"
 #include "trainer/data/pictures.h"
@@ -69,16 +74,20 @@ absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
 class Session {
  public:
   Session(const RunConfig& config, const std::atomic<bool>& stop) : config_(config), stop_(stop) {}
+  ~Session() {
+    if (lock_ >= 0) close(lock_);
+  }
   absl::Status Run();
 
  private:
   absl::Status ReadData();
   absl::Status ReadTexts(uLong* checksum);
+  absl::Status NameClasses();
   absl::Status EncodePictures();
   absl::StatusOr<Pipeline> PixelPipeline(const std::map<std::string, Tensor>& weights) const;
   Tensor SomePictures() const;
   absl::Status OpenBackend();
-  absl::Status OpenOutput() const;
+  absl::Status OpenOutput();
   absl::Status DryRun();
   absl::Status Begin();
   absl::Status Resume();
@@ -97,6 +106,7 @@ class Session {
 
   RunConfig config_;
   const std::atomic<bool>& stop_;
+  int lock_ = -1;  // the first rank's, on --output
   Pictures pictures_;
   std::vector<std::string> prompts_;  // of the grids
   training::AutoencoderWeights vae_weights_;
@@ -143,6 +153,7 @@ absl::Status Session::ReadData() {
       return InvalidArgument("--class-name: there are {} names, but a picture has label {}",
                              config_.class_names.size(), largest);
   }
+  if (!config_.pipeline) DENOISED_RETURN_IF_ERROR(NameClasses());
   // Another data set under the same settings is another run.
   uLong checksum = crc32(0, nullptr, 0);
   const auto* bytes = images.as<uint8_t>();
@@ -160,6 +171,35 @@ absl::Status Session::ReadData() {
   fingerprint_ = config_.Fingerprint();
   fingerprint_["data"] = {{"pictures", images.dim(0)}, {"crc32", checksum}};
   return absl::OkStatus();
+}
+
+/// Names that the server would refuse in a model are refused before the run.
+absl::Status Session::NameClasses() {
+  const auto& network = std::get<UNet2DConfig>(config_.network);
+  const bool classes = network.condition == ClassCondition::kLabel;
+  std::vector<std::string>& names = config_.class_names;
+  if (names.empty() && classes) names = pictures_.class_names;
+  if (names.empty()) return absl::OkStatus();
+  if (!classes)
+    return InvalidArgument("--class-name: the network has no classes; set num_class_embeds to {}",
+                           names.size());
+  for (const std::string& name : names)
+    if (const absl::Status status = DecodeUtf8(name).status(); !status.ok())
+      return InvalidArgument("the name of class \"{}\" cannot be used: {}",
+                             ReplaceInvalidUtf8(name), std::string(status.message()));
+  const int embeddings = network.num_class_embeds;
+  const bool null_last = config_.trainer.class_dropout > 0 && embeddings > 1 &&
+                         config_.trainer.null_class == embeddings - 1;
+  const size_t needed = names.size() + (null_last ? 1 : 0);
+  const bool null_outside =
+      config_.trainer.class_dropout > 0 && config_.trainer.null_class >= embeddings;
+  // The trainer refuses a null class that the network does not have.
+  if (needed == static_cast<size_t>(embeddings) || null_outside) return absl::OkStatus();
+  return InvalidArgument(
+      "{} classes have names, but the network's num_class_embeds is {}; set it to {}{}, or name "
+      "all "
+      "classes with --class-name",
+      names.size(), embeddings, needed, null_last ? ", with the null class" : "");
 }
 
 absl::Status Session::ReadTexts(uLong* checksum) {
@@ -250,18 +290,35 @@ absl::Status Session::DryRun() {
   return absl::OkStatus();
 }
 
-absl::Status Session::OpenOutput() const {
+absl::Status Session::OpenOutput() {
   std::error_code error;
   fs::create_directories(config_.output, error);
   if (error)
     return InvalidArgument("--output {}: cannot be created: {}", config_.output, error.message());
-  const bool used = fs::exists(Output("checkpoints")) && !fs::is_empty(Output("checkpoints"));
+  if (first()) {
+    // Two runs would mix their files. The lock ends with the process; file systems without locks
+    // have none.
+    lock_ = open(config_.output.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (lock_ >= 0 && flock(lock_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+      return FailedPrecondition(
+          "--output {}: another denoise-train writes there; wait until it ends, or choose another "
+          "folder",
+          config_.output);
+  }
+  const std::string checkpoints = Output("checkpoints");
+  const bool used = fs::is_directory(checkpoints) && !fs::is_empty(checkpoints);
   if (used && config_.resume.empty())
     return InvalidArgument(
         "--output {} has checkpoints of an earlier run; pass --resume latest, or choose another "
         "folder",
         config_.output);
-  fs::create_directories(Output("checkpoints"), error);
+  fs::create_directories(checkpoints, error);
+  if (!first()) return absl::OkStatus();
+  for (const std::string& folder : {config_.output, checkpoints})
+    if (!error && access(folder.c_str(), W_OK | X_OK) != 0)
+      error.assign(errno, std::generic_category());
+  if (error)
+    return InvalidArgument("--output {}: cannot be written: {}", config_.output, error.message());
   return absl::OkStatus();
 }
 
@@ -389,8 +446,7 @@ absl::StatusOr<Pipeline> Session::PixelPipeline(
                     {"unet", {"diffusers", "UNet2DModel"}},
                     {"scheduler", {"diffusers", pipeline.scheduler["_class_name"]}},
                     {"_denoised", ours}};
-  const std::vector<std::string>& names =
-      config_.class_names.empty() ? pictures_.class_names : config_.class_names;
+  const std::vector<std::string>& names = config_.class_names;
   for (size_t i = 0; i < names.size(); ++i)
     pipeline.index["id2label"][std::to_string(i)] = names[i];
   return pipeline;
@@ -487,9 +543,11 @@ absl::Status Session::Loop() {
     if (skipped_in_row_ >= config_.max_skipped)
       return FailedPrecondition(
           "the gradient was not finite in {} steps in a row, up to step {}: the run has diverged. "
-          "Lower --learning-rate or raise --warmup-steps, and go on from the last checkpoint (step "
-          "{}) or anew",
-          skipped_in_row_, step_, saved_step_ < 0 ? "none" : std::to_string(saved_step_));
+          "Lower --learning-rate or raise --warmup-steps, and start anew in another --output{}",
+          skipped_in_row_, step_,
+          saved_step_ < 0 ? ""
+                          : fmt::format("; --init-from {} starts from the weights of step {}",
+                                        SnapshotDirectory(0), saved_step_));
     const bool sample = config_.sample_steps > 0 && step_ % config_.sample_steps == 0;
     if (step_ % config_.checkpoint_steps == 0 || last || sample) {
       DENOISED_RETURN_IF_ERROR(Save());

@@ -195,6 +195,7 @@ class RunTest(unittest.TestCase):
             "checkpoint-steps": 50})  # fmt: skip
         self.assertIn("not finite in 3 steps in a row", said)
         self.assertIn("Lower --learning-rate", said)
+        self.assertNotIn("--init-from", said)  # there is no checkpoint
         entries = (self.root / "a/log.jsonl").read_text().splitlines()
         self.assertEqual(json.loads(entries[-1])["skipped"], 3)
 
@@ -259,6 +260,41 @@ class RunTest(unittest.TestCase):
         self.assertIn("there are 1 names, but a picture has label 1",
                       self.train("b", rc=2, config=self.names("one")))
         self.assertIn("--model-dtype", self.train("b", rc=2, **{"model-dtype": "fp8"}))
+
+    def test_refuses_names_that_the_server_would_refuse(self):
+        plain = self.root / "plain.json"
+        plain.write_text(json.dumps({**NETWORK, "num_class_embeds": None}))
+        self.train("plain", steps=1, network=plain, **{"class-dropout": None})
+        self.assertNotIn("id2label", (self.root / "plain/model/model_index.json").read_text())
+        self.assertIn("the network has no classes",
+                      self.train("a", rc=2, network=plain, config=self.names("one", "two"),
+                                 **{"class-dropout": None}))  # fmt: skip
+        self.assertIn("num_class_embeds is 3; set it to 2, or",
+                      self.train("a", rc=2, **{"class-dropout": None}))
+        (self.data / "new").mkdir()
+        (self.data / "new/0.png").write_bytes(png(lambda x, y: 0))
+        self.assertIn("set it to 4, with the null class", self.train("a", rc=2))
+        (self.data / "new").rename(self.data / os.fsdecode(b"\xff"))
+        self.assertIn("cannot be used", self.train("a", rc=2, **{"class-dropout": None}))
+        self.assertIn("there are 100 timesteps",
+                      self.train("a", rc=2, objective="v", timesteps=100, **{"default-steps": 101}))
+
+    def test_one_run_writes_to_a_folder(self):
+        first = subprocess.Popen(self.arguments("a", steps=100000), stderr=subprocess.PIPE, text=True)
+        try:
+            while "step 1/" not in first.stderr.readline():
+                self.assertIsNone(first.poll())
+            self.assertIn("another denoise-train", self.train("a", rc=1, resume="latest"))
+        finally:
+            first.kill()
+            first.communicate()
+        self.train("a", steps=1, resume="latest", **{"checkpoint-steps": 1})
+
+    @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")
+    def test_a_folder_without_permission(self):
+        (self.root / "a").mkdir(mode=0o555)
+        self.assertIn("--output", self.train("a", rc=2))
+        self.assertIn("Permission denied", self.train("a", rc=2))
 
     def names(self, *names):
         config = self.root / "names.json"
