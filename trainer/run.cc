@@ -93,6 +93,7 @@ class Session {
   absl::Status Resume();
   absl::Status Loop();
   absl::Status Save();
+  absl::Status WriteModels(const TrainerState& state) const;
   void Sample();
   void Log(const StepReport& report, double images_per_second);
   void ShortenLog(int64_t steps) const;
@@ -475,6 +476,13 @@ absl::Status Session::Save() {
   DENOISED_ASSIGN_OR_RETURN(TrainerState state, trainer_->State());
   DENOISED_RETURN_IF_ERROR(
       SaveCheckpoint(Output("checkpoints"), {state, fingerprint_}, config_.keep));
+  DENOISED_RETURN_IF_ERROR(WriteModels(state));
+  Say("saved step {}", step_);
+  if (metrics_) metrics_->Saved(step_);
+  return absl::OkStatus();
+}
+
+absl::Status Session::WriteModels(const TrainerState& state) const {
   for (size_t i = 0; i < std::max<size_t>(1, state.averages.size()); ++i) {
     const std::map<std::string, Tensor> weights = trainer_->parameters().Named(
         state.averages.empty() ? state.trained : state.averages[i], state.fixed);
@@ -494,8 +502,6 @@ absl::Status Session::Save() {
     }
     DENOISED_RETURN_IF_ERROR(WritePipeline(SnapshotDirectory(i), pipeline));
   }
-  Say("saved step {}", step_);
-  if (metrics_) metrics_->Saved(step_);
   return absl::OkStatus();
 }
 
@@ -573,9 +579,12 @@ absl::Status Session::Run() {
   DENOISED_RETURN_IF_ERROR(Begin());
   if (metrics_) metrics_->Began(step_);
   if (step_ >= config_.trainer.steps) {
-    Say("{} steps were already done, and --steps is {}: nothing to do", step_,
+    Say("{} steps were already done, and --steps is {}: only the model is written", step_,
         config_.trainer.steps);
-    return absl::OkStatus();
+    if (!first()) return absl::OkStatus();
+    // The process may have ended after its last checkpoint and before its model.
+    DENOISED_ASSIGN_OR_RETURN(const TrainerState state, trainer_->State());
+    return WriteModels(state);
   }
   return Loop();
 }

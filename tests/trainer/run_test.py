@@ -113,6 +113,14 @@ class RunTest(unittest.TestCase):
             self.assertEqual(steps, sorted(set(steps)))
             self.assertEqual(steps[-1], 30)
 
+    def test_a_kill_between_the_last_checkpoint_and_the_model(self):
+        self.train("a", steps=4)
+        weights = self.root / "a/model/unet/diffusion_pytorch_model.safetensors"
+        before = weights.read_bytes()
+        weights.unlink()
+        self.train("a", steps=4, resume="latest")
+        self.assertEqual(weights.read_bytes(), before)
+
     def test_sigterm_finishes_the_step_and_saves(self):
         process = subprocess.Popen(
             self.arguments("a", steps=100000, **{"checkpoint-steps": 100000}),
@@ -472,7 +480,7 @@ class RunTest(unittest.TestCase):
         self.assertIn("batch was 16 and is 32", said)
         self.assertIn("is not the folder of a checkpoint", self.train("a", rc=2, resume=self.root / "a"))
         said = self.train("a", resume="latest", steps=3)
-        self.assertIn("4 steps were already done, and --steps is 3: nothing to do", said)
+        self.assertIn("4 steps were already done, and --steps is 3: only the model is written", said)
         self.assertNotIn("steps 5 to 3", said)
 
 
