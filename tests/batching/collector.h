@@ -62,7 +62,8 @@ class Collector : public JobListener {
 
   absl::Status Wait() {
     std::unique_lock lock(mutex_);
-    EXPECT_TRUE(done_.wait_for(lock, std::chrono::minutes(1), [&] { return status_.has_value(); }));
+    EXPECT_TRUE(
+        done_.wait_for(lock, std::chrono::minutes(10), [&] { return status_.has_value(); }));
     return status_.value_or(Internal("the job never ended"));
   }
   std::optional<absl::Status> done() {

@@ -150,11 +150,11 @@ class Client:
         fields.setdefault("model", MODEL.name)
         return self.type("GenerationParams")(**fields)
 
-    def generate(self, timeout=120, **fields):
+    def generate(self, timeout=600, **fields):
         request = self.type("GenerateRequest")(params=self.params(**fields))
         return self.methods["Generate"](request, timeout=timeout)
 
-    def stream(self, preview=None, timeout=120, **fields):
+    def stream(self, preview=None, timeout=600, **fields):
         request = self.type("StreamGenerateRequest")(params=self.params(**fields), preview=preview)
         return self.methods["StreamGenerate"](request, timeout=timeout)
 
@@ -166,7 +166,7 @@ class Client:
             request.raw_input_contents.append(raw)
         for name in outputs:
             request.outputs.add(name=name)
-        return self.inference["ModelInfer"](request, timeout=120)
+        return self.inference["ModelInfer"](request, timeout=600)
 
     def health(self, service=""):
         """grpc.health.v1 on the wire: 1 is SERVING."""

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many at once, over loopback, on a FakeEngine: streams, cancels and unary calls. It prints what it
-// measured; run it by itself to read the times.
+// Many at once, over loopback, on a FakeEngine: streams and cancels. It prints what it measured;
+// run it by itself to read the times.
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 
 #include <condition_variable>
 #include <map>
@@ -22,13 +21,6 @@ namespace {
 using namespace std::chrono_literals;
 using Event = v1::StreamGenerateResponse;
 using Clock = std::chrono::steady_clock;
-
-double CpuSeconds() {
-  rusage usage;
-  getrusage(RUSAGE_SELF, &usage);
-  const auto seconds = [](const timeval& time) { return time.tv_sec + time.tv_usec * 1e-6; };
-  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
-}
 
 double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -212,27 +204,6 @@ TEST_F(StormTest, TenThousandCancelsLeaveNothingAndChangeNobodysBytes) {
   EXPECT_GT(cancelled, kRequests / 4);  // how many are still running depends on the machine
   fmt::print("{} requests, {} cancelled, {} survivors, in {:.2f} s\n", kRequests, cancelled,
              survivors, seconds);
-}
-
-/// The cost of a request beside its evaluations. CPU time, so that busy neighbours do not matter;
-/// the client and the fake engine, which are in this process too, are in it.
-TEST_F(StormTest, AUnaryRequestCostsLittle) {
-  constexpr int kRequests = 2000;
-  Start({.evaluation_cost = 0us, .size = 8});
-  v1::GenerateRequest request;
-  *request.mutable_params() = Params(1, 1);
-  request.mutable_params()->mutable_output()->set_format(v1::IMAGE_FORMAT_RAW_UINT8);
-  const auto generate = [&] {
-    grpc::ClientContext context;
-    v1::GenerateResponse response;
-    ASSERT_TRUE(stub_->Generate(&context, request, &response).ok());
-  };
-  for (int i = 0; i < 100; ++i) generate();
-  const double before = CpuSeconds();
-  for (int i = 0; i < kRequests; ++i) generate();
-  const double each = (CpuSeconds() - before) / kRequests;
-  fmt::print("{:.3f} ms of CPU for a unary request, client included\n", each * 1e3);
-  EXPECT_LT(each, 2e-3);
 }
 
 }  // namespace
