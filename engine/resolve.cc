@@ -88,8 +88,8 @@ class Resolver {
     };
     const bool labels = !spec_.class_labels.empty(), values = !spec_.class_values.empty();
     if (model_.text) {
-      refuse("class_labels", labels, "reads text; use prompts");
-      refuse("class_values", values, "reads text; use prompts");
+      refuse("class_labels", labels, "reads text alone; leave them out");
+      refuse("class_values", values, "reads text alone; leave them out");
       return;
     }
     refuse("prompts", !spec_.prompts.empty(), "reads no text; leave them out");

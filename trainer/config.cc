@@ -192,7 +192,7 @@ struct Flags {
   std::string config_file, network, pipeline, objective = "edm", schedule = "constant";
   std::string stage = "diffusion", device = "auto", dtype, exchange = "auto", model_dtype = "fp32";
   std::vector<std::string> averages;
-  double min_snr = 0, cap_snr = 0, dropout = -1, kl_weight = 1e-4, edge_weight = 0.5;
+  double min_snr = 0, cap_snr = 0, dropout = 0, kl_weight = 1e-4, edge_weight = 0.5;
   bool flow_uniform = false, freeze_text = false;
 };
 
@@ -250,7 +250,7 @@ void AddStepFlags(CLI::App& app, Flags* flags) {
                  "Parts of a batch whose gradients are added as a tree; a power of two. The result "
                  "depends on this number, but not on ranks, cores or accumulation");
   app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory");
-  app.add_option("--seed", t.seed, "Seed of all random numbers");
+  app.add_option("--seed", t.seed, "Seed of all random numbers")->check(CLI::NonNegativeNumber);
   app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW");
   app.add_option("--schedule", flags->schedule,
                  "Learning rate after the warm-up: constant, cosine or inverse-sqrt");
@@ -452,9 +452,9 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   if (t.null_class < 0 && classes && t.class_dropout > 0)
     t.null_class = pixels->num_class_embeds - 1;
   const nlohmann::json in_network = config.network_json.value("dropout", nlohmann::json());
-  t.dropout = flags.dropout >= 0       ? flags.dropout
-              : in_network.is_number() ? in_network.get<double>()
-                                       : 0;
+  t.dropout = app.count("--dropout") > 0 ? flags.dropout
+              : in_network.is_number()   ? in_network.get<double>()
+                                         : 0;
   DENOISED_RETURN_IF_ERROR(t.Check(config.ranks));
   if (t.objective.kind != ObjectiveOptions::Kind::kEdm &&
       config.default_steps > t.objective.timesteps)

@@ -272,6 +272,7 @@ absl::Status CheckDatasetOf(const TextToImageConfig& config, const TrainerOption
 
 }  // namespace
 
+// Messages name the flags and config fields of denoise-train.
 absl::Status TrainerOptions::Check(int ranks) const {
   const auto between = [](const char* field, double value, double low, double high) {
     if (value >= low && value <= high) return absl::OkStatus();
@@ -291,19 +292,19 @@ absl::Status TrainerOptions::Check(int ranks) const {
     return InvalidArgument(
         "accumulation is {}; it must divide the {} chunks of a rank (chunks / ranks)", accumulation,
         chunks / ranks);
-  DENOISED_RETURN_IF_ERROR(between("learning_rate", rate.rate, 0, 1e3));
-  DENOISED_RETURN_IF_ERROR(between("warmup_steps", static_cast<double>(rate.warmup_steps), 0, 4e9));
+  DENOISED_RETURN_IF_ERROR(between("learning-rate", rate.rate, 0, 1e3));
+  DENOISED_RETURN_IF_ERROR(between("warmup-steps", static_cast<double>(rate.warmup_steps), 0, 4e9));
   DENOISED_RETURN_IF_ERROR(
-      between("reference_steps", static_cast<double>(rate.reference_steps), 1, 4e9));
+      between("reference-steps", static_cast<double>(rate.reference_steps), 1, 4e9));
   DENOISED_RETURN_IF_ERROR(between("beta1", beta1, 0, 0.9999999));
   DENOISED_RETURN_IF_ERROR(between("beta2", beta2, 0, 0.9999999));
-  DENOISED_RETURN_IF_ERROR(between("adam_eps", eps, 0, 1));
-  DENOISED_RETURN_IF_ERROR(between("weight_decay", weight_decay, 0, 1e3));
+  DENOISED_RETURN_IF_ERROR(between("adam-eps", eps, 0, 1));
+  DENOISED_RETURN_IF_ERROR(between("weight-decay", weight_decay, 0, 1e3));
   DENOISED_RETURN_IF_ERROR(between("clip", clip, 0, 1e9));
   DENOISED_RETURN_IF_ERROR(between("dropout", dropout, 0, 0.999));
-  DENOISED_RETURN_IF_ERROR(between("class_dropout", class_dropout, 0, 1));
+  DENOISED_RETURN_IF_ERROR(between("class-dropout", class_dropout, 0, 1));
   DENOISED_RETURN_IF_ERROR(between("augment", augment, 0, 1));
-  DENOISED_RETURN_IF_ERROR(between("prefetch_threads", prefetch_threads, 0, 1024));
+  DENOISED_RETURN_IF_ERROR(between("prefetch-threads", prefetch_threads, 0, 1024));
   if (averages.size() > kMaxAverages)
     return InvalidArgument("there are {} averages; at most {} are kept", averages.size(),
                            kMaxAverages);

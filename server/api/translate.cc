@@ -169,8 +169,7 @@ class Translator {
       const v1::Condition& condition = params_.conditions(i);
       const Kinds kinds = KindsOf(condition);
       if (kinds == Kinds{}) {
-        Violate(field,
-                "is empty; set text, class_label or class_vector, or leave conditions unset");
+        Violate(field, "is empty; set text, class_label or class_vector");
       } else if (kinds != KindsOf(params_.conditions(0))) {
         Violate(field, "is of another kind than params.conditions[0]; use one kind for all images");
       } else {
