@@ -772,7 +772,7 @@ TEST(RenderTest, MetadataIsTheWholeRequest) {
         std::pair{"s_tmax", "50"}, std::pair{"s_noise", "1.003"},
         std::pair{"original_size", "(768, 1024)"}, std::pair{"crops_coords_top_left", "(3, 1)"}}) {
     const auto found = std::find_if(texts.begin(), texts.end(),
-                                    [&](const auto& text) { return text.first == name; });
+                                    [name = name](const auto& text) { return text.first == name; });
     ASSERT_NE(found, texts.end()) << name;
     EXPECT_EQ(found->second, value) << name;
   }
