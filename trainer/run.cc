@@ -198,8 +198,7 @@ absl::Status Session::NameClasses() {
   if (needed == static_cast<size_t>(embeddings) || null_outside) return absl::OkStatus();
   return InvalidArgument(
       "{} classes have names, but the network's num_class_embeds is {}; set it to {}{}, or name "
-      "all "
-      "classes with --class-name",
+      "every class with --class-name",
       names.size(), embeddings, needed, null_last ? ", with the null class" : "");
 }
 

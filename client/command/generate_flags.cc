@@ -108,9 +108,8 @@ void AddSamplingFlags(CLI::App& command, GenerateFlags& flags) {
       ->check(CLI::IsMember(Names(client::AllNoiseSchedules())));
   command.add_option(
       "--guidance", flags.guidance,
-      "Classifier-free guidance scale: above 1 the images follow the prompt or class "
-      "more closely, at "
-      "twice the cost. 1: off");
+      "Classifier-free guidance scale: above 1 the images follow the prompt or class more closely, "
+      "at twice the cost. 1: off");
   command.add_option(
       "--image-guidance", flags.image_guidance,
       "How closely the images follow --init-image, for models that edit pictures; above "

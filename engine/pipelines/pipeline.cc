@@ -201,8 +201,7 @@ class Loader {
     const CodecTraits &own = pipeline_.codec->traits(), &tiny = pipeline_.preview_codec->traits();
     if (tiny.factor != own.factor)
       return InvalidArgument(
-          "{}: makes {} pixels of a latent pixel, but the vae makes {}; use the {} that was made "
-          "for "
+          "{}: makes {} pixels of a latent pixel, but the vae makes {}; use the {} that belongs to "
           "it, or remove the folder",
           component.directory, tiny.factor, own.factor, component.class_name);
     if (tiny.latent_channels != own.latent_channels || tiny.image_channels != own.image_channels)

@@ -52,6 +52,17 @@ std::vector<std::string> Violated(const ModelInfo& model, const JobSpec& spec) {
   return fields;
 }
 
+TEST(Resolve, AnIntervalOfGuidanceThatIsEmptyHasARemedy) {
+  JobSpec spec{.model = "digits", .guidance_scale = 2};
+  spec.guidance_start = spec.guidance_stop = 0.5;
+  EffectiveJob job;
+  std::vector<FieldViolation> violations;
+  ResolveJob(Digits(), spec, &job, &violations);
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].field, "guidance_start");
+  EXPECT_THAT(violations[0].description, testing::HasSubstr("guidance_scale 1 for no guidance"));
+}
+
 TEST(Resolve, FillsInEveryDefault) {
   EffectiveJob job;
   std::vector<FieldViolation> violations;
