@@ -10,6 +10,7 @@ import support
 
 try:
     import ipykernel  # noqa: F401
+    import jupyter_client
     import nbclient
     import nbformat
 except ImportError as error:
@@ -34,7 +35,11 @@ def main():
         os.environ["DENOISE_SERVER"] = support.address(server)
         os.environ["PYTHONPATH"] = str(support.PACKAGE / "src")
         os.environ["IPYTHONDIR"] = os.environ["JUPYTER_RUNTIME_DIR"] = folder
-        client = nbclient.NotebookClient(book, timeout=120, kernel_name="python3",
+        # Sockets in a folder: another process can take a free port before the kernel does. The limits
+        # of time only guard against hangs.
+        kernel = jupyter_client.AsyncKernelManager(
+            kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
+        client = nbclient.NotebookClient(book, km=kernel, timeout=600, startup_timeout=600,
                                          resources={"metadata": {"path": folder}})
         client.execute()
         with open(f"{folder}/seven.png", "rb") as file:

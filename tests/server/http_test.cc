@@ -1191,11 +1191,11 @@ TEST_F(HttpTest, DuringADrainNewRequestsAreRefused) {
   busy.Send(HttpClient::Request("POST", "/v1/generate?stream=true", "{}"));
   busy.ReadHead();
   std::thread drain([this] { server_->Drain(2min); });
-  HttpAnswer refused;
-  EXPECT_TRUE(Eventually([&] {
-    refused = Ask("POST", "/v1/generate", "{}");
-    return refused.code == 503;
-  }));
+  // A request before the drain would be admitted, and wait for the paused engine.
+  EXPECT_TRUE(Eventually(
+      [&] { return Ask("GET", "/v1/server").Json()["state"] == "SERVER_STATE_DRAINING"; }));
+  const HttpAnswer refused = Ask("POST", "/v1/generate", "{}");
+  EXPECT_EQ(refused.code, 503);
   EXPECT_EQ(refused.Error("code"), "draining");
   EXPECT_FALSE(refused.Header("retry-after").empty());
   EXPECT_EQ(refused.Header("connection"), "close");
