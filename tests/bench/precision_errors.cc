@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// How far a model's images in bf16 and fp8 are from those in fp32, on the CPU, and with --cuda also
-// on the first GPU.
+// How far a model's images in bf16 and fp8 are from those in fp32, on one device.
 //
 //   precision-errors --model=DIR --calibrations=DIR [--images=N] [--layers] [--scales] [--save=DIR]
-//                    [--cuda]
+//                    [--device=cpu|cuda]
 //
-// Calibrates the model into --calibrations, which must exist, draws N images with seeds that the
-// calibration did not use, and prints a JSON object: ‖image − fp32's‖ / ‖fp32's‖ over all images by
-// precision. --layers also gives the error with each layer alone in e4m3, --scales that with other
-// scales than the calibration's, from an eighth of them to sixteen times. --save writes the images
-// as bytes, one .npy for each precision, and labels.npy, for tests/reference/classify.py.
+// Calibrates the model on the CPU into --calibrations, which must exist, draws N images with seeds
+// that the calibration did not use on --device (default: cpu), and prints a JSON object: ‖image −
+// fp32's‖ / ‖fp32's‖ over all images by precision. --layers also gives the error with each layer
+// alone in e4m3, --scales that with other scales than the calibration's, from an eighth of them to
+// sixteen times. --save writes the images as bytes, one .npy for each precision, and labels.npy,
+// for tests/reference/classify.py.
 
 #include <cmath>
 #include <cstdio>
@@ -26,9 +26,9 @@ namespace denoised {
 namespace {
 
 struct Options {
-  std::string model, calibrations, save;
+  std::string model, calibrations, save, device = "cpu";
   int images = 16;
-  bool layers = false, scales = false, cuda = false;
+  bool layers = false, scales = false;
 };
 
 constexpr uint64_t kSeed = 100000;
@@ -42,14 +42,16 @@ struct Drawn {
   std::vector<int> labels;
 };
 
-/// `dtype`: of the CPU's products.
+/// `dtype`: of what stays wide. A CPU has fp8 with fp32 alone, a GPU with bf16 alone.
 absl::StatusOr<Drawn> Draw(const Options& options, DType dtype, Precision precision,
-                           const std::string& calibrations, const char* device = "cpu") {
+                           const std::string& calibrations) {
   DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
-                            Engine::Create({.device = device,
+                            Engine::Create({.device = options.device,
                                             .cpu_dtype = dtype,
+                                            .fp32 = dtype == DType::kF32,
                                             .calibrations = calibrations,
                                             .max_count = options.images,
+                                            .max_queued_images = options.images,
                                             .watchdog_seconds = 0}));
   DENOISED_RETURN_IF_ERROR(engine->Open("model", options.model, precision));
   const auto model = engine->Find("model");
@@ -120,12 +122,13 @@ absl::Status Run(const Options& options) {
   DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json, ReadJsonFile(path));
   DENOISED_ASSIGN_OR_RETURN(const Calibration calibration, Calibration::Parse(json, path));
 
-  nlohmann::ordered_json result = {{"model", options.model}, {"images", options.images}};
+  nlohmann::ordered_json result = {
+      {"model", options.model}, {"device", options.device}, {"images", options.images}};
+  const DType wide = options.device == "cpu" ? DType::kF32 : DType::kBF16;
   DENOISED_ASSIGN_OR_RETURN(const Drawn exact,
                             Draw(options, DType::kF32, Precision::kDefault, options.calibrations));
-  const auto compare = [&](const char* name, DType dtype, Precision precision,
-                           const char* device = "cpu") -> absl::Status {
-    const auto drawn = Draw(options, dtype, precision, options.calibrations, device);
+  const auto compare = [&](const char* name, DType dtype, Precision precision) -> absl::Status {
+    const auto drawn = Draw(options, dtype, precision, options.calibrations);
     if (absl::IsFailedPrecondition(drawn.status())) return absl::OkStatus();  // no bf16 on this CPU
     DENOISED_RETURN_IF_ERROR(drawn.status());
     result["relative_error"][name] = Error(*drawn, exact);
@@ -134,17 +137,12 @@ absl::Status Run(const Options& options) {
   };
   if (!options.save.empty()) Save(options.save, "fp32", exact);
   DENOISED_RETURN_IF_ERROR(compare("bf16", DType::kBF16, Precision::kDefault));
-  DENOISED_RETURN_IF_ERROR(compare("fp8", DType::kF32, Precision::kFp8));
-  if (options.cuda) {
-    DENOISED_RETURN_IF_ERROR(compare("cuda_bf16", DType::kF32, Precision::kDefault, "cuda"));
-    DENOISED_RETURN_IF_ERROR(compare("cuda_fp8", DType::kF32, Precision::kFp8, "cuda"));
-  }
+  DENOISED_RETURN_IF_ERROR(compare("fp8", wide, Precision::kFp8));
   const std::string directory = options.calibrations + "/changed";
   std::filesystem::create_directories(directory);
   const auto with = [&](const Calibration& changed) -> absl::StatusOr<double> {
     std::ofstream(Calibration::Path(options.model, directory, changed.weights)) << changed.ToJson();
-    DENOISED_ASSIGN_OR_RETURN(const Drawn drawn,
-                              Draw(options, DType::kF32, Precision::kFp8, directory));
+    DENOISED_ASSIGN_OR_RETURN(const Drawn drawn, Draw(options, wide, Precision::kFp8, directory));
     return Error(drawn, exact);
   };
   for (const float factor : {0.125f, 0.25f, 0.5f, 2.0f, 4.0f, 8.0f, 16.0f}) {
@@ -174,14 +172,12 @@ int Main(int argc, char** argv) {
     };
     std::string images;
     if (value("--model=", &options.model) || value("--calibrations=", &options.calibrations) ||
-        value("--save=", &options.save))
+        value("--save=", &options.save) || value("--device=", &options.device))
       continue;
     if (value("--images=", &images)) {
       options.images = std::atoi(images.c_str());
     } else if (flag == "--layers") {
       options.layers = true;
-    } else if (flag == "--cuda") {
-      options.cuda = true;
     } else if (flag == "--scales") {
       options.scales = true;
     } else {
