@@ -48,7 +48,7 @@ inline Conv2dArgs WithoutShortcut(NetworkOps& ops, Conv2dArgs args) {
   if (shortcut.weight == nullptr) return args;
   ops.Conv2d({.x = shortcut.x,
               .weight = shortcut.weight,
-              .prologue = {.x2 = shortcut.x2, .rounded = shortcut.rounded},
+              .prologue = {.x2 = shortcut.x2},
               .out = args.out});
   shortcut = {};
   args.epilogue.residual = args.out;

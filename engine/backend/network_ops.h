@@ -70,11 +70,11 @@ inline bool IsToBeApplied(const Norm& norm) { return norm.gamma.defined() && !no
 inline bool IsLayerNorm(const Norm& norm) { return norm.groups == 0; }
 
 /// A 1×1 convolution, stride 1, of concat(x, x2). Another convolution adds its result to its own.
+/// It never multiplies in e4m3: rounding its input costs more than its few products save.
 struct Conv2dShortcut {
   Tensor x;   // [N, Ho, Wo, C]: height and width of the other convolution's output
   Tensor x2;  // optional [N, Ho, Wo, C2]
   const PackedConv2d* weight = nullptr;  // [Cout, 1, 1, C + C2]; its bias is part of the other's
-  Tensor rounded;                        // as Prologue::rounded
 };
 
 /// What is done to the input `x` of a convolution or a linear layer before the product. A backend

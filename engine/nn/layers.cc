@@ -73,12 +73,10 @@ absl::StatusOr<Conv2d> Conv2d::LoadWithShortcut(NetworkOps& ops, const Weights& 
     for (int i = 0; i < out_channels; ++i) sum.as<float>()[i] += values[i];
   }
   DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, Products::kOfModel));
-  DENOISED_ASSIGN_OR_RETURN(const E4m3Layer shortcut_e4m3,
-                            LayerOf(shortcut_weights, Products::kOfModel));
   Conv2d conv;
   DENOISED_ASSIGN_OR_RETURN(conv.weight_, ops.PackConv2d(weight, sum, /*upsample2x=*/false, e4m3));
-  DENOISED_ASSIGN_OR_RETURN(conv.shortcut_, ops.PackConv2d(shortcut, Tensor(),
-                                                           /*upsample2x=*/false, shortcut_e4m3));
+  DENOISED_ASSIGN_OR_RETURN(conv.shortcut_,
+                            ops.PackConv2d(shortcut, Tensor(), /*upsample2x=*/false));
   return conv;
 }
 
@@ -115,10 +113,7 @@ Tensor Conv2d::Padded(Context& context, Conv2dArgs args) const {
   args.weight = weight_.get();
   args.prologue.upsample2x = weight_->upsample2x;
   MakeRoom(context, args.x, weight_->rounded_bytes, &args.prologue);
-  if (Conv2dShortcut& shortcut = args.epilogue.shortcut; shortcut_ != nullptr) {
-    shortcut.weight = shortcut_.get();
-    shortcut.rounded = NewRounded(context, shortcut.x, shortcut_->rounded_bytes);
-  }
+  if (shortcut_ != nullptr) args.epilogue.shortcut.weight = shortcut_.get();
   if (!args.out) {
     const int up = weight_->upsample2x ? 2 : 1, kernel = weight_->kernel;
     const int64_t height =

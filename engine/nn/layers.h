@@ -44,8 +44,8 @@ class Conv2d {
   /// Packs computed weights, F32 in host memory: [out, in, k, k] and [out].
   static absl::StatusOr<Conv2d> Pack(NetworkOps& ops, const Tensor& weight_oihw,
                                      const Tensor& bias);
-  /// Together with a 1×1 convolution whose input is epilogue.shortcut.x and x2 at every call. Both
-  /// have Products::kOfModel.
+  /// Together with a 1×1 convolution whose input is epilogue.shortcut.x and x2 at every call. It
+  /// has Products::kWide, the other Products::kOfModel.
   static absl::StatusOr<Conv2d> LoadWithShortcut(NetworkOps& ops, const Weights& weights,
                                                  int in_channels, int out_channels, int kernel,
                                                  const Weights& shortcut_weights,

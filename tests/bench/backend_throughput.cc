@@ -200,7 +200,7 @@ absl::Status ConvShortcut(Backend& backend, const E4m3Layer& e4m3, Meter& meter)
                                                /*upsample2x=*/false, e4m3));
   DENOISED_ASSIGN_OR_RETURN(const auto shortcut_weight,
                             backend.PackConv2d(Op::Parameters({out, shortcut, 1, 1}, shortcut),
-                                               Tensor(), /*upsample2x=*/false, e4m3));
+                                               Tensor(), /*upsample2x=*/false));
   DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor skips, op.Activations(skip));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
@@ -208,7 +208,6 @@ absl::Status ConvShortcut(Backend& backend, const E4m3Layer& e4m3, Meter& meter)
   args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
   args.epilogue.shortcut.weight = shortcut_weight.get();
   DENOISED_ASSIGN_OR_RETURN(args.prologue.rounded, op.Rounded(*weight, x));
-  DENOISED_ASSIGN_OR_RETURN(args.epilogue.shortcut.rounded, op.Rounded(*shortcut_weight, skip));
   CountFlop(meter, y.elements() * (in * 9 + shortcut));
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);

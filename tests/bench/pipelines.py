@@ -61,7 +61,8 @@ def server_options(session):
                 server_cores=cores[:len(cores) - clients], client_cores=cores[len(cores) - clients:])
         finally:
             if log.exists():
-                (session.out / log.name).write_bytes(log.read_bytes())
+                with open(session.out / log.name, "ab") as all_topics:
+                    all_topics.write(log.read_bytes())
 
 
 def make_model(session, name, folder, parts=()):

@@ -296,8 +296,7 @@ class CudaBackend final : public Backend {
     context_->Use();
     const bool e4m3 = IsE4m3(*args.weight), norms = IsToBeApplied(args.prologue.norm);
     const PackedConv2d* const shortcut = args.epilogue.shortcut.weight;
-    if (shortcut != nullptr && (e4m3 || IsE4m3(*shortcut)))
-      return Conv2d(WithoutShortcut(*this, args));
+    if (shortcut != nullptr && e4m3) return Conv2d(WithoutShortcut(*this, args));
     if (e4m3) return EnqueueConvolution(OfRoundedInput(args), "Conv2d", InputOf(args));
     Conv2dLaunch conv = LaunchOf(norms ? OfNormedInput(args) : args);
     if (!HasHopperKernel(conv) && shortcut != nullptr) return Conv2d(WithoutShortcut(*this, args));
