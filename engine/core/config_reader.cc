@@ -160,7 +160,7 @@ namespace {
 
 /// Python's json module, and so diffusers, writes infinities and NaN as bare words, which are not
 /// JSON. Where they appear they stand for "no limit", as null does.
-std::string WithoutBareWords(const std::string& text) {
+std::string WithoutBareWords(std::string_view text) {
   std::string cleaned;
   cleaned.reserve(text.size());
   bool in_string = false;
@@ -185,19 +185,33 @@ std::string WithoutBareWords(const std::string& text) {
 
 }  // namespace
 
-absl::StatusOr<nlohmann::json> ParseJsonObject(const std::string& text, const std::string& file) {
-  // The SAX depth of nlohmann's parser is unbounded: refuse nesting no config has.
-  constexpr int kMaxDepth = 64;
+absl::StatusOr<nlohmann::json> ParseJsonObject(std::string_view text, const std::string& file,
+                                               int max_depth) {
+  // The parser bounds no depth, and of two equal keys it silently keeps the last.
+  std::vector<std::set<std::string>> keys;  // of the objects that have not ended
+  std::optional<std::string> twice;
   bool too_deep = false;
-  const auto guard = [&](int depth, json::parse_event_t, json&) {
-    too_deep = too_deep || depth > kMaxDepth;
+  const auto inspect = [&](int depth, json::parse_event_t event, json& parsed) {
+    using Event = json::parse_event_t;
+    if ((event == Event::object_start || event == Event::array_start) && depth >= max_depth) {
+      too_deep = true;
+      return false;  // it is not stored
+    }
+    if (event == Event::object_start) keys.emplace_back();
+    if (event == Event::object_end) keys.pop_back();
+    if (event == Event::key && !too_deep) {
+      const auto& key = parsed.get_ref<const std::string&>();
+      if (!keys.back().insert(key).second && !twice) twice = key;
+    }
     return true;
   };
-  json parsed = json::parse(WithoutBareWords(text), guard, /*allow_exceptions=*/false);
-  if (parsed.is_discarded() || too_deep)
-    return InvalidArgument("{}: not valid JSON{}; write the file again", file,
-                           too_deep ? " (nested more than 64 deep)" : "");
-  if (!parsed.is_object()) return InvalidArgument("{}: expected a JSON object", file);
+  json parsed = json::parse(WithoutBareWords(text), inspect, /*allow_exceptions=*/false);
+  if (too_deep)
+    return InvalidArgument("{}: is nested deeper than {}; write the file again", file, max_depth);
+  if (parsed.is_discarded())
+    return InvalidArgument("{}: is not valid JSON; write the file again", file);
+  if (!parsed.is_object()) return InvalidArgument("{}: is not a JSON object", file);
+  if (twice) return InvalidArgument("{}: has {} twice; give it once", file, Abbreviated(*twice));
   return parsed;
 }
 

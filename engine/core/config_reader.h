@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/core/status.h"
@@ -69,8 +70,10 @@ class ConfigReader {
   std::vector<std::string> complaints_;
 };
 
-/// Parses text that must be one JSON object. InvalidArgument names the file and the place.
-absl::StatusOr<nlohmann::json> ParseJsonObject(const std::string& text, const std::string& file);
+/// Parses text that must be one JSON object. No object in it may give a key twice, and it may nest
+/// `max_depth` deep. InvalidArgument begins with `file`.
+absl::StatusOr<nlohmann::json> ParseJsonObject(std::string_view text, const std::string& file,
+                                               int max_depth = 64);
 /// Reads a file (at most 64 MiB) and parses it. NotFound when there is none.
 absl::StatusOr<nlohmann::json> ReadJsonFile(const std::string& path);
 

@@ -34,7 +34,7 @@ constexpr size_t kLengthBytes = 8;
 /// The reference implementation's limit (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 /// {"name": {"shape": [..]}}: nothing nests deeper than an array in a tensor's object.
-constexpr int kMaxContainerDepth = 2;
+constexpr int kMaxHeaderDepth = 3;
 
 /// Names come from the file: keeps what is printed short and on one line.
 std::string Quoted(const std::string& name) {
@@ -46,39 +46,6 @@ std::optional<DType> DTypeFromName(const std::string& name) {
   for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kI64, DType::kI32, DType::kU8})
     if (name == Name(dtype)) return dtype;
   return std::nullopt;
-}
-
-/// The header as JSON. A DOM silently keeps the last of two equal keys, so duplicates are detected
-/// while parsing. Values that nest too deep are not stored.
-absl::StatusOr<json> ParseHeader(const char* text, size_t size, const std::string& file) {
-  std::vector<std::set<std::string>> keys;
-  std::optional<std::string> duplicate;
-  bool too_deep = false;
-  const auto inspect = [&](int depth, json::parse_event_t event, json& parsed) {
-    if (event == json::parse_event_t::object_start || event == json::parse_event_t::array_start) {
-      if (depth > kMaxContainerDepth) {
-        too_deep = true;
-        return false;
-      }
-    }
-    if (event == json::parse_event_t::object_start) keys.emplace_back();
-    if (event == json::parse_event_t::object_end && !keys.empty()) keys.pop_back();
-    if (event == json::parse_event_t::key && !keys.empty()) {
-      const auto& key = parsed.get_ref<const std::string&>();
-      if (!keys.back().insert(key).second && !duplicate) duplicate = key;
-    }
-    return true;
-  };
-  json header = json::parse(text, text + size, inspect, /*allow_exceptions=*/false);
-  if (too_deep)
-    return InvalidArgument(
-        "{}: the header nests deeper than the format has it; save the file again", file);
-  if (header.is_discarded() || !header.is_object())
-    return InvalidArgument("{}: the header is not a JSON object; save the file again", file);
-  if (duplicate)
-    return InvalidArgument("{}: the header has {} twice; save the file again", file,
-                           Quoted(*duplicate));
-  return header;
 }
 
 /// One tensor of the header, checked by itself. Offsets count from the end of the header.
@@ -205,8 +172,9 @@ absl::StatusOr<Safetensors> Safetensors::Parse(const void* bytes, size_t size,
         "it again",
         name, header_bytes, size - kLengthBytes);
   const uint64_t data_bytes = size - kLengthBytes - header_bytes;
-  const char* text = static_cast<const char*>(bytes) + kLengthBytes;
-  DENOISED_ASSIGN_OR_RETURN(json header, ParseHeader(text, header_bytes, name));
+  const std::string_view text(static_cast<const char*>(bytes) + kLengthBytes, header_bytes);
+  DENOISED_ASSIGN_OR_RETURN(const json header,
+                            ParseJsonObject(text, name + ": the header", kMaxHeaderDepth));
 
   Safetensors result;
   std::vector<Entry> entries;

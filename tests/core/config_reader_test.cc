@@ -85,5 +85,21 @@ TEST(ParseJsonObject, RefusesWhatIsNoConfig) {
   }
 }
 
+TEST(ParseJsonObject, RefusesAKeyGivenTwice) {
+  for (const std::string& text :
+       {std::string(R"({"steps": 1, "batch": 2, "steps": 3})"),
+        std::string(R"({"a": [{"steps": 1}, {"steps": 1, "b": {}, "steps": 1}]})")}) {
+    const auto parsed = ParseJsonObject(text, "run.json");
+    EXPECT_EQ(parsed.status(), InvalidArgument("run.json: has \"steps\" twice; give it once"));
+  }
+  EXPECT_TRUE(ParseJsonObject(R"({"a": {"a": [{"a": 1}, {"a": 1}]}, "b": {"a": 1}})", "c").ok());
+}
+
+TEST(ParseJsonObject, BoundsTheDepth) {
+  EXPECT_TRUE(ParseJsonObject(R"({"a": {"b": [1, 2]}})", "c.json", 3).ok());
+  const auto parsed = ParseJsonObject(R"({"a": {"b": [{"d": 1, "d": 2}]}})", "c.json", 3);
+  EXPECT_THAT(std::string(parsed.status().message()), HasSubstr("c.json: is nested deeper than 3"));
+}
+
 }  // namespace
 }  // namespace denoised

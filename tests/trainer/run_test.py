@@ -450,6 +450,9 @@ class RunTest(unittest.TestCase):
         self.assertFalse((self.root / "b").exists())
         config.write_text('{"stepps": 3}')
         self.assertIn("stepps", self.train("c", rc=2, config=config))
+        config.write_text('{"steps": 3, "batch": 16, "steps": 4}')
+        said = self.train("c", rc=2, steps=None, config=config)
+        self.assertIn(f'{config}: has "steps" twice; give it once', said)
         for flag in ("config", "help", "version"):
             config.write_text(json.dumps({flag: "other.json"}))
             said = self.train("c", rc=2, config=config)
