@@ -228,7 +228,7 @@ void AddModelFlags(CLI::App& app, Flags* flags) {
   app.add_option("--log-sigma-mean", t.objective.log_sigma_mean, "EDM: mean of ln sigma");
   app.add_option("--log-sigma-deviation", t.objective.log_sigma_deviation,
                  "EDM: standard deviation of ln sigma");
-  app.add_option("--timesteps", t.objective.timesteps, "DDPM: number of noise levels");
+  app.add_option("--timesteps", t.objective.timesteps, "DDPM and flow: number of noise levels");
   app.add_option("--beta-schedule", t.objective.beta_schedule,
                  "DDPM: linear, scaled_linear or squaredcos_cap_v2");
   app.add_option("--beta-start", t.objective.beta_start, "DDPM: first beta");
@@ -349,6 +349,47 @@ void AddRunFlags(CLI::App& app, Flags* flags) {
   app.add_flag("--dry-run", config.dry_run, "Print memory, steps and hours, without training");
 }
 
+/// Refuses settings of another objective or stage, which would have no effect.
+absl::Status CheckUsed(const CLI::App& app, const RunConfig& config) {
+  using Kind = ObjectiveOptions::Kind;
+  const ObjectiveOptions& objective = config.trainer.objective;
+  const bool pipeline = config.pipeline.has_value();
+  const bool vae = pipeline && config.stage == Stage::kAutoencoder;
+  const bool edm = !vae && objective.kind == Kind::kEdm;
+  const bool flow = !vae && objective.kind == Kind::kFlow;
+  const bool ddpm = !vae && !edm && !flow;
+  const struct {
+    const char* flag;
+    bool used;
+    const char* needs;
+  } settings[] = {
+      {"--sigma-data", edm, "the objective edm"},
+      {"--log-sigma-mean", edm, "the objective edm"},
+      {"--log-sigma-deviation", edm, "the objective edm"},
+      {"--timesteps", ddpm || flow, "the objective epsilon, v, x0 or flow"},
+      {"--beta-schedule", ddpm, "the objective epsilon, v or x0"},
+      {"--beta-start", ddpm, "the objective epsilon, v or x0"},
+      {"--beta-end", ddpm, "the objective epsilon, v or x0"},
+      {"--min-snr", ddpm, "the objective epsilon, v or x0"},
+      {"--cap-snr", ddpm && objective.kind == Kind::kV, "the objective v"},
+      {"--variance-weight", ddpm && objective.learned_variance,
+       "the objective epsilon, v or x0 and a learned variance"},
+      {"--flow-uniform", flow, "the objective flow"},
+      {"--kl-weight", vae, "stage vae"},
+      {"--edge-weight", vae, "stage vae"},
+      {"--freeze-text", pipeline && !vae, "stage diffusion"},
+  };
+  for (const auto& [flag, used, needs] : settings) {
+    const CLI::Option& option = *app[flag];
+    if (used || option.count() == 0 || option.as<std::string>() == option.get_default_str())
+      continue;
+    return InvalidArgument(
+        "{} needs {}, but this run has {}; leave it out", flag, needs,
+        vae ? "stage vae" : fmt::format("the objective {}", training::Name(objective.kind)));
+  }
+  return absl::OkStatus();
+}
+
 /// Resolves what depends on several flags, and checks it.
 absl::Status Finish(const CLI::App& app, Flags& flags) {
   RunConfig& config = flags.config;
@@ -455,6 +496,7 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   t.dropout = app.count("--dropout") > 0 ? flags.dropout
               : in_network.is_number()   ? in_network.get<double>()
                                          : 0;
+  DENOISED_RETURN_IF_ERROR(CheckUsed(app, config));
   DENOISED_RETURN_IF_ERROR(t.Check(config.ranks));
   if (t.objective.kind != ObjectiveOptions::Kind::kEdm &&
       config.default_steps > t.objective.timesteps)

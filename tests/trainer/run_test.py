@@ -356,7 +356,8 @@ class RunTest(unittest.TestCase):
         scheduler = json.loads((self.root / "a/model/scheduler/scheduler_config.json").read_text())
         self.assertEqual(scheduler["_class_name"], "DDPMScheduler")
         self.assertEqual(scheduler["variance_type"], "learned_range")
-        self.assertIn("objective epsilon, v or x0", self.train("b", rc=2, **{**flags, "objective": "edm"}))
+        self.assertIn("objective epsilon, v or x0", self.train("b", rc=2, **{
+            **flags, "objective": "edm", "timesteps": None}))  # fmt: skip
 
     def test_pictures_on_disk_and_augmented_ones_have_the_same_bits(self):
         flags = {"canvas": 320}  # 12 pictures of 100 KiB
@@ -480,6 +481,22 @@ class RunTest(unittest.TestCase):
         ]:
             with self.subTest(flags=flags):
                 self.assertIn(message, self.train("refused", rc=2, **flags))
+        needs_ddpm = "needs the objective epsilon, v or x0, but this run has the objective"
+        for flags, message in [
+            ({"min-snr": 5}, f"--min-snr {needs_ddpm} edm; leave it out"),
+            ({"min-snr": 5, "objective": "flow"}, f"--min-snr {needs_ddpm} flow"),
+            ({"beta-end": 0.01}, f"--beta-end {needs_ddpm} edm"),
+            ({"beta-schedule": "scaled_linear"}, f"--beta-schedule {needs_ddpm} edm"),
+            ({"timesteps": 60}, "--timesteps needs the objective epsilon, v, x0 or flow"),
+            ({"flow-uniform": "true"}, "--flow-uniform needs the objective flow"),
+            ({"sigma-data": 0.7, "objective": "v"}, "--sigma-data needs the objective edm"),
+            ({"cap-snr": 5, "objective": "x0"}, "--cap-snr needs the objective v"),
+            ({"variance-weight": 1, "objective": "v"}, "--variance-weight needs"),
+        ]:
+            with self.subTest(flags=flags):
+                self.assertIn(message, self.train("refused", rc=2, **flags))
+        # Defaults change nothing.
+        self.train("defaults", steps=1, **{"min-snr": 0, "beta-end": 0.02, "timesteps": 1000})
         self.train("a", steps=4)
         self.assertIn("--resume latest", self.train("a", rc=2, steps=4))
         said = self.train("a", rc=2, resume="latest", batch=32)

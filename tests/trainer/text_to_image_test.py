@@ -215,6 +215,10 @@ class TextToImageTest(unittest.TestCase):
             ({"canvas": 32}, "--canvas"),
             ({"stage": "vae", "sample-steps": 3}, "--sample-steps"),
             ({"dropout": 0.1}, "dropout"),
+            ({"sigma-data": 0.7}, "--sigma-data needs the objective edm, but this run has the objective"),
+            ({"stage": "vae", "min-snr": 5}, "but this run has stage vae; leave it out"),
+            ({"stage": "vae", "freeze-text": "true"}, "--freeze-text needs stage diffusion"),
+            ({"kl-weight": 1}, "--kl-weight needs stage vae"),
         ]:
             with self.subTest(flags=flags):
                 self.assertIn(message, self.train("refused", rc=2, **flags))
