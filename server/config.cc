@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "engine/core/address.h"
 #include "server/models/model_roots.h"
 #include "server/security/clients.h"
 #include "server/status/name.h"
@@ -230,21 +231,6 @@ void AddSeconds(CLI::App* app, const std::string& flag, std::chrono::millisecond
   app->add_option_function<double>(flag, set, description)
       ->check(Seconds(low, high))
       ->default_str(fmt::format("{}", time->count() / 1e3));
-}
-
-absl::Status CheckAddress(const std::string& flag, const std::string& address) {
-  const size_t colon = address.rfind(':');
-  const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
-  const bool digits =
-      !port.empty() && port.size() <= 5 &&
-      std::all_of(port.begin(), port.end(), [](unsigned char c) { return std::isdigit(c); });
-  if (colon == 0 || !digits || std::stoi(port) > 65535) {
-    return InvalidArgument(
-        "{}: \"{}\" is not host:port with a port of 0 to 65535; use for example "
-        "127.0.0.1:50051, 0.0.0.0:50051 or [::1]:50051",
-        flag, address);
-  }
-  return absl::OkStatus();
 }
 
 /// An address that others than this machine can reach, if there is one.

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <filesystem>
 
+#include "engine/core/address.h"
 #include "engine/core/config_reader.h"
 #include "trainer/version.h"
 
@@ -448,6 +449,8 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
     return InvalidArgument("--sample-steps is {}; use 0 or more", config.sample_steps);
   if (config.sample_count > 256)
     return InvalidArgument("--sample-count is {}; use at most 256", config.sample_count);
+  if (!config.metrics_listen.empty())
+    DENOISED_RETURN_IF_ERROR(CheckAddress("--metrics-listen", config.metrics_listen));
   DENOISED_RETURN_IF_ERROR(ReadEnvironment(&config));
   if (flags.device != "cpu") {
     const absl::Status cuda = training::CheckCuda(config.cuda_options);

@@ -65,8 +65,7 @@ absl::StatusOr<std::unique_ptr<RunMetrics>> RunMetrics::Listen(const std::string
     state->exposer->RegisterCollectable(state->registry);
   } catch (const std::exception&) {  // civetweb's has no reason
     return Unavailable(
-        "--metrics-listen {}: cannot listen there; give host:port, such as 127.0.0.1:9091, with a "
-        "free port",
+        "--metrics-listen {}: cannot listen there; give a host of this machine and a free port",
         address);
   }
   return std::unique_ptr<RunMetrics>(new RunMetrics(std::move(state)));

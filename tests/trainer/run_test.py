@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -408,8 +409,13 @@ class RunTest(unittest.TestCase):
         families = set(re.findall(r"^# TYPE (denoised_train_\w+)", text, re.MULTILINE))
         page = (Path(__file__).parent.parent.parent / "docs/training.md").read_text()
         self.assertEqual(families, set(re.findall(r"^\| `(denoised_train_\w+)`", page, re.MULTILINE)))
-        said = self.train("b", rc=1, **{"metrics-listen": "nowhere:x"})
-        self.assertIn("--metrics-listen nowhere:x: cannot listen there; give host:port", said)
+        for wrong in ("foo", "nowhere:x", ":9091", "127.0.0.1:65536"):
+            said = self.train("b", rc=2, **{"metrics-listen": wrong})
+            self.assertIn(f'--metrics-listen: "{wrong}" is not host:port', said)
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            said = self.train("b", rc=1, **{"metrics-listen": address})
+        self.assertIn(f"--metrics-listen {address}: cannot listen there", said)
         self.assertNotIn("read in", said)  # before the pictures are read
 
     def test_help_names_the_program(self):
