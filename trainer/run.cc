@@ -14,6 +14,8 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <system_error>
+#include <utility>
 
 #include "engine/text/unicode.h"
 #include "engine/training/latents.h"
@@ -119,6 +121,7 @@ class Session {
   std::unique_ptr<RunMetrics> metrics_;  // of the first rank, if asked for
   int64_t step_ = 0, saved_step_ = -1, skipped_ = 0, skipped_in_row_ = 0;
   double step_flops_ = 0;
+  bool log_failed_ = false;  // said once
 };
 
 absl::Status Session::ReadData() {
@@ -414,7 +417,11 @@ void Session::Log(const StepReport& report, double images_per_second) {
       {"loss", number(report.loss)}, {"gradient_norm", number(report.gradient_norm)},
       {"rate", report.rate},         {"images_per_second", number(images_per_second)},
       {"skipped", skipped_}};
-  std::ofstream(Output("log.jsonl"), std::ios::app) << entry.dump() << "\n";
+  errno = 0;
+  std::ofstream log(Output("log.jsonl"), std::ios::app);
+  if (!(log << entry.dump() << "\n" << std::flush) && !std::exchange(log_failed_, true))
+    Say("{}: cannot be written from step {} on: {}. The run goes on", Output("log.jsonl"),
+        report.step, std::generic_category().message(errno));
   events_->Scalars(report.step, {{"loss", report.loss},
                                  {"gradient_norm", report.gradient_norm},
                                  {"rate", report.rate},

@@ -198,6 +198,14 @@ class RunTest(unittest.TestCase):
         self.train("whole")
         self.assertEqual(self.state("a"), self.state("whole"))
 
+    def test_a_log_that_cannot_be_written_is_said_once(self):
+        (self.root / "a/log.jsonl").mkdir(parents=True)
+        said = self.train("a")
+        self.assertEqual(said.count("log.jsonl: cannot be written from step"), 1)
+        self.assertIn(
+            f"{self.root}/a/log.jsonl: cannot be written from step 1 on: Is a directory", said)
+        self.assertTrue((self.root / "a/model/model_index.json").exists())
+
     def test_a_run_that_diverges_ends_with_a_message(self):
         said = self.train("a", rc=1, **{
             "learning-rate": 1000, "max-skipped": 3, "steps": 200, "clip": 0,
