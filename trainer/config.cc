@@ -495,6 +495,9 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   const bool classes = pixels != nullptr && pixels->condition == ClassCondition::kLabel;
   if (t.null_class < 0 && classes && t.class_dropout > 0)
     t.null_class = pixels->num_class_embeds - 1;
+  if (classes && t.class_dropout > 0 && t.null_class >= pixels->num_class_embeds)
+    return InvalidArgument("--null-class is {}; use 0 to {}, the last of num_class_embeds",
+                           t.null_class, pixels->num_class_embeds - 1);
   const nlohmann::json in_network = config.network_json.value("dropout", nlohmann::json());
   t.dropout = app.count("--dropout") > 0 ? flags.dropout
               : in_network.is_number()   ? in_network.get<double>()

@@ -195,10 +195,7 @@ absl::Status Session::NameClasses() {
   const bool null_last = config_.trainer.class_dropout > 0 && embeddings > 1 &&
                          config_.trainer.null_class == embeddings - 1;
   const size_t needed = names.size() + (null_last ? 1 : 0);
-  const bool null_outside =
-      config_.trainer.class_dropout > 0 && config_.trainer.null_class >= embeddings;
-  // The trainer refuses a null class that the network does not have.
-  if (needed == static_cast<size_t>(embeddings) || null_outside) return absl::OkStatus();
+  if (needed == static_cast<size_t>(embeddings)) return absl::OkStatus();
   return InvalidArgument(
       "{} classes have names, but the network's num_class_embeds is {}; set it to {}{}, or name "
       "every class with --class-name",

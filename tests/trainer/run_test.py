@@ -484,7 +484,8 @@ class RunTest(unittest.TestCase):
             ({"average": "ema:0.9"}, "--average"),
             ({"average": "decay:1.5"}, "1.5"),
             ({"resume": self.root / "none"}, "no such checkpoint"),
-            ({"null-class": 7}, "null_class"),
+            ({"null-class": 7}, "--null-class is 7; use 0 to 2"),
+            ({"null-class": 3, "data": self.root / "none"}, "--null-class is 3"),  # before it reads
             ({"learning-rate": -1}, "learning-rate is -1"),
             ({"dropout": -1}, "dropout is -1"),
             ({"dropout": "nan"}, "dropout is nan"),
