@@ -246,14 +246,15 @@ std::string WrongWithSteps(const SchedulerConfig& scheduler, int steps, int max_
 absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations) {
   const ModelDirectory& directory = files.directory;
   const SchedulerConfig& scheduler = files.scheduler;
-  const int wanted = directory.default_steps ? directory.default_steps
-                                             : std::min(files.default_steps, scheduler.max_steps());
+  const int most = scheduler.max_steps(scheduler.default_sampler());
+  const int wanted =
+      directory.default_steps ? directory.default_steps : std::min(files.default_steps, most);
   const std::string wrong = WrongWithSteps(scheduler, wanted, max_evaluations);
   if (wrong.empty()) return wanted;
-  int steps = std::min(wanted, scheduler.max_steps());
+  int steps = std::min(wanted, most);
   while (steps > 0 && !WrongWithSteps(scheduler, steps, max_evaluations).empty()) --steps;
   // The sampler itself is at fault: a request may name another.
-  if (steps == 0) return std::min(wanted, scheduler.max_steps());
+  if (steps == 0) return std::min(wanted, most);
   if (directory.default_steps == 0) return steps;
   return InvalidArgument(
       "{}/model_index.json, _denoised: field 'default_steps' {}; set it to {}, or leave it out",
@@ -489,7 +490,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   info->default_schedule = scheduler.default_schedule();
   info->samplers = scheduler.samplers();
   info->schedules = scheduler.schedules(info->default_sampler);
-  info->max_steps = scheduler.max_steps();
+  info->max_steps = scheduler.max_steps(info->default_sampler);
   DENOISED_ASSIGN_OR_RETURN(info->default_steps, DefaultSteps(files, options_.max_evaluations));
   info->default_guidance_scale =
       info->guidance || info->guidance_input

@@ -198,8 +198,10 @@ class Compilation {
   void ResolveNumbers() {
     const Sampler sampler = request_.sampler;
     request_.steps = params_.steps;
-    if (params_.steps < 1 || params_.steps > config_.max_steps())
-      Violate("steps", fmt::format("is {}; use 1 to {}", params_.steps, config_.max_steps()));
+    const int most = config_.max_steps(sampler);
+    if (params_.steps < 1 || params_.steps > most)
+      Violate("steps",
+              fmt::format("is {}; use 1 to {} with {}", params_.steps, most, Name(sampler)));
     request_.strength = params_.strength;
     if (!(params_.strength > 0 && params_.strength <= 1))
       Violate("strength", fmt::format("is {}; use a number above 0 and up to 1", params_.strength));
@@ -234,10 +236,6 @@ class Compilation {
   void CheckSteps() {
     const int steps = request_.steps;
     const Sampler sampler = request_.sampler;
-    if (IsDistilled(sampler) && steps > fields_.original_inference_steps)
-      return Violate(
-          "steps", fmt::format("is {}; {} was distilled for {}, use 1 to {}", steps, Name(sampler),
-                               fields_.original_inference_steps, fields_.original_inference_steps));
     if (IsDistilled(sampler) && fields_.original_inference_steps > fields_.train_timesteps)
       return Violate(
           "sampler",

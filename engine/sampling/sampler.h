@@ -93,8 +93,9 @@ class SchedulerConfig {
   /// them. A flow matching model and a consistency model have one sampler each.
   std::vector<Sampler> samplers() const;
   std::vector<NoiseSchedule> schedules(Sampler sampler) const;
-  /// Most steps a plan may have: num_train_timesteps, or 1000 for EDM.
-  int max_steps() const;
+  /// Most steps that a plan may have: num_train_timesteps, or 1000 for EDM; no more than
+  /// original_inference_steps for LCM and TCD.
+  int max_steps(Sampler sampler) const;
   /// The model must output twice the channels: mean and variance.
   bool learns_variance() const;
 

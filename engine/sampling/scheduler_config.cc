@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <utility>
@@ -442,8 +443,10 @@ std::vector<NoiseSchedule> SchedulerConfig::schedules(Sampler sampler) const {
   }
 }
 
-int SchedulerConfig::max_steps() const {
-  return fields_->training == Training::kEdm ? 1000 : fields_->train_timesteps;
+int SchedulerConfig::max_steps(Sampler sampler) const {
+  const int steps = fields_->training == Training::kEdm ? 1000 : fields_->train_timesteps;
+  const bool distilled = sampler == Sampler::kLcm || sampler == Sampler::kTcd;
+  return distilled ? std::min(steps, fields_->original_inference_steps) : steps;
 }
 
 bool SchedulerConfig::learns_variance() const {

@@ -882,6 +882,7 @@ TEST_F(BadModel, DefaultStepsAreThoseThatTheSamplerCanDo) {
     EXPECT_THAT(refusal, HasSubstr(said));
   scheduler("LCMScheduler", lcm, 0);
   EXPECT_EQ(steps_of("lcm"), 20);
+  EXPECT_EQ(engine_->Find("lcm")->max_steps, 20);
 
   const nlohmann::json heun = {{"_class_name", "HeunDiscreteScheduler"}};
   scheduler("HeunDiscreteScheduler", heun, 26);

@@ -46,7 +46,7 @@ ModelInfo Model(const char* name, const char* scheduler_config) {
   model.samplers = scheduler->samplers();
   model.schedules = scheduler->schedules(model.default_sampler);
   model.default_steps = 18;
-  model.max_steps = scheduler->max_steps();
+  model.max_steps = scheduler->max_steps(model.default_sampler);
   model.max_evaluations = 200;
   model.max_count = 8;
   model.images = {.init = true,

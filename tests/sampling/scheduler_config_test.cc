@@ -67,7 +67,10 @@ TEST(SchedulerConfigTest, DefaultsFollowTheClass) {
     ASSERT_TRUE(config.ok()) << config.status();
     EXPECT_EQ(config->default_sampler(), sampler);
     EXPECT_EQ(config->default_schedule(), NoiseSchedule::kNative);
-    EXPECT_EQ(config->max_steps(), sampler == Sampler::kConsistency ? 40 : 1000);
+    const bool distilled = sampler == Sampler::kLcm || sampler == Sampler::kTcd;
+    EXPECT_EQ(config->max_steps(sampler), distilled                          ? 50
+                                          : sampler == Sampler::kConsistency ? 40
+                                                                             : 1000);
     EXPECT_FALSE(config->learns_variance());
     EXPECT_THAT(config->samplers(), Contains(sampler));
   }
@@ -85,9 +88,10 @@ TEST(SchedulerConfigTest, ReadsWhatTheClassDoesNotSay) {
   EXPECT_EQ(ParseWith("EDMEulerScheduler", {{"sigma_schedule", "exponential"}})->default_schedule(),
             NoiseSchedule::kExponential);
   EXPECT_TRUE(ParseWith("DDPMScheduler", {{"variance_type", "learned_range"}})->learns_variance());
-  EXPECT_EQ(ParseWith("DDPMScheduler", {{"num_train_timesteps", 4000}})->max_steps(), 4000);
+  EXPECT_EQ(ParseWith("DDPMScheduler", {{"num_train_timesteps", 4000}})->max_steps(Sampler::kDdpm),
+            4000);
   // The name of diffusers 0.0.4.
-  EXPECT_EQ(ParseWith("DDIMScheduler", {{"timesteps", 500}})->max_steps(), 500);
+  EXPECT_EQ(ParseWith("DDIMScheduler", {{"timesteps", 500}})->max_steps(Sampler::kDdim), 500);
 }
 
 TEST(SchedulerConfigTest, OffersWhatTheModelCanRun) {

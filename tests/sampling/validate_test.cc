@@ -61,7 +61,7 @@ TEST(ValidateTest, Steps) {
   EXPECT_THAT(ConfigOf({{"_class_name", "LCMScheduler"}}).Validate(Steps(51)),
               ElementsAre(Violation("steps", "use 1 to 50")));
   EXPECT_THAT(ConfigOf({{"_class_name", "TCDScheduler"}}).Validate(Steps(51)),
-              ElementsAre(Violation("steps", "tcd was distilled for 50")));
+              ElementsAre(Violation("steps", "use 1 to 50 with tcd")));
   EXPECT_THAT(ConfigOf({{"_class_name", "CMStochasticIterativeScheduler"}}).Validate(Steps(41)),
               ElementsAre(Violation("steps", "use 1 to 40")));
   json offset = kDdpm;

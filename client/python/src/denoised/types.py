@@ -393,6 +393,7 @@ class ModelLimits:
     """What a request may ask."""
 
     max_steps: int
+    """Of the default sampler."""
     max_count: int
     num_classes: int
     class_vector_size: int
