@@ -125,6 +125,7 @@ nlohmann::json ToJson(const client::Model& model) {
             {"num_classes", model.limits.num_classes},
             {"class_vector_size", model.limits.class_vector_size},
             {"size_multiple", model.limits.size_multiple},
+            {"max_edge", model.limits.max_edge},
             {"channels", model.limits.channels},
             {"max_request_bytes", model.limits.max_request_bytes},
             {"latent_factor", model.limits.latent_factor},

@@ -68,7 +68,8 @@ void PrintModel(const client::Model& model) {
   line("device", fmt::format("{}, {}", model.device, HumanBytes(model.memory_bytes)));
   if (model.stages.size() > 1) line("stages", Joined(model.stages));
   if (!model.preview_decoders.empty()) line("previews", Joined(model.preview_decoders));
-  line("size", fmt::format("{}, multiples of {}", SizeOf(model), model.limits.size_multiple));
+  line("size", fmt::format("{}, multiples of {} up to {}", SizeOf(model),
+                           model.limits.size_multiple, model.limits.max_edge));
   const client::Model::Capabilities& can = model.capabilities;
   line("condition", can.text           ? "text"
                     : can.class_label  ? "label"

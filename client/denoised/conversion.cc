@@ -464,6 +464,7 @@ Model FromProto(const v1::Model& proto) {
                   .num_classes = limits.num_classes(),
                   .class_vector_size = limits.class_vector_size(),
                   .size_multiple = limits.size_multiple(),
+                  .max_edge = limits.max_edge(),
                   .channels = limits.channels(),
                   .max_request_bytes = limits.max_request_bytes(),
                   .latent_factor = std::max(1, limits.latent_factor()),

@@ -377,11 +377,12 @@ struct Model {
     double image_guidance_scale = 0;  // 0: none
   } defaults;
   struct Limits {
-    int max_steps = 0;
+    int max_steps = 0;  // of the default sampler
     int max_count = 0;
     int num_classes = 0;
     int class_vector_size = 0;
     int size_multiple = 1;
+    int max_edge = 0;  // of an image, pixels
     int channels = 0;
     int64_t max_request_bytes = 0;
     int latent_factor = 1;    // pixels along an edge of one latent pixel; 1: it draws pixels

@@ -480,7 +480,10 @@ TEST_F(CliTest, ListsModels) {
       table.out,
       "NAME    VERSION  STATE      ALIASES  SIZE     CLASSES  WEIGHTS  SAMPLER    STEPS  DEVICE\n"
       "digits           available           16x16x1  10       1.23 M   edm_euler  4      cpu\n");
-  EXPECT_THAT(Run({"models", "digits"}).out, HasSubstr("edm_euler (of edm_euler, heun)"));
+  EXPECT_THAT(Run({"models", "digits"}).out, AllOf(HasSubstr("edm_euler (of edm_euler, heun)"),
+                                                   HasSubstr(", multiples of 4 up to 64\n")));
+  const auto digits = nlohmann::json::parse(Run({"models", "digits", "--json"}).out);
+  EXPECT_EQ(digits["limits"]["max_edge"], 64);
   EXPECT_EQ(nlohmann::json::parse(Run({"models", "--json"}).out)[0]["labels"][9], "nine");
   EXPECT_EQ(Run({"models", "cats"}).exit_code, 1);
 }

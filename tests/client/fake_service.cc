@@ -399,6 +399,7 @@ grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
   limits->set_max_count(64);
   limits->set_num_classes(10);
   limits->set_size_multiple(4);
+  limits->set_max_edge(64);
   limits->set_channels(1);
   model->add_samplers(v1::SAMPLER_EDM_EULER);
   model->add_samplers(v1::SAMPLER_HEUN);
