@@ -145,6 +145,8 @@ export class Form {
         h("p", {class: "wrong", id: "form-wrong", role: "alert", hidden: true})));
     this.root.elements.sampler.addEventListener("change", (event) => {
       const chosen = event.target.value || defaults.sampler;
+      // The limit of another sampler is known to the server alone.
+      this.root.elements.steps.max = chosen === defaults.sampler ? limits.max_steps : "";
       for (const [name, samplers] of Object.entries(kNoisy)) {
         reveal(this.root.querySelector(`[data-field="${name}"]`), samplers.includes(chosen));
       }
