@@ -8,10 +8,12 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <set>
 
 #include "engine/core/address.h"
+#include "engine/core/config_reader.h"
 #include "server/models/model_roots.h"
 #include "server/security/clients.h"
 #include "server/status/name.h"
@@ -57,14 +59,11 @@ class JsonConfig : public CLI::Config {
   }
 
   std::vector<CLI::ConfigItem> from_config(std::istream& input) const override {
-    const auto json = nlohmann::json::parse(input, nullptr, /*allow_exceptions=*/false);
-    if (!json.is_object()) {
-      throw CLI::FileError(
-          "--config: the file is not one JSON object, such as "
-          "{\"listen\": \"127.0.0.1:50051\"}");
-    }
+    const std::string text(std::istreambuf_iterator<char>(input), {});
+    const auto json = ParseJsonObject(text, "--config");
+    if (!json.ok()) throw CLI::FileError(std::string(json.status().message()));
     std::vector<CLI::ConfigItem> items;
-    for (const auto& [key, value] : json.items()) {
+    for (const auto& [key, value] : json->items()) {
       // As CLI11, which takes an empty variable for none.
       const char* const variable = std::getenv(EnvironmentName(key).c_str());
       if (variable != nullptr && *variable != '\0') continue;

@@ -252,7 +252,9 @@ TEST_F(ConfigTest, MakesTokens) {
 }
 
 TEST_F(ConfigTest, RefusesBadJson) {
-  EXPECT_THAT(Error({"--config", Write("{\"listen\": ")}), HasSubstr("JSON object"));
+  EXPECT_THAT(Error({"--config", Write("{\"listen\": ")}), HasSubstr("not valid JSON"));
+  EXPECT_THAT(Error({"--config", Write("{\"fp32\": true, \"fp32\": false}")}),
+              HasSubstr("\"fp32\" twice"));
   EXPECT_THAT(Error({"--config", Write("[1]")}), HasSubstr("JSON object"));
   EXPECT_THAT(Error({"--config", Write("{\"listne\": \"127.0.0.1:0\"}")}), HasSubstr("listne"));
   EXPECT_THAT(Error({"--config", Write("{\"listen\": {\"a\": 1}}")}), HasSubstr("listen"));
