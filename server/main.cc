@@ -12,8 +12,6 @@
 #include <ctime>
 #include <iostream>
 
-#include "absl/debugging/failure_signal_handler.h"
-#include "absl/debugging/symbolize.h"
 #include "absl/synchronization/mutex.h"
 #include "server/check.h"
 #include "server/config.h"
@@ -159,10 +157,6 @@ int Main(int argc, char** argv) {
 }  // namespace denoised
 
 int main(int argc, char** argv) {
-  // A crash (SIGSEGV, SIGABRT, …) prints its stack, then ends the process as it would have.
-  absl::InitializeSymbolizer(argv[0]);
-  absl::InstallFailureSignalHandler({});
-  std::signal(SIGTERM, SIG_DFL);  // which it takes for a crash
   // By default malloc has an arena for each thread of gRPC and of the workers. Free memory is then
   // scattered over all of them and resident memory grows by 19 KiB a minute at saturation; with two
   // arenas it stays constant.
