@@ -215,6 +215,34 @@ class GpuRecordTest(unittest.TestCase):
         self.assertIn("FAILED: server_test: Cuda/A.Case/0 needs a GPU, and scripts/test-gpu",
                       ran.stdout)
 
+    def count_again(self, output, failed_case=None, again="run"):
+        """Of a program that failed with this output, in this case, and ran again."""
+        shutil.rmtree(self.root / "results", ignore_errors=True)
+        case = '<t><testcase classname="A" name="Case" status="run">{}</testcase></t>'
+        self.write("results/ctest.xml", '<t><testcase name="server_test" status="fail">'
+                   f"<system-out>{output}</system-out></testcase></t>")
+        if failed_case:
+            self.write("results/cases/server_test.xml", case.format("<failure/>"))
+        self.write("results/again/ctest.xml", f'<t><testcase name="server_test" status="{again}"/></t>')
+        self.write("results/again/cases/server_test.xml", case.format(""))
+        return subprocess.run([sys.executable, self.root / "scripts/count_test_cases.py",
+                               self.root / "results"], text=True, capture_output=True)
+
+    def test_a_program_that_passes_again_is_named(self):
+        for output, case in (("[ RUN      ] A.Case", "A.Case"), ("AssertionError: 3 != 4", None)):
+            ran = self.count_again(output, case)
+            self.assertEqual(ran.returncode, 0, ran.stdout)
+            self.assertIn("again: server_test failed", ran.stdout)
+            self.assertIn("1 passed, 0 failed", ran.stdout)
+
+    def test_a_crash_or_a_report_is_not_excused(self):
+        for output, case, again in (("[ RUN      ] A.Case", None, "run"),
+                                    ("ERROR: AddressSanitizer: heap-use-after-free", None, "run"),
+                                    ("[ RUN      ] A.Case", "A.Case", "fail")):
+            ran = self.count_again(output, case, again)
+            self.assertEqual(ran.returncode, 1, output)
+            self.assertIn("FAILED: server_test", ran.stdout)
+
 
 if __name__ == "__main__":
     unittest.main()
