@@ -350,6 +350,17 @@ void AddRunFlags(CLI::App& app, Flags* flags) {
   app.add_flag("--dry-run", config.dry_run, "Print memory, steps and hours, without training");
 }
 
+/// However it is written: 0.02 or 2e-2.
+bool HasDefault(const CLI::Option& option) {
+  if (option.get_expected_min() == 0) return !option.as<bool>();
+  const auto given = option.as<std::string>(), standard = option.get_default_str();
+  double number = 0, standard_number = 0;
+  if (CLI::detail::lexical_cast(given, number) &&
+      CLI::detail::lexical_cast(standard, standard_number))
+    return number == standard_number;
+  return given == standard;
+}
+
 /// Refuses settings of another objective or stage, which would have no effect.
 absl::Status CheckUsed(const CLI::App& app, const RunConfig& config) {
   using Kind = ObjectiveOptions::Kind;
@@ -374,7 +385,7 @@ absl::Status CheckUsed(const CLI::App& app, const RunConfig& config) {
       {"--min-snr", ddpm, "the objective epsilon, v or x0"},
       {"--cap-snr", ddpm && objective.kind == Kind::kV, "the objective v"},
       {"--variance-weight", ddpm && objective.learned_variance,
-       "the objective epsilon, v or x0 and a learned variance"},
+       "the objective epsilon, v or x0 and a network with twice the outputs, for the variance"},
       {"--flow-uniform", flow, "the objective flow"},
       {"--kl-weight", vae, "stage vae"},
       {"--edge-weight", vae, "stage vae"},
@@ -382,11 +393,14 @@ absl::Status CheckUsed(const CLI::App& app, const RunConfig& config) {
   };
   for (const auto& [flag, used, needs] : settings) {
     const CLI::Option& option = *app[flag];
-    if (used || option.count() == 0 || option.as<std::string>() == option.get_default_str())
-      continue;
-    return InvalidArgument(
-        "{} needs {}, but this run has {}; leave it out", flag, needs,
-        vae ? "stage vae" : fmt::format("the objective {}", training::Name(objective.kind)));
+    if (used || option.count() == 0 || HasDefault(option)) continue;
+    const std::string objective_name = fmt::format("the objective {}", Name(objective.kind));
+    const std::string_view wants = needs;
+    return InvalidArgument("{} needs {}, but this run has {}; leave it out", flag, needs,
+                           vae                           ? "stage vae"
+                           : !wants.starts_with("stage") ? objective_name
+                           : pipeline                    ? "stage diffusion"
+                                                         : "no --pipeline");
   }
   return absl::OkStatus();
 }

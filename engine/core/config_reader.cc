@@ -210,7 +210,8 @@ absl::StatusOr<nlohmann::json> ParseJsonObject(std::string_view text, const std:
     return InvalidArgument("{}: is nested deeper than {}; write the file again", file, max_depth);
   if (parsed.is_discarded())
     return InvalidArgument("{}: is not valid JSON; write the file again", file);
-  if (!parsed.is_object()) return InvalidArgument("{}: is not a JSON object", file);
+  if (!parsed.is_object())
+    return InvalidArgument("{}: is not a JSON object, such as {{\"key\": 1}}", file);
   if (twice) return InvalidArgument("{}: has {} twice; give it once", file, Abbreviated(*twice));
   return parsed;
 }

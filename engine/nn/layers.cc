@@ -17,15 +17,12 @@ Tensor NewRows(Context& context, const Shape& shape, int64_t features) {
 
 int64_t Features(const Tensor& x, const Tensor& x2) { return x.dim(-1) + (x2 ? x2.dim(-1) : 0); }
 
-/// Memory for an input in e4m3; undefined if the backend needs none.
-Tensor NewRounded(Context& context, const Tensor& x, int bytes) {
-  return bytes > 0 ? context.arena.New(WithFeatures(x.shape(), bytes), DType::kU8) : Tensor();
-}
 /// Allocated even if the norm is applied elsewhere, so that memory does not depend on fusion.
 void MakeRoom(Context& context, const Tensor& x, int rounded_bytes, Prologue* prologue) {
   if (prologue->norm.gamma)
     prologue->normed = NewRows(context, x.shape(), Features(x, prologue->x2));
-  prologue->rounded = NewRounded(context, x, rounded_bytes);
+  if (rounded_bytes > 0)
+    prologue->rounded = context.arena.New(WithFeatures(x.shape(), rounded_bytes), DType::kU8);
 }
 
 absl::StatusOr<E4m3Layer> LayerOf(const Weights& weights, Products products) {

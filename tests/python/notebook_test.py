@@ -41,7 +41,7 @@ def main():
             kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
         client = nbclient.NotebookClient(book, km=kernel, timeout=600, startup_timeout=600,
                                          resources={"metadata": {"path": folder}})
-        client.execute()
+        client.execute(cleanup_kc=True)  # which ends the kernel
         with open(f"{folder}/seven.png", "rb") as file:
             assert file.read(8) == b"\x89PNG\r\n\x1a\n"
     html = outputs_of(book, "labels=range(10)")[0]["data"]["text/html"]

@@ -511,7 +511,7 @@ class RunTest(unittest.TestCase):
             with self.subTest(flags=flags):
                 self.assertIn(message, self.train("refused", rc=2, **flags))
         # Defaults change nothing.
-        self.train("defaults", steps=1, **{"min-snr": 0, "beta-end": 0.02, "timesteps": 1000})
+        self.train("defaults", steps=1, **{"min-snr": "0.0", "beta-end": "2e-2", "timesteps": 1000})
         self.train("a", steps=4)
         self.assertIn("--resume latest", self.train("a", rc=2, steps=4))
         said = self.train("a", rc=2, resume="latest", batch=32)
