@@ -474,8 +474,11 @@ class PageTest(unittest.TestCase):
 
         fill("sampler", "SAMPLER_UNI_PC")
         self.assertTrue(shown("solver_order"))
+        most = """return document.getElementById("form").elements.steps.max"""
+        self.assertEqual(b.js(most), "", "the limit of another sampler is not known here")
         fill("solver_order", 9)
         fill("sampler", "")
+        self.assertGreater(int(b.js(most)), 0)
         self.assertFalse(shown("solver_order"))
         fill("size", "own")
         self.assertTrue(shown("width"))
