@@ -55,4 +55,4 @@ def error(k, every):
 
 
 for k in (640, 5760):
-    print(f"| k = {k} |", " | ".join(f"{error(k, every):.1e}" for every in (32, 128, 512, k)), "|")
+    print(f"| k = {k} |", " | ".join(f"{error(k, every):.1e}" for every in (32, 128, 512, 1152, k)), "|")

@@ -116,24 +116,6 @@ __device__ inline void AddToTile(const Conv2dLaunch& conv, const Params& params,
   }
 }
 
-/// sum · scale + bias, in place. The scale is a power of two, so this rounds once.
-template <int kAccumulators>
-__device__ inline void ScaleAndAddBias(const Params& params, int n0, float (&sums)[kAccumulators]) {
-  const int first = threadIdx.x % 4 * 2;
-  const float* const scales = params.scales + n0 + first;
-  const float* const biases = (params.bias != nullptr ? params.bias + n0 : kNoBias) + first;
-#pragma unroll
-  for (int j = 0; j < kAccumulators / 4; ++j) {
-    const float2 scale = __ldg(reinterpret_cast<const float2*>(scales + j * 8));
-    const float2 bias = __ldg(reinterpret_cast<const float2*>(biases + j * 8));
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      sums[4 * j + 2 * h] = fmaf(sums[4 * j + 2 * h], scale.x, bias.x);
-      sums[4 * j + 2 * h + 1] = fmaf(sums[4 * j + 2 * h + 1], scale.y, bias.y);
-    }
-  }
-}
-
 /// The epilogue for outputs of any dtype, alignment, activation and number: 64 pixels and 32
 /// outputs. One row after the other, to keep the code small.
 __device__ inline void FinishElements(const Conv2dLaunch& conv, const Params& params, int phase,
@@ -434,8 +416,8 @@ struct Consumer {
     Release(previous);
   }
 
-  /// The main loop in e4m3. The tensor cores overwrite `accumulators` in each step, and `total`
-  /// adds these sums in fp32: see docs/kernels.md.
+  /// The main loop in e4m3. The tensor cores overwrite `accumulators` in each run of kE4m3Run
+  /// steps, and `total` adds these sums in fp32: see docs/kernels.md.
   __device__ void MultiplyE4m3(const TileAt& tile, PipelineState<T::kStages>& state,
                                Accumulators& accumulators, Accumulators& total) const {
 #pragma unroll
@@ -445,15 +427,24 @@ struct Consumer {
       for (float& sum : total[i]) sum = 0;
     }
     WaitForPredecessors();
+    const int steps = params.depth.steps.value;
 #pragma unroll 1
-    for (int step = 0; step < params.depth.steps.value; ++step) {
-      Wait(&cta.full[state.stage], state.FullParity());
-      MultiplyStage(state.stage, [&](int i, int k, uint64_t input, uint64_t weight) {
-        WgmmaE4m3(accumulators[i], input, weight, k > 0);
-      });
+    for (int first = 0; first < steps; first += kE4m3Run) {
+      const int count = min(kE4m3Run, steps - first);
+      int previous = -1;
+#pragma unroll 1
+      for (int step = 0; step < count; ++step) {
+        Wait(&cta.full[state.stage], state.FullParity());
+        MultiplyStage(state.stage, [&](int i, int k, uint64_t input, uint64_t weight) {
+          WgmmaE4m3(accumulators[i], input, weight, k > 0 || step > 0);
+        });
+        WgmmaWait<1>();  // for the previous step
+        if (previous >= 0) Release(previous);
+        previous = state.stage;
+        state.Advance();
+      }
       WgmmaWait<0>();  // the other consumer multiplies while this one adds
-      Release(state.stage);
-      state.Advance();
+      Release(previous);
 #pragma unroll
       for (int i = 0; i < T::kRows; ++i) {
         PinAccumulators(accumulators[i]);
@@ -462,7 +453,8 @@ struct Consumer {
       }
     }
 #pragma unroll
-    for (int i = 0; i < T::kRows; ++i) ScaleAndAddBias(params, tile.n0, total[i]);
+    for (int i = 0; i < T::kRows; ++i)
+      ScaleAndAddBias(params.scales, params.bias, tile.n0, total[i]);
   }
 
   /// Hands the outputs of a tile to the warp that stores them, or stores them one by one.

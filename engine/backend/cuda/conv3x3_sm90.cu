@@ -20,6 +20,9 @@
 // The 64-channel chunks of a shortcut have one tap and are not normalised. Their halo tiles have no
 // halo. They have their own slots, because they are interleaved with those that stay for nine taps.
 //
+// In e4m3 a halo tile has 128 channels and its products are a run, whose sum is added in fp32 as a
+// split is (docs/kernels.md). There is no fused norm and no split-K.
+//
 // Split-K: a consumer adds the accumulators of each later split to those of the first. Two subtiles
 // would not leave enough registers for that, so each of the cooperating consumers has one subtile
 // of the CTA tile. The second starts some steps after the first, so that one adds or runs its
@@ -54,9 +57,12 @@ struct Tile {
   static constexpr int kBuffers = kSpec.kernel.epilogue_buffers;  // per consumer
   static constexpr bool kPingPong = kSpec.schedule == Schedule::kPingPong;
   static constexpr bool kSplitK = kSpec.split_k != SplitK::kNone;
+  static constexpr bool kE4m3 = kSpec.element == Element::kE4m3x2;
+  // Whether MMAs add up runs of steps, splits or in e4m3 shorter ones, and fp32 additions the runs.
+  static constexpr bool kAddsRuns = kSplitK || kE4m3;
   // The MMAs of the first split accumulate in the total itself. With 192 outputs, ptxas finds no
   // registers for two sets of 96 accumulators that MMAs write, so the total is a copy.
-  static constexpr bool kFirstIsTotal = kPingPong || kN < 192;
+  static constexpr bool kFirstIsTotal = kPingPong || (kSplitK && kN < 192);
   static constexpr int kLag = kSpec.kernel.lag;
   static constexpr int kCluster = 2;  // CTAs that multicast weights, or have one split of k each
   static constexpr bool kSplitsOverCluster =
@@ -73,19 +79,21 @@ struct Tile {
       kSplitsOverCluster ? kSubtileEdge * kSubtileEdge * kN * 4 : 0;
   static constexpr int kBarriers =
       2 * kStages + 3 * HaloTilesOf<true>::kSlots + 2 + 2 * kBuffers + 1;
-  static constexpr int kSharedBytes = HaloTilesOf<true>::kBytes + kStages * kStageBytes +
-                                      kStagingBytes + kReceivedBytes + kBarriers * 8;
+  static constexpr int kHaloTileBytes =
+      std::max(HaloTilesOf<false>::kBytes, kSplitK ? HaloTilesOf<true>::kBytes : 0);
+  static constexpr int kSharedBytes =
+      kHaloTileBytes + kStages * kStageBytes + kStagingBytes + kReceivedBytes + kBarriers * 8;
   static constexpr int kConsumerRegisters = kSpec.kernel.consumer_registers;
   static constexpr int kProducerRegisters = kSpec.kernel.producer_registers;
   static constexpr bool kFusesInputNorm = kSpec.FusesInputNorm();
   // conv.add is loaded before the products if there are registers for it.
-  static constexpr bool kAddsEarly = kSplitK && kFirstIsTotal;
+  static constexpr bool kAddsEarly = kAddsRuns && kN < (kE4m3 ? 160 : 192);
   static constexpr int kThreads = kSpec.kernel.threads;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the producer warp
   static_assert(kN % kBox == 0 && kRows % kBuffers == 0 && kLag < kStages);
-  static_assert(HaloTilesOf<false>::kBytes <= HaloTilesOf<true>::kBytes && kStages <= kTaps);
+  static_assert(kStages <= kTaps && kE4m3Run == kTaps);
   static_assert(kM == 2 * kSubtileEdge * kSubtileEdge && kSpec.kernel.consumers == 2);
-  static_assert(kPingPong != kSplitK, "the consumers that add splits share a tile");
+  static_assert(kPingPong != kAddsRuns, "the consumers that add runs share a tile");
   static_assert(kSharedBytes <= 232448 && HasRegisters(kSpec));
 };
 
@@ -103,7 +111,8 @@ struct Params {
   int shortcut_pitch = 0, shortcut_subtile_pixel = 0;  // of its halo tiles
   int log_splits = 0;
   const float* bias = nullptr;
-  Rows add;  // per image
+  const float* scales = nullptr;  // in e4m3
+  Rows add;                       // per image
   ShortcutParams shortcut;
 };
 
@@ -350,7 +359,8 @@ struct Consumer {
   // Of a tile:
   PipelineState<T::kStages> state;
   PipelineState<Slots::kWindowed> halo_tile;
-  int tap, tap_x, tap_pixel, due;
+  TileAt tile;
+  int chunk, tap, tap_x, tap_pixel, due;
   int steps_until_pass;
   int used_stage, used_slot;  // of the previous step, released when its wgmma is done
 
@@ -380,7 +390,7 @@ struct Consumer {
     const int image = min(Subtile(tile, row).image, conv.images - 1);  // that exists
     LoadPerImage<T::kBox>(conv, params.add, image, tile.n0, added);
   }
-  __device__ void BeginStaging(const TileAt& tile, int row) const {
+  __device__ void BeginStaging(int row) const {
     if (!leads) return;
     const bool has_residual = conv.residual.data != nullptr;
     const int buffer = Buffer(row);
@@ -393,16 +403,36 @@ struct Consumer {
     }
   }
 
-  /// The main loop, of split `run` of k. kIsFirst: `accumulators` are kept, else overwritten.
+  /// Loads the residual into the epilogue's buffers, once the previous tile's output is stored.
+  __device__ void BeginStaging() const {
+    if (leads) TmaStoreWaitRead();
+#pragma unroll
+    for (int row = 0; row < T::kBuffers; ++row) BeginStaging(row);
+  }
+
+  /// The products of the first kSlices · 32 channels of a step.
+  template <int kSlices>
+  __device__ void MultiplyE4m3(uint64_t input, uint64_t weight, bool continues,
+                               float (&sums)[T::kAccumulators]) const {
+    WgmmaFence();
+#pragma unroll
+    for (int k = 0; k < kSlices; ++k)
+      WgmmaE4m3(sums, input + 2 * k, weight + 2 * k, continues || k > 0);
+    WgmmaCommit();
+  }
+
+  /// The main loop, of run `run` of k: a split, or in e4m3 a halo tile. kIsFirst: `accumulators`
+  /// are kept, else overwritten.
   template <bool kIsFirst, int kRows, int kAccumulators>
   __device__ void Multiply(int run, float (&accumulators)[kRows][kAccumulators]) {
     const int steps = params.depth.steps.value;
 #pragma unroll
     for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
-    bool continues = run == 0;  // whether to keep the accumulators
-    const int count = kSplitOverCluster ? cta.steps
-                                        : (steps * (run + 1) >> params.log_splits) -
-                                              (steps * run >> params.log_splits);
+    bool continues = !T::kE4m3 && run == 0;  // whether to keep the accumulators
+    const int count = T::kE4m3            ? kTaps
+                      : kSplitOverCluster ? cta.steps
+                                          : (steps * (run + 1) >> params.log_splits) -
+                                                (steps * run >> params.log_splits);
     if (kSplitOverCluster)  // a split may begin inside a halo tile
       Wait(&halo_tile_ready[halo_tile.stage], halo_tile.FullParity());
 #pragma unroll 1
@@ -416,7 +446,6 @@ struct Consumer {
         Wait(&halo_tile_ready[halo_tile.stage], halo_tile.FullParity());
       }
       Wait(&cta.full[state.stage], state.FullParity());
-      WgmmaFence();
       const uint64_t weight = MatrixDescriptor(cta.Weights(state.stage));
       const int pitch = of_shortcut ? params.shortcut_pitch : params.pitch.value;
       const int subtile_pixel = of_shortcut ? params.shortcut_subtile_pixel : params.subtile_pixel;
@@ -424,21 +453,33 @@ struct Consumer {
       const uint64_t input =
           HaloTileDescriptor(cta.HaloTile(of_shortcut ? shortcut_slot : halo_tile.stage), pitch) +
           (pixel * kStepBytes >> 4);
+      if constexpr (T::kE4m3) {
+        // Without channels for it, the second half of a chunk is zero.
+        if (conv.channels - chunk * kStep > kStep / 2) {
+          MultiplyE4m3<4>(input, weight, continues, accumulators[0]);
+        } else {
+          MultiplyE4m3<2>(input, weight, continues, accumulators[0]);
+        }
+      } else {
+        WgmmaFence();
 #pragma unroll
-      for (int k = 0; k < kStep / 16; ++k) {
+        for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
-        for (int i = 0; i < T::kRows; ++i) {
-          const uint64_t subtile = input + 2 * k + i * (params.subtile_pixel * kStepBytes >> 4);
-          if (!kIsFirst && k == 0) {
-            Wgmma(accumulators[i], subtile, weight, continues);
-          } else {
-            Wgmma(accumulators[i], subtile, weight + 2 * k);
+          for (int i = 0; i < T::kRows; ++i) {
+            const uint64_t subtile = input + 2 * k + i * (params.subtile_pixel * kStepBytes >> 4);
+            if (!kIsFirst && k == 0) {
+              Wgmma(accumulators[i], subtile, weight, continues);
+            } else {
+              Wgmma(accumulators[i], subtile, weight + 2 * k);
+            }
           }
         }
+        WgmmaCommit();
       }
-      WgmmaCommit();
       continues = true;
-      if (T::kSplitK && --steps_until_pass == 0 && group == 0) PassOrder();
+      if (T::kAddsRuns && --steps_until_pass == 0 && group == 0) PassOrder();
+      // Not sooner: the previous tile's output is still being stored.
+      if (T::kE4m3 && run == 0 && step == 3) BeginStaging();
       WgmmaWait<1>();  // for the previous step
       ReleaseUsed();
       used_stage = state.stage;
@@ -450,7 +491,7 @@ struct Consumer {
         ++tap, ++tap_x, ++tap_pixel;
         if (tap_x == 3) tap_x = 0, tap_pixel += params.pitch.value - 3;
         if (used_slot >= 0) {
-          tap = tap_x = tap_pixel = 0;
+          tap = tap_x = tap_pixel = 0, ++chunk;
           halo_tile.Advance();
         }
       }
@@ -481,8 +522,7 @@ struct Consumer {
     }
   }
 
-  __device__ void Finish(const TileAt& tile, int tiles_done,
-                         const float (&total)[T::kRows][T::kAccumulators]) const {
+  __device__ void Finish(int tiles_done, const float (&total)[T::kRows][T::kAccumulators]) const {
 #pragma unroll
     for (int row = 0; row < T::kRows; ++row) {
       const int buffer = Buffer(row);
@@ -502,7 +542,7 @@ struct Consumer {
       }
       if (row + T::kBuffers < T::kRows) {
         if (leads) TmaStoreWaitRead();
-        BeginStaging(tile, row + T::kBuffers);
+        BeginStaging(row + T::kBuffers);
       }
     }
   }
@@ -515,12 +555,13 @@ struct Consumer {
     WaitForPredecessors();  // their output is read and overwritten from here on
     for (int index = cta.first_tile + (T::kPingPong ? group * cta.stride : 0); index < cta.tiles;
          index += kTilesInFlight * cta.stride, ++tiles_done) {
-      const TileAt tile = cta.Tile(index);
+      tile = cta.Tile(index);
       state = PipelineState<T::kStages>::After(step_at);
       halo_tile = PipelineState<Slots::kWindowed>::After(halo_tile_at);
       step_at += kTilesInFlight * params.depth.steps.value;
       halo_tile_at += kTilesInFlight * params.depth.windowed;
-      tap = cta.begin.tap, tap_x = tap % 3, tap_pixel = tap / 3 * params.pitch.value + tap_x;
+      chunk = cta.begin.chunk, tap = cta.begin.tap, tap_x = tap % 3;
+      tap_pixel = tap / 3 * params.pitch.value + tap_x;
       due = cta.begin.due;
       steps_until_pass = cta.first_tile + cta.stride < cta.tiles
                              ? T::kLag
@@ -528,7 +569,7 @@ struct Consumer {
       used_stage = used_slot = -1;
 
       float total[T::kRows][T::kAccumulators],
-          accumulators[T::kRows][T::kSplitK ? T::kAccumulators : 1];
+          accumulators[T::kRows][T::kAddsRuns ? T::kAccumulators : 1];
       uint32_t added[T::kAccumulators / 4];
       const auto add_per_image = [&] {
         if (!adds) return;
@@ -545,26 +586,28 @@ struct Consumer {
           InitAccumulators(has_first_run ? params.bias : nullptr, tile.n0, total[i]);
         }
         AnyAccumulators(accumulators[0]);
+      } else if constexpr (T::kE4m3) {
+        for (float& sum : total[0]) sum = 0;
+        AnyAccumulators(accumulators[0]);
       } else {
         InitAccumulators(params.bias, tile.n0, accumulators[0]);
       }
       if (T::kAddsEarly && adds) LoadAdded(tile, 0, added);
       if (T::kPingPong || group == 1) Wait(&cta.order[group], (tiles_done + group + 1) & 1);
-      const int last_run = T::kSplitK && !kSplitOverCluster ? (1 << params.log_splits) - 1 : 0;
+      const int last_run = T::kE4m3                           ? params.depth.windowed - 1
+                           : T::kSplitK && !kSplitOverCluster ? (1 << params.log_splits) - 1
+                                                              : 0;
+#pragma unroll 1
       for (int run = 0; run <= last_run; ++run) {
-        if (run == last_run && finishes) {
-          if (leads) TmaStoreWaitRead();  // for the previous tile
-#pragma unroll
-          for (int row = 0; row < T::kBuffers; ++row) BeginStaging(tile, row);
-        }
+        if (!T::kE4m3 && run == last_run && finishes) BeginStaging();
         if (T::kFirstIsTotal && run == 0) {
           Multiply<true>(run, total);
           add_per_image();
           continue;
         }
-        if constexpr (T::kSplitK) {
+        if constexpr (T::kAddsRuns) {
           Multiply<false>(run, accumulators);
-          if (!T::kFirstIsTotal && run == 0) {
+          if (!T::kFirstIsTotal && !T::kE4m3 && run == 0) {
 #pragma unroll
             for (int j = 0; j < T::kAccumulators; ++j) total[0][j] = accumulators[0][j];
             add_per_image();
@@ -574,11 +617,15 @@ struct Consumer {
           }
         }
       }
+      if constexpr (T::kE4m3) {
+        ScaleAndAddBias(params.scales, params.bias, tile.n0, total[0]);
+        add_per_image();
+      }
       if constexpr (kSplitOverCluster) {
         Exchange(total[0]);
         if (!finishes) continue;
       }
-      Finish(tile, tiles_done, total);
+      Finish(tiles_done, total);
     }
     if (leads) TmaStoreWaitRead();
   }
@@ -632,7 +679,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   params.log_splits = BinaryLogarithm(plan.splits);
   // Each split has at least one step, because there are at least kTaps steps.
   if (plan.splits != 1 << params.log_splits || plan.splits > kTaps) return cudaErrorInvalidValue;
-  if (!SuitsHaloTile(conv) ||
+  if (!SuitsHaloTile(conv) || T::kE4m3 != (conv.x.element == Element::kE4m3x2) ||
       ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kSplitK) ||
       (conv.input_factors != nullptr && !T::kFusesInputNorm)) {
     return cudaErrorInvalidValue;
@@ -662,6 +709,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
       params.images_at_once == 2 ? kSubtileEdge * kSubtileEdge : kSubtileEdge;
   params.halo_tile_bytes = halo_tile_pixels * params.images_at_once * kStepBytes;
   params.bias = conv.bias;
+  params.scales = conv.scales;
   params.add = conv.add;
 
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
@@ -711,19 +759,20 @@ bool SuitsHaloTile(const ConvLayer& conv) {
          !conv.upsample2x && conv.out_height == conv.height && conv.out_width == conv.width &&
          conv.height % kSubtileEdge == 0 &&
          (conv.width % (2 * kSubtileEdge) == 0 || conv.width == kSubtileEdge) &&
-         conv.outputs % 64 == 0 && InVectors(conv.x) && InVectors(conv.x2) &&
-         conv.channels % 8 == 0 && conv.channels2 % 8 == 0 && HasVectorOutputs(conv) &&
-         SuitsShortcut(conv);
+         conv.outputs % 64 == 0 && conv.x.element != Element::kF32 && HasVectorInputs(conv) &&
+         HasVectorOutputs(conv) && SuitsShortcut(conv);
 }
 
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue) {
-  return WithRow<Loader::kHaloTile>(
-      plan.tile, [&](auto row) { return LaunchWithTile<Tile<row>>(conv, plan, queue); });
+  const auto launch = [&](auto row) { return LaunchWithTile<Tile<row>>(conv, plan, queue); };
+  return conv.x.element == Element::kE4m3x2
+             ? WithRow<Loader::kHaloTile, Element::kE4m3x2>(plan.tile, launch)
+             : WithRow<Loader::kHaloTile>(plan.tile, launch);
 }
 
 cudaError_t LoadConv3x3HopperKernels() {
-  const cudaError_t error = ForEachRow<Loader::kHaloTile>([](auto row) {
+  const auto load = [](auto row) {
     using T = Tile<row>;
     cudaError_t loaded = LoadKernel(Conv3x3Kernel<T, false, false>, T::kSharedBytes);
     if constexpr (T::kSplitK) {
@@ -740,7 +789,9 @@ cudaError_t LoadConv3x3HopperKernels() {
       }
     }
     return loaded;
-  });
+  };
+  cudaError_t error = ForEachRow<Loader::kHaloTile>(load);
+  if (error == cudaSuccess) error = ForEachRow<Loader::kHaloTile, Element::kE4m3x2>(load);
   return error == cudaSuccess ? GetTensorMapEncoders().error : error;
 }
 

@@ -24,6 +24,9 @@ namespace denoised::cuda {
 
 static_assert(kStep == 64);  // 128 bytes of bf16, the widest swizzle
 constexpr int kStepBytes = kStep * 2;
+/// In e4m3, the steps whose products tensor cores add before their sum is added in fp32. See
+/// docs/kernels.md.
+constexpr int kE4m3Run = 9;
 
 /// Whether a CTA starts with at least as many registers as its threads have after setmaxnreg. If
 /// not, setmaxnreg would wait forever.
@@ -262,8 +265,8 @@ __device__ inline void AddPerImage(const Conv2dLaunch& conv, const Rows& add, in
 }
 
 /// Accumulators start with the bias, so the epilogue does not add it; those of a later split (bias
-/// null) start with zero. No branches, because wgmma is asynchronous and reads the registers later
-/// than its place in the code.
+/// null) start with zero. No branches, because wgmma is
+/// asynchronous and reads the registers later than its place in the code.
 __device__ const float kNoBias[kBiasPadding] = {};
 template <int kAccumulators>
 __device__ inline void InitAccumulators(const float* bias, int n0,
@@ -275,6 +278,25 @@ __device__ inline void InitAccumulators(const float* bias, int n0,
     const float2 pair = __ldg(reinterpret_cast<const float2*>(from + j * 8));
     accumulators[4 * j] = accumulators[4 * j + 2] = pair.x;
     accumulators[4 * j + 1] = accumulators[4 * j + 3] = pair.y;
+  }
+}
+
+/// In e4m3, where accumulators start with zero: sum · scale + bias, in place. The scale is a power
+/// of two, so this rounds once.
+template <int kAccumulators>
+__device__ inline void ScaleAndAddBias(const float* scales, const float* bias, int n0,
+                                       float (&sums)[kAccumulators]) {
+  const int first = threadIdx.x % 4 * 2;
+  const float* const biases = (bias != nullptr ? bias + n0 : kNoBias) + first;
+#pragma unroll
+  for (int j = 0; j < kAccumulators / 4; ++j) {
+    const float2 scale = __ldg(reinterpret_cast<const float2*>(scales + n0 + first + j * 8));
+    const float2 pair = __ldg(reinterpret_cast<const float2*>(biases + j * 8));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sums[4 * j + 2 * h] = fmaf(sums[4 * j + 2 * h], scale.x, pair.x);
+      sums[4 * j + 2 * h + 1] = fmaf(sums[4 * j + 2 * h + 1], scale.y, pair.y);
+    }
   }
 }
 

@@ -64,7 +64,7 @@ struct HopperTileSpec {
   int m, n;  // pixels × outputs
   HopperKernelSpec kernel;
   HopperTileCost cost;
-  Element element = Element::kBf16;  // of both operands; kE4m3x2: kIm2col, kCooperative, kNone
+  Element element = Element::kBf16;  // of both operands; kE4m3x2: kCooperative, kNone
 
   constexpr bool IsPersistent() const { return schedule != Schedule::kClusterSplitK; }
   /// Whether the tile can normalise its input (Conv2dLaunch::input_factors).
@@ -134,6 +134,12 @@ constexpr HopperTileSpec kTiles[] = {
      {5, 2, 384, 232, 40}, {{1.1, 0.465, 1.0, 1.08}, {1.7, 0.478, 0.8, 1.10}}, Element::kE4m3x2},
     {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kNone,    128, 192,
      {4, 2, 384, 232, 40}, {{1.1, 0.56, 1.1, 1.06}, {1.6, 0.56, 1.1, 1.04}}, Element::kE4m3x2},
+    {Loader::kHaloTile, Schedule::kCooperative,   SplitK::kNone,    128, 128,
+     {7, 2, 384, 232, 40, 1, 2}, {{2.5, 0.301, 1.7}}, Element::kE4m3x2},
+    {Loader::kHaloTile, Schedule::kCooperative,   SplitK::kNone,    128, 160,
+     {5, 2, 384, 232, 40, 1, 3}, {{2.5, 0.375, 2.0}}, Element::kE4m3x2},
+    {Loader::kHaloTile, Schedule::kCooperative,   SplitK::kNone,    128, 192,
+     {4, 2, 384, 232, 40, 1, 2}, {{2.5, 0.456, 2.4}}, Element::kE4m3x2},
 };
 // clang-format on
 constexpr int kHopperTiles = std::size(kTiles);
