@@ -9,9 +9,11 @@
 // (st.async), adds the received ones in the order of the splits, and ends. Which CTA adds does not
 // affect the bits.
 //
-// One producer warp and one consumer warpgroup. Inputs are either 64 pixels at one tap per step
-// (im2col, as in conv2d_sm90.cu) or, for a 3×3 convolution, halo tiles of 8×8 pixels for nine steps
-// each (as in conv3x3_sm90.cu). If a group norm comes before, three more warps normalise these.
+// One consumer warpgroup, and two producer warps: a thread for weights and one for inputs, because
+// a single thread would issue loads more slowly than the consumer multiplies. Inputs are either 64
+// pixels at one tap per step (im2col, as in conv2d_sm90.cu) or, for a 3×3 convolution, halo tiles
+// of 8×8 pixels for nine steps each (as in conv3x3_sm90.cu). If a group norm comes before, three
+// more warps normalise these.
 //
 // Fused output norm: for images of up to 64 pixels a CTA holds whole groups of up to eight
 // channels, so it can also compute the group norm that comes after (NormaliseOutputs).
@@ -45,8 +47,13 @@ struct Tile64x64 {
   static constexpr int kWeightBytes = kOutputs * kStepBytes;
   static constexpr int kStageBytes = kWeightBytes + (kInHaloTiles ? 0 : kPixels * kStepBytes);
   static constexpr int kThreads = kSpec.kernel.threads;
-  static constexpr int kTransformers = kThreads - kConsumers - 32;  // all but the producer warp
+  // After the consumers: a warp for weights, one for inputs, and those that normalise.
+  static constexpr int kWeightWarp = kConsumers / 32, kInputWarp = kWeightWarp + 1;
+  static constexpr int kTransformerWarp = kInputWarp + 1;
+  static constexpr int kTransformers = kThreads - kTransformerWarp * 32;
   static_assert(kTransformers == 0 || kInHaloTiles);
+  /// For __launch_bounds__: at most 128 registers leave room for the next launch beside two CTAs.
+  static constexpr int kBoundThreads = kThreads > 256 ? kThreads : 256;
   static constexpr int kStages = kSpec.kernel.stages;  // at most
   /// Steps whose weights are loaded early; more would delay the first pixels.
   static constexpr int kEarly = kInHaloTiles ? 7 : 6;
@@ -208,167 +215,205 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
   }
 }
 
+/// A CTA's shared memory, and its steps along k.
+template <bool kInHaloTiles, bool kShortcut>
+struct Cta {
+  using U = Tile64x64<kInHaloTiles, kShortcut>;
+  using Step = StepAt<kShortcut, kInHaloTiles ? kTaps : 0>;
+
+  unsigned char* shared;
+  unsigned char* ring;  // of stages: the weights of a step, then its inputs unless in halo tiles
+  uint64_t *full, *empty;
+  uint64_t *halo_tile_full, *halo_tile_normal /* normalised */, *halo_tile_empty;
+  uint64_t* received;
+  float4* partials_received;
+  int rank, log_splits, steps, splits;  // splits: of this CTA
+  int first_step, end_step;
+
+  __device__ Cta(const Params& params, unsigned char* shared, int rank)
+      : shared(shared),
+        ring(shared + U::kAllHaloTileBytes),
+        full(reinterpret_cast<uint64_t*>(ring + params.stages * U::kStageBytes)),
+        empty(full + U::kStages),
+        halo_tile_full(empty + U::kStages),
+        halo_tile_normal(halo_tile_full + U::kSlots),
+        halo_tile_empty(halo_tile_normal + U::kWindowed),
+        received(halo_tile_empty + U::kSlots),
+        partials_received(reinterpret_cast<float4*>(full + U::kBarriers)),
+        rank(rank),
+        log_splits(params.log_splits),
+        steps(params.depth.steps.value),
+        splits(1 << (params.log_splits - params.log_cluster)),
+        first_step(BeginOf(rank * splits)),
+        end_step(BeginOf((rank + 1) * splits)) {}
+
+  __device__ int BeginOf(int split) const { return steps * split >> log_splits; }
+  __device__ unsigned char* WeightsOf(int stage) const { return ring + stage * U::kStageBytes; }
+  __device__ unsigned char* InputsOf(int stage) const { return WeightsOf(stage) + U::kWeightBytes; }
+  __device__ unsigned char* HaloTileOf(int slot) const { return U::P::At(shared, slot); }
+};
+
+/// One thread: initialises the barriers.
+template <bool kInHaloTiles, bool kShortcut>
+__device__ inline void InitBarriers(const Cta<kInHaloTiles, kShortcut>& cta, const Params& params) {
+  using U = Tile64x64<kInHaloTiles, kShortcut>;
+#pragma unroll 1
+  for (int stage = 0; stage < params.stages; ++stage) {
+    InitBarrier(&cta.full[stage], 1);
+    InitBarrier(&cta.empty[stage], 1);
+  }
+  for (int slot = 0; slot < U::kSlots; ++slot) {
+    InitBarrier(&cta.halo_tile_full[slot], 1);
+    InitBarrier(&cta.halo_tile_empty[slot], 1);
+  }
+  for (int slot = 0; slot < U::kWindowed; ++slot) {
+    InitBarrier(&cta.halo_tile_normal[slot], U::kTransformers);
+  }
+  InitBarrier(cta.received, 1);
+  FenceBarrierInit();
+  if (params.log_cluster > 0) {
+    const int own = cta.rank == 0 ? 1 : cta.splits;
+    ArriveExpectTx(cta.received, (SlotsOf(params.log_splits, params.log_cluster) - own) *
+                                     SlotBytes(params.log_cluster));
+  }
+}
+
+/// One thread: loads the weights of every step, the first ones during the preceding kernel, since
+/// no kernel writes weights.
+template <bool kInHaloTiles, bool kShortcut>
+__device__ inline void LoadWeights(const Cta<kInHaloTiles, kShortcut>& cta,
+                                   const Conv2dLaunch& conv, const Params& params,
+                                   const TileAt& tile) {
+  using U = Tile64x64<kInHaloTiles, kShortcut>;
+  typename Cta<kInHaloTiles, kShortcut>::Step at(conv, params, cta.first_step);
+  int stage = 0, round = 0;
+#pragma unroll 1
+  for (int step = cta.first_step; step < cta.end_step; ++step) {
+    if (step == cta.first_step + U::kEarly) WaitForPredecessors();
+    Wait(&cta.empty[stage], (round & 1) ^ 1);
+    // Of the inputs, too, which another thread loads.
+    ArriveExpectTx(&cta.full[stage], U::kStageBytes);
+    const WeightAt from = WeightOf(params, at);
+    TmaLoadWeights(cta.WeightsOf(stage), from.map, &cta.full[stage], from.channel, from.tap,
+                   tile.n0, tile.phase);
+    at.Advance(conv, params);
+    if (++stage == params.stages) stage = 0, ++round;
+  }
+}
+
+/// One thread: loads the inputs of every step.
+template <bool kShortcut>
+__device__ inline void LoadInputs(const Cta<false, kShortcut>& cta, const Conv2dLaunch& conv,
+                                  const Params& params, const TileAt& tile) {
+  StepAt<kShortcut> at(conv, params, cta.first_step);
+  const StartAt start = StartOf(params.grid, tile.m0);
+  int stage = 0, round = 0;
+  WaitForPredecessors();
+#pragma unroll 1
+  for (int step = cta.first_step; step < cta.end_step; ++step) {
+    if (round > 0) Wait(&cta.empty[stage], (round & 1) ^ 1);
+    LoadInputsByTma(cta.InputsOf(stage), params, at, start, tile.m0, tile.phase, &cta.full[stage]);
+    at.Advance(conv, params);
+    if (++stage == params.stages) stage = 0, ++round;
+  }
+}
+/// One thread: loads halo tiles in the order of the steps that need them.
+template <bool kShortcut>
+__device__ inline void LoadInputs(const Cta<true, kShortcut>& cta, const Conv2dLaunch& conv,
+                                  const Params& params, const TileAt& tile) {
+  using U = Tile64x64<true, kShortcut>;
+  StepAt<kShortcut, kTaps> at(conv, params, cta.first_step);
+  const auto load = [&](int slot, int round, int bytes, const ChunkAt& from, int around) {
+    Wait(&cta.halo_tile_empty[slot], (round & 1) ^ 1);
+    ArriveExpectTx(&cta.halo_tile_full[slot], bytes);
+    TmaLoad(cta.HaloTileOf(slot), from.map, &cta.halo_tile_full[slot], from.channel,
+            tile.x - around, tile.y - around, tile.image);
+  };
+  int next = at.chunk, slot = 0, round = 0, of_shortcut = 0;
+  WaitForPredecessors();
+#pragma unroll 1
+  for (int step = cta.first_step; step < cta.end_step; ++step) {
+    if (kShortcut && at.IsOfShortcut(params.depth)) {
+      load(U::kWindowed + of_shortcut % 2, of_shortcut / 2, kShortcutSlot,
+           ChunkOf(params.shortcut, at.of_shortcut), 0);
+      ++of_shortcut;
+    } else if (at.chunk == next) {
+      load(slot, round, kHaloTileBytes, ChunkOf(params, at.chunk), 1);
+      ++next;
+      if (++slot == U::kWindowed) slot = 0, ++round;
+    }
+    at.Advance(conv, params);
+  }
+}
+
+/// kTransformers threads: normalise the halo tiles in shared memory.
+template <bool kShortcut>
+__device__ inline void NormaliseInputs(const Cta<true, kShortcut>& cta, const Conv2dLaunch& conv,
+                                       const Params& params, const TileAt& tile, int thread) {
+  using U = Tile64x64<true, kShortcut>;
+  const StepAt<kShortcut, kTaps> first(conv, params, cta.first_step),
+      end(conv, params, cta.end_step);
+  const bool has_windowed = cta.end_step - end.of_shortcut > cta.first_step - first.of_shortcut;
+  const int end_chunk = has_windowed ? end.chunk + (end.tap > 0 ? 1 : 0) : first.chunk;
+  const int vector = thread % 8, channels = conv.channels + conv.channels2;
+  int slot = 0, round = 0;
+  const uint32_t inside = PixelsInside<U::kTransformers / 8, kHaloTilePixels>(
+      conv, kPitch, thread, tile.y - 1, tile.x - 1);
+  WaitForPredecessors();
+#pragma unroll 1
+  for (int chunk = first.chunk; chunk < end_chunk; ++chunk) {
+    const bool from_x = chunk < params.chunks;
+    const int channel = (from_x ? chunk : chunk - params.chunks) * kStep + vector * 8;
+    const bool has_channels = channel < (from_x ? conv.channels : conv.channels2);
+    float factor[8], offset[8];
+    if (has_channels) {
+      const float* const from = conv.input_factors + int64_t{tile.image} * 2 * channels +
+                                (from_x ? 0 : conv.channels) + channel;
+      LoadEight(from, factor);
+      LoadEight(from + channels, offset);
+    }
+    Wait(&cta.halo_tile_full[slot], round & 1);
+    if (has_channels) {
+      Normalise<U::kTransformers / 8>(cta.HaloTileOf(slot), 0, thread, inside, factor, offset);
+    }
+    FenceProxyAsync();  // wgmma reads through the async proxy
+    Arrive(&cta.halo_tile_normal[slot]);
+    if (++slot == U::kWindowed) slot = 0, ++round;
+  }
+}
+
 /// kNormRun: channels of a group of conv.output_norm; 0: no norm.
 template <bool kInHaloTiles, bool kShortcut, int kNormRun>
-__global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 2)
+__global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThreads, 2)
     Conv64x64Kernel(const __grid_constant__ Conv2dLaunch conv,
                     const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using U = Tile64x64<kInHaloTiles, kShortcut>;
   extern __shared__ __align__(1024) unsigned char shared[];  // the swizzle's alignment
   const int stages = params.stages;
-  unsigned char* const ring = shared + U::kAllHaloTileBytes;
-  uint64_t* const full = reinterpret_cast<uint64_t*>(ring + stages * U::kStageBytes);
-  uint64_t* const empty = full + U::kStages;
-  uint64_t* const halo_tile_full = empty + U::kStages;
-  uint64_t* const halo_tile_normal = halo_tile_full + U::kSlots;  // normalised
-  uint64_t* const halo_tile_empty = halo_tile_normal + U::kWindowed;
-  uint64_t* const received = halo_tile_empty + U::kSlots;
-  float4* const partials_received = reinterpret_cast<float4*>(full + U::kBarriers);
-  const auto weights_of = [&](int stage) { return ring + stage * U::kStageBytes; };
-  const auto inputs_of = [&](int stage) { return weights_of(stage) + U::kWeightBytes; };
-  const auto halo_tile_of = [&](int slot) { return U::P::At(shared, slot); };
-
   // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int rank = static_cast<int>(ClusterRank());
-  const Depth& depth = params.depth;
-  const auto begin_of = [&](int split) { return depth.steps.value * split >> params.log_splits; };
-  const int splits = 1 << (params.log_splits - params.log_cluster);  // of this CTA
-  const int first_step = begin_of(rank * splits), end_step = begin_of((rank + 1) * splits);
-  using Step = StepAt<kShortcut, kInHaloTiles ? kTaps : 0>;
-  const Step first(conv, params, first_step), end(conv, params, end_step);
-  const bool has_windowed = end_step - end.of_shortcut > first_step - first.of_shortcut;
-  const int end_chunk = has_windowed ? end.chunk + (end.tap > 0 ? 1 : 0) : first.chunk;
+  const Cta<kInHaloTiles, kShortcut> cta(params, shared, rank);
   const TileAt tile = TileOf<kInHaloTiles>(params, blockIdx.x >> params.log_cluster);
-  const StartAt start = kInHaloTiles ? StartAt{} : StartOf(params.grid, tile.m0);
   const bool clustered = params.log_cluster > 0;
   const bool normalises = kInHaloTiles && conv.input_factors != nullptr;
 
-  const auto copy_weights = [&](const Step& at, int stage) {
-    const WeightAt from = WeightOf(params, at);
-    ArriveExpectTx(&full[stage], U::kStageBytes);
-    TmaLoadWeights(weights_of(stage), from.map, &full[stage], from.channel, from.tap, tile.n0,
-                   tile.phase);
-  };
-
-  const int early = min(min(stages, U::kEarly), end_step - first_step);
-  if (warp == kConsumers / 32 && ElectOne()) {
+  if (warp == U::kWeightWarp && ElectOne()) {
     PrefetchTensorMaps<kShortcut>(params);
-#pragma unroll 1
-    for (int stage = 0; stage < stages; ++stage) {
-      InitBarrier(&full[stage], 1);
-      InitBarrier(&empty[stage], 1);
-    }
-    for (int slot = 0; slot < U::kSlots; ++slot) {
-      InitBarrier(&halo_tile_full[slot], 1);
-      InitBarrier(&halo_tile_empty[slot], 1);
-    }
-    for (int slot = 0; slot < U::kWindowed; ++slot) {
-      InitBarrier(&halo_tile_normal[slot], U::kTransformers);
-    }
-    InitBarrier(received, 1);
-    FenceBarrierInit();
-    if (clustered) {
-      const int own = rank == 0 ? 1 : splits;
-      ArriveExpectTx(received, (SlotsOf(params.log_splits, params.log_cluster) - own) *
-                                   SlotBytes(params.log_cluster));
-    }
-    // No kernel writes weights: the first loads overlap the preceding kernel.
-    Step at = first;
-#pragma unroll 1
-    for (int step = 0; step < early; ++step) {
-      copy_weights(at, step);
-      at.Advance(conv, params);
-    }
+    InitBarriers(cta, params);
   }
   __syncthreads();
   if (clustered) ArriveAtCluster();
 
   if (warp >= kConsumers / 32) {
-    if (warp == kConsumers / 32 && ElectOne()) {
-      WaitForPredecessors();
-      // The next halo tiles of the window and of the shortcut.
-      struct Next {
-        int chunk, slot, round = 0;
-      };
-      Next next = {first.chunk, 0}, next_of_shortcut = {first.of_shortcut, U::kWindowed};
-      const auto copy_next = [&](auto of_shortcut, Next& at) {
-        constexpr bool kOf = decltype(of_shortcut)::value;
-        if (at.chunk == (kOf ? end.of_shortcut : end_chunk)) return;
-        Wait(&halo_tile_empty[at.slot], (at.round & 1) ^ 1);
-        ArriveExpectTx(&halo_tile_full[at.slot], kOf ? kShortcutSlot : kHaloTileBytes);
-        const int around = kOf ? 0 : 1;
-        const ChunkAt from = kOf ? ChunkOf(params.shortcut, at.chunk) : ChunkOf(params, at.chunk);
-        TmaLoad(halo_tile_of(at.slot), from.map, &halo_tile_full[at.slot], from.channel,
-                tile.x - around, tile.y - around, tile.image);
-        ++at.chunk;
-        if (++at.slot == (kOf ? U::kSlots : U::kWindowed)) {
-          at.slot = kOf ? U::kWindowed : 0, ++at.round;
-        }
-      };
-      const auto copy_next_halo_tile = [&] { copy_next(std::false_type(), next); };
-      const auto copy_next_of_shortcut = [&] {
-        if constexpr (kShortcut) copy_next(std::true_type(), next_of_shortcut);
-      };
+    if (warp == U::kWeightWarp) {
+      if (ElectOne()) LoadWeights(cta, conv, params, tile);
+    } else if (warp == U::kInputWarp) {
+      if (ElectOne()) LoadInputs(cta, conv, params, tile);
+    } else if (normalises) {
       if constexpr (kInHaloTiles) {
-        for (int i = 0; i < U::kWindowed; ++i) copy_next_halo_tile();
-        for (int i = 0; i < U::kOfShortcut; ++i) copy_next_of_shortcut();
-      }
-
-      Step at = first, used = first;
-      const auto replace_used = [&] {
-        if constexpr (kInHaloTiles) {
-          ReplaceUsed(conv, params, used, copy_next_halo_tile, copy_next_of_shortcut);
-        }
-      };
-      int stage = 0, round = 0;
-#pragma unroll 1
-      for (int step = first_step; step < end_step; ++step) {
-        if (step >= first_step + early) {
-          Wait(&empty[stage], (round & 1) ^ 1);
-          copy_weights(at, stage);
-        }
-        if constexpr (kInHaloTiles) {
-          if (step >= first_step + stages) replace_used();
-        } else {
-          LoadInputsByTma(inputs_of(stage), params, at, start, tile.m0, tile.phase, &full[stage]);
-        }
-        at.Advance(conv, params);
-        if (++stage == stages) stage = 0, ++round;
-      }
-#pragma unroll 1
-      while (kInHaloTiles && (next.chunk < end_chunk || next_of_shortcut.chunk < end.of_shortcut)) {
-        replace_used();
-      }
-    } else if (warp > kConsumers / 32 && normalises) {
-      if constexpr (kInHaloTiles) {
-        const int thread = threadIdx.x - kConsumers - 32, vector = thread % 8;
-        const int channels = conv.channels + conv.channels2;
-        int slot = 0, round = 0;
-        const uint32_t inside = PixelsInside<U::kTransformers / 8, kHaloTilePixels>(
-            conv, kPitch, thread, tile.y - 1, tile.x - 1);
-        WaitForPredecessors();
-#pragma unroll 1
-        for (int chunk = first.chunk; chunk < end_chunk; ++chunk) {
-          const bool from_x = chunk < params.chunks;
-          const int channel = (from_x ? chunk : chunk - params.chunks) * kStep + vector * 8;
-          const bool has_channels = channel < (from_x ? conv.channels : conv.channels2);
-          float factor[8], offset[8];
-          if (has_channels) {
-            const float* const from = conv.input_factors + int64_t{tile.image} * 2 * channels +
-                                      (from_x ? 0 : conv.channels) + channel;
-            LoadEight(from, factor);
-            LoadEight(from + channels, offset);
-          }
-          Wait(&halo_tile_full[slot], round & 1);
-          if (has_channels) {
-            Normalise<U::kTransformers / 8>(halo_tile_of(slot), 0, thread, inside, factor, offset);
-          }
-          FenceProxyAsync();  // wgmma reads through the async proxy
-          Arrive(&halo_tile_normal[slot]);
-          if (++slot == U::kWindowed) slot = 0, ++round;
-        }
+        NormaliseInputs(cta, conv, params, tile, threadIdx.x - U::kTransformerWarp * 32);
       }
     }
     if (clustered) WaitForCluster();
@@ -399,9 +444,10 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
     }
   };
   const bool leads = threadIdx.x == 0;
-  uint64_t* const halo_tile_ready = normalises ? halo_tile_normal : halo_tile_full;
+  uint64_t* const halo_tile_ready = normalises ? cta.halo_tile_normal : cta.halo_tile_full;
 
   const int slots = SlotsOf(params.log_splits, params.log_cluster);
+  float4* const partials_received = cta.partials_received;
   float2* const affine = reinterpret_cast<float2*>(partials_received + slots * mine * kConsumers);
   if constexpr (kNormRun > 0) {
     const int c = threadIdx.x, n = tile.n0 + rank * mine * 8 + c;
@@ -428,15 +474,16 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
     }
   }
 
+  const typename Cta<kInHaloTiles, kShortcut>::Step first(conv, params, cta.first_step);
   int stage = 0, round = 0, slot = 0, halo_tile_round = 0, previous = -1;
-  int step = first_step, taps_left = 0, tap_x = 0;
+  int step = cta.first_step, taps_left = 0, tap_x = 0;
   bool new_halo_tile = true;
-  uint64_t weight = MatrixDescriptor(weights_of(0)), input = MatrixDescriptor(inputs_of(0));
+  uint64_t weight = MatrixDescriptor(cta.WeightsOf(0)), input = MatrixDescriptor(cta.InputsOf(0));
   uint64_t window = 0;  // the descriptor of the next step
   const auto begin_halo_tile = [&](int tap) {
     taps_left = kTaps - tap;
     tap_x = tap % 3;
-    window = HaloTileDescriptor(halo_tile_of(slot), kPitch) +
+    window = HaloTileDescriptor(cta.HaloTileOf(slot), kPitch) +
              ((tap / 3 * kPitch + tap_x) * kStepBytes >> 4);
   };
   // A step's halo tile is the window's current one or the shortcut's next one.
@@ -444,25 +491,25 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
   bool of_shortcut = false;
   const auto shortcut_slot = [&] { return U::kWindowed + shortcut_at % 2; };
   const auto begin_step = [&] {
-    of_shortcut = kShortcut && due >= depth.steps.value;
-    input = of_shortcut ? MatrixDescriptor(halo_tile_of(shortcut_slot())) : window;
+    of_shortcut = kShortcut && due >= cta.steps;
+    input = of_shortcut ? MatrixDescriptor(cta.HaloTileOf(shortcut_slot())) : window;
   };
   if constexpr (kInHaloTiles) {
     begin_halo_tile(first.tap);
     begin_step();
   }
 #pragma unroll 1
-  for (int split = 0; split < splits; ++split) {
-    const int end = begin_of(rank * splits + split + 1);
+  for (int split = 0; split < cta.splits; ++split) {
+    const int end = cta.BeginOf(rank * cta.splits + split + 1);
     PinAccumulators(accumulators);
 #pragma unroll 1
     for (; step < end; ++step) {
       if (kInHaloTiles && of_shortcut) {
-        Wait(&halo_tile_full[shortcut_slot()], shortcut_at / 2 & 1);
+        Wait(&cta.halo_tile_full[shortcut_slot()], shortcut_at / 2 & 1);
       } else if (kInHaloTiles && new_halo_tile) {
         Wait(&halo_tile_ready[slot], halo_tile_round & 1);
       }
-      Wait(&full[stage], round & 1);
+      Wait(&cta.full[stage], round & 1);
       WgmmaFence();
 #pragma unroll
       for (int k = 0; k < kStep / 16; ++k) Wgmma(accumulators, input + 2 * k, weight + 2 * k);
@@ -472,11 +519,11 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
       const int finished = previous, finished_slot = used_slot;
       previous = stage;
       if (++stage == stages) stage = 0, ++round;
-      weight = MatrixDescriptor(weights_of(stage));
+      weight = MatrixDescriptor(cta.WeightsOf(stage));
       if constexpr (kInHaloTiles) {
         if (of_shortcut) {
           used_slot = shortcut_slot();
-          ++shortcut_at, due -= depth.steps.value;
+          ++shortcut_at, due -= cta.steps;
         } else {
           new_halo_tile = --taps_left == 0;
           used_slot = new_halo_tile ? slot : -1;
@@ -489,14 +536,14 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
             window += (next_line ? kPitch - 2 : 1) * kStepBytes >> 4;
           }
         }
-        due += depth.shortcut;
+        due += params.depth.shortcut;
         begin_step();
       } else {
-        input = MatrixDescriptor(inputs_of(stage));
+        input = MatrixDescriptor(cta.InputsOf(stage));
       }
       WgmmaWait<1>();  // for the previous step
-      if (finished >= 0 && leads) Arrive(&empty[finished]);
-      if (kInHaloTiles && finished_slot >= 0 && leads) Arrive(&halo_tile_empty[finished_slot]);
+      if (finished >= 0 && leads) Arrive(&cta.empty[finished]);
+      if (kInHaloTiles && finished_slot >= 0 && leads) Arrive(&cta.halo_tile_empty[finished_slot]);
     }
     WgmmaWait<0>();
     PinAccumulators(accumulators);
@@ -512,9 +559,9 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
       accumulators[i] = 0;
     }
     if (clustered && split == 0) WaitForCluster();  // all its CTAs have started
-    if (rank == 0 && split < splits - 1) continue;
+    if (rank == 0 && split < cta.splits - 1) continue;
     // Sent to the CTAs that own the outputs: [slots, mine, threads] of four values.
-    const int to_slot = rank == 0 ? 0 : 1 + (rank - 1) * splits + split;
+    const int to_slot = rank == 0 ? 0 : 1 + (rank - 1) * cta.splits + split;
     float4* const to = partials_received + to_slot * mine * kConsumers + threadIdx.x;
 #pragma unroll
     for (int j = 0; j < kOutputs / 8; ++j) {
@@ -522,7 +569,7 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
       float4* const at = to + (j & (mine - 1)) * kConsumers;
       const float4 four = {total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]};
       if (owner != rank) {
-        StoreAsync(ClusterAddress(at, owner), ClusterAddress(received, owner), four);
+        StoreAsync(ClusterAddress(at, owner), ClusterAddress(cta.received, owner), four);
       } else {
         *at = four;
       }
@@ -530,7 +577,7 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kThreads, 
   }
 
   if (kNormRun == 0) ReleaseDependents();
-  if (clustered) WaitForStores(received, 0);
+  if (clustered) WaitForStores(cta.received, 0);
   const auto sum_of = [&](int j) {
     const float4* const from = partials_received + j * kConsumers + threadIdx.x;
     float4 sum = *from;

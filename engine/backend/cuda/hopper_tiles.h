@@ -89,9 +89,9 @@ struct HopperTileSpec {
 // clang-format off
 constexpr HopperTileSpec kTiles[] = {
     {Loader::kIm2col,   Schedule::kClusterSplitK, SplitK::kCluster, 64, 64,
-     {14, 1, 160}, {{0.02, 0.3, 2.3}, {}, 0.23, 0.89}},
+     {14, 1, 192}, {{0.02, 0.3, 2.3}, {}, 0.23, 0.89}},
     {Loader::kHaloTile, Schedule::kClusterSplitK, SplitK::kCluster, 64, 64,
-     {14, 1, 256}, {{0.01, 0.298, 2.5}, {}, 0.29, 0.67}},
+     {14, 1, 288}, {{0.01, 0.298, 2.5}, {}, 0.29, 0.67}},
     {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kNone,    128, 32,
      {5, 2, 384, 232, 40}, {{0.68, 0.358, 0.78}}},
     {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kCta,     128, 128,
