@@ -475,11 +475,14 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThre
   }
 
   const typename Cta<kInHaloTiles, kShortcut>::Step first(conv, params, cta.first_step);
-  int stage = 0, round = 0, slot = 0, halo_tile_round = 0, previous = -1;
-  int step = cta.first_step, taps_left = 0, tap_x = 0;
+  int stage = 0, parity = 0, slot = 0, halo_tile_round = 0, previous = -1;
+  int taps_left = 0, tap_x = 0;
   bool new_halo_tile = true;
-  uint64_t weight = MatrixDescriptor(cta.WeightsOf(0)), input = MatrixDescriptor(cta.InputsOf(0));
-  uint64_t window = 0;  // the descriptor of the next step
+  // Descriptors of stages differ in their lower words alone.
+  const uint64_t first_weight = MatrixDescriptor(cta.WeightsOf(0));
+  uint32_t weight = static_cast<uint32_t>(first_weight);
+  const auto descriptor_of = [&](uint32_t lower) { return first_weight >> 32 << 32 | lower; };
+  uint64_t window = 0, input = 0;  // descriptors of the next step
   const auto begin_halo_tile = [&](int tap) {
     taps_left = kTaps - tap;
     tap_x = tap % 3;
@@ -491,35 +494,39 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThre
   bool of_shortcut = false;
   const auto shortcut_slot = [&] { return U::kWindowed + shortcut_at % 2; };
   const auto begin_step = [&] {
-    of_shortcut = kShortcut && due >= cta.steps;
-    input = of_shortcut ? MatrixDescriptor(cta.HaloTileOf(shortcut_slot())) : window;
+    if constexpr (kInHaloTiles) {
+      of_shortcut = kShortcut && due >= cta.steps;
+      input = of_shortcut ? MatrixDescriptor(cta.HaloTileOf(shortcut_slot())) : window;
+    } else {
+      input = descriptor_of(weight + (U::kWeightBytes >> 4));
+    }
   };
-  if constexpr (kInHaloTiles) {
-    begin_halo_tile(first.tap);
-    begin_step();
-  }
+  if constexpr (kInHaloTiles) begin_halo_tile(first.tap);
+  begin_step();
 #pragma unroll 1
   for (int split = 0; split < cta.splits; ++split) {
-    const int end = cta.BeginOf(rank * cta.splits + split + 1);
+    const int begin = cta.BeginOf(rank * cta.splits + split);
     PinAccumulators(accumulators);
 #pragma unroll 1
-    for (; step < end; ++step) {
+    for (int left = cta.BeginOf(rank * cta.splits + split + 1) - begin; left > 0; --left) {
       if (kInHaloTiles && of_shortcut) {
         Wait(&cta.halo_tile_full[shortcut_slot()], shortcut_at / 2 & 1);
       } else if (kInHaloTiles && new_halo_tile) {
         Wait(&halo_tile_ready[slot], halo_tile_round & 1);
       }
-      Wait(&cta.full[stage], round & 1);
+      Wait(&cta.full[stage], parity);
       WgmmaFence();
 #pragma unroll
-      for (int k = 0; k < kStep / 16; ++k) Wgmma(accumulators, input + 2 * k, weight + 2 * k);
+      for (int k = 0; k < kStep / 16; ++k) {
+        Wgmma(accumulators, input + 2 * k, descriptor_of(weight) + 2 * k);
+      }
       WgmmaCommit();
       // The next step's descriptors are computed while this step runs: with so few outputs, a step
       // is bound by instructions, not by products.
       const int finished = previous, finished_slot = used_slot;
       previous = stage;
-      if (++stage == stages) stage = 0, ++round;
-      weight = MatrixDescriptor(cta.WeightsOf(stage));
+      weight += U::kStageBytes >> 4;
+      if (++stage == stages) stage = 0, parity ^= 1, weight = static_cast<uint32_t>(first_weight);
       if constexpr (kInHaloTiles) {
         if (of_shortcut) {
           used_slot = shortcut_slot();
@@ -537,10 +544,8 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThre
           }
         }
         due += params.depth.shortcut;
-        begin_step();
-      } else {
-        input = MatrixDescriptor(cta.InputsOf(stage));
       }
+      begin_step();
       WgmmaWait<1>();  // for the previous step
       if (finished >= 0 && leads) Arrive(&cta.empty[finished]);
       if (kInHaloTiles && finished_slot >= 0 && leads) Arrive(&cta.halo_tile_empty[finished_slot]);
