@@ -278,8 +278,11 @@ __device__ inline void InitBarriers(const Cta<kInHaloTiles, kShortcut>& cta, con
   }
 }
 
-/// One thread: loads the weights of every step, the first ones during the preceding kernel, since
-/// no kernel writes weights.
+// Producers. A warp elects a thread for each load, not for the loop: what the loop computes then
+// stays in uniform registers, where TMA needs it.
+
+/// Loads the weights of every step, the first ones during the preceding kernel, since no kernel
+/// writes weights.
 template <bool kInHaloTiles, bool kShortcut>
 __device__ inline void LoadWeights(const Cta<kInHaloTiles, kShortcut>& cta,
                                    const Conv2dLaunch& conv, const Params& params,
@@ -291,17 +294,18 @@ __device__ inline void LoadWeights(const Cta<kInHaloTiles, kShortcut>& cta,
   for (int step = cta.first_step; step < cta.end_step; ++step) {
     if (step == cta.first_step + U::kEarly) WaitForPredecessors();
     Wait(&cta.empty[stage], (round & 1) ^ 1);
-    // Of the inputs, too, which another thread loads.
-    ArriveExpectTx(&cta.full[stage], U::kStageBytes);
-    const WeightAt from = WeightOf(params, at);
-    TmaLoadWeights(cta.WeightsOf(stage), from.map, &cta.full[stage], from.channel, from.tap,
-                   tile.n0, tile.phase);
+    if (ElectOne()) {
+      ArriveExpectTx(&cta.full[stage], U::kStageBytes);  // of the inputs, too
+      const WeightAt from = WeightOf(params, at);
+      TmaLoadWeights(cta.WeightsOf(stage), from.map, &cta.full[stage], from.channel, from.tap,
+                     tile.n0, tile.phase);
+    }
     at.Advance(conv, params);
     if (++stage == params.stages) stage = 0, ++round;
   }
 }
 
-/// One thread: loads the inputs of every step.
+/// Loads the inputs of every step.
 template <bool kShortcut>
 __device__ inline void LoadInputs(const Cta<false, kShortcut>& cta, const Conv2dLaunch& conv,
                                   const Params& params, const TileAt& tile) {
@@ -312,12 +316,15 @@ __device__ inline void LoadInputs(const Cta<false, kShortcut>& cta, const Conv2d
 #pragma unroll 1
   for (int step = cta.first_step; step < cta.end_step; ++step) {
     if (round > 0) Wait(&cta.empty[stage], (round & 1) ^ 1);
-    LoadInputsByTma(cta.InputsOf(stage), params, at, start, tile.m0, tile.phase, &cta.full[stage]);
+    if (ElectOne()) {
+      LoadInputsByTma(cta.InputsOf(stage), params, at, start, tile.m0, tile.phase,
+                      &cta.full[stage]);
+    }
     at.Advance(conv, params);
     if (++stage == params.stages) stage = 0, ++round;
   }
 }
-/// One thread: loads halo tiles in the order of the steps that need them.
+/// Loads halo tiles in the order of the steps that need them.
 template <bool kShortcut>
 __device__ inline void LoadInputs(const Cta<true, kShortcut>& cta, const Conv2dLaunch& conv,
                                   const Params& params, const TileAt& tile) {
@@ -325,6 +332,7 @@ __device__ inline void LoadInputs(const Cta<true, kShortcut>& cta, const Conv2dL
   StepAt<kShortcut, kTaps> at(conv, params, cta.first_step);
   const auto load = [&](int slot, int round, int bytes, const ChunkAt& from, int around) {
     Wait(&cta.halo_tile_empty[slot], (round & 1) ^ 1);
+    if (!ElectOne()) return;
     ArriveExpectTx(&cta.halo_tile_full[slot], bytes);
     TmaLoad(cta.HaloTileOf(slot), from.map, &cta.halo_tile_full[slot], from.channel,
             tile.x - around, tile.y - around, tile.image);
@@ -408,9 +416,9 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThre
 
   if (warp >= kConsumers / 32) {
     if (warp == U::kWeightWarp) {
-      if (ElectOne()) LoadWeights(cta, conv, params, tile);
+      LoadWeights(cta, conv, params, tile);
     } else if (warp == U::kInputWarp) {
-      if (ElectOne()) LoadInputs(cta, conv, params, tile);
+      LoadInputs(cta, conv, params, tile);
     } else if (normalises) {
       if constexpr (kInHaloTiles) {
         NormaliseInputs(cta, conv, params, tile, threadIdx.x - U::kTransformerWarp * 32);
