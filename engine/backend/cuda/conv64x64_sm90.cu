@@ -390,6 +390,204 @@ __device__ inline void NormaliseInputs(const Cta<true, kShortcut>& cta, const Co
   }
 }
 
+/// The consumer: multiplies the steps of each split into `accumulators`, and calls finish(split)
+/// after its last one. `halo_tile_ready`: full, or normalised.
+template <bool kInHaloTiles, bool kShortcut, typename Finish>
+__device__ inline void Multiply(const Cta<kInHaloTiles, kShortcut>& cta, const Conv2dLaunch& conv,
+                                const Params& params, uint64_t* halo_tile_ready,
+                                float (&accumulators)[kAccumulators], const Finish& finish) {
+  using U = Tile64x64<kInHaloTiles, kShortcut>;
+  const bool leads = threadIdx.x == 0;
+  const typename Cta<kInHaloTiles, kShortcut>::Step first(conv, params, cta.first_step);
+  int stage = 0, parity = 0, slot = 0, halo_tile_round = 0, previous = -1;
+  int taps_left = 0, tap_x = 0;
+  bool new_halo_tile = true;
+  // Descriptors of stages differ in their lower words alone.
+  const uint64_t first_weight = MatrixDescriptor(cta.WeightsOf(0));
+  uint32_t weight = static_cast<uint32_t>(first_weight);
+  const auto descriptor_of = [&](uint32_t lower) { return first_weight >> 32 << 32 | lower; };
+  uint64_t window = 0, input = 0;  // descriptors of the next step
+  const auto begin_halo_tile = [&](int tap) {
+    taps_left = kTaps - tap;
+    tap_x = tap % 3;
+    window = HaloTileDescriptor(cta.HaloTileOf(slot), kPitch) +
+             ((tap / 3 * kPitch + tap_x) * kStepBytes >> 4);
+  };
+  // A step's halo tile is the window's current one or the shortcut's next one.
+  int due = first.due, shortcut_at = 0, used_slot = -1;
+  bool of_shortcut = false;
+  const auto shortcut_slot = [&] { return U::kWindowed + shortcut_at % 2; };
+  const auto begin_step = [&] {
+    if constexpr (kInHaloTiles) {
+      of_shortcut = kShortcut && due >= cta.steps;
+      input = of_shortcut ? MatrixDescriptor(cta.HaloTileOf(shortcut_slot())) : window;
+    } else {
+      input = descriptor_of(weight + (U::kWeightBytes >> 4));
+    }
+  };
+  if constexpr (kInHaloTiles) begin_halo_tile(first.tap);
+  begin_step();
+#pragma unroll 1
+  for (int split = 0; split < cta.splits; ++split) {
+    const int begin = cta.BeginOf(cta.rank * cta.splits + split);
+    PinAccumulators(accumulators);
+#pragma unroll 1
+    for (int left = cta.BeginOf(cta.rank * cta.splits + split + 1) - begin; left > 0; --left) {
+      if (kInHaloTiles && of_shortcut) {
+        Wait(&cta.halo_tile_full[shortcut_slot()], shortcut_at / 2 & 1);
+      } else if (kInHaloTiles && new_halo_tile) {
+        Wait(&halo_tile_ready[slot], halo_tile_round & 1);
+      }
+      Wait(&cta.full[stage], parity);
+      WgmmaFence();
+#pragma unroll
+      for (int k = 0; k < kStep / 16; ++k) {
+        Wgmma(accumulators, input + 2 * k, descriptor_of(weight) + 2 * k);
+      }
+      WgmmaCommit();
+      // The next step's descriptors are computed while this step runs: with so few outputs, a step
+      // is bound by instructions, not by products.
+      const int finished = previous, finished_slot = used_slot;
+      previous = stage;
+      weight += U::kStageBytes >> 4;
+      if (++stage == params.stages) {
+        stage = 0, parity ^= 1, weight = static_cast<uint32_t>(first_weight);
+      }
+      if constexpr (kInHaloTiles) {
+        if (of_shortcut) {
+          used_slot = shortcut_slot();
+          ++shortcut_at, due -= cta.steps;
+        } else {
+          new_halo_tile = --taps_left == 0;
+          used_slot = new_halo_tile ? slot : -1;
+          if (new_halo_tile) {
+            if (++slot == U::kWindowed) slot = 0, ++halo_tile_round;
+            begin_halo_tile(0);
+          } else {
+            const bool next_line = tap_x == 2;
+            tap_x = next_line ? 0 : tap_x + 1;
+            window += (next_line ? kPitch - 2 : 1) * kStepBytes >> 4;
+          }
+        }
+        due += params.depth.shortcut;
+      }
+      begin_step();
+      WgmmaWait<1>();  // for the previous step
+      if (finished >= 0 && leads) Arrive(&cta.empty[finished]);
+      if (kInHaloTiles && finished_slot >= 0 && leads) Arrive(&cta.halo_tile_empty[finished_slot]);
+    }
+    WgmmaWait<0>();
+    PinAccumulators(accumulators);
+    finish(split);
+  }
+}
+
+/// Sends a thread's partial sums of a split to the CTAs that own the outputs: [slots, mine,
+/// threads] of four values.
+template <bool kInHaloTiles, bool kShortcut>
+__device__ inline void SendPartials(const Cta<kInHaloTiles, kShortcut>& cta, const Params& params,
+                                    int split, const float (&total)[kAccumulators]) {
+  const int mine = kOutputs / 8 >> params.log_cluster;
+  const int to_slot = cta.rank == 0 ? 0 : 1 + (cta.rank - 1) * cta.splits + split;
+  float4* const to = cta.partials_received + to_slot * mine * kConsumers + threadIdx.x;
+#pragma unroll
+  for (int j = 0; j < kOutputs / 8; ++j) {
+    const int owner = j >> (3 - params.log_cluster);
+    float4* const at = to + (j & (mine - 1)) * kConsumers;
+    const float4 four = {total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]};
+    if (owner != cta.rank) {
+      StoreAsync(ClusterAddress(at, owner), ClusterAddress(cta.received, owner), four);
+    } else {
+      *at = four;
+    }
+  }
+}
+
+/// What a thread finishes. The CTA has `mine` of the eight blocks of eight outputs. As in a wgmma's
+/// accumulators, a thread has two neighbouring outputs of each block, of `pixel` and of pixel + 8.
+struct Outputs {
+  static constexpr int kAtOnce = 2;  // blocks whose residuals are loaded ahead
+  using Residuals = uint32_t[2 * kAtOnce];
+
+  const Conv2dLaunch& conv;
+  const float4* partials_received;
+  int mine, slots;
+  int first;        // output of the CTA
+  int pixel;        // of the tile
+  int64_t rows[2];  // of conv.out, or −1
+
+  __device__ int At(int j) const { return first + j * 8 + static_cast<int>(threadIdx.x) % 4 * 2; }
+  __device__ void LoadResiduals(int j, Residuals& residuals) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kAtOnce; ++i) {
+      const int64_t row = rows[i % 2];
+      const int output = At(j + i / 2);
+      const bool is =
+          conv.residual.data != nullptr && j + i / 2 < mine && row >= 0 && output < conv.outputs;
+      residuals[i] = is ? *reinterpret_cast<const uint32_t*>(
+                              static_cast<const __nv_bfloat16*>(conv.residual.data) +
+                              row * conv.residual.stride + output)
+                        : 0;
+    }
+  }
+  /// Adds the splits in order.
+  __device__ void Sum(int j, float (&v)[4]) const {
+    const float4* const from = partials_received + j * kConsumers + threadIdx.x;
+    float4 sum = *from;
+#pragma unroll 1
+    for (int slot = 1; slot < slots; ++slot) {
+      const float4 part = from[slot * mine * kConsumers];
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
+  }
+  /// `residuals`: of the first blocks.
+  __device__ void Store(Residuals& residuals) const {
+    const bool silu = conv.activation == Activation::kSilu;
+#pragma unroll 1
+    for (int first = 0; first < mine; first += kAtOnce) {
+      Residuals next;
+      LoadResiduals(first + kAtOnce, next);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int j = first + i;
+        if (j >= mine) break;
+        float v[4];
+        Sum(j, v);
+        if (conv.residual.data != nullptr) {
+          AddPair(residuals[2 * i], v[0], v[1]);
+          AddPair(residuals[2 * i + 1], v[2], v[3]);
+        }
+        ApplyEpilogue(conv, silu, v);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (rows[h] < 0 || At(j) >= conv.outputs) continue;
+          *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(conv.out.data) +
+                                       rows[h] * conv.out.stride + At(j)) =
+              PackBf16(v[2 * h], v[2 * h + 1]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * kAtOnce; ++i) residuals[i] = next[i];
+    }
+  }
+  /// Leaves the result in bf16 in shared memory, for NormaliseOutputs().
+  __device__ void Keep(const Finished& finished) const {
+#pragma unroll 1
+    for (int j = 0; j < mine; ++j) {
+      float v[4];
+      Sum(j, v);
+      ApplyEpilogue(conv, /*silu=*/false, v);
+      __syncwarp();  // all partial sums have been read
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        reinterpret_cast<uint32_t*>(finished.At(j, pixel + 8 * h))[threadIdx.x % 4] =
+            PackBf16(v[2 * h], v[2 * h + 1]);
+      }
+    }
+  }
+};
+
 /// kNormRun: channels of a group of conv.output_norm; 0: no norm.
 template <bool kInHaloTiles, bool kShortcut, int kNormRun>
 __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThreads, 2)
@@ -428,37 +626,21 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThre
     return;
   }
 
-  // The CTA finishes `mine` of the eight blocks of eight outputs. As in a wgmma's accumulators, a
-  // thread has two neighbouring outputs of each block, of my_pixel and of my_pixel + 8.
   const int mine = kOutputs / 8 >> params.log_cluster;
-  const int my_pixel = warp * 16 + threadIdx.x % 32 / 4;
-  const int64_t rows[2] = {RowOf<kInHaloTiles>(conv, params, tile, my_pixel),
-                           RowOf<kInHaloTiles>(conv, params, tile, my_pixel + 8)};
-  const auto output_of = [&](int j) {
-    return tile.n0 + (rank * mine + j) * 8 + static_cast<int>(threadIdx.x) % 4 * 2;
-  };
-  constexpr int kAtOnce = 2;  // blocks of outputs whose residuals are loaded ahead
-  const auto load_residuals = [&](int j, uint32_t(&residuals)[2 * kAtOnce]) {
-#pragma unroll
-    for (int i = 0; i < 2 * kAtOnce; ++i) {
-      const int64_t row = rows[i % 2];
-      const int output = output_of(j + i / 2);
-      const bool is =
-          conv.residual.data != nullptr && j + i / 2 < mine && row >= 0 && output < conv.outputs;
-      residuals[i] = is ? *reinterpret_cast<const uint32_t*>(
-                              static_cast<const __nv_bfloat16*>(conv.residual.data) +
-                              row * conv.residual.stride + output)
-                        : 0;
-    }
-  };
-  const bool leads = threadIdx.x == 0;
-  uint64_t* const halo_tile_ready = normalises ? cta.halo_tile_normal : cta.halo_tile_full;
-
   const int slots = SlotsOf(params.log_splits, params.log_cluster);
-  float4* const partials_received = cta.partials_received;
-  float2* const affine = reinterpret_cast<float2*>(partials_received + slots * mine * kConsumers);
+  const int pixel = warp * 16 + threadIdx.x % 32 / 4;
+  const auto row_of = [&](int pixel) { return RowOf<kInHaloTiles>(conv, params, tile, pixel); };
+  const Outputs outputs = {conv,
+                           cta.partials_received,
+                           mine,
+                           slots,
+                           tile.n0 + rank * mine * 8,
+                           pixel,
+                           {row_of(pixel), row_of(pixel + 8)}};
+  float2* const affine =
+      reinterpret_cast<float2*>(cta.partials_received + slots * mine * kConsumers);
   if constexpr (kNormRun > 0) {
-    const int c = threadIdx.x, n = tile.n0 + rank * mine * 8 + c;
+    const int c = threadIdx.x, n = outputs.first + c;
     if (c < mine * 8 && n < conv.outputs) {
       affine[c] = {0.5f * conv.output_norm.gamma[n], 0.5f * conv.output_norm.beta[n]};
     }
@@ -469,97 +651,21 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThre
   WaitForPredecessors();  // their output is read and overwritten from here on
   // The next convolution can load its weights during the norm.
   if (kNormRun > 0) ReleaseDependents();
-  uint32_t residuals[2 * kAtOnce];
-  if constexpr (kNormRun == 0) load_residuals(0, residuals);
+  Outputs::Residuals residuals;
+  if constexpr (kNormRun == 0) outputs.LoadResiduals(0, residuals);
   constexpr int kAdds = kInHaloTiles ? 1 : 2;  // a halo tile is of one image
   uint32_t add[kAdds][kAccumulators / 4];
   const bool adds = rank == 0 && params.add.data != nullptr;
   if (adds) {
 #pragma unroll
     for (int h = 0; h < kAdds; ++h) {
-      LoadPerImage(conv, params.add, ImageOf<kInHaloTiles>(params, tile, my_pixel + 8 * h), tile.n0,
+      LoadPerImage(conv, params.add, ImageOf<kInHaloTiles>(params, tile, pixel + 8 * h), tile.n0,
                    add[h]);
     }
   }
 
-  const typename Cta<kInHaloTiles, kShortcut>::Step first(conv, params, cta.first_step);
-  int stage = 0, parity = 0, slot = 0, halo_tile_round = 0, previous = -1;
-  int taps_left = 0, tap_x = 0;
-  bool new_halo_tile = true;
-  // Descriptors of stages differ in their lower words alone.
-  const uint64_t first_weight = MatrixDescriptor(cta.WeightsOf(0));
-  uint32_t weight = static_cast<uint32_t>(first_weight);
-  const auto descriptor_of = [&](uint32_t lower) { return first_weight >> 32 << 32 | lower; };
-  uint64_t window = 0, input = 0;  // descriptors of the next step
-  const auto begin_halo_tile = [&](int tap) {
-    taps_left = kTaps - tap;
-    tap_x = tap % 3;
-    window = HaloTileDescriptor(cta.HaloTileOf(slot), kPitch) +
-             ((tap / 3 * kPitch + tap_x) * kStepBytes >> 4);
-  };
-  // A step's halo tile is the window's current one or the shortcut's next one.
-  int due = first.due, shortcut_at = 0, used_slot = -1;
-  bool of_shortcut = false;
-  const auto shortcut_slot = [&] { return U::kWindowed + shortcut_at % 2; };
-  const auto begin_step = [&] {
-    if constexpr (kInHaloTiles) {
-      of_shortcut = kShortcut && due >= cta.steps;
-      input = of_shortcut ? MatrixDescriptor(cta.HaloTileOf(shortcut_slot())) : window;
-    } else {
-      input = descriptor_of(weight + (U::kWeightBytes >> 4));
-    }
-  };
-  if constexpr (kInHaloTiles) begin_halo_tile(first.tap);
-  begin_step();
-#pragma unroll 1
-  for (int split = 0; split < cta.splits; ++split) {
-    const int begin = cta.BeginOf(rank * cta.splits + split);
-    PinAccumulators(accumulators);
-#pragma unroll 1
-    for (int left = cta.BeginOf(rank * cta.splits + split + 1) - begin; left > 0; --left) {
-      if (kInHaloTiles && of_shortcut) {
-        Wait(&cta.halo_tile_full[shortcut_slot()], shortcut_at / 2 & 1);
-      } else if (kInHaloTiles && new_halo_tile) {
-        Wait(&halo_tile_ready[slot], halo_tile_round & 1);
-      }
-      Wait(&cta.full[stage], parity);
-      WgmmaFence();
-#pragma unroll
-      for (int k = 0; k < kStep / 16; ++k) {
-        Wgmma(accumulators, input + 2 * k, descriptor_of(weight) + 2 * k);
-      }
-      WgmmaCommit();
-      // The next step's descriptors are computed while this step runs: with so few outputs, a step
-      // is bound by instructions, not by products.
-      const int finished = previous, finished_slot = used_slot;
-      previous = stage;
-      weight += U::kStageBytes >> 4;
-      if (++stage == stages) stage = 0, parity ^= 1, weight = static_cast<uint32_t>(first_weight);
-      if constexpr (kInHaloTiles) {
-        if (of_shortcut) {
-          used_slot = shortcut_slot();
-          ++shortcut_at, due -= cta.steps;
-        } else {
-          new_halo_tile = --taps_left == 0;
-          used_slot = new_halo_tile ? slot : -1;
-          if (new_halo_tile) {
-            if (++slot == U::kWindowed) slot = 0, ++halo_tile_round;
-            begin_halo_tile(0);
-          } else {
-            const bool next_line = tap_x == 2;
-            tap_x = next_line ? 0 : tap_x + 1;
-            window += (next_line ? kPitch - 2 : 1) * kStepBytes >> 4;
-          }
-        }
-        due += params.depth.shortcut;
-      }
-      begin_step();
-      WgmmaWait<1>();  // for the previous step
-      if (finished >= 0 && leads) Arrive(&cta.empty[finished]);
-      if (kInHaloTiles && finished_slot >= 0 && leads) Arrive(&cta.halo_tile_empty[finished_slot]);
-    }
-    WgmmaWait<0>();
-    PinAccumulators(accumulators);
+  uint64_t* const halo_tile_ready = normalises ? cta.halo_tile_normal : cta.halo_tile_full;
+  Multiply(cta, conv, params, halo_tile_ready, accumulators, [&](int split) {
     if (adds && split == 0) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) AddPerImage(add[kAdds == 1 ? 0 : h], h, accumulators);
@@ -572,80 +678,18 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThre
       accumulators[i] = 0;
     }
     if (clustered && split == 0) WaitForCluster();  // all its CTAs have started
-    if (rank == 0 && split < cta.splits - 1) continue;
-    // Sent to the CTAs that own the outputs: [slots, mine, threads] of four values.
-    const int to_slot = rank == 0 ? 0 : 1 + (rank - 1) * cta.splits + split;
-    float4* const to = partials_received + to_slot * mine * kConsumers + threadIdx.x;
-#pragma unroll
-    for (int j = 0; j < kOutputs / 8; ++j) {
-      const int owner = j >> (3 - params.log_cluster);
-      float4* const at = to + (j & (mine - 1)) * kConsumers;
-      const float4 four = {total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]};
-      if (owner != rank) {
-        StoreAsync(ClusterAddress(at, owner), ClusterAddress(cta.received, owner), four);
-      } else {
-        *at = four;
-      }
-    }
-  }
+    if (rank > 0 || split == cta.splits - 1) SendPartials(cta, params, split, total);
+  });
 
   if (kNormRun == 0) ReleaseDependents();
   if (clustered) WaitForStores(cta.received, 0);
-  const auto sum_of = [&](int j) {
-    const float4* const from = partials_received + j * kConsumers + threadIdx.x;
-    float4 sum = *from;
-#pragma unroll 1
-    for (int slot = 1; slot < slots; ++slot) {
-      const float4 part = from[slot * mine * kConsumers];
-      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-    }
-    return sum;
-  };
   if constexpr (kNormRun > 0) {
-    const Finished finished{reinterpret_cast<unsigned char*>(partials_received)};
-#pragma unroll 1
-    for (int j = 0; j < mine; ++j) {
-      const float4 sum = sum_of(j);
-      float v[4] = {sum.x, sum.y, sum.z, sum.w};
-      ApplyEpilogue(conv, /*silu=*/false, v);
-      __syncwarp();  // all partial sums have been read
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        reinterpret_cast<uint32_t*>(finished.At(j, my_pixel + 8 * h))[threadIdx.x % 4] =
-            PackBf16(v[2 * h], v[2 * h + 1]);
-      }
-    }
-    NormaliseOutputs<kNormRun>(
-        conv, finished, affine, params.norm_count_inverse, tile.n0 + rank * mine * 8, mine, warp,
-        [&](int pixel) { return RowOf<kInHaloTiles>(conv, params, tile, pixel); });
-    return;
-  }
-  const bool silu = conv.activation == Activation::kSilu;
-#pragma unroll 1
-  for (int first = 0; first < mine; first += kAtOnce) {
-    uint32_t next[2 * kAtOnce];
-    load_residuals(first + kAtOnce, next);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int j = first + i;
-      if (j >= mine) break;
-      const float4 sum = sum_of(j);
-      float v[4] = {sum.x, sum.y, sum.z, sum.w};
-      if (conv.residual.data != nullptr) {
-        AddPair(residuals[2 * i], v[0], v[1]);
-        AddPair(residuals[2 * i + 1], v[2], v[3]);
-      }
-      ApplyEpilogue(conv, silu, v);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (rows[h] < 0 || output_of(j) >= conv.outputs) continue;
-        *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(conv.out.data) +
-                                     rows[h] * conv.out.stride + output_of(j)) =
-            PackBf16(v[2 * h], v[2 * h + 1]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * kAtOnce; ++i) residuals[i] = next[i];
+    const Finished finished{reinterpret_cast<unsigned char*>(cta.partials_received)};
+    outputs.Keep(finished);
+    NormaliseOutputs<kNormRun>(conv, finished, affine, params.norm_count_inverse, outputs.first,
+                               mine, warp, row_of);
+  } else {
+    outputs.Store(residuals);
   }
 #endif
 }
