@@ -55,8 +55,6 @@ struct Tile64x64 {
   /// For __launch_bounds__: at most 128 registers leave room for the next launch beside two CTAs.
   static constexpr int kBoundThreads = kThreads > 256 ? kThreads : 256;
   static constexpr int kStages = kSpec.kernel.stages;  // at most
-  /// Steps whose weights are loaded early; more would delay the first pixels.
-  static constexpr int kEarly = kInHaloTiles ? 7 : 6;
   static constexpr int kBarriers = (2 * kStages + 2 * kSlots + kWindowed + 1 + 1) / 2 * 2;
 };
 /// Two CTAs fit on an SM, the second of this launch or the next. The next launch can load its first
@@ -281,8 +279,8 @@ __device__ inline void InitBarriers(const Cta<kInHaloTiles, kShortcut>& cta, con
 // Producers. A warp elects a thread for each load, not for the loop: what the loop computes then
 // stays in uniform registers, where TMA needs it.
 
-/// Loads the weights of every step, the first ones during the preceding kernel, since no kernel
-/// writes weights.
+/// Loads the weights of every step, as many as there are stages during the preceding kernel, since
+/// no kernel writes weights.
 template <bool kInHaloTiles, bool kShortcut>
 __device__ inline void LoadWeights(const Cta<kInHaloTiles, kShortcut>& cta,
                                    const Conv2dLaunch& conv, const Params& params,
@@ -292,7 +290,6 @@ __device__ inline void LoadWeights(const Cta<kInHaloTiles, kShortcut>& cta,
   int stage = 0, round = 0;
 #pragma unroll 1
   for (int step = cta.first_step; step < cta.end_step; ++step) {
-    if (step == cta.first_step + U::kEarly) WaitForPredecessors();
     Wait(&cta.empty[stage], (round & 1) ^ 1);
     if (ElectOne()) {
       ArriveExpectTx(&cta.full[stage], U::kStageBytes);  // of the inputs, too
