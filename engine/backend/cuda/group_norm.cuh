@@ -155,11 +155,14 @@ __device__ inline void SumLeaves(const SumTree& tree, const Sums* leaves, int st
       [&](int group, int part, Sums(&lanes)[4]) {
         const Sums* leaf = leaves + part * tree.lane_leaves * stride + group * runs;
 #pragma unroll 1
-        for (int r = 0; r < runs; ++r) {
+        for (int r = 0; r < runs; ++r, ++leaf) {
+          Sums of_run[4] = {};  // all four loads come before the first addition
 #pragma unroll
           for (int l = 0; l < 4; ++l) {
-            if (l < tree.lane_leaves) lanes[l] = lanes[l] + leaf[l * stride + r];
+            if (l < tree.lane_leaves) of_run[l] = leaf[l * stride];
           }
+#pragma unroll
+          for (int l = 0; l < 4; ++l) lanes[l] = lanes[l] + of_run[l];
         }
       },
       take);
@@ -171,10 +174,11 @@ __device__ inline void SumBlocks(const SumTree& tree, const Sums* of_blocks, int
   SumGroups(
       groups, tree.block_bits, warp, warps, lane,
       [&](int group, int part, Sums(&lanes)[4]) {
+        const int first = part * tree.lane_blocks;
+        const Sums* const from = of_blocks + first * groups + group;
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
-          const int block = part * tree.lane_blocks + b;
-          if (b < tree.lane_blocks && block < blocks) lanes[b] = of_blocks[block * groups + group];
+          if (b < tree.lane_blocks && first + b < blocks) lanes[b] = from[b * groups];
         }
       },
       take);
