@@ -64,6 +64,47 @@ __device__ void Pin(const __nv_bfloat16*& pointer) {
   __builtin_assume(__isGlobal(pointer));
 }
 
+/// Normalises a thread's vectors. `factors`, `offsets` and `statistics` begin with its channels and
+/// their runs.
+template <int kVectors, int kRun, typename Activate>
+__device__ void Normalise(const float* factors, const float* offsets, const Statistics* statistics,
+                          Activate activate, uint32_t (&kept)[kVectors][kWords]) {
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    const Statistics of_group = statistics[2 * w / kRun];
+    const float2 factor = *reinterpret_cast<const float2*>(factors + 2 * w);
+    const float2 offset = *reinterpret_cast<const float2*>(offsets + 2 * w);
+    const Affine low = Apply({factor.x, offset.x}, of_group);
+    const Affine high = Apply({factor.y, offset.y}, of_group);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) kept[i][w] = NormaliseWord(kept[i][w], low, high, activate);
+  }
+}
+/// Stores the first `held` of a thread's vectors, which belong to every fourth pixel, starting at
+/// `pixel` of the batch.
+template <int kVectors, Element kOut>
+__device__ void StoreVectors(const GroupNormLaunch& norm, int64_t pixel, int channel, int held,
+                             const uint32_t (&kept)[kVectors][kWords]) {
+  if constexpr (kOut == Element::kE4m3x2) {
+    const float inverse = 1.0f / norm.out.scale;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (i >= held) break;
+      *reinterpret_cast<uint2*>(E4m3At(norm.out, pixel + i * kQuad, channel)) =
+          PackE4m3(make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]), inverse);
+    }
+  } else {
+    auto* to = static_cast<__nv_bfloat16*>(norm.out.data) + pixel * norm.out.stride + channel;
+    const int step = kQuad * static_cast<int>(norm.out.stride);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (i >= held) break;
+      *reinterpret_cast<uint4*>(to + i * step) =
+          make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
+    }
+  }
+}
+
 /// block (kQuad, plan.line_vectors, plan.lines); grid (plan.blocks: a cluster, slices, images).
 /// kRun: aligned runs of this many channels belong to one group; it divides kVector and
 /// plan.group_channels. kOut: of `out`, kBf16 or kE4m3x2.
@@ -71,7 +112,7 @@ template <int kVectors, int kRun, Element kOut>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     GroupNormClusterKernel(const __grid_constant__ GroupNormLaunch norm,
                            const __grid_constant__ Plan plan) {
-  constexpr int kRunWords = kRun / 2, kRuns = kVector / kRun;
+  constexpr int kRuns = kVector / kRun;
   extern __shared__ __align__(16) unsigned char shared[];
   const Layout layout(plan, kRun);
   auto* barrier = reinterpret_cast<uint64_t*>(shared);
@@ -174,56 +215,24 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     const int64_t channels = norm.channels + norm.channels2;
     float* const to = norm.factors + image * 2 * channels + slice_begin;
     for (int c = thread; rank == 0 && c < plan.slice_channels; c += threads) {
-      const Statistics of_group = statistics[c / kRun];
-      const float factor = factors[c] * of_group.inverse_deviation;
-      to[c] = factor;
-      to[channels + c] = fmaf(-of_group.mean, factor, offsets[c]);
+      const Affine of_image = Apply({factors[c], offsets[c]}, statistics[c / kRun]);
+      to[c] = of_image.factor;
+      to[channels + c] = of_image.offset;
     }
-  } else {
-    // The activation is a template argument, so that the loops have no branches.
-    const auto apply = [&](auto activate) {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        const Statistics of_group = statistics[threadIdx.y * kRuns + w / kRunWords];
-        float2 factor = *reinterpret_cast<const float2*>(factors + slice_channel + 2 * w);
-        float2 offset = *reinterpret_cast<const float2*>(offsets + slice_channel + 2 * w);
-        factor.x *= of_group.inverse_deviation;
-        factor.y *= of_group.inverse_deviation;
-        offset.x = fmaf(-of_group.mean, factor.x, offset.x);
-        offset.y = fmaf(-of_group.mean, factor.y, offset.y);
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          kept[i][w] = PackBf16(activate(fmaf(Low(kept[i][w]), factor.x, offset.x)),
-                                activate(fmaf(High(kept[i][w]), factor.y, offset.y)));
-        }
-      }
-    };
-    if (silu) {
-      apply([](float h) { return SiluOfHalf(h); });
-    } else {
-      apply([](float y) { return y; });
-    }
-    if constexpr (kOut == Element::kE4m3x2) {
-      const float inverse = 1.0f / norm.out.scale;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        if (i >= held) break;
-        const int64_t pixel = static_cast<int64_t>(image) * norm.pixels + begin + i * kQuad;
-        *reinterpret_cast<uint2*>(E4m3At(norm.out, pixel, channel)) =
-            PackE4m3(make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]), inverse);
-      }
-      return;
-    }
-    auto* to = static_cast<__nv_bfloat16*>(norm.out.data) +
-               (static_cast<int64_t>(image) * norm.pixels + begin) * norm.out.stride + channel;
-    const int to_step = kQuad * static_cast<int>(norm.out.stride);
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (i >= held) break;
-      *reinterpret_cast<uint4*>(to + i * to_step) =
-          make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
-    }
+    return;
   }
+  // The activation is a template argument, so that the loops have no branches.
+  const auto normalise = [&](auto activate) {
+    Normalise<kVectors, kRun>(factors + slice_channel, offsets + slice_channel,
+                              statistics + threadIdx.y * kRuns, activate, kept);
+  };
+  if (silu) {
+    normalise([](float h) { return SiluOfHalf(h); });
+  } else {
+    normalise([](float y) { return y; });
+  }
+  StoreVectors<kVectors, kOut>(norm, static_cast<int64_t>(image) * norm.pixels + begin, channel,
+                               held, kept);
 }
 
 using Kernel = void(GroupNormLaunch, Plan);
