@@ -229,6 +229,16 @@ class PipelinesTest(unittest.TestCase):
         self.assertEqual(text.count("| – | ≥"), 2, "SD-Turbo was not measured")
         self.assertIn("5 of 9 rows reach their bar", text)
 
+    def test_stable_diffusion_cpp_has_a_row_once_it_was_measured(self):
+        self.assertNotIn("stable-diffusion.cpp", self.table())
+        row = {"peers": {"stable-diffusion.cpp --fa": {"pairs": [[100, 500], [100, 520]]}}}
+        text = self.table(sd15_sd_cpp={"row": row})
+        self.assertIn("| 510 ms: stable-diffusion.cpp --fa | 100 ms: 5.10× (5.00–5.20) | ≥ 4× | 8× | met |", text)
+        self.assertIn("1 of 10 rows reach their bar", text)
+        row["peers"] = {}
+        self.assertIn("| stable-diffusion.cpp | – | ≥ 4× | 8× | **not measured** |",
+                      self.table(sd15_sd_cpp={"row": row}))
+
     def test_without_a_peer_the_time_is_shown_and_not_judged(self):
         text = self.table(sd15_request={"row": {"peers": {}}, "ms_alone": [90, 110], "first_previews": []})
         self.assertIn("| 100 ms, no peer | ≥ 1.6× | 1.8× | **not measured** |", text)

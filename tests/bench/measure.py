@@ -25,6 +25,7 @@ Whole text-to-image pipelines with random weights, served (pipelines.py); each t
                 a uniform one
   sd15-request  one request at an idle server, until its first preview and its PNG, beside diffusers
                 (peer_pipeline.py), which takes two minutes more to compile
+  sd15-sd-cpp   one request at an idle server, beside stable-diffusion.cpp (peer_sd_cpp.py, --sd-cli)
   sdxl-start    from the start of the process until it serves
   latent-errors not served: errors in bf16 of text encoder, UNets, decoder and images, denoised's and
                 diffusers' (peer_errors.py)
@@ -879,7 +880,7 @@ TOPICS |= {"train-ops": train_ops} | pipelines.TOPICS
 
 def shown(words):
     """The command without what is of one machine, and without the values of these flags."""
-    own = ("--out", "--build", "--python", "--commit", "--fake", "--work", "--keep-models")
+    own = ("--out", "--build", "--python", "--commit", "--fake", "--work", "--keep-models", "--sd-cli")
     return [word for before, word in zip(["", *words], words)
             if before not in own and word.split("=")[0] not in own]
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import make_tables
 import measure
+import peer_sd_cpp
 import pipelines
 import stopwatch
 import turns
@@ -404,6 +406,53 @@ denoised_images_total 3
                 self.assertTrue((pipelines.MODELS / place / "model_index.json").exists(), place)
         for place in pipelines.TINY_VAE:
             self.assertTrue((place / "config.json").exists(), place)
+
+
+class StableDiffusionCppTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = Path(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, self.folder)
+        self.model = self.folder / "model"
+        for part in "unet/diffusion_pytorch_model", "vae/diffusion_pytorch_model", "text_encoder/model":
+            file = self.model / f"{part}.safetensors"
+            file.parent.mkdir(parents=True)
+            header = {"__metadata__": {}, "embeddings.token_embedding.weight":
+                      {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}
+            text = json.dumps(header).encode()
+            file.write_bytes(struct.pack("<Q", len(text)) + text + b"data")
+
+    def peer(self, program=HERE / "fake_sd_cli.py", pictures=3):
+        work = Path(tempfile.mkdtemp(dir=self.folder))
+        return peer_sd_cpp.StableDiffusionCpp(program, self.model, pictures, work, self.folder / "log")
+
+    def test_the_text_encoder_is_renamed_and_its_numbers_stay(self):
+        content = (self.peer().model / "text_encoder/model.safetensors").read_bytes()
+        (size,) = struct.unpack("<Q", content[:8])
+        self.assertEqual(json.loads(content[8:8 + size]), {"text_model.embeddings.token_embedding.weight":
+                                                           {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}})
+        self.assertEqual((size % 8, content[8 + size:]), (0, b"data"))
+
+    def test_the_fastest_way_is_measured_without_the_first_picture(self):
+        peer = self.peer()
+        details = peer.ask("prepare", "", 60)
+        self.assertEqual(details["fastest"], "--diffusion-fa")
+        self.assertEqual(list(details["ways"]), list(peer_sd_cpp.WAYS))
+        self.assertAlmostEqual(details["ways"]["--diffusion-fa"]["ms"], 510)
+        self.assertIn("exit status 1", details["ways"]["--fa --vae-conv-direct"]["error"])
+        found = peer.ask("measure", "", 60)
+        for key, ms in ("ms", 520), ("ms_sampling", 420), ("ms_decoding", 100):
+            self.assertAlmostEqual(found[key], ms)
+        self.assertEqual(peer.version(), "abc1234")
+        self.assertIn("decode_first_stage", (self.folder / "log").read_text())
+
+    def test_what_fails_is_told(self):
+        self.assertIn("timed out", self.peer().ask("measure", "", 0)["error"])
+        self.assertIn("No such file", self.peer(program=self.folder / "none").ask("prepare", "", 60)["error"])
+        peer = self.peer()
+        (peer.model / "unet").unlink()
+        for verb in ("prepare", "measure"):
+            self.assertIn("exit status 1, 0 pictures", peer.ask(verb, "", 60)["error"])
+        self.assertIn("FileNotFoundError", (self.folder / "log").read_text())
 
 
 class WorkerTest(unittest.TestCase):

@@ -19,6 +19,7 @@ import time
 import types
 import urllib.request
 
+import peer_sd_cpp
 import serving
 from cpu_rows import cpu_name
 from turns import alternate
@@ -223,6 +224,17 @@ class OneRequest:
         return {"ms": 1e3 * found["latency_seconds"]["p50"]}
 
 
+def beside(session, row, label, ours, peer, details):
+    """Both in turns, into the row. `details`: what the peer answered when it was prepared."""
+    if "error" in details:
+        row["left_out"][label] = details["error"]
+        return
+    result = alternate((ours, ""), (peer, ""), session.args.rounds, session.log, MEASURE_SECONDS)
+    row["peers"][label] = result | {"details": details}
+    if not result["pairs"]:
+        row["left_out"][label] = result.get("error")
+
+
 def sd15_request(session):
     """One request at an idle server, beside diffusers compiled; then its first preview."""
     args, topic = session.args, "sd15-request"
@@ -235,16 +247,10 @@ def sd15_request(session):
         for verb in ("compile", "prepare"):
             details = peer.ask(verb, "", min(PREPARE_SECONDS, session.left() - 40))
         session.say(f"{topic}, peer: {json.dumps(details)[:300]}")
-        if "error" in details:
-            row["left_out"][PEER] = details["error"]
         with serving.Server(options, directory) as server:
             ours = OneRequest(server, args.requests)
             ours.ask("warm", "", MEASURE_SECONDS)
-            if "error" not in details:
-                result = alternate((ours, ""), (peer, ""), args.rounds, session.log, MEASURE_SECONDS)
-                row["peers"][PEER] = result | {"details": details}
-                if not result["pairs"]:
-                    row["left_out"][PEER] = result.get("error")
+            beside(session, row, PEER, ours, peer, details)
             session.stop(peer)
             alone, previews = [], []
             for _ in range(args.rounds):
@@ -262,6 +268,27 @@ def sd15_request(session):
                         f"{statistics.median(each['evaluations'] for each in previews):.2f} evaluations "
                         f"({1e3 * statistics.median(each['seconds'] for each in previews):.1f} ms)")
             write(session, topic, {"figures": figures}, peer_ready)
+
+
+def sd15_sd_cpp(session):
+    """One request at an idle server, beside stable-diffusion.cpp."""
+    args, topic = session.args, "sd15-sd-cpp"
+    if not args.sd_cli:
+        raise ValueError("--sd-cli must name the program of stable-diffusion.cpp")
+    row = {"name": "text to PNG", "unit": "ms", "peers": {}, "left_out": {}}
+    with server_options(session) as options:
+        directory = make_model(session, "sd15", options.work)
+        peer = peer_sd_cpp.StableDiffusionCpp(args.sd_cli, directory, args.requests, options.work,
+                                              session.out / "workers.log")
+        peer_ready = {"stable-diffusion.cpp": peer.version()}
+        details = peer.ask("prepare", "", min(PREPARE_SECONDS, session.left() - 40))
+        session.say(f"{topic}, peer: {json.dumps(details)}")
+        with serving.Server(options, directory) as server:
+            ours = OneRequest(server, args.requests)
+            ours.ask("warm", "", MEASURE_SECONDS)
+            beside(session, row, f"stable-diffusion.cpp {peer.way}".strip(), ours, peer, details)
+        session.say(f"{topic}: {json.dumps(row)}")
+        write(session, topic, {"figures": {"row": row}}, peer_ready)
 
 
 def sdxl_start(session):
@@ -316,8 +343,8 @@ TOPICS = {
                            warm_up=4, seconds=8),
     "sd-turbo-tiny": throughput("sd-turbo-tiny", "sd-turbo", "steps=1,guidance=1", rows=64,
                                 in_flight=128, warm_up=4, seconds=8, parts=[("vae", TINY_VAE)]),
-    "sdxl-mixed": sdxl_mixed, "sd15-request": sd15_request, "sdxl-start": sdxl_start,
-    "latent-errors": latent_errors}
+    "sdxl-mixed": sdxl_mixed, "sd15-request": sd15_request, "sd15-sd-cpp": sd15_sd_cpp,
+    "sdxl-start": sdxl_start, "latent-errors": latent_errors}
 
 
 def add_flags(parser):
@@ -326,6 +353,8 @@ def add_flags(parser):
     parser.add_argument("--work", type=pathlib.Path, help="where pipelines and logs are, while they are "
                         "measured; default: a temporary folder")
     parser.add_argument("--server-flag", action="append", default=[], help="of pipelines, repeatable")
+    parser.add_argument("--sd-cli", type=pathlib.Path, metavar="FILE",
+                        help="of sd15-sd-cpp: the program of stable-diffusion.cpp")
     parser.add_argument("--pipeline-rounds", type=int, default=2, help="of loads of pipelines")
     parser.add_argument("--pipeline-scale", type=float, default=1,
                         help="makes their loads so many times as long")

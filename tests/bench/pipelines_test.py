@@ -28,7 +28,7 @@ class PipelinesTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as out:
             done = subprocess.run(
                 [sys.executable, HERE / "measure.py", *pipelines.TOPICS, "--tiny", "--device=cpu",
-                 f"--build={BUILD}", f"--out={out}", f"--keep-models={out}/models", "--commit=abc",
+                 f"--sd-cli={HERE / 'fake_sd_cli.py'}", f"--build={BUILD}", f"--out={out}", f"--keep-models={out}/models", "--commit=abc",
                  "--seconds=500", "--rounds=1", "--requests=2", "--pipeline-rounds=1",
                  f"--pipeline-scale={scale}"], capture_output=True, text=True, check=False)
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -48,13 +48,17 @@ class PipelinesTest(unittest.TestCase):
         request = files["sd15-request"]["figures"]
         self.assertGreater(request["first_previews"][0]["evaluations"], 0)
         self.assertTrue(request["row"]["peers"] or request["row"]["left_out"], "there may be no diffusers")
+        beside = files["sd15-sd-cpp"]
+        ((_, peer),) = beside["figures"]["row"]["peers"]["stable-diffusion.cpp --diffusion-fa"]["pairs"]
+        self.assertAlmostEqual(peer, 515)
+        self.assertEqual(beside["context"]["peers"], {"stable-diffusion.cpp": "abc1234"})
         runs = files["sdxl-start"]["figures"]["runs"]
         self.assertEqual(len(runs), 2)
         self.assertLess(runs[0]["listening_seconds"], runs[0]["serving_seconds"])
         self.assertEqual([row["name"] for row in files["latent-errors"]["rows"]], list(pipelines.ERRORS))
         table = make_tables.TABLES["pipelines"](files.get)
         measured = [line for line in table if line.startswith("| ") and "| – |" not in line]
-        self.assertEqual(len(measured), 10, "a head and nine rows")
+        self.assertEqual(len(measured), 11, "a head and ten rows")
 
 
 @unittest.skipUnless(all(map(importlib.util.find_spec, NEEDED)), f"needs {', '.join(NEEDED)}")
