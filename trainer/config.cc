@@ -361,46 +361,51 @@ bool HasDefault(const CLI::Option& option) {
   return given == standard;
 }
 
-/// Refuses settings of another objective or stage, which would have no effect.
-absl::Status CheckUsed(const CLI::App& app, const RunConfig& config) {
+/// Refuses settings of another objective, schedule or stage, which would have no effect.
+absl::Status CheckUsed(const CLI::App& app, const Flags& flags) {
   using Kind = ObjectiveOptions::Kind;
+  const RunConfig& config = flags.config;
   const ObjectiveOptions& objective = config.trainer.objective;
   const bool pipeline = config.pipeline.has_value();
   const bool vae = pipeline && config.stage == Stage::kAutoencoder;
   const bool edm = !vae && objective.kind == Kind::kEdm;
   const bool flow = !vae && objective.kind == Kind::kFlow;
   const bool ddpm = !vae && !edm && !flow;
+  const std::string stage = vae ? "stage vae" : pipeline ? "stage diffusion" : "no --pipeline";
+  const std::string kind = vae ? stage : fmt::format("the objective {}", Name(objective.kind));
   const struct {
     const char* flag;
     bool used;
     const char* needs;
+    std::string has;  // this run
   } settings[] = {
-      {"--sigma-data", edm, "the objective edm"},
-      {"--log-sigma-mean", edm, "the objective edm"},
-      {"--log-sigma-deviation", edm, "the objective edm"},
-      {"--timesteps", ddpm || flow, "the objective epsilon, v, x0 or flow"},
-      {"--beta-schedule", ddpm, "the objective epsilon, v or x0"},
-      {"--beta-start", ddpm, "the objective epsilon, v or x0"},
-      {"--beta-end", ddpm, "the objective epsilon, v or x0"},
-      {"--min-snr", ddpm, "the objective epsilon, v or x0"},
-      {"--cap-snr", ddpm && objective.kind == Kind::kV, "the objective v"},
+      {"--sigma-data", edm, "the objective edm", kind},
+      {"--log-sigma-mean", edm, "the objective edm", kind},
+      {"--log-sigma-deviation", edm, "the objective edm", kind},
+      {"--timesteps", ddpm || flow, "the objective epsilon, v, x0 or flow", kind},
+      {"--beta-schedule", ddpm, "the objective epsilon, v or x0", kind},
+      {"--beta-start", ddpm, "the objective epsilon, v or x0", kind},
+      {"--beta-end", ddpm, "the objective epsilon, v or x0", kind},
+      {"--min-snr", ddpm, "the objective epsilon, v or x0", kind},
+      {"--cap-snr", ddpm && objective.kind == Kind::kV, "the objective v", kind},
       {"--variance-weight", ddpm && objective.learned_variance,
-       "the objective epsilon, v or x0 and a network with twice the outputs, for the variance"},
-      {"--flow-uniform", flow, "the objective flow"},
-      {"--kl-weight", vae, "stage vae"},
-      {"--edge-weight", vae, "stage vae"},
-      {"--freeze-text", pipeline && !vae, "stage diffusion"},
+       "the objective epsilon, v or x0 and a network with twice the outputs, for the variance",
+       kind},
+      {"--flow-uniform", flow, "the objective flow", kind},
+      {"--kl-weight", vae, "stage vae", stage},
+      {"--edge-weight", vae, "stage vae", stage},
+      {"--freeze-text", pipeline && !vae, "stage diffusion", stage},
+      {"--prompt", pipeline && !vae, "stage diffusion", stage},
+      {"--reference-steps", config.trainer.rate.kind == RateSchedule::Kind::kInverseSqrt,
+       "--schedule inverse-sqrt", fmt::format("--schedule {}", flags.schedule)},
+      {"--null-class", !pipeline && config.trainer.class_dropout > 0,
+       "a --network with classes and --class-dropout",
+       pipeline ? "a --pipeline" : "--class-dropout 0"},
   };
-  for (const auto& [flag, used, needs] : settings) {
+  for (const auto& [flag, used, needs, has] : settings) {
     const CLI::Option& option = *app[flag];
     if (used || option.count() == 0 || HasDefault(option)) continue;
-    const std::string objective_name = fmt::format("the objective {}", Name(objective.kind));
-    const std::string_view wants = needs;
-    return InvalidArgument("{} needs {}, but this run has {}; leave it out", flag, needs,
-                           vae                           ? "stage vae"
-                           : !wants.starts_with("stage") ? objective_name
-                           : pipeline                    ? "stage diffusion"
-                                                         : "no --pipeline");
+    return InvalidArgument("{} needs {}, but this run has {}; leave it out", flag, needs, has);
   }
   return absl::OkStatus();
 }
@@ -516,7 +521,7 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   t.dropout = app.count("--dropout") > 0 ? flags.dropout
               : in_network.is_number()   ? in_network.get<double>()
                                          : 0;
-  DENOISED_RETURN_IF_ERROR(CheckUsed(app, config));
+  DENOISED_RETURN_IF_ERROR(CheckUsed(app, flags));
   DENOISED_RETURN_IF_ERROR(t.Check(config.ranks));
   if (t.objective.kind != ObjectiveOptions::Kind::kEdm &&
       config.default_steps > t.objective.timesteps)

@@ -507,6 +507,12 @@ class RunTest(unittest.TestCase):
             ({"sigma-data": 0.7, "objective": "v"}, "--sigma-data needs the objective edm"),
             ({"cap-snr": 5, "objective": "x0"}, "--cap-snr needs the objective v"),
             ({"variance-weight": 1, "objective": "v"}, "--variance-weight needs"),
+            ({"null-class": 1, "class-dropout": None},
+             "--null-class needs a --network with classes and --class-dropout, but this run has "
+             "--class-dropout 0; leave it out"),
+            ({"reference-steps": 10},
+             "--reference-steps needs --schedule inverse-sqrt, but this run has --schedule constant"),
+            ({"reference-steps": 10, "schedule": "cosine"}, "but this run has --schedule cosine"),
         ]:
             with self.subTest(flags=flags):
                 self.assertIn(message, self.train("refused", rc=2, **flags))

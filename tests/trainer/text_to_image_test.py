@@ -219,6 +219,10 @@ class TextToImageTest(unittest.TestCase):
             ({"stage": "vae", "min-snr": 5}, "but this run has stage vae; leave it out"),
             ({"stage": "vae", "freeze-text": "true"}, "--freeze-text needs stage diffusion"),
             ({"kl-weight": 1}, "--kl-weight needs stage vae"),
+            ({"stage": "vae", "prompt": "lines"},
+             "--prompt needs stage diffusion, but this run has stage vae; leave it out"),
+            ({"null-class": 1}, "--null-class needs a --network with classes and --class-dropout"),
+            ({"null-class": 1, "caption-dropout": 0.1}, "but this run has a --pipeline"),
         ]:
             with self.subTest(flags=flags):
                 self.assertIn(message, self.train("refused", rc=2, **flags))
