@@ -136,10 +136,8 @@ absl::StatusOr<Captions> ReadCaptions(const std::string& folder,
   for (const std::string& line : LinesOf(text)) {
     ++number;
     if (line.empty()) continue;
-    const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (!json.is_object() || !json.contains("file_name") || !json["file_name"].is_string())
-      return InvalidArgument("{}, line {}: is not an object with a \"file_name\"",
-                             metadata.string(), number);
+    DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json,
+                              ParseMetadataLine(line, metadata.string(), number));
     if (!json.contains("text")) continue;
     const nlohmann::json& texts = json["text"];
     for (const nlohmann::json& one : texts.is_array() ? texts : nlohmann::json::array({texts})) {

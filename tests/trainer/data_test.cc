@@ -306,6 +306,12 @@ TEST_F(DataTest, ZipRefusals) {
                              {"dataset.json", R"({"labels": [["a.png", 0], ["lost.png", 1]]})"}},
                             false)),
       "", "lost.zip/dataset.json: there is no picture \"lost.png\"");
+  ExpectRefused(
+      Write("twice.zip",
+            Zip({{"a.png", Png(2, 7)},
+                 {"dataset.json", R"({"labels": [["a.png", 0]], "labels": [["a.png", 1]]})"}},
+                false)),
+      "", "twice.zip/dataset.json: has \"labels\" twice; give it once");
   // An entry that says it unpacks to less than it does.
   std::string liar =
       Zip({{"a.png", std::string(100000, 'x')}, {"dataset.json", R"({"labels": [["a.png", 0]]})"}},

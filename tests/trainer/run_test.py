@@ -263,6 +263,8 @@ class RunTest(unittest.TestCase):
         self.assertIn(f"{self.data}/down/lost.png: cannot be read", self.train("lost", rc=2))
         metadata.write_text('{"file_name": 3}\n')
         self.assertIn("metadata.jsonl, line 1", self.train("broken", rc=2))
+        metadata.write_text('\n{"file_name": "across/0.png", "label": 0, "label": 1}\n')
+        self.assertIn('metadata.jsonl, line 2: has "label" twice; give it once', self.train("broken", rc=2))
 
     def test_what_a_model_says_of_itself(self):
         self.train("a", steps=4, **{"default-steps": 7, "default-guidance-scale": 1.5,

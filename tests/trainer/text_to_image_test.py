@@ -235,6 +235,8 @@ class TextToImageTest(unittest.TestCase):
             file.write_text(before)
         self.metadata.write_text('{"file_name": "0.png", "text": 3}\n')
         self.assertIn("metadata.jsonl, line 1", self.train("broken", rc=2))
+        self.metadata.write_text('{"file_name": "0.png", "text": "a", "text": "b"}\n')
+        self.assertIn('metadata.jsonl, line 1: has "text" twice', self.train("broken", rc=2))
 
 
 if __name__ == "__main__":

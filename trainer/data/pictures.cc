@@ -9,10 +9,10 @@
 #include <functional>
 #include <map>
 #include <new>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 
+#include "engine/core/config_reader.h"
 #include "engine/images/formats.h"
 #include "trainer/data/archive.h"
 #include "trainer/data/arrays.h"
@@ -192,10 +192,8 @@ absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
     begin = end + 1;
     ++line_number;
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
-    const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (!json.is_object() || !json.contains("file_name") || !json["file_name"].is_string())
-      return InvalidArgument("{}, line {}: is not an object with a \"file_name\"", file.string(),
-                             line_number);
+    DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json,
+                              ParseMetadataLine(line, file.string(), line_number));
     const std::string name = PictureName(json["file_name"]);
     files->insert(name);
     if (json.contains("weight")) {
@@ -285,8 +283,8 @@ absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& 
   Labels labels;
   if (const ZipArchive::Entry* entry = archive.Find("dataset.json")) {
     DENOISED_ASSIGN_OR_RETURN(const std::string text, archive.Read(*entry));
-    const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
-    if (!json.is_object()) return InvalidArgument("{}/dataset.json: is not a JSON object", path);
+    DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json,
+                              ParseJsonObject(text, path + "/dataset.json"));
     const nlohmann::json list = json.value("labels", nlohmann::json());
     if (!list.is_null() && !list.is_array())
       return InvalidArgument("{}/dataset.json: \"labels\" is not a list", path);
@@ -416,6 +414,15 @@ bool EndsWith(const std::string& text, std::string_view ending) {
 }
 
 }  // namespace
+
+absl::StatusOr<nlohmann::json> ParseMetadataLine(const std::string& line, const std::string& file,
+                                                 int number) {
+  const std::string where = fmt::format("{}, line {}", file, number);
+  DENOISED_ASSIGN_OR_RETURN(nlohmann::json json, ParseJsonObject(line, where));
+  if (!json.contains("file_name") || !json["file_name"].is_string())
+    return InvalidArgument("{}: is not an object with a \"file_name\"", where);
+  return json;
+}
 
 std::string PictureName(const std::string& name) {
   return fs::path(name).lexically_normal().generic_string();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,10 @@ struct Pictures {
 /// InvalidArgument or NotFound name the file and the remedy.
 absl::StatusOr<Pictures> ReadPictures(const std::string& path, const std::string& labels_path,
                                       const PictureOptions& options);
+
+/// A line of metadata.jsonl: an object with a "file_name". InvalidArgument names file and line.
+absl::StatusOr<nlohmann::json> ParseMetadataLine(const std::string& line, const std::string& file,
+                                                 int number);
 
 /// A "file_name" of metadata.jsonl as in Pictures::files: "./a//1.png" is "a/1.png".
 std::string PictureName(const std::string& name);
