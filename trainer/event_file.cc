@@ -61,6 +61,12 @@ std::string Little(uint64_t value, size_t bytes) {
   return text;
 }
 
+/// An event in TFRecord framing.
+std::string Record(const std::string& event) {
+  const std::string length = Little(event.size(), 8);
+  return length + Little(MaskedCrc32c(length), 4) + event + Little(MaskedCrc32c(event), 4);
+}
+
 Message EventAt(int64_t step) {
   Message event;
   event.Double(1, Now()).Varint(2, static_cast<uint64_t>(step));
@@ -86,28 +92,33 @@ absl::StatusOr<EventFile> EventFile::Create(const std::string& directory) {
   std::FILE* const file = std::fopen(path.c_str(), "wb");
   if (file == nullptr)
     return Internal("{}: cannot be created: {}", path, std::generic_category().message(errno));
-  EventFile events(file);
-  events.Write(Message().Double(1, Now()).Text(3, "brain.Event:2").bytes());
-  return events;
+  const std::string record = Record(Message().Double(1, Now()).Text(3, "brain.Event:2").bytes());
+  std::fwrite(record.data(), 1, record.size(), file);  // the first event flushes it
+  return EventFile(path, file);
 }
 
-void EventFile::Write(const std::string& event) {
-  const std::string length = Little(event.size(), 8);
-  const std::string record =
-      length + Little(MaskedCrc32c(length), 4) + event + Little(MaskedCrc32c(event), 4);
-  std::fwrite(record.data(), 1, record.size(), file_.get());
-  std::fflush(file_.get());
+absl::Status EventFile::Write(int64_t step, const std::string& event) {
+  if (file_ == nullptr) return absl::OkStatus();
+  const std::string record = Record(event);
+  errno = 0;
+  if (std::fwrite(record.data(), 1, record.size(), file_.get()) == record.size() &&
+      std::fflush(file_.get()) == 0)
+    return absl::OkStatus();
+  const int reason = errno;
+  file_.reset();
+  return Internal("{}: cannot be written from step {} on: {}", path_, step,
+                  std::generic_category().message(reason));
 }
 
-void EventFile::Scalars(int64_t step, const std::map<std::string, double>& values) {
+absl::Status EventFile::Scalars(int64_t step, const std::map<std::string, double>& values) {
   Message summary;
   for (const auto& [tag, value] : values)
     summary.Text(1, Message().Text(1, tag).Float(2, static_cast<float>(value)).bytes());
-  Write(EventAt(step).Text(5, summary.bytes()).bytes());
+  return Write(step, EventAt(step).Text(5, summary.bytes()).bytes());
 }
 
-void EventFile::Image(int64_t step, const std::string& tag, const std::string& png, int width,
-                      int height, int channels) {
+absl::Status EventFile::Image(int64_t step, const std::string& tag, const std::string& png,
+                              int width, int height, int channels) {
   const std::string image = Message()
                                 .Varint(1, static_cast<uint64_t>(height))
                                 .Varint(2, static_cast<uint64_t>(width))
@@ -115,7 +126,7 @@ void EventFile::Image(int64_t step, const std::string& tag, const std::string& p
                                 .Text(4, png)
                                 .bytes();
   const std::string value = Message().Text(1, tag).Text(4, image).bytes();
-  Write(EventAt(step).Text(5, Message().Text(1, value).bytes()).bytes());
+  return Write(step, EventAt(step).Text(5, Message().Text(1, value).bytes()).bytes());
 }
 
 }  // namespace denoised::trainer

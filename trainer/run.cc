@@ -40,6 +40,11 @@ void Say(fmt::format_string<Args...> format, Args&&... args) {
   std::fputs(line.c_str(), stderr);
 }
 
+/// The run can do without TensorBoard's events.
+void SayLost(const absl::Status& written) {
+  if (!written.ok()) Say("{}. The run goes on", std::string(written.message()));
+}
+
 double Since(Clock::time_point then) {
   return std::chrono::duration<double>(Clock::now() - then).count();
 }
@@ -419,11 +424,11 @@ void Session::Log(const StepReport& report, double images_per_second) {
   if (!(log << entry.dump() << "\n" << std::flush) && !std::exchange(log_failed_, true))
     Say("{}: cannot be written from step {} on: {}. The run goes on", Output("log.jsonl"),
         report.step, std::generic_category().message(errno));
-  events_->Scalars(report.step, {{"loss", report.loss},
-                                 {"gradient_norm", report.gradient_norm},
-                                 {"rate", report.rate},
-                                 {"images_per_second", images_per_second},
-                                 {"skipped", static_cast<double>(skipped_)}});
+  SayLost(events_->Scalars(report.step, {{"loss", report.loss},
+                                         {"gradient_norm", report.gradient_norm},
+                                         {"rate", report.rate},
+                                         {"images_per_second", images_per_second},
+                                         {"skipped", static_cast<double>(skipped_)}}));
 }
 
 absl::StatusOr<Pipeline> Session::PixelPipeline(
@@ -527,7 +532,7 @@ void Session::Sample() {
   const std::string path = Output(fmt::format("samples/step-{:09}.png", step_));
   if (const absl::Status status = WriteFileWhole(path, grid->png); !status.ok())
     return Say("no samples: {}", std::string(status.message()));
-  events_->Image(step_, "samples", grid->png, grid->width, grid->height, grid->channels);
+  SayLost(events_->Image(step_, "samples", grid->png, grid->width, grid->height, grid->channels));
   Say("drew {}", path);
 }
 

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -108,8 +110,8 @@ TEST_F(FilesTest, EventsAreFramedRecords) {
   {
     auto events = EventFile::Create(folder_);
     ASSERT_TRUE(events.ok()) << events.status();
-    events->Scalars(7, {{"loss", 0.5}, {"rate", 2}});
-    events->Image(8, "samples", "PNG", 3, 4, 1);
+    EXPECT_TRUE(events->Scalars(7, {{"loss", 0.5}, {"rate", 2}}).ok());
+    EXPECT_TRUE(events->Image(8, "samples", "PNG", 3, 4, 1).ok());
   }
   const std::string bytes = *ReadFile(folder_ / Names().at(0));
   size_t at = 0;
@@ -131,6 +133,28 @@ TEST_F(FilesTest, EventsAreFramedRecords) {
   EXPECT_THAT(records[1].substr(9), HasSubstr(std::string("\x10\x07\x2a", 3)));
   EXPECT_THAT(records[1], HasSubstr(std::string("\x0a\x04loss\x15\x00\x00\x00\x3f", 11)));
   EXPECT_THAT(records[2], HasSubstr(std::string("\x08\x04\x10\x03\x18\x01\x22\x03PNG", 11)));
+}
+
+TEST_F(FilesTest, EventsEndWithAFailedWrite) {
+  auto events = EventFile::Create(folder_);
+  ASSERT_TRUE(events.ok()) << events.status();
+  ASSERT_TRUE(events->Scalars(1, {{"loss", 0.5}}).ok());
+  const std::string path = folder_ / Names().at(0);
+  const auto whole = fs::file_size(path);
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit full{whole + 10, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &full), 0);
+  const absl::Status failed = events->Scalars(2, {{"loss", 0.5}});
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_EQ(failed.message(),
+            fmt::format("{}: cannot be written from step 2 on: File too large", path));
+  // Nothing after the part of a record.
+  EXPECT_TRUE(events->Image(3, "samples", "PNG", 3, 4, 1).ok());
+  EXPECT_TRUE(events->Scalars(3, {{"loss", 0.5}}).ok());
+  EXPECT_LE(fs::file_size(path), whole + 10);
 }
 
 }  // namespace

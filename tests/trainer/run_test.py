@@ -206,6 +206,15 @@ class RunTest(unittest.TestCase):
             f"{self.root}/a/log.jsonl: cannot be written from step 1 on: Is a directory", said)
         self.assertTrue((self.root / "a/model/model_index.json").exists())
 
+    def test_a_full_disk_loses_log_and_events_and_says_so_once(self):
+        said = self.train("a", rc=1, limit=4096, steps=60, **{"checkpoint-steps": 100})
+        for file in ("log.jsonl", "events/events.out.tfevents"):
+            found = re.findall(
+                rf"{file}\S*: cannot be written from step \d+ on: File too large. The run goes on", said)
+            self.assertEqual(len(found), 1, said)
+        self.assertIn("step 60/60", said)  # after which the checkpoint does not fit
+        self.assertIn("Free some space", said)
+
     def test_a_run_that_diverges_ends_with_a_message(self):
         said = self.train("a", rc=1, **{
             "learning-rate": 1000, "max-skipped": 3, "steps": 200, "clip": 0,
