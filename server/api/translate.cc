@@ -262,8 +262,9 @@ class Translator {
       Violate("params.steps", "is not set, and the model's own is {}; use 1 to {}",
               model_.default_steps, limits_.max_steps);
     }
-    // Proto: s_tmax defaults to infinity, so infinity may be said; the others are finite.
-    constexpr double kLarge = std::numeric_limits<float>::max();
+    // Proto: s_tmax defaults to infinity, so infinity may be said; the others are finite, and in
+    // the range of float32, rounded, because messages print it.
+    constexpr double kSmall = 1e-38, kLarge = 1e38;
     constexpr double kInfinity = std::numeric_limits<double>::infinity();
     ReadNumber("params.eta", params_.has_eta(), params_.eta(), 0, 1, &sampler.eta);
     ReadNumber("params.s_churn", params_.has_s_churn(), params_.s_churn(), 0, kLarge,
@@ -271,8 +272,8 @@ class Translator {
     ReadNumber("params.s_tmin", params_.has_s_tmin(), params_.s_tmin(), 0, kLarge, &sampler.s_tmin);
     ReadNumber("params.s_tmax", params_.has_s_tmax(), params_.s_tmax(), 0, kInfinity,
                &sampler.s_tmax);
-    ReadNumber("params.s_noise", params_.has_s_noise(), params_.s_noise(),
-               std::numeric_limits<double>::min(), kLarge, &sampler.s_noise);
+    ReadNumber("params.s_noise", params_.has_s_noise(), params_.s_noise(), kSmall, kLarge,
+               &sampler.s_noise);
     if (params_.has_solver_order()) {
       if (params_.solver_order() < 1 || params_.solver_order() > 3) {
         Violate("params.solver_order", "is {}; use 1 to 3", params_.solver_order());

@@ -532,6 +532,19 @@ TEST(TranslateTest, EachBadFieldIsNamedAlone) {
   }
 }
 
+TEST(TranslateTest, LimitsOfChurnAreReadable) {
+  v1::GenerationParams params;
+  params.set_s_churn(-1);
+  params.set_s_tmin(-1);
+  params.set_s_tmax(-1);
+  params.set_s_noise(-1);
+  std::vector<std::string> said;
+  for (const FieldViolation& violation : Translated(params).violations)
+    said.push_back(violation.description);
+  EXPECT_THAT(said, ElementsAre("is -1; use 0 to 1e+38", "is -1; use 0 to 1e+38",
+                                "is -1; use 0 to inf", "is -1; use 1e-38 to 1e+38"));
+}
+
 TEST(TranslateTest, AllViolationsAtOnce) {
   v1::GenerationParams params;
   params.set_count(-1);
