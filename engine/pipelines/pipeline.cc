@@ -19,7 +19,9 @@ struct PipelineClass {
   const char* name;
   double guidance_scale;
   int steps;
-  bool reads_hidden_layer = false;  // text states are hidden_states[-2] without the final norm
+  // Stable Diffusion XL: text states are hidden_states[-2] without the final norm, and the UNet
+  // also embeds the pooled state and sizes.
+  bool xl = false;
   double strength = 0.8;
   double masked_strength = 1;
   ImageInput extra = ImageInput::kNone;  // what extra input channels of its UNet are
@@ -42,7 +44,7 @@ constexpr PipelineClass kPipelines[] = {
     {.name = "StableDiffusionXLInpaintPipeline",
      .guidance_scale = 7.5,
      .steps = 50,
-     .reads_hidden_layer = true,
+     .xl = true,
      .masked_strength = 0.9999,
      .extra = ImageInput::kMasked},
     {"LatentConsistencyModelPipeline", 8.5, 4},
@@ -83,6 +85,20 @@ absl::Status CheckComponents(const ModelDirectory& directory, bool reads_text) {
   return absl::OkStatus();
 }
 
+/// The class decides how texts are read: a UNet under another family's class draws wrong pictures.
+absl::Status CheckXl(const ModelDirectory& directory, const PipelineClass& known) {
+  const Component& unet = directory.unet();
+  const nlohmann::json addition = unet.config.value("addition_embed_type", nlohmann::json());
+  const bool xl = addition == "text_time";
+  if (xl == known.xl) return absl::OkStatus();
+  return InvalidArgument(
+      "{}/model_index.json: field '_class_name' is \"{}\", whose UNets have addition_embed_type "
+      "{}, "
+      "but {} has {}; name the class that the model was published with, such as {}",
+      directory.root, known.name, known.xl ? "\"text_time\"" : "null", unet.config_file,
+      addition.dump(), xl ? "StableDiffusionXLPipeline" : "StableDiffusionPipeline");
+}
+
 }  // namespace
 
 absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
@@ -115,6 +131,7 @@ absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
           "of:{}",
           path, files.directory.pipeline_class, names);
     }
+    DENOISED_RETURN_IF_ERROR(CheckXl(files.directory, *known));
     files.default_guidance_scale = known->guidance_scale;
     files.default_steps = known->steps;
     files.default_strength = known->strength;
@@ -159,7 +176,7 @@ class Loader {
 
   absl::Status LoadTextEncoders() {
     const PipelineClass* const known = FindPipeline(directory_.pipeline_class);
-    if (known && known->reads_hidden_layer) {
+    if (known && known->xl) {
       pipeline_.final_norm = false;
       pipeline_.skip_layers = 1;
     }

@@ -807,5 +807,33 @@ TEST_F(TextToImage, RefusesChannelsThatThePipelineDoesNotFeed) {
   }
 }
 
+/// Texts would be read as they were not in training.
+TEST_F(TextToImage, RefusesTheClassOfAnotherFamily) {
+  auto engine = Engine::Create({.device = "cpu"});
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const fs::path folder = fs::path(::testing::TempDir()) / "wrong_class";
+  const auto refused = [&](const char* family, const char* pipeline, const char* message) {
+    fs::remove_all(folder);
+    fs::copy(Latent(family), folder, fs::copy_options::recursive);
+    auto index = ReadJsonFile(Latent(family) / "model_index.json");
+    (*index)["_class_name"] = pipeline;
+    fs::permissions(folder / "model_index.json", fs::perms::owner_write, fs::perm_options::add);
+    std::ofstream(folder / "model_index.json") << *index;
+    const absl::Status status = (*engine)->Open("wrong", folder);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()),
+                ::testing::AllOf(::testing::HasSubstr(fmt::format(
+                                     "model_index.json: field '_class_name' is \"{}\"", pipeline)),
+                                 ::testing::HasSubstr(message)));
+  };
+  for (const char* pipeline : {"StableDiffusionPipeline", "LatentConsistencyModelPipeline"})
+    refused("sdxl", pipeline,
+            "unet/config.json has \"text_time\"; name the class that the model was published with, "
+            "such as StableDiffusionXLPipeline");
+  for (const char* pipeline : {"StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline"})
+    refused("sd1", pipeline, "unet/config.json has null");
+  fs::remove_all(folder);
+}
+
 }  // namespace
 }  // namespace denoised
