@@ -239,16 +239,30 @@ class Resolver {
     }
     if (spec_.guidance_start) Within("guidance_start", &*spec_.guidance_start, 0, 1);
     if (spec_.guidance_stop) Within("guidance_stop", &*spec_.guidance_stop, 0, 1);
+    if (!job_.guided) return Unguided();
     if (spec_.guidance_start.value_or(0) >= spec_.guidance_stop.value_or(1))
       Violate("guidance_start",
               "is {}, not below guidance_stop, {}; use a lower one, or guidance_scale 1 for no "
               "guidance",
               spec_.guidance_start.value_or(0), spec_.guidance_stop.value_or(1));
-    if (job_.guided) return;
-    // As diffusers' pipelines: without guidance nothing else of it applies.
-    spec_.guidance_rescale.reset();
-    spec_.guidance_start.reset();
-    spec_.guidance_stop.reset();
+  }
+
+  /// Refuses what would do something if there were guidance. Negative texts are ignored, as in
+  /// diffusers' pipelines: clients send one with every request.
+  void Unguided() {
+    const auto drop = [&](const char* field, std::optional<double>* value, double nothing) {
+      if (*value && **value != nothing)
+        Violate(
+            field, "is {}, but {}", **value,
+            model_.guidance
+                ? "has no effect without guidance; use a guidance_scale above 1, or leave it out"
+                : fmt::format("model '{}' does not take it; leave it out", model_.name));
+      value->reset();
+    };
+    if (model_.guidance_rescale) drop("guidance_rescale", &spec_.guidance_rescale, 0);
+    if (model_.images.guidance) drop("image_guidance_scale", &spec_.image_guidance_scale, 1);
+    drop("guidance_start", &spec_.guidance_start, 0);
+    drop("guidance_stop", &spec_.guidance_stop, 1);
   }
 
   void ImageGuidance() {
@@ -259,10 +273,9 @@ class Resolver {
                 *scale, model_.name);
       return;
     }
-    if (!scale) scale = model_.images.default_guidance_scale;
-    Within("image_guidance_scale", &*scale, 1, kMaxGuidanceScale);
-    if (!job_.guided) scale.reset();
-    job_.image_guided = scale.value_or(1) > 1;
+    if (!scale && job_.guided) scale = model_.images.default_guidance_scale;
+    if (scale) Within("image_guidance_scale", &*scale, 1, kMaxGuidanceScale);
+    job_.image_guided = job_.guided && *scale > 1;
   }
 
   void Within(const char* field, double* value, double low, double high) {

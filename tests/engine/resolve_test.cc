@@ -63,6 +63,50 @@ TEST(Resolve, AnIntervalOfGuidanceThatIsEmptyHasARemedy) {
   EXPECT_THAT(violations[0].description, testing::HasSubstr("guidance_scale 1 for no guidance"));
 }
 
+TEST(Resolve, WithoutGuidanceItsOptionsAreRefused) {
+  ModelInfo model = Digits();
+  model.guidance_rescale = true;
+  model.images.guidance = true;
+  model.images.default_guidance_scale = 1.5;
+  JobSpec spec{.model = "digits", .guidance_scale = 1};
+  EXPECT_THAT(Violated(model, spec), ElementsAre());
+  spec.guidance_rescale = 0.7;
+  spec.image_guidance_scale = 2;
+  spec.guidance_start = 0.2;
+  spec.guidance_stop = 0.8;
+  EXPECT_THAT(Violated(model, spec), ElementsAre("guidance_rescale", "image_guidance_scale",
+                                                 "guidance_start", "guidance_stop"));
+  spec.guidance_scale = 2;
+  EXPECT_THAT(Violated(model, spec), ElementsAre());
+  spec.guidance_scale.reset();  // the model's own
+  EXPECT_THAT(Violated(model, spec), ElementsAre());
+  model.default_guidance_scale = 1;
+  EXPECT_EQ(Violated(model, spec).size(), 4u);
+
+  // What does nothing anyway may be said.
+  spec = {.model = "digits", .guidance_scale = 1};
+  spec.guidance_rescale = 0;
+  spec.image_guidance_scale = 1;
+  spec.guidance_start = 0;
+  spec.guidance_stop = 1;
+  EXPECT_THAT(Violated(model, spec), ElementsAre());
+
+  model = Digits();
+  model.guidance = false;
+  spec = {.model = "digits", .guidance_scale = 1};
+  spec.guidance_stop = 0.8;
+  EffectiveJob job;
+  std::vector<FieldViolation> violations;
+  ResolveJob(model, spec, &job, &violations);
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].description, "is 0.8, but model 'digits' does not take it; leave it out");
+  ResolveJob(Digits(), spec, &job, &violations);
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].description,
+            "is 0.8, but has no effect without guidance; use a guidance_scale above 1, or leave it "
+            "out");
+}
+
 TEST(Resolve, FillsInEveryDefault) {
   EffectiveJob job;
   std::vector<FieldViolation> violations;

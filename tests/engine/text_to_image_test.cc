@@ -358,14 +358,15 @@ TEST_P(InCompany, MasksAndGuidanceHaveTheBitsOfAlone) {
     spec.prompts[0].negative = i % 4 ? "" : "two apples";
     spec.sampler.steps = i < 3 ? 40 : 4 + i % 3;
     spec.sampler.sampler = i % 2 == 0 ? Sampler::kEulerAncestral : Sampler::kHeun;
-    spec.guidance_scale = i % 5 == 3 ? 1.0 : 2.0 + i;
-    if (i % 3 == 1) spec.guidance_rescale = 0.7;
-    if (i % 4 == 2) spec.guidance_start = 0.3;
-    if (i % 4 >= 2) spec.guidance_stop = 0.6;
+    const bool guided = i % 5 != 3;
+    spec.guidance_scale = guided ? 2.0 + i : 1.0;
+    if (guided && i % 3 == 1) spec.guidance_rescale = 0.7;
+    if (guided && i % 4 == 2) spec.guidance_start = 0.3;
+    if (guided && i % 4 >= 2) spec.guidance_stop = 0.6;
     const bool pictured = family != "sd1" || i % 3 != 0;
     if (pictured) spec.init_image = Picture(16, i);
     if (family == "pix2pix") {
-      spec.image_guidance_scale = i % 3 == 0 ? 1.0 : 1.5;
+      spec.image_guidance_scale = !guided || i % 3 == 0 ? 1.0 : 1.5;
     } else if (pictured) {
       spec.mask = HalfMask(16, 3 + i);
       if (i % 4 == 1) spec.sampler.strength = 0.7;
