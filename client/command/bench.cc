@@ -12,6 +12,7 @@
 #include "command/completion.h"
 #include "command/files.h"
 #include "command/generate_request.h"
+#include "command/json.h"
 #include "command/live_view.h"
 #include "command/load_generator.h"
 #include "command/progress.h"
@@ -38,9 +39,13 @@ CLI::Validator Number(double low, double high) {
 absl::StatusOr<ImageHashes> ReadHashes(const std::string& path) {
   const auto file = ReadFile(path);
   if (!file.ok()) return file.status();
-  const auto json = nlohmann::json::parse(*file, nullptr, /*allow_exceptions=*/false);
+  const auto json = ParseJson(*file);
+  if (!json.ok()) {
+    return absl::InvalidArgumentError(
+        fmt::format("--compare: {} {}", path, std::string(json.status().message())));
+  }
   auto hashes = ImageHashes::FromJson(
-      json.is_object() ? json.value("image_hashes", nlohmann::json()) : nlohmann::json());
+      json->is_object() ? json->value("image_hashes", nlohmann::json()) : nlohmann::json());
   if (hashes.ok()) return hashes;
   return absl::InvalidArgumentError(
       fmt::format("--compare {}: {}", path, std::string(hashes.status().message())));

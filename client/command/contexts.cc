@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "command/files.h"
+#include "command/json.h"
 #include "command/page.h"
 #include "command/table.h"
 #include "denoised/target.h"
@@ -125,18 +126,23 @@ absl::StatusOr<Contexts> ReadContexts(const std::string& path) {
   }
   auto text = ReadFile(path);
   if (!text.ok()) return text.status();
+  const auto json = ParseJson(*text);
+  if (!json.ok()) {
+    return absl::InvalidArgumentError(
+        fmt::format("{} is not a file of contexts; mend or remove it: it {}", path,
+                    std::string(json.status().message())));
+  }
   Contexts contexts;
   bool secrets = false;
   try {
-    const nlohmann::json json = nlohmann::json::parse(*text);
-    contexts.current = json.value("current", "");
-    for (const auto& [name, context] : json.at("contexts").items()) {
+    contexts.current = json->value("current", "");
+    for (const auto& [name, context] : json->at("contexts").items()) {
       contexts.by_name[name] = FromJson(context);
       secrets = secrets || context.contains("headers");
     }
   } catch (const nlohmann::json::exception& error) {
     return absl::InvalidArgumentError(
-        fmt::format("{} is not a file of contexts: {}; mend or remove it", path, error.what()));
+        fmt::format("{} is not a file of contexts; mend or remove it: {}", path, error.what()));
   }
   if (secrets && (information.st_mode & 077) != 0) {
     return absl::InvalidArgumentError(fmt::format(

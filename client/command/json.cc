@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "command/json.h"
 
+#include <fmt/format.h>
+
 #include <cmath>
+#include <optional>
+#include <set>
+#include <string>
 
 namespace denoised::command {
 namespace {
@@ -191,6 +196,26 @@ nlohmann::json ToJson(const std::vector<client::TimelineEntry>& timeline) {
     json.push_back(std::move(item));
   }
   return json;
+}
+
+absl::StatusOr<nlohmann::json> ParseJson(std::string_view text) {
+  std::vector<std::set<std::string>> keys;  // of the objects that have not ended
+  std::optional<std::string> twice;
+  const auto inspect = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& parsed) {
+    using Event = nlohmann::json::parse_event_t;
+    if (event == Event::object_start) keys.emplace_back();
+    if (event == Event::object_end) keys.pop_back();
+    if (event == Event::key && !keys.back().insert(parsed.get<std::string>()).second && !twice)
+      twice = parsed.get<std::string>();
+    return true;
+  };
+  try {
+    nlohmann::json json = nlohmann::json::parse(text, inspect);
+    if (!twice) return json;
+  } catch (const nlohmann::json::exception& error) {
+    return absl::InvalidArgumentError(fmt::format("is not valid JSON: {}", error.what()));
+  }
+  return absl::InvalidArgumentError(fmt::format("has \"{}\" twice; give it once", *twice));
 }
 
 }  // namespace denoised::command

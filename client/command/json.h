@@ -2,8 +2,10 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <string_view>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "denoised/generation.h"
 
 /// Answers as JSON, under the field names of the wire contract. Not protobuf's JSON mapping: the
@@ -20,5 +22,9 @@ nlohmann::json ToJson(const client::Model& model);
 nlohmann::json ToJson(const client::Job& job);
 nlohmann::json ToJson(const client::ServerInfo& info);
 nlohmann::json ToJson(const std::vector<client::TimelineEntry>& timeline);
+
+/// Parses a user's file. InvalidArgument also when an object has a key twice, of which
+/// nlohmann::json would silently keep the last.
+absl::StatusOr<nlohmann::json> ParseJson(std::string_view text);
 
 }  // namespace denoised::command

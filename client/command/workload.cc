@@ -15,6 +15,7 @@
 
 #include "command/files.h"
 #include "command/generate_request.h"
+#include "command/json.h"
 
 namespace denoised::command {
 namespace {
@@ -150,17 +151,18 @@ absl::Status Set(const std::string& key, const std::string& value, RequestKind* 
 
 /// One line of a trace.
 absl::Status ParseLine(const std::string& line, double* at_seconds, RequestKind* kind) {
-  const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object()) {
+  const auto json = ParseJson(line);
+  if (!json.ok()) return json.status();
+  if (!json->is_object()) {
     return absl::InvalidArgumentError(
         "is no JSON object, such as {\"at_seconds\": 0.5, \"steps\": 10}");
   }
-  const auto at = json.find("at_seconds");
-  if (at == json.end() || !at->is_number() || at->get<double>() < 0) {
+  const auto at = json->find("at_seconds");
+  if (at == json->end() || !at->is_number() || at->get<double>() < 0) {
     return absl::InvalidArgumentError("at_seconds is missing or no number of 0 or more");
   }
   *at_seconds = at->get<double>();
-  for (const auto& [key, value] : json.items()) {
+  for (const auto& [key, value] : json->items()) {
     if (key == "at_seconds") continue;
     const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
     if (key == "seed") {

@@ -201,7 +201,10 @@ TEST_F(TraceTest, RunsFaster) {
 TEST_F(TraceTest, RefusesByLine) {
   for (const auto& [text, message] : std::vector<std::pair<std::string, std::string>>{
            {"", "there is no line in it"},
-           {"{\"at_seconds\": 1}\nsoon\n", "line 2: is no JSON object"},
+           {"{\"at_seconds\": 1}\nsoon\n", "line 2: is not valid JSON"},
+           {"{\"at_seconds\": 1}\n[2]\n", "line 2: is no JSON object"},
+           {"{\"at_seconds\": 1}\n{\"at_seconds\": 2, \"steps\": 4, \"steps\": 5}",
+            "line 2: has \"steps\" twice; give it once"},
            {"{\"steps\": 4}", "line 1: at_seconds is missing"},
            {"{\"at_seconds\": -1}", "line 1: at_seconds is missing or no number of 0 or more"},
            {"{\"at_seconds\": 2}\n{\"at_seconds\": 1}", "line 2: at_seconds is less"},

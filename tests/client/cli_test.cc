@@ -593,6 +593,10 @@ TEST_F(CliTest, BenchFindsImagesThatDiffer) {
   const auto others = Run(with({"--compare", Path("before.json"), "--seed", "2"}));
   EXPECT_EQ(others.exit_code, 1);
   EXPECT_THAT(others.err, HasSubstr("the earlier run has none of these images"));
+  std::ofstream(Path("twice.json")) << R"({"image_hashes": {"a": "0", "a": "1"}})";
+  const auto twice = Run(with({"--compare", Path("twice.json")}));
+  EXPECT_EQ(twice.exit_code, 2);
+  EXPECT_THAT(twice.err, HasSubstr("twice.json has \"a\" twice; give it once"));
   server_.SetImageBytes(100);
   const auto changed = Run(with({"--compare", Path("before.json")}));
   EXPECT_EQ(changed.exit_code, 1);

@@ -170,6 +170,9 @@ TEST_F(ShellTest, WhatIsWrongWithAContextIsSaid) {
     folder_.Write("denoised/contexts.json", text);
     expect({"models"}, "contexts.json is not a file of contexts");
   }
+  folder_.Write("denoised/contexts.json",
+                R"({"contexts": {"a": {"server": "x:1", "server": "y:1"}}})");
+  expect({"models"}, "mend or remove it: it has \"server\" twice; give it once");
 }
 
 TEST_F(ShellTest, RelativePathsAreKeptWhole) {
