@@ -282,8 +282,14 @@ TEST(Limits, BytesOfWhatWaits) {
 }
 
 TEST(Scheduling, NewSizesAreOpenedBetweenEvaluationsOfOthers) {
-  Simulation simulation({});
+  int launches = 0;
+  std::vector<int> launched;  // when a part was done
+  Simulation simulation({.part_done = [&] { launched.push_back(launches); }});
   simulation.Add("plain", 0);
+  simulation.devices[0].backend->fault = [&] {
+    ++launches;
+    return absl::OkStatus();
+  };
   const auto running = simulation.Submit({.steps = 40});
   simulation.Step();
   std::vector<std::shared_ptr<Heard>> jobs;
@@ -297,6 +303,8 @@ TEST(Scheduling, NewSizesAreOpenedBetweenEvaluationsOfOthers) {
     EXPECT_EQ(simulation.evaluations, evaluations + 1) << "one is reported after each size";
     EXPECT_LE(std::chrono::duration<double>(simulation.clock.now - began).count(),
               1.01 * evaluation);
+    ASSERT_EQ(launched.size(), i + 1) << "of one size";
+    EXPECT_EQ(launched[i], launches - 1) << "after its own launches, and before the evaluation";
   }
   simulation.RunAll();
   EXPECT_TRUE(running->done->ok());

@@ -50,6 +50,7 @@ class Simulation : public EngineObserver {
     bool warm_up = false;  // as the engine does, instead of being told what each bucket costs
     /// Models have a codec, and this many images decoded side by side take so long.
     std::function<double(int images)> decode_cost;
+    std::function<void()> part_done;  // as StepBatcher::Options::part_done
   };
   struct Request {
     int steps = 4;  // an evaluation each
@@ -90,7 +91,8 @@ class Simulation : public EngineObserver {
           *device.backend, admission, queue, this,
           StepBatcher::Options{.device = i,
                                .batching = options.batching,
-                               .keep_evaluations = options.keep_evaluations});
+                               .keep_evaluations = options.keep_evaluations,
+                               .part_done = options.part_done});
       devices.push_back(std::move(device));
     }
     Add("fake");
