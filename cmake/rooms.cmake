@@ -33,6 +33,9 @@ function(denoised_room name)
   add_library(denoised::${name} ALIAS denoised_${name})
   target_link_libraries(denoised_${name} PUBLIC denoised_build_flags ${ROOM_PUBLIC}
                                          PRIVATE ${ROOM_PRIVATE})
+  if(DENOISED_FUZZ)  # as tests/fuzz/ needs it
+    target_compile_options(denoised_${name} PRIVATE -fsanitize=fuzzer-no-link)
+  endif()
 endfunction()
 
 # One GoogleTest binary, one ctest entry.
