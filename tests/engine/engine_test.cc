@@ -764,7 +764,7 @@ TEST_F(FailingDevice, SizesThatComeUpTogetherAreNoHang) {
   }
   const auto begin = Clock::now();
   std::vector<std::shared_ptr<Collector>> jobs;
-  for (int height = 8; height <= 60; height += 4) {
+  for (int height = 8; height <= 92; height += 4) {
     JobSpec spec{.model = "digits", .seed = 1, .height = height, .width = 16};
     spec.guidance_scale = 1;
     spec.sampler.steps = 1;
