@@ -58,7 +58,8 @@ struct Tile {
   static constexpr bool kPingPong = kSpec.schedule == Schedule::kPingPong;
   static constexpr bool kSplitK = kSpec.split_k != SplitK::kNone;
   static constexpr bool kE4m3 = kSpec.element == Element::kE4m3x2;
-  // Whether MMAs add up runs of steps, splits or in e4m3 shorter ones, and fp32 additions the runs.
+  // Whether k is cut into runs, which are splits or in e4m3 halo tiles: MMAs add the steps of a
+  // run, fp32 additions the runs.
   static constexpr bool kAddsRuns = kSplitK || kE4m3;
   // The MMAs of the first split accumulate in the total itself. With 192 outputs, ptxas finds no
   // registers for two sets of 96 accumulators that MMAs write, so the total is a copy.
@@ -79,10 +80,10 @@ struct Tile {
       kSplitsOverCluster ? kSubtileEdge * kSubtileEdge * kN * 4 : 0;
   static constexpr int kBarriers =
       2 * kStages + 3 * HaloTilesOf<true>::kSlots + 2 + 2 * kBuffers + 1;
-  static constexpr int kHaloTileBytes =
+  static constexpr int kAllHaloTileBytes =
       std::max(HaloTilesOf<false>::kBytes, kSplitK ? HaloTilesOf<true>::kBytes : 0);
   static constexpr int kSharedBytes =
-      kHaloTileBytes + kStages * kStageBytes + kStagingBytes + kReceivedBytes + kBarriers * 8;
+      kAllHaloTileBytes + kStages * kStageBytes + kStagingBytes + kReceivedBytes + kBarriers * 8;
   static constexpr int kConsumerRegisters = kSpec.kernel.consumer_registers;
   static constexpr int kProducerRegisters = kSpec.kernel.producer_registers;
   static constexpr bool kFusesInputNorm = kSpec.FusesInputNorm();
@@ -344,6 +345,8 @@ struct Consumer {
   using C = Cta<T, kShortcut, kSplitOverCluster>;
   using Slots = typename C::Slots;
   static constexpr int kTilesInFlight = T::kPingPong ? 2 : 1;
+  // In e4m3, of a tile's first run: sooner, the previous tile's output is still being stored.
+  static constexpr int kStagingStep = 3;
 
   const Conv2dLaunch& conv;
   const Params& params;
@@ -375,7 +378,7 @@ struct Consumer {
   }
   /// The epilogue's buffer of subtile `row` of this consumer, and where that subtile lies.
   __device__ int Buffer(int row) const { return group * T::kBuffers + row % T::kBuffers; }
-  __device__ TileAt Subtile(const TileAt& tile, int row) const {
+  __device__ TileAt Subtile(int row) const {
     const int subtile = T::kPingPong ? row : group;
     TileAt at = tile;
     if (params.images_at_once == 2) {
@@ -385,9 +388,8 @@ struct Consumer {
     }
     return at;
   }
-  __device__ void LoadAdded(const TileAt& tile, int row,
-                            uint32_t (&added)[T::kAccumulators / 4]) const {
-    const int image = min(Subtile(tile, row).image, conv.images - 1);  // that exists
+  __device__ void LoadAdded(int row, uint32_t (&added)[T::kAccumulators / 4]) const {
+    const int image = min(Subtile(row).image, conv.images - 1);  // that exists
     LoadPerImage<T::kBox>(conv, params.add, image, tile.n0, added);
   }
   __device__ void BeginStaging(int row) const {
@@ -396,7 +398,7 @@ struct Consumer {
     const int buffer = Buffer(row);
     ArriveExpectTx(&cta.staged[buffer], has_residual ? T::kBufferBytes : 0);
     if (!has_residual) return;
-    const TileAt at = Subtile(tile, row);
+    const TileAt at = Subtile(row);
     for (int box = 0; box < T::kBoxes; ++box) {
       TmaLoad(cta.staging + buffer * T::kBufferBytes + box * T::kBoxBytes, &params.residual,
               &cta.staged[buffer], tile.n0 + box * T::kBox, at.x, at.y, at.image);
@@ -412,8 +414,8 @@ struct Consumer {
 
   /// The products of the first kSlices · 32 channels of a step.
   template <int kSlices>
-  __device__ void MultiplyE4m3(uint64_t input, uint64_t weight, bool continues,
-                               float (&sums)[T::kAccumulators]) const {
+  __device__ void MultiplyStepE4m3(uint64_t input, uint64_t weight, bool continues,
+                                   float (&sums)[T::kAccumulators]) const {
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kSlices; ++k)
@@ -456,9 +458,9 @@ struct Consumer {
       if constexpr (T::kE4m3) {
         // Without channels for it, the second half of a chunk is zero.
         if (conv.channels - chunk * kStep > kStep / 2) {
-          MultiplyE4m3<4>(input, weight, continues, accumulators[0]);
+          MultiplyStepE4m3<4>(input, weight, continues, accumulators[0]);
         } else {
-          MultiplyE4m3<2>(input, weight, continues, accumulators[0]);
+          MultiplyStepE4m3<2>(input, weight, continues, accumulators[0]);
         }
       } else {
         WgmmaFence();
@@ -478,8 +480,7 @@ struct Consumer {
       }
       continues = true;
       if (T::kAddsRuns && --steps_until_pass == 0 && group == 0) PassOrder();
-      // Not sooner: the previous tile's output is still being stored.
-      if (T::kE4m3 && run == 0 && step == 3) BeginStaging();
+      if (T::kE4m3 && run == 0 && step == kStagingStep) BeginStaging();
       WgmmaWait<1>();  // for the previous step
       ReleaseUsed();
       used_stage = state.stage;
@@ -532,7 +533,7 @@ struct Consumer {
           conv, total[row], [&](int box) { return subtile + box * T::kBoxBytes; }, [](int) {});
       FenceProxyAsync();
       SyncWarpgroup(group);
-      const TileAt at = Subtile(tile, row);
+      const TileAt at = Subtile(row);
       if (leads) {
         for (int box = 0; box < T::kBoxes; ++box) {
           TmaStore(&params.out, subtile + box * T::kBoxBytes, tile.n0 + box * T::kBox, at.x, at.y,
@@ -575,7 +576,7 @@ struct Consumer {
         if (!adds) return;
 #pragma unroll
         for (int i = 0; i < T::kRows; ++i) {
-          if (!T::kAddsEarly) LoadAdded(tile, i, added);
+          if (!T::kAddsEarly) LoadAdded(i, added);
           AddPerImage(added, 0, total[i]);
           AddPerImage(added, 1, total[i]);
         }
@@ -592,7 +593,7 @@ struct Consumer {
       } else {
         InitAccumulators(params.bias, tile.n0, accumulators[0]);
       }
-      if (T::kAddsEarly && adds) LoadAdded(tile, 0, added);
+      if (T::kAddsEarly && adds) LoadAdded(0, added);
       if (T::kPingPong || group == 1) Wait(&cta.order[group], (tiles_done + group + 1) & 1);
       const int last_run = T::kE4m3                           ? params.depth.windowed - 1
                            : T::kSplitK && !kSplitOverCluster ? (1 << params.log_splits) - 1
@@ -680,6 +681,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   // Each split has at least one step, because there are at least kTaps steps.
   if (plan.splits != 1 << params.log_splits || plan.splits > kTaps) return cudaErrorInvalidValue;
   if (!SuitsHaloTile(conv) || T::kE4m3 != (conv.x.element == Element::kE4m3x2) ||
+      (T::kE4m3 && conv.x2.data != nullptr) ||
       ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kSplitK) ||
       (conv.input_factors != nullptr && !T::kFusesInputNorm)) {
     return cudaErrorInvalidValue;

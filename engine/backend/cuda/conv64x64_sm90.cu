@@ -52,7 +52,7 @@ struct Tile64x64 {
   static constexpr int kTransformerWarp = kInputWarp + 1;
   static constexpr int kTransformers = kThreads - kTransformerWarp * 32;
   static_assert(kTransformers == 0 || kInHaloTiles);
-  /// For __launch_bounds__: at most 128 registers leave room for the next launch beside two CTAs.
+  /// For __launch_bounds__: at most 128 registers.
   static constexpr int kBoundThreads = kThreads > 256 ? kThreads : 256;
   static constexpr int kStages = kSpec.kernel.stages;  // at most
   static constexpr int kBarriers = (2 * kStages + 2 * kSlots + kWindowed + 1 + 1) / 2 * 2;
@@ -279,8 +279,8 @@ __device__ inline void InitBarriers(const Cta<kInHaloTiles, kShortcut>& cta, con
 // Producers. A warp elects a thread for each load, not for the loop: what the loop computes then
 // stays in uniform registers, where TMA needs it.
 
-/// Loads the weights of every step, as many as there are stages during the preceding kernel, since
-/// no kernel writes weights.
+/// Loads the weights of every step. The first loads, one for each stage, overlap the preceding
+/// kernel, because no kernel writes weights.
 template <bool kInHaloTiles, bool kShortcut>
 __device__ inline void LoadWeights(const Cta<kInHaloTiles, kShortcut>& cta,
                                    const Conv2dLaunch& conv, const Params& params,
@@ -593,7 +593,6 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThre
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using U = Tile64x64<kInHaloTiles, kShortcut>;
   extern __shared__ __align__(1024) unsigned char shared[];  // the swizzle's alignment
-  const int stages = params.stages;
   // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int rank = static_cast<int>(ClusterRank());

@@ -96,8 +96,8 @@ __device__ inline int ChannelOf(int chunk, int chunks, int channels) {
 }
 
 /// A step along k: the window's next chunk and tap, or a shortcut's next chunk. Values are updated
-/// only when they change, because the producer is a single thread. kTaps: of the window, if known
-/// at compile time.
+/// only when they change, because producers are bound by their instructions. kTaps: of the window,
+/// if known at compile time.
 template <bool kShortcut, int kTaps = 0>
 struct StepAt {
   int tap, chunk, channel;                       // of the window's weight
@@ -265,8 +265,8 @@ __device__ inline void AddPerImage(const Conv2dLaunch& conv, const Rows& add, in
 }
 
 /// Accumulators start with the bias, so the epilogue does not add it; those of a later split (bias
-/// null) start with zero. No branches, because wgmma is
-/// asynchronous and reads the registers later than its place in the code.
+/// null) start with zero. No branches, because wgmma is asynchronous and reads the registers later
+/// than its place in the code.
 __device__ const float kNoBias[kBiasPadding] = {};
 template <int kAccumulators>
 __device__ inline void InitAccumulators(const float* bias, int n0,
