@@ -152,6 +152,16 @@ class GpuRecordTest(unittest.TestCase):
         self.write("engine/backend/cuda/conv2d.cu", "changed")
         self.assertEqual(self.run_test_gpu()["sanitizers"], {})
 
+    def test_a_sanitizer_is_added_to_the_record_that_out_names(self):
+        before = self.run_test_gpu()
+        other = self.root / "other.json"
+        self.program("backend_test", {"Cuda/Fine.Case/0": "passed", "Cuda/Fine.Case/1": "passed"})
+        self.run_test_gpu(f"--out={other}")
+        record = self.run_test_gpu("--sanitize=memcheck", "--programs", "backend_test", f"--out={other}")
+        self.assertEqual(record, before)
+        self.assertEqual(gpu_record.read(other)["passed"], PROGRAMS + 1)
+        self.assertEqual(list(gpu_record.read(other)["sanitizers"]), ["memcheck"])
+
     def test_the_hash_is_of_what_decides_results_on_a_gpu(self):
         before = gpu_record.hash_of_sources(self.root)
         for file in ["engine/backend/cpu/conv.cc", "engine/training/cpu/conv.cc",
