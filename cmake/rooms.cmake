@@ -17,6 +17,9 @@ if(DENOISED_SANITIZE)
     $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${DENOISED_SANITIZE} -fno-omit-frame-pointer>)
   target_link_options(denoised_build_flags INTERFACE -fsanitize=${DENOISED_SANITIZE})
   if(DENOISED_SANITIZE MATCHES "thread")
+    # protobuf's map fields have one more member under this macro, which some compilers define, but the
+    # distribution's library was built without it.
+    target_compile_options(denoised_build_flags INTERFACE -U__SANITIZE_THREAD__)
     target_compile_definitions(denoised_build_flags INTERFACE DENOISED_THREAD_SANITIZER)
   endif()
 endif()
