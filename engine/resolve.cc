@@ -242,8 +242,8 @@ class Resolver {
     if (!job_.guided) return Unguided();
     if (spec_.guidance_start.value_or(0) >= spec_.guidance_stop.value_or(1))
       Violate("guidance_start",
-              "is {}, not below guidance_stop, {}; use a lower one, or guidance_scale 1 for no "
-              "guidance",
+              "is {}, not below guidance_stop, {}; use a lower one, or leave out both and use "
+              "guidance_scale 1 for no guidance",
               spec_.guidance_start.value_or(0), spec_.guidance_stop.value_or(1));
   }
 

@@ -42,7 +42,7 @@ absl::StatusOr<ImageHashes> ReadHashes(const std::string& path) {
   const auto json = ParseJson(*file);
   if (!json.ok()) {
     return absl::InvalidArgumentError(
-        fmt::format("--compare: {} {}", path, std::string(json.status().message())));
+        fmt::format("--compare {}: {}", path, std::string(json.status().message())));
   }
   auto hashes = ImageHashes::FromJson(
       json->is_object() ? json->value("image_hashes", nlohmann::json()) : nlohmann::json());

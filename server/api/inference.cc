@@ -32,6 +32,8 @@ bool HasVectors(const ModelInfo& model) {
   return model.condition == ClassCondition::kValue || model.condition == ClassCondition::kVector;
 }
 bool HasGuidance(const ModelInfo& model) { return model.guidance || model.guidance_input; }
+/// Not those that read the scale as an input and evaluate no second row, as LCM.
+bool HasGuidedSteps(const ModelInfo& model) { return model.guidance; }
 bool Always(const ModelInfo&) { return true; }
 
 bool ReadsText(const ModelInfo& model) { return model.text.has_value(); }
@@ -62,8 +64,8 @@ constexpr Input kInputs[] = {
     {"guidance_scale", "guidance_scale", HasGuidance},
     {"image_guidance_scale", "image_guidance_scale", HasImageGuidance},
     {"guidance_rescale", "guidance_rescale", HasRescale},
-    {"guidance_start", "guidance_start", HasGuidance},
-    {"guidance_stop", "guidance_stop", HasGuidance},
+    {"guidance_start", "guidance_start", HasGuidedSteps},
+    {"guidance_stop", "guidance_stop", HasGuidedSteps},
     {"width", "width", Always},
     {"height", "height", Always},
     {"sampler", "sampler", Always},

@@ -28,7 +28,8 @@
 ///
 ///   steps, width, height, solver_order                    INT32
 ///   clip_skip, max_chunks                                 INT32: models that read text
-///   guidance_scale, guidance_start, guidance_stop         FP64: models with guidance
+///   guidance_scale                                        FP64: models with guidance
+///   guidance_start, guidance_stop                         FP64: those of them with a second row
 ///   image_guidance_scale, guidance_rescale                FP64: models that take them
 ///   eta, s_churn, s_tmin, s_tmax, s_noise                 FP64
 ///   sampler, noise_schedule     BYTES, "heun", "karras": values of the enum without their prefix

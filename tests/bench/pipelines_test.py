@@ -28,8 +28,8 @@ class PipelinesTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as out:
             done = subprocess.run(
                 [sys.executable, HERE / "measure.py", *pipelines.TOPICS, "--tiny", "--device=cpu",
-                 f"--sd-cli={HERE / 'fake_sd_cli.py'}", f"--build={BUILD}", f"--out={out}", f"--keep-models={out}/models", "--commit=abc",
-                 "--seconds=500", "--rounds=1", "--requests=2", "--pipeline-rounds=1",
+                 f"--sd-cli={HERE / 'fake_sd_cli.py'}", f"--build={BUILD}", f"--out={out}",
+                 f"--keep-models={out}/models", "--commit=abc", "--seconds=500", "--rounds=1", "--requests=2", "--pipeline-rounds=1",
                  f"--pipeline-scale={scale}"], capture_output=True, text=True, check=False)
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
             return {topic: json.loads((Path(out) / f"{topic}.json").read_text())

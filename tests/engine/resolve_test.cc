@@ -60,7 +60,8 @@ TEST(Resolve, AnIntervalOfGuidanceThatIsEmptyHasARemedy) {
   ResolveJob(Digits(), spec, &job, &violations);
   ASSERT_EQ(violations.size(), 1u);
   EXPECT_EQ(violations[0].field, "guidance_start");
-  EXPECT_THAT(violations[0].description, testing::HasSubstr("guidance_scale 1 for no guidance"));
+  EXPECT_THAT(violations[0].description,
+              testing::HasSubstr("leave out both and use guidance_scale 1"));
 }
 
 TEST(Resolve, WithoutGuidanceItsOptionsAreRefused) {

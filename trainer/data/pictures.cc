@@ -420,7 +420,8 @@ absl::StatusOr<nlohmann::json> ParseMetadataLine(const std::string& line, const 
   const std::string where = fmt::format("{}, line {}", file, number);
   DENOISED_ASSIGN_OR_RETURN(nlohmann::json json, ParseJsonObject(line, where));
   if (!json.contains("file_name") || !json["file_name"].is_string())
-    return InvalidArgument("{}: is not an object with a \"file_name\"", where);
+    return InvalidArgument("{}: has no picture; give it, as in {{\"file_name\": \"a.png\"}}",
+                           where);
   return json;
 }
 
