@@ -153,8 +153,9 @@ absl::Status Set(const std::string& key, const std::string& value, RequestKind* 
 absl::Status ParseLine(const std::string& line, double* at_seconds, RequestKind* kind) {
   const auto json = ParseJson(line);
   if (!json.ok()) {
-    return absl::InvalidArgumentError(fmt::format(
-        "{}; a line is such as {{\"at_seconds\": 0.5, \"steps\": 10}}", json.status().message()));
+    return absl::InvalidArgumentError(
+        fmt::format("{}; a line is such as {{\"at_seconds\": 0.5, \"steps\": 10}}",
+                    std::string(json.status().message())));
   }
   if (!json->is_object()) {
     return absl::InvalidArgumentError(
