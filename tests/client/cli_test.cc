@@ -596,7 +596,7 @@ TEST_F(CliTest, BenchFindsImagesThatDiffer) {
   std::ofstream(Path("twice.json")) << R"({"image_hashes": {"a": "0", "a": "1"}})";
   const auto twice = Run(with({"--compare", Path("twice.json")}));
   EXPECT_EQ(twice.exit_code, 2);
-  EXPECT_THAT(twice.err, HasSubstr("twice.json has \"a\" twice; give it once"));
+  EXPECT_THAT(twice.err, HasSubstr("twice.json: has \"a\" twice; give it once"));
   server_.SetImageBytes(100);
   const auto changed = Run(with({"--compare", Path("before.json")}));
   EXPECT_EQ(changed.exit_code, 1);
