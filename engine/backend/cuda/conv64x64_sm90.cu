@@ -542,12 +542,12 @@ struct Outputs {
   __device__ void Store(Residuals& residuals) const {
     const bool silu = conv.activation == Activation::kSilu;
 #pragma unroll 1
-    for (int first = 0; first < mine; first += kAtOnce) {
+    for (int block = 0; block < mine; block += kAtOnce) {
       Residuals next;
-      LoadResiduals(first + kAtOnce, next);
+      LoadResiduals(block + kAtOnce, next);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int j = first + i;
+        const int j = block + i;
         if (j >= mine) break;
         float v[4];
         Sum(j, v);
