@@ -761,7 +761,7 @@ bool SuitsHaloTile(const ConvLayer& conv) {
          !conv.upsample2x && conv.out_height == conv.height && conv.out_width == conv.width &&
          conv.height % kSubtileEdge == 0 &&
          (conv.width % (2 * kSubtileEdge) == 0 || conv.width == kSubtileEdge) &&
-         conv.outputs % 64 == 0 && conv.x.element != Element::kF32 && HasVectorInputs(conv) &&
+         conv.outputs % 32 == 0 && conv.x.element != Element::kF32 && HasVectorInputs(conv) &&
          HasVectorOutputs(conv) && SuitsShortcut(conv);
 }
 

@@ -108,6 +108,8 @@ constexpr HopperTileSpec kTiles[] = {
      {3, 2, 384, 232, 40}, {{0.8, 0.73, 1.6, 1.05}, {1.5, 0.75, 1.4, 1.02}}},
     {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kNone,    192, 192,
      {3, 3, 512, 160, 32}, {{1.0, 0.82, 1.5, 1.04}, {1.8, 0.86, 1.2, 1.03}}},
+    {Loader::kHaloTile, Schedule::kCooperative,   SplitK::kCta,     128, 32,
+     {8, 2, 512, 184, 72, 1, 3}, {{1.1, 0.2, 1.3}, {}, 0.1}},
     {Loader::kHaloTile, Schedule::kCooperative,   SplitK::kCta,     128, 64,
      {8, 2, 512, 184, 72, 1, 3}, {{1.1, 0.235, 1.45}, {}, 0.1}},
     {Loader::kHaloTile, Schedule::kCooperative,   SplitK::kCluster, 128, 80,
