@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     for (int i = 0; i < T::kPart / 2; ++i) output[i] = 0;
     multiply_keys(ahead);
     WgmmaWait<0>();
-    HoldRegisters(scores);
+    PinAccumulators(scores);
     release(T::kParts);
     // Only scores read queries, so those of the next step may be loaded during the last values.
     if (signals && key_tiles == 1) Arrive(&queries_empty[ahead]);
@@ -411,13 +411,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       multiply_values();  // of the previous tile
       pass_turn(step.active);
       WgmmaWait<1>();  // for the scores
-      HoldRegisters(scores);
+      PinAccumulators(scores);
       release(T::kParts);
       if (kLast && signals) Arrive(&queries_empty[ahead]);
       softmax.Add<kLast>(scores, false, valid, scale_log2);
-      HoldRegisters(scores);  // keeps the compiler from moving the wait before the softmax
+      PinAccumulators(scores);  // keeps the compiler from moving the wait before the softmax
       WgmmaWait<0>();
-      HoldRegisters(output);
+      PinAccumulators(output);
       release(1);
       if (__any_sync(~0u, softmax.shrink[0] != 1 || softmax.shrink[1] != 1)) {
 #pragma unroll
@@ -431,7 +431,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     if (T::kSelects && keys < attention.key_tokens) clear_values_from(valid);
     multiply_values();
     WgmmaWait<0>();
-    HoldRegisters(output);
+    PinAccumulators(output);
     release(1);
     WriteOutput<T>(attention, step, step.query + warp * 16, softmax, output);
   }

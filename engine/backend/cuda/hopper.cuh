@@ -287,6 +287,7 @@ __device__ inline void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+#define DENOISED_LIST_4 "%0,%1,%2,%3"
 #define DENOISED_LIST_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define DENOISED_LIST_32 \
   DENOISED_LIST_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -303,6 +304,7 @@ __device__ inline void WgmmaWait() {
   ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110" \
   ",%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124"  \
   ",%125,%126,%127"
+#define DENOISED_SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define DENOISED_SUMS_8(d, i)                                                                 \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -368,14 +370,10 @@ DENOISED_WGMMA_E4M3(160, 80, 80, 81, 82)
 DENOISED_WGMMA_E4M3(192, 96, 96, 97, 98)
 
 /// Both operands from shared memory with m and n innermost, by TransposedDescriptor().
-__device__ inline void WgmmaTransposed(float (&d)[96], uint64_t x, uint64_t y, bool add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" DENOISED_LIST_96
-      "}, %96, %97, add, 1, 1, 1, 1;\n}"
-      : DENOISED_SUMS_96(d, 0)
-      : "l"(x), "l"(y), "r"(static_cast<int>(add)));
-}
+#define DENOISED_WGMMA_TRANSPOSED(...) \
+  DENOISED_WGMMA_FROM_ZERO(WgmmaTransposed, "k16.f32.bf16.bf16", "1, 1, 1, 1", __VA_ARGS__)
+DENOISED_WGMMA_TRANSPOSED(8, 4, 4, 5, 6)
+DENOISED_WGMMA_TRANSPOSED(192, 96, 96, 97, 98)
 
 /// x from registers, in the layout of accumulators, two per word.
 #define DENOISED_WGMMA_REGISTERS_FROM_ZERO(n, r, x0, x1, x2, x3, b, p)                          \
@@ -409,12 +407,6 @@ DENOISED_WGMMA_REGISTERS(256, 128, 128, 129, 130, 131, 132)
 /// swizzle, and the next 64 columns are `next_columns` bytes further. For each 16 rows, add 128.
 __device__ inline uint64_t TransposedDescriptor(const void* tile, uint32_t next_columns) {
   return MatrixDescriptor(tile) - (uint64_t{1} << 16) + (uint64_t{next_columns >> 4} << 16);
-}
-/// Keeps the compiler from moving uses of registers that a pending wgmma writes above this point.
-template <int kRegisters>
-__device__ inline void HoldRegisters(float (&d)[kRegisters]) {
-#pragma unroll
-  for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // Named barriers, by number; 0 is __syncthreads(). Whole warps arrive or wait.

@@ -215,12 +215,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       WgmmaCommit();
     };
     const auto hold_scores = [&] {
-      HoldRegisters(s);
-      HoldRegisters(dp);
+      PinAccumulators(s);
+      PinAccumulators(dp);
     };
     const auto hold_sums = [&] {
-      HoldRegisters(sums_first);
-      HoldRegisters(sums_second);
+      PinAccumulators(sums_first);
+      PinAccumulators(sums_second);
     };
     /// s becomes P, dp becomes dS. Missing queries need no mask, since their operands, log-sum-exp
     /// and Δ are zeros; only the last tile has missing keys. No branches: the compiler waits for a

@@ -265,9 +265,10 @@ class CudaBackend final : public Backend {
                                .pad_top = args.geometry.pad_top,
                                .pad_left = args.geometry.pad_left,
                                .upsample2x = conv.upsample2x};
-      WeightGradient(dout, 0, args.x, &patches, args.dweight);
+      ParameterGradients(dout, 0, args.x, &patches, args.dweight, args.dbias);
+    } else if (args.dbias) {
+      BiasGradient(dout, 0, args.dbias);
     }
-    if (args.dbias) BiasGradients(dout, {args.dbias});
     if (args.dx) InputGradient(conv, args.geometry, dout, args.dx);
   }
 
@@ -285,9 +286,14 @@ class CudaBackend final : public Backend {
     Scratch scratch(this);
     const Tensor dout = InActivationType(args.dout, &scratch);
     int first = 0;
-    for (size_t i = 0; i < args.dweights.size(); first += linear.parts[i++])
-      WeightGradient(dout, first, args.x, nullptr, args.dweights[i]);
-    if (!args.dbiases.empty()) BiasGradients(dout, args.dbiases);
+    for (size_t i = 0; i < linear.parts.size(); first += linear.parts[i++]) {
+      const Tensor dbias = args.dbiases.empty() ? Tensor() : args.dbiases[i];
+      if (!args.dweights.empty()) {
+        ParameterGradients(dout, first, args.x, nullptr, args.dweights[i], dbias);
+      } else if (dbias) {
+        BiasGradient(dout, first, dbias);
+      }
+    }
     if (args.dx)
       ops_->Linear({.x = dout,
                     .weight = &linear.backward,
@@ -724,10 +730,18 @@ class CudaBackend final : public Backend {
     return padded;
   }
 
-  /// dweight [outputs, channels, taps] = columns [first_output, …) of doutᵀ · x, or · im2col of x.
+  /// Of the layer whose outputs are columns [first_output, …) of dout: dweight [outputs, channels,
+  /// taps] = doutᵀ · x, or · im2col of x; and dbias unless undefined.
+  void ParameterGradients(const Tensor& dout, int first_output, const Tensor& x,
+                          const Patches* patches, const Tensor& dweight, const Tensor& dbias) {
+    if (!ok() || ParameterGradientsHopper(dout, first_output, x, patches, dweight, dbias)) return;
+    WeightGradient(dout, first_output, x, patches, dweight);
+    if (dbias) BiasGradient(dout, first_output, dbias);
+  }
+
   void WeightGradient(const Tensor& dout, int first_output, const Tensor& x, const Patches* patches,
                       const Tensor& dweight) {
-    if (!ok() || WeightGradientHopper(dout, first_output, x, patches, dweight)) return;
+    if (!ok()) return;
     const int64_t rows = dout.dim(0), chunk = ChunkOf(rows), chunks = rows / chunk;
     const int64_t lines = dout.elements() / dout.dim(-1) / rows * chunk;  // per chunk
     const int taps = patches == nullptr ? 1 : patches->kernel * patches->kernel;
@@ -771,9 +785,10 @@ class CudaBackend final : public Backend {
            "the gradient of a weight");
   }
 
-  /// The same by weight_gradient_sm90.cu. False if it does not support this layer or device.
-  bool WeightGradientHopper(const Tensor& dout, int first_output, const Tensor& x,
-                            const Patches* patches, const Tensor& dweight) {
+  /// By weight_gradient_sm90.cu. False if it does not support this layer or device.
+  bool ParameterGradientsHopper(const Tensor& dout, int first_output, const Tensor& x,
+                                const Patches* patches, const Tensor& dweight,
+                                const Tensor& dbias) {
     WeightGradientLaunch gradient = {.images = dout.dim(0),
                                      .height = dout.elements() / dout.dim(-1) / dout.dim(0)};
     bool doubled = false;
@@ -809,34 +824,31 @@ class CudaBackend final : public Backend {
     gradient.channels = Extent(x, -1);
     gradient.chunks = gradient.images / ChunkOf(gradient.images);
     gradient.out = Floats(dweight);
+    gradient.bias = Floats(dbias);
     gradient.partial = scratch.Floats(WeightGradientPartials(gradient));
-    if (ok()) Record(LaunchWeightGradient(gradient, stream_), "the gradient of a weight");
+    if (ok()) Record(LaunchWeightGradient(gradient, queue_), "the gradient of a weight");
     return true;
   }
 
-  /// Sums of dout's columns; each fused layer has its own dbias.
-  void BiasGradients(const Tensor& dout, const std::vector<Tensor>& dbiases) {
+  /// The sum of columns [first_output, …) of dout.
+  void BiasGradient(const Tensor& dout, int first_output, const Tensor& dbias) {
     if (!ok()) return;
-    const int64_t rows = dout.dim(0), chunk = ChunkOf(rows), outputs = dout.dim(-1);
-    const int64_t lines = dout.elements() / outputs / rows * chunk;
+    const int64_t rows = dout.dim(0), chunk = ChunkOf(rows), outputs = dbias.elements();
+    const int64_t lines = LinesOf(dout) / rows * chunk;
     Scratch scratch(this);
     float* const partial = scratch.Floats(rows / chunk * PartsOf(lines) * outputs);
     if (!ok()) return;
-    Record(LaunchColumnSums(View(dout), rows / chunk, lines, static_cast<int>(outputs), partial,
-                            stream_),
+    Record(LaunchColumnSums(View(dout.Columns(first_output, outputs)), rows / chunk, lines,
+                            static_cast<int>(outputs), partial, stream_),
            "the gradient of a bias");
-    int64_t first = 0;
-    for (const Tensor& dbias : dbiases) {
-      Record(LaunchTreeSum({.in = partial + first,
-                            .in_stride = outputs,
-                            .chunks = rows / chunk,
-                            .splits = PartsOf(lines),
-                            .count = dbias.elements(),
-                            .out = Floats(dbias)},
-                           stream_),
-             "the gradient of a bias");
-      first += dbias.elements();
-    }
+    Record(LaunchTreeSum({.in = partial,
+                          .in_stride = outputs,
+                          .chunks = rows / chunk,
+                          .splits = PartsOf(lines),
+                          .count = outputs,
+                          .out = Floats(dbias)},
+                         stream_),
+           "the gradient of a bias");
   }
 
   /// dx = dout convolved with the rotated weights. With a stride, zeros are first inserted between

@@ -76,8 +76,8 @@ struct TreeSumLaunch {
 };
 cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, cudaStream_t stream);
 
-/// The gradient of a weight, on Hopper: doutᵀ · x, or with nine taps that of a 3×3 convolution
-/// which pads each image by one pixel. Chunks are added as a tree.
+/// The gradients of a weight and its bias, on Hopper: doutᵀ · x, or with nine taps that of a 3×3
+/// convolution which pads each image by one pixel; and the sum of dout. Chunks are added as a tree.
 struct WeightGradientLaunch {
   Rows dout, x;  // [images · height · width, ..], bf16 in aligned vectors
   int outputs = 0, channels = 0;
@@ -86,9 +86,10 @@ struct WeightGradientLaunch {
   int taps = 1;              // or 9
   float* partial = nullptr;  // scratch of WeightGradientPartials() floats
   float* out = nullptr;      // [outputs, channels, taps]
+  float* bias = nullptr;     // [outputs], or null: not computed
 };
 int64_t WeightGradientPartials(const WeightGradientLaunch& launch);
-cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, cudaStream_t stream);
+cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, const Queue& queue);
 
 /// Number of parts into which `lines` lines of a segment are divided.
 int PartsOf(int64_t lines);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/backend/cuda/element.cuh"
+#include "engine/training/cuda/tree_sum.cuh"
 
 /// How blocks divide [segments, lines, channels]: a block has a strip of channels, and of one
 /// segment one part of the lines. A warp reads neighbouring channels of one or a few lines.
@@ -88,17 +89,6 @@ __device__ inline Range RangeOf(int64_t lines, int parts, int part) {
   const int64_t size = (lines + parts - 1) / parts;
   const int64_t begin = part * size;
   return {begin, begin + size < lines ? begin + size : lines};
-}
-
-/// Σ value(i) over i < kCount as a balanced tree; kCount is a power of two.
-template <int kCount, typename Value>
-__device__ inline float SumOf(const Value& value) {
-  if constexpr (kCount == 1) {
-    return value(0);
-  } else {
-    return SumOf<kCount / 2>(value) +
-           SumOf<kCount / 2>([&](int i) { return value(i + kCount / 2); });
-  }
 }
 
 inline denoised::cuda::Rows LinesFrom(denoised::cuda::Rows rows, int64_t first) {

@@ -10,6 +10,7 @@
 #include "engine/backend/cuda/element.cuh"
 #include "engine/training/cuda/launch.h"
 #include "engine/training/cuda/strips.cuh"
+#include "engine/training/cuda/tree_sum.cuh"
 
 namespace denoised::training::cuda {
 namespace {
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kStripThreads)
   }
 }
 
-constexpr int kThreads = 256, kMostLevels = 32;
+constexpr int kThreads = 256;
 
 /// Index in the result of element i of a group; −1 if it is dropped.
 __device__ inline int64_t PlaceOf(const TreeSumLaunch& sum, int64_t i) {
@@ -72,19 +73,7 @@ __device__ inline int64_t GroupStride(const TreeSumLaunch& sum) {
   return sum.in_group > 0 ? sum.in_group : sum.chunks * sum.splits * sum.in_stride;
 }
 
-/// A stack of the sums of completed subtrees, the largest first. Like the bits of the number of
-/// leaves: two subtrees of equal size are added at once.
-struct Subtrees {
-  float waiting[kMostLevels];
-  int levels = 0;
-  __device__ void Add(int64_t leaf, float value) {
-    for (int64_t bits = leaf; bits & 1; bits >>= 1) value = waiting[--levels] + value;
-    waiting[levels++] = value;
-  }
-};
-
-/// For many elements and few splits: a thread reads kLeaves chunks of a split at once, because
-/// single loads would leave the memory bandwidth unused. Reads are coalesced. Writes are not if the
+/// For many elements and few splits. Reads are coalesced. Writes are not if the
 /// result has another layout, but there are fewer of them.
 template <int kLeaves>
 __global__ void __launch_bounds__(kThreads)
@@ -92,19 +81,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t place = i < sum.count ? PlaceOf(sum, i) : -1;
   if (place < 0) return;
-  const int64_t chunk_stride = sum.splits * sum.in_stride;
   for (int64_t group = blockIdx.y; group < sum.groups; group += gridDim.y) {
-    Subtrees subtrees;
-    for (int64_t leaf = 0; leaf < sum.chunks / kLeaves; ++leaf) {
-      const float* from = sum.in + group * GroupStride(sum) + leaf * kLeaves * chunk_stride + i;
-      float sums[kLeaves] = {};
-      for (int64_t split = 0; split < sum.splits; ++split, from += sum.in_stride) {
-#pragma unroll
-        for (int chunk = 0; chunk < kLeaves; ++chunk) sums[chunk] += from[chunk * chunk_stride];
-      }
-      subtrees.Add(leaf, SumOf<kLeaves>([&](int chunk) { return sums[chunk]; }));
-    }
-    StoreSum(sum, group, place, subtrees.waiting[0]);
+    const float* const from = sum.in + group * GroupStride(sum) + i;
+    StoreSum(sum, group, place,
+             SumOfChunks<kLeaves, float>(sum.chunks, sum.splits,
+                                         [&](int64_t part) { return from[part * sum.in_stride]; }));
   }
 }
 
@@ -119,7 +100,7 @@ __global__ void __launch_bounds__(32 * kLeaves)
   const int64_t place = i < sum.count ? PlaceOf(sum, i) : -1;
   const int64_t chunk_stride = sum.splits * sum.in_stride;
   for (int64_t group = blockIdx.y; group < sum.groups; group += gridDim.y) {
-    Subtrees subtrees;
+    Subtrees<float> subtrees;
     for (int64_t leaf = 0; leaf < sum.chunks / kLeaves; ++leaf) {
       const float* from =
           sum.in + group * GroupStride(sum) + (leaf * kLeaves + threadIdx.y) * chunk_stride + i;
@@ -139,7 +120,7 @@ __global__ void __launch_bounds__(32 * kLeaves)
         subtrees.Add(leaf, SumOf<kLeaves>([&](int chunk) { return shared[chunk][threadIdx.x]; }));
       __syncthreads();
     }
-    if (threadIdx.y == 0 && place >= 0) StoreSum(sum, group, place, subtrees.waiting[0]);
+    if (threadIdx.y == 0 && place >= 0) StoreSum(sum, group, place, subtrees.Sum());
   }
 }
 

@@ -3,8 +3,9 @@
 // of dout and x at each tap of a 3×3 window. Both operands are MN-major in shared memory: a pixel
 // is a row of 128 bytes, 64 channels.
 //
-// Policy. A CTA has a tile of the weight and one part of the pixels, which it reads 64 at a step.
-// Three consumer warpgroups multiply [64 outputs, 192 columns] each; a producer warp loads.
+// Policy. CTAs are persistent. A work item is a tile of the weight and one part of a chunk's
+// pixels, 64 at a step. Three consumer warpgroups multiply [64 outputs, 192 columns] each; a
+// producer warp loads, and is ahead by the whole ring while they store their sums.
 //   Window: a tile is 64 outputs × 9 taps × 64 channels. A step covers 8×8 pixels, or 8×4 of two
 //   images at most 4 pixels high. It reads dout there and x in a halo tile, which has one more
 //   pixel on each side; beyond the image there are zeros. Each warpgroup has one row of the window
@@ -13,11 +14,13 @@
 //   LBO). Lines: a tile is 192 outputs × 192 channels.
 // A halo tile is loaded once for nine taps and 64 outputs, so loads are not the bottleneck.
 //
-// Sums. The parts are the leaves of a binary tree over the chunks. If there are too few tiles to
-// fill the GPU, each chunk is split into a power of two of parts. The CTAs of a cluster have
-// neighbouring leaves. Each CTA owns a share of the columns: the others send it theirs by st.async,
-// and it adds them in the order of the tree and writes the result. LaunchTreeSum adds the sums of
-// the clusters. So the bits depend on the tree alone.
+// The gradient of the bias, the sum of dout's pixels, is one more product, with a column of ones.
+// Only the tiles of the first channels compute it.
+//
+// Sums. A chunk is cut into as many parts as suit a GPU when a pass has eight chunks. The sums of
+// each part go to memory in the layout of the accumulators, so that stores are coalesced.
+// SumPartsKernel adds the parts of a chunk in order and the chunks as a binary tree, and
+// transposes. So the bits depend on the layer's shape and the tree alone.
 
 #include <algorithm>
 
@@ -26,6 +29,7 @@
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/tensor_map.h"
 #include "engine/training/cuda/launch.h"
+#include "engine/training/cuda/tree_sum.cuh"
 
 namespace denoised::training::cuda {
 namespace {
@@ -38,13 +42,10 @@ constexpr int kLine = 64, kLineBytes = kLine * 2;  // channels: the widest swizz
 constexpr int kStep = 64;                          // pixels
 constexpr int kBlockBytes = kStep * kLineBytes;
 constexpr int kColumns = 192, kBlocks = kColumns / kLine, kOctets = kLine / 8;
-constexpr int kSums = kColumns / 2;  // per thread
+constexpr int kSums = kColumns / 2, kVectors = kSums / 4;  // per thread
+constexpr int kTileVectors = kVectors * kConsumers;
 constexpr int kEdge = 8, kPitch = kEdge + 2, kTaps = 9;
-constexpr int kMaxCluster = 8;
-constexpr int kVectorsReceived = kBlocks * kOctets;  // per thread, from all CTAs together
-constexpr int kReceivedBytes = kVectorsReceived * kConsumers * 16;
-// A line of the result in shared memory: 8 channels × 9 taps.
-constexpr int kResultLine = 8 * kTaps, kResultPitch = kResultLine + 4;
+constexpr int kOnesBytes = 16 * kLineBytes;  // the column of ones, as wide as a swizzled row
 
 template <bool kWindow>
 struct Tile {
@@ -54,48 +55,44 @@ struct Tile {
   // Halo tiles have up to 2 · 6 · kPitch pixels.
   static constexpr int kStageBytes = kOutputBytes + (kWindow ? 15 * 1024 : kBlocks * kBlockBytes);
   static constexpr int kStages = kWindow ? 8 : 4;
-  static constexpr int kBarriers = 2 * kStages + 1;
+  static constexpr int kBarriers = 2 * kStages;
   // The operands of a window overlap. compute-sanitizer takes each for 6 KB without gaps. In the
   // last lines of the last stage, they would end 3.5 KB behind it, so the ring is longer.
   static constexpr int kRingBytes = kStages * kStageBytes + (kWindow ? 4096 : 0);
-  static constexpr int kSharedBytes = kRingBytes + kBarriers * 8;
+  static constexpr int kSharedBytes = kRingBytes + kOnesBytes + kBarriers * 8;
   static_assert(kStageBytes % 1024 == 0 && kSharedBytes <= 232448);
-  // Received sums and the result's layout reuse the memory of the stages.
-  static_assert(kReceivedBytes + (kWindow ? kLine * kResultPitch * 4 : 0) <= kStages * kStageBytes);
 };
 
 struct Params {
   CUtensorMap dout, x;
-  int outputs = 0, channels = 0;  // of the result
-  FastDivmod tiles, channel_tiles, splits;
-  int log_cluster = 0;
+  int work = 0;                             // items: parts of all chunks × tiles
+  FastDivmod tiles, channel_tiles, splits;  // splits: parts per chunk
+  int output_tiles = 0;
   int steps = 0;  // per chunk
   // With a window:
   FastDivmod steps_x, steps_y;         // per image
   int images_at_once = 1, images = 0;  // per step; per chunk
-  float* out = nullptr;
-  int64_t out_stride = 0;  // elements from one cluster's sum to the next
+  float4* sums = nullptr;              // [part, tile, kVectors, kConsumers]
+  float* bias_sums = nullptr;          // [part, output tile, kOutputs], or null
 };
 
-/// What this CTA computes.
-struct Part {
-  int group, output, channel, chunk, begin, end;  // [begin, end): steps of the chunk
+/// A work item.
+struct Item {
+  int part, output, channel, chunk, begin, end;  // [begin, end): steps of the chunk
 };
 template <bool kWindow>
-__device__ inline Part PartOf(const Params& params) {
+__device__ inline Item ItemOf(const Params& params, int index) {
   using T = Tile<kWindow>;
-  const int cluster = static_cast<int>(blockIdx.x) >> params.log_cluster;
-  const int tile = cluster % params.tiles;
-  Part part;
-  part.group = cluster / params.tiles;
-  part.output = tile / params.channel_tiles * T::kOutputs;
-  part.channel = tile % params.channel_tiles * T::kChannels;
-  const int leaf = (part.group << params.log_cluster) + static_cast<int>(ClusterRank());
-  part.chunk = leaf / params.splits;
-  const int64_t split = leaf % params.splits, steps = params.steps;
-  part.begin = static_cast<int>(steps * split / params.splits.value);
-  part.end = static_cast<int>(steps * (split + 1) / params.splits.value);
-  return part;
+  Item item;
+  item.part = index / params.tiles;
+  const int tile = index % params.tiles;
+  item.output = tile / params.channel_tiles * T::kOutputs;
+  item.channel = tile % params.channel_tiles * T::kChannels;
+  item.chunk = item.part / params.splits;
+  const int64_t split = item.part % params.splits, steps = params.steps;
+  item.begin = static_cast<int>(steps * split / params.splits.value);
+  item.end = static_cast<int>(steps * (split + 1) / params.splits.value);
+  return item;
 }
 
 /// The columns of the three taps of a window's row: MN-major like TransposedDescriptor(), but lines
@@ -105,19 +102,127 @@ __device__ inline uint64_t TapsDescriptor(const void* halo_tile) {
   return TransposedDescriptor(halo_tile, kLineBytes) + (kLines << 32);
 }
 
-__device__ inline float4 operator+(const float4& a, const float4& b) {
-  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-/// Sum of kCount vectors, `stride` apart, as a balanced tree.
-template <int kCount>
-__device__ inline float4 SumVectors(const float4* from, int stride) {
-  if constexpr (kCount == 1) {
-    return *from;
-  } else {
-    return SumVectors<kCount / 2>(from, stride) +
-           SumVectors<kCount / 2>(from + kCount / 2 * stride, stride);
+/// The thread that loads the operands of all steps of this CTA's items.
+template <bool kWindow>
+__device__ inline void Produce(const Params& params, unsigned char* ring, uint64_t* full,
+                               uint64_t* empty) {
+  using T = Tile<kWindow>;
+  PipelineState<T::kStages> state;
+  PrefetchTensorMap(&params.dout);
+  PrefetchTensorMap(&params.x);
+  WaitForPredecessors();
+  for (int index = blockIdx.x; index < params.work; index += gridDim.x) {
+    const Item item = ItemOf<kWindow>(params, index);
+#pragma unroll 1
+    for (int step = item.begin; step < item.end; ++step) {
+      unsigned char* const outputs = ring + state.stage * T::kStageBytes;
+      unsigned char* const channels = outputs + T::kOutputBytes;
+      uint64_t* const barrier = &full[state.stage];
+      Wait(&empty[state.stage], state.EmptyParity());
+      if constexpr (kWindow) {
+        const int height = kEdge / params.images_at_once;  // of the step
+        ArriveExpectTx(
+            barrier, T::kOutputBytes + params.images_at_once * kPitch * (height + 2) * kLineBytes);
+        const int line = step / params.steps_x;
+        const int x = step % params.steps_x * kEdge, y = line % params.steps_y * height;
+        const int image =
+            item.chunk * params.images + line / params.steps_y * params.images_at_once;
+        TmaLoad(outputs, &params.dout, barrier, item.output, x, y, image);
+        TmaLoad(channels, &params.x, barrier, item.channel, x - 1, y - 1, image);
+      } else {
+        ArriveExpectTx(barrier, T::kStageBytes);
+        const auto load = [&](unsigned char* to, const CUtensorMap* map, int first) {
+          for (int i = 0; i < kBlocks; ++i)
+            TmaLoad(to + i * kBlockBytes, map, barrier, first + i * kLine, step * kStep, item.chunk,
+                    0);
+        };
+        load(outputs, &params.dout, item.output);
+        load(channels, &params.x, item.channel);
+      }
+      state.Advance();
+    }
   }
+  ReleaseDependents();
 }
+
+/// A consumer warpgroup.
+template <bool kWindow>
+struct Consumer {
+  using T = Tile<kWindow>;
+  const Params& params;
+  unsigned char* const ring;
+  const unsigned char* const ones;
+  uint64_t *const full, *const empty;
+  const int group;
+  PipelineState<T::kStages> state = {};
+
+  /// The main loop of an item. kBias: also the sums of dout.
+  template <bool kBias>
+  __device__ void Multiply(const Item& item, float (&sums)[kSums], float (&bias)[4]) {
+    const bool signals = threadIdx.x % 128 == 0;
+    const int lines_gap =  // the halo between the lines of two images
+        params.images_at_once == 1 ? 0 : 2 * kPitch * (kLineBytes >> 4);
+    const uint64_t column = TransposedDescriptor(ones, kBlockBytes);
+    AnyAccumulators(sums);
+    AnyAccumulators(bias);
+    int last = 0;  // the previous stage
+#pragma unroll 1
+    for (int step = item.begin; step < item.end; ++step) {
+      const unsigned char* const outputs = ring + state.stage * T::kStageBytes;
+      const unsigned char* const channels = outputs + T::kOutputBytes;
+      const uint64_t a =
+          TransposedDescriptor(outputs + (kWindow ? 0 : group * kBlockBytes), kBlockBytes);
+      const uint64_t b = kWindow ? TapsDescriptor(channels + group * kPitch * kLineBytes)
+                                 : TransposedDescriptor(channels, kBlockBytes);
+      Wait(&full[state.stage], state.FullParity());
+      WgmmaFence();
+#pragma unroll
+      for (int k = 0; k < kStep; k += 16) {
+        const int lines = k / kEdge;  // of the step
+        const int at =
+            kWindow ? lines * kPitch * (kLineBytes >> 4) + (lines < kEdge / 2 ? 0 : lines_gap)
+                    : k * (kLineBytes >> 4);
+        const bool add = k > 0 || step > item.begin;
+        WgmmaTransposed(sums, a + k * (kLineBytes >> 4), b + at, add);
+        if constexpr (kBias) WgmmaTransposed(bias, a + k * (kLineBytes >> 4), column, add);
+      }
+      WgmmaCommit();
+      WgmmaWait<1>();  // for the previous step
+      if (signals && step > item.begin) Arrive(&empty[last]);
+      last = state.stage;
+      state.Advance();
+    }
+    WgmmaWait<0>();
+    PinAccumulators(sums);
+    PinAccumulators(bias);
+    if (signals) Arrive(&empty[last]);
+  }
+
+  __device__ void Run() {
+    WaitForPredecessors();  // SumPartsKernel of the layer before reads the same memory
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4;
+    for (int index = blockIdx.x; index < params.work; index += gridDim.x) {
+      const Item item = ItemOf<kWindow>(params, index);
+      float sums[kSums], bias[4];
+      if (params.bias_sums != nullptr && item.channel == 0 && (!kWindow || group == 0)) {
+        Multiply<true>(item, sums, bias);
+        if (lane % 4 == 0) {
+          float* const to = params.bias_sums +
+                            static_cast<int64_t>(item.part) * params.output_tiles * T::kOutputs +
+                            item.output + (kWindow ? 0 : group * kLine) + warp * 16 + lane / 4;
+          to[0] = bias[0], to[8] = bias[2];
+        }
+      } else {
+        Multiply<false>(item, sums, bias);
+      }
+      float4* const to = params.sums + static_cast<int64_t>(index) * kTileVectors + thread;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i)
+        to[i * kConsumers] =
+            make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+    }
+  }
+};
 
 template <bool kWindow>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -125,177 +230,123 @@ __global__ void __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using T = Tile<kWindow>;
   extern __shared__ __align__(1024) unsigned char ring[];  // the swizzle's alignment
-  uint64_t* const full = reinterpret_cast<uint64_t*>(ring + T::kRingBytes);
+  unsigned char* const ones = ring + T::kRingBytes;
+  uint64_t* const full = reinterpret_cast<uint64_t*>(ones + kOnesBytes);
   uint64_t* const empty = full + T::kStages;
-  uint64_t* const received = empty + T::kStages;
   // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
-  const Part part = PartOf<kWindow>(params);
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
       InitBarrier(&empty[stage], kGroups);
     }
-    InitBarrier(received, 1);
     FenceBarrierInit();
-    ArriveExpectTx(received, kReceivedBytes);
   }
+  constexpr uint32_t kOneOne = 0x3f803f80;  // bf16
+  for (int i = threadIdx.x; i < kOnesBytes / 4; i += kThreads)
+    reinterpret_cast<uint32_t*>(ones)[i] = kOneOne;
+  FenceProxyAsync();
   __syncthreads();
-
-  PipelineState<T::kStages> state;
 
   if (group == kGroups) {
     DecreaseRegisters<kProducerRegisters>();
-    if (warp == kGroups * 4 && ElectOne()) {
-      PrefetchTensorMap(&params.dout);
-      PrefetchTensorMap(&params.x);
-#pragma unroll 1
-      for (int step = part.begin; step < part.end; ++step) {
-        unsigned char* const outputs = ring + state.stage * T::kStageBytes;
-        unsigned char* const channels = outputs + T::kOutputBytes;
-        uint64_t* const barrier = &full[state.stage];
-        Wait(&empty[state.stage], state.EmptyParity());
-        if constexpr (kWindow) {
-          const int height = kEdge / params.images_at_once;  // of the step
-          ArriveExpectTx(barrier, T::kOutputBytes +
-                                      params.images_at_once * kPitch * (height + 2) * kLineBytes);
-          const int line = step / params.steps_x;
-          const int x = step % params.steps_x * kEdge, y = line % params.steps_y * height;
-          const int image =
-              part.chunk * params.images + line / params.steps_y * params.images_at_once;
-          TmaLoad(outputs, &params.dout, barrier, part.output, x, y, image);
-          TmaLoad(channels, &params.x, barrier, part.channel, x - 1, y - 1, image);
-        } else {
-          ArriveExpectTx(barrier, T::kStageBytes);
-          const auto load = [&](unsigned char* to, const CUtensorMap* map, int first) {
-            for (int i = 0; i < kBlocks; ++i)
-              TmaLoad(to + i * kBlockBytes, map, barrier, first + i * kLine, step * kStep,
-                      part.chunk, 0);
-          };
-          load(outputs, &params.dout, part.output);
-          load(channels, &params.x, part.channel);
-        }
-        state.Advance();
-      }
-    }
-    if (params.log_cluster > 0) {
-      ArriveAtCluster();
-      WaitForCluster();
-    }
-    return;
-  }
-
-  IncreaseRegisters<kConsumerRegisters>();
-  const bool signals = threadIdx.x % 128 == 0;
-  const int lines_gap =  // the halo between the lines of two images
-      params.images_at_once == 1 ? 0 : 2 * kPitch * (kLineBytes >> 4);
-  float sums[kSums];
-  AnyAccumulators(sums);
-  int last = 0;  // the previous stage
-#pragma unroll 1
-  for (int step = part.begin; step < part.end; ++step) {
-    const unsigned char* const outputs = ring + state.stage * T::kStageBytes;
-    const unsigned char* const channels = outputs + T::kOutputBytes;
-    const uint64_t a =
-        TransposedDescriptor(outputs + (kWindow ? 0 : group * kBlockBytes), kBlockBytes);
-    const uint64_t b = kWindow ? TapsDescriptor(channels + group * kPitch * kLineBytes)
-                               : TransposedDescriptor(channels, kBlockBytes);
-    Wait(&full[state.stage], state.FullParity());
-    WgmmaFence();
-#pragma unroll
-    for (int k = 0; k < kStep; k += 16) {
-      const int lines = k / kEdge;  // of the step
-      const int at = kWindow
-                         ? lines * kPitch * (kLineBytes >> 4) + (lines < kEdge / 2 ? 0 : lines_gap)
-                         : k * (kLineBytes >> 4);
-      WgmmaTransposed(sums, a + k * (kLineBytes >> 4), b + at, k > 0 || step > part.begin);
-    }
-    WgmmaCommit();
-    WgmmaWait<1>();  // for the previous step
-    if (signals && step > part.begin) Arrive(&empty[last]);
-    last = state.stage;
-    state.Advance();
-  }
-  WgmmaWait<0>();
-  HoldRegisters(sums);
-
-  // The CTA adds `mine` of the eight octets of columns of each block of 64. A single CTA is
-  // launched without a cluster, where st.async is an illegal instruction; its threads use plain
-  // stores.
-  const int thread = threadIdx.x, rank = static_cast<int>(ClusterRank());
-  const int log_mine = 3 - params.log_cluster, mine = 1 << log_mine;
-  auto* const vectors = reinterpret_cast<float4*>(ring);  // [CTA, octet, block, thread]
-  const auto vector_of = [&](int octet, int block) {
-    const float* v = sums + (block * kOctets + octet) * 4;
-    return make_float4(v[0], v[1], v[2], v[3]);
-  };
-  if (params.log_cluster == 0) {
-    NamedBarrierSync(1, kConsumers);  // all stages have been read
-#pragma unroll
-    for (int octet = 0; octet < kOctets; ++octet) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block)
-        vectors[(octet * kBlocks + block) * kConsumers + thread] = vector_of(octet, block);
-    }
+    if (warp == kGroups * 4 && ElectOne()) Produce<kWindow>(params, ring, full, empty);
   } else {
-    ArriveAtCluster();
-    WaitForCluster();  // likewise, in the whole cluster
-#pragma unroll
-    for (int octet = 0; octet < kOctets; ++octet) {
-      const uint32_t owner = octet >> log_mine;
-      const uint32_t to = ClusterAddress(
-          vectors + ((rank << log_mine) + octet % mine) * kBlocks * kConsumers + thread, owner);
-      const uint32_t barrier = ClusterAddress(received, owner);
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block)
-        StoreAsync(to + block * kConsumers * 16, barrier, vector_of(octet, block));
-    }
-    WaitForStores(received, 0);
-  }
-
-  float* const out = params.out + part.group * params.out_stride;
-  float* const results = reinterpret_cast<float*>(ring + kReceivedBytes);
-  const int row = warp % 4 * 16 + thread % 32 / 4;  // and row + 8
-  const int column = thread % 4 * 2;                // in an octet; and column + 1
-#pragma unroll 1
-  for (int octet = 0; octet < mine; ++octet) {
-    const int channel = part.channel + (rank * mine + octet) * 8;
-#pragma unroll 1
-    for (int block = 0; block < kBlocks; ++block) {
-      const float4* from = vectors + (octet * kBlocks + block) * kConsumers + thread;
-      const int stride = mine * kBlocks * kConsumers;
-      const float4 sum = params.log_cluster == 0   ? SumVectors<1>(from, stride)
-                         : params.log_cluster == 1 ? SumVectors<2>(from, stride)
-                         : params.log_cluster == 2 ? SumVectors<4>(from, stride)
-                                                   : SumVectors<8>(from, stride);
-      const float v[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at_row = row + i / 2 * 8, at_column = column + i % 2;
-        if constexpr (kWindow) {
-          results[at_row * kResultPitch + at_column * kTaps + group * 3 + block] = v[i];
-        } else {
-          const int output = part.output + group * kLine + at_row;
-          const int at = channel + block * kLine + at_column;
-          if (output < params.outputs && at < params.channels)
-            out[static_cast<int64_t>(output) * params.channels + at] = v[i];
-        }
-      }
-    }
-    if constexpr (kWindow) {
-      NamedBarrierSync(1, kConsumers);
-      for (int i = thread; i < kLine * kResultLine; i += kConsumers) {
-        const int line = i / kResultLine, at = i % kResultLine;
-        const int output = part.output + line;
-        if (output < params.outputs && channel + at / kTaps < params.channels)
-          out[(static_cast<int64_t>(output) * params.channels + channel) * kTaps + at] =
-              results[line * kResultPitch + at];
-      }
-      NamedBarrierSync(1, kConsumers);
-    }
+    IncreaseRegisters<kConsumerRegisters>();
+    Consumer<kWindow>{params, ring, ones, full, empty, group}.Run();
   }
 #endif
+}
+
+/// How SumPartsKernel finds and writes its sums.
+struct PartSums {
+  const float4* sums = nullptr;
+  const float* bias_sums = nullptr;
+  int chunks = 1, splits = 1, output_tiles = 1;
+  FastDivmod tiles, channel_tiles;
+  int outputs = 0, channels = 0;  // of the result
+  float *out = nullptr, *bias = nullptr;
+};
+
+struct Vectors {
+  float4 v[kBlocks];
+};
+__device__ inline float4 operator+(const float4& a, const float4& b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+__device__ inline Vectors operator+(const Vectors& a, const Vectors& b) {
+  return {{a.v[0] + b.v[0], a.v[1] + b.v[1], a.v[2] + b.v[2]}};
+}
+
+/// A block has eight channels of a tile, and of each warpgroup's outputs 16.
+constexpr int kSumWarps = 4, kSumThreads = 32 * kGroups;
+// A line of the window's result in shared memory: 8 channels × 9 taps.
+constexpr int kResultLine = 8 * kTaps, kResultPitch = kResultLine + 4;
+
+template <bool kWindow, int kLeaves>
+__global__ void __launch_bounds__(kSumThreads)
+    SumPartsKernel(const __grid_constant__ PartSums parts) {
+  using T = Tile<kWindow>;
+  ReleaseDependents();
+  WaitForPredecessors();
+  const int warp = blockIdx.x % kSumWarps, octet = blockIdx.x / kSumWarps % kOctets;
+  const int tile = blockIdx.x / (kSumWarps * kOctets);
+  const int group = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_output = tile / parts.channel_tiles * T::kOutputs;
+  const int first_channel = tile % parts.channel_tiles * T::kChannels;
+
+  const int64_t part_vectors = int64_t{parts.tiles.value} * kTileVectors;
+  const float4* const from = parts.sums + int64_t{tile} * kTileVectors + octet * kConsumers +
+                             group * 128 + warp * 32 + lane;
+  const Vectors sum = SumOfChunks<kLeaves, Vectors>(parts.chunks, parts.splits, [&](int64_t part) {
+    Vectors loaded;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+      loaded.v[block] = from[part * part_vectors + block * kOctets * kConsumers];
+    return loaded;
+  });
+
+  const int row = lane / 4, column = lane % 4 * 2;  // and row + 8, column + 1
+  if constexpr (kWindow) {
+    __shared__ float results[16 * kResultPitch];
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const float v[4] = {sum.v[block].x, sum.v[block].y, sum.v[block].z, sum.v[block].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        results[(row + i / 2 * 8) * kResultPitch + (column + i % 2) * kTaps + group * 3 + block] =
+            v[i];
+    }
+    __syncthreads();
+    const int channel = first_channel + octet * 8;
+    for (int i = threadIdx.x; i < 16 * kResultLine; i += kSumThreads) {
+      const int line = i / kResultLine, at = i % kResultLine;
+      const int output = first_output + warp * 16 + line;
+      if (output < parts.outputs && channel + at / kTaps < parts.channels)
+        parts.out[(static_cast<int64_t>(output) * parts.channels + channel) * kTaps + at] =
+            results[line * kResultPitch + at];
+    }
+  } else {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const float v[4] = {sum.v[block].x, sum.v[block].y, sum.v[block].z, sum.v[block].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int output = first_output + group * kLine + warp * 16 + row + i / 2 * 8;
+        const int channel = first_channel + block * kLine + octet * 8 + column + i % 2;
+        if (output < parts.outputs && channel < parts.channels)
+          parts.out[static_cast<int64_t>(output) * parts.channels + channel] = v[i];
+      }
+    }
+  }
+
+  if (parts.bias == nullptr || first_channel != 0 || octet != 0) return;
+  const int output = first_output + group * kLine + warp * 16 + lane;
+  if (lane >= 16 || (kWindow && group > 0) || output >= parts.outputs) return;
+  parts.bias[output] = SumOfChunks<kLeaves, float>(parts.chunks, parts.splits, [&](int64_t part) {
+    return parts.bias_sums[part * parts.output_tiles * T::kOutputs + output];
+  });
 }
 
 /// A tensor [d3, d2, d1, channels], with boxes of kLine channels.
@@ -323,23 +374,25 @@ struct Plan {
   int64_t steps;           // per chunk
   int images_at_once = 1;  // per step
   int splits = 1;          // per chunk
-  int64_t leaves;
-  int log_cluster = 0;
+  int64_t parts;           // of all chunks
 
-  int64_t groups() const { return leaves >> log_cluster; }
+  int64_t tiles() const { return output_tiles * channel_tiles; }
+  int64_t work() const { return parts * tiles(); }
+  int64_t sums() const { return work() * kTileVectors * 4; }  // floats
 };
 
-/// Number of parts per chunk, a power of two, by estimated clocks. When a pass has eight chunks, a
-/// GPU holds 16 clusters of 8 at a time (a wave). A step takes kStepClocks at the tensor cores'
-/// rate, a CTA kPartClocks besides, and the partial sums of a tile kSumClocks of memory bandwidth.
+/// Number of parts per chunk, by estimated clocks. When a pass has eight chunks, a GPU has 132
+/// multiprocessors. A step takes kStepClocks at the tensor cores' rate, an item kItemClocks
+/// besides, and adding a part of a tile of all chunks kSumClocks. Fitted on an H200.
 int SplitsOfSteps(int64_t tiles, int64_t steps) {
-  constexpr int64_t kStepClocks = 1152, kPartClocks = 12'000, kSumClocks = 170;
+  constexpr int64_t kStepClocks = 1152, kItemClocks = 5000, kSumClocks = 700;
+  constexpr int64_t kMultiprocessors = 132, kChunks = 8;
   int best = 1;
   int64_t least = INT64_MAX;
-  for (int splits = 1; splits <= 64 && splits <= steps; splits *= 2) {
-    const int64_t waves = CountOf(tiles * splits, 16);
-    const int64_t clocks = waves * (CountOf(steps, splits) * kStepClocks + kPartClocks) +
-                           (splits > 1 ? tiles * splits * kSumClocks : 0);
+  for (int splits = 1; splits <= 64 && splits <= steps; ++splits) {
+    const int64_t items = CountOf(tiles * splits * kChunks, kMultiprocessors);  // of a CTA
+    const int64_t clocks =
+        items * (CountOf(steps, splits) * kStepClocks + kItemClocks) + tiles * splits * kSumClocks;
     if (clocks < least) least = clocks, best = splits;
   }
   return best;
@@ -359,10 +412,8 @@ Plan PlanOf(const WeightGradientLaunch& launch) {
   } else {
     plan.steps = CountOf(images * launch.height * launch.width, kStep);
   }
-  plan.splits = SplitsOfSteps(plan.output_tiles * plan.channel_tiles, plan.steps);
-  plan.leaves = launch.chunks * plan.splits;
-  while (1 << plan.log_cluster < kMaxCluster && plan.leaves >> (plan.log_cluster + 1) > 0)
-    ++plan.log_cluster;
+  plan.splits = SplitsOfSteps(plan.tiles(), plan.steps);
+  plan.parts = launch.chunks * plan.splits;
   return plan;
 }
 Plan PlanOf(const WeightGradientLaunch& launch) {
@@ -370,8 +421,8 @@ Plan PlanOf(const WeightGradientLaunch& launch) {
 }
 
 template <bool kWindow>
-cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, float* out,
-                        cudaStream_t stream) {
+cudaError_t LaunchItems(const WeightGradientLaunch& launch, const Plan& plan, float* bias_sums,
+                        const Queue& queue) {
   using T = Tile<kWindow>;
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   Params params;
@@ -391,59 +442,74 @@ cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, fl
   for (CUresult result : encoded) {
     if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
   }
-  const int64_t tiles = plan.output_tiles * plan.channel_tiles;
-  const int64_t blocks = tiles * plan.leaves;
-  if (blocks > INT32_MAX || launch.images * launch.height * launch.width > INT32_MAX)
+  if (plan.work() > INT32_MAX || launch.images * launch.height * launch.width > INT32_MAX)
     return cudaErrorInvalidValue;
-  params.outputs = launch.outputs, params.channels = launch.channels;
-  params.tiles = FastDivmod(static_cast<int>(tiles));
+  params.work = static_cast<int>(plan.work());
+  params.tiles = FastDivmod(static_cast<int>(plan.tiles()));
   params.channel_tiles = FastDivmod(static_cast<int>(plan.channel_tiles));
   params.splits = FastDivmod(plan.splits);
-  params.log_cluster = plan.log_cluster;
+  params.output_tiles = static_cast<int>(plan.output_tiles);
   params.steps = static_cast<int>(plan.steps);
   params.steps_x = FastDivmod(static_cast<int>(CountOf(launch.width, kEdge)));
   params.steps_y =
       FastDivmod(static_cast<int>(CountOf(launch.height, kEdge / plan.images_at_once)));
   params.images_at_once = plan.images_at_once;
   params.images = static_cast<int>(launch.images / launch.chunks);
-  params.out = out;
-  params.out_stride = int64_t{launch.outputs} * launch.channels * launch.taps;
+  params.sums = reinterpret_cast<float4*>(launch.partial);
+  params.bias_sums = bias_sums;
   const auto kernel = WeightGradientKernel<kWindow>;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                T::kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
-  return LaunchDependent(kernel,
-                         {.grid = static_cast<unsigned>(blocks),
-                          .block = kThreads,
-                          .shared_bytes = T::kSharedBytes,
-                          .cluster = 1u << plan.log_cluster},
-                         Queue{.stream = stream}, params);
+  return LaunchDependent(
+      kernel,
+      {.grid = static_cast<unsigned>(std::min(params.work, queue.multiprocessors)),
+       .block = kThreads,
+       .shared_bytes = T::kSharedBytes},
+      queue, params);
+}
+
+template <bool kWindow>
+cudaError_t LaunchSums(const WeightGradientLaunch& launch, const Plan& plan, const float* bias_sums,
+                       const Queue& queue) {
+  PartSums parts;
+  parts.sums = reinterpret_cast<const float4*>(launch.partial);
+  parts.bias_sums = bias_sums;
+  parts.chunks = static_cast<int>(launch.chunks), parts.splits = plan.splits;
+  parts.output_tiles = static_cast<int>(plan.output_tiles);
+  parts.tiles = FastDivmod(static_cast<int>(plan.tiles()));
+  parts.channel_tiles = FastDivmod(static_cast<int>(plan.channel_tiles));
+  parts.outputs = launch.outputs, parts.channels = launch.channels;
+  parts.out = launch.out, parts.bias = launch.bias;
+  const auto kernel = launch.chunks >= 8   ? SumPartsKernel<kWindow, 8>
+                      : launch.chunks == 4 ? SumPartsKernel<kWindow, 4>
+                      : launch.chunks == 2 ? SumPartsKernel<kWindow, 2>
+                                           : SumPartsKernel<kWindow, 1>;
+  return LaunchDependent(
+      kernel,
+      {.grid = static_cast<unsigned>(plan.tiles() * kOctets * kSumWarps), .block = kSumThreads},
+      queue, parts);
 }
 
 }  // namespace
 
 int64_t WeightGradientPartials(const WeightGradientLaunch& launch) {
-  const int64_t groups = PlanOf(launch).groups();
-  return groups == 1 ? 0 : groups * launch.outputs * launch.channels * launch.taps;
+  const Plan plan = PlanOf(launch);
+  const int outputs = launch.taps == kTaps ? Tile<true>::kOutputs : Tile<false>::kOutputs;
+  return plan.sums() + plan.parts * plan.output_tiles * outputs;
 }
 
-cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, cudaStream_t stream) {
+cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, const Queue& queue) {
   const Plan plan = PlanOf(launch);
-  float* const out = plan.groups() == 1 ? launch.out : launch.partial;
-  if (cudaError_t error = launch.taps == kTaps ? LaunchTiles<true>(launch, plan, out, stream)
-                                               : LaunchTiles<false>(launch, plan, out, stream);
-      error != cudaSuccess || plan.groups() == 1) {
-    return error;
-  }
-  const int64_t count = int64_t{launch.outputs} * launch.channels * launch.taps;
-  return LaunchTreeSum({.in = launch.partial,
-                        .in_stride = count,
-                        .chunks = plan.groups(),
-                        .count = count,
-                        .out = launch.out},
-                       stream);
+  const bool window = launch.taps == kTaps;
+  float* const bias_sums = launch.bias == nullptr ? nullptr : launch.partial + plan.sums();
+  cudaError_t error = window ? LaunchItems<true>(launch, plan, bias_sums, queue)
+                             : LaunchItems<false>(launch, plan, bias_sums, queue);
+  if (error != cudaSuccess) return error;
+  return window ? LaunchSums<true>(launch, plan, bias_sums, queue)
+                : LaunchSums<false>(launch, plan, bias_sums, queue);
 }
 
 }  // namespace denoised::training::cuda
