@@ -333,6 +333,8 @@ class Backend {
   /// `biases` is empty or has one for each part.
   virtual void PackLinear(const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
                           PackedLinear* packed) = 0;
+  /// Runs `packs`, which only calls the two above. They may then share launches.
+  virtual void PackTogether(const std::function<void()>& packs) { packs(); }
 
   // Ops and their backward twins.
   virtual void Conv2d(const Conv2dArgs& args) = 0;

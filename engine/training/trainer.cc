@@ -572,7 +572,7 @@ absl::Status Trainer::Restore(const TrainerState& state) {
   step_ = state.step;
   skipped_ = state.skipped;
   skipped_in_row_ = state.skipped_in_row;
-  task_->Pack({backend_, parameters_, trained_, fixed_});
+  Pack();
   return backend_.status();
 }
 
@@ -753,6 +753,10 @@ absl::Status Trainer::AddOtherRanks() {
   return absl::OkStatus();
 }
 
+void Trainer::Pack() {
+  backend_.PackTogether([&] { task_->Pack({backend_, parameters_, trained_, fixed_}); });
+}
+
 void Trainer::Update() {
   const Tensor gradient = sum_.Slice(0, parameters_.trained_elements());
   backend_.SquaredNorm(gradient, squared_norm_);
@@ -768,7 +772,7 @@ void Trainer::Update() {
                    .eps = static_cast<float>(options_.eps),
                    .weight_decay = static_cast<float>(options_.weight_decay),
                    .clip = static_cast<float>(options_.clip)});
-  task_->Pack({backend_, parameters_, trained_, fixed_});
+  Pack();
 }
 
 absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {

@@ -138,6 +138,7 @@ class Trainer {
   void RunPass(int64_t pass, Arena& arena, const Tensor& gradient) const;
   /// Enqueues the rank's passes, whose sum goes to sum_.
   absl::Status RunPasses();
+  void Pack();
   void Update();
   absl::Status AddOtherRanks();
   absl::Status UploadFlat(const Tensor& from, const Tensor& to) const;

@@ -232,6 +232,12 @@ class CudaBackend final : public Backend {
             .all_outputs = linear.out_features},
            linear.forward.weight, linear.forward.bias, linear.backward.weight);
   }
+  void PackTogether(const std::function<void()>& packs) override {
+    packs_together_ = true;
+    packs();
+    packs_together_ = false;
+    LaunchPacks();
+  }
 
   // Convolutions and linears.
   void Conv2d(const Conv2dArgs& args) override {
@@ -713,7 +719,12 @@ class CudaBackend final : public Backend {
     pack.forward = View(forward);
     pack.backward = View(backward);
     pack.packed_bias = Floats(bias);
-    Record(LaunchPack(pack, stream_), "packing weights");
+    packs_.push_back(pack);
+    if (!packs_together_) LaunchPacks();
+  }
+  void LaunchPacks() {
+    if (ok()) Record(cuda::LaunchPacks(packs_, stream_), "packing weights");
+    packs_.clear();
   }
   /// dout of the last convolution is F32; products take the activations' type.
   Tensor InActivationType(const Tensor& tensor, Scratch* scratch) {
@@ -1000,6 +1011,8 @@ class CudaBackend final : public Backend {
   absl::Status status_;  // the first error of a kernel of launch.h
   int64_t chunk_rows_ = 0;
   bool recording_ = false;
+  bool packs_together_ = false;
+  std::vector<PackLaunch> packs_;  // not launched yet
   std::vector<ScratchBlock> scratch_;
   int64_t scratch_used_ = 0;  // bytes, counted through all blocks
 };

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "engine/backend/activation.h"
 #include "engine/backend/cuda/launch.h"
@@ -164,7 +165,7 @@ struct PackLaunch {
   Rows forward, backward;
   float* packed_bias = nullptr;  // of all fused layers
 };
-cudaError_t LaunchPack(const PackLaunch& pack, cudaStream_t stream);
+cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, cudaStream_t stream);
 
 cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const Rows& dout,
                                    int64_t count, const Rows& dx, cudaStream_t stream);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rounds master weights into the layouts of the forward pass and of the gradient of the input.
 //
-// Policy. A block transposes 32 outputs × 32 channels with all taps through shared memory, so that
-// reads and both writes are contiguous.
+// Policy. A block transposes 32 outputs × 32 channels of a layer with all taps through shared
+// memory, so that reads and both writes are contiguous. One launch has many layers: most are too
+// small to fill a GPU.
 
-#include <algorithm>
+#include <map>
 
 #include "engine/backend/cuda/element.cuh"
 #include "engine/training/cuda/launch.h"
@@ -41,12 +42,32 @@ __device__ void StoreRun(const Rows& rows, int64_t row, int64_t column, int coun
   }
 }
 
-/// kTaps: taps of the weight, or 0 for any number. Indices count through a whole tile even at the
+/// Layers with the same number of taps.
+struct Batch {
+  static constexpr int kMost = 192;  // as many as a launch's parameters hold
+  int count = 0;
+  int first_block[kMost + 1] = {};  // of each layer
+  PackLaunch packs[kMost];
+};
+static_assert(sizeof(Batch) <= 32764, "CUDA's limit of a launch's parameters");
+
+int EdgesOf(int extent) { return (extent + kEdge - 1) / kEdge; }
+
+/// kTaps: taps of the weights, or 0 for any number. Indices count through a whole tile even at the
 /// edges, so that the many divisions are by constants.
 template <int kTaps>
-__global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ PackLaunch pack) {
+__global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ Batch batch) {
   extern __shared__ __align__(16) float tile[];  // [kEdge][line]: outputs, then channel and tap
-  const int first_channel = blockIdx.x * kEdge, first = blockIdx.y * kEdge;
+  const int index = blockIdx.x;
+  int layer = 0, end = batch.count;  // found by bisection
+  while (end - layer > 1) {
+    const int middle = (layer + end) / 2;
+    (batch.first_block[middle] <= index ? layer : end) = middle;
+  }
+  const PackLaunch& pack = batch.packs[layer];
+  const int block = index - batch.first_block[layer];
+  const int blocks_across = (pack.channels + kEdge - 1) / kEdge;
+  const int first_channel = block % blocks_across * kEdge, first = block / blocks_across * kEdge;
   const int channels = min(kEdge, pack.channels - first_channel);
   const int outputs = min(kEdge, pack.outputs - first);
   const int taps = kTaps > 0 ? kTaps : pack.taps, width = kEdge * taps, line = width + 1;
@@ -101,20 +122,17 @@ __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ P
             PhaseTap(tile + o * line + c * taps, phase, tap));
     }
   }
-  if (pack.bias != nullptr && blockIdx.x == 0) {
+  if (pack.bias != nullptr && first_channel == 0) {
     for (int o = threadIdx.x; o < outputs; o += kThreads)
       pack.packed_bias[pack.first_output + first + o] = pack.bias[first + o];
   }
 }
 
-}  // namespace
-
-cudaError_t LaunchPack(const PackLaunch& pack, cudaStream_t stream) {
-  const int bytes = kEdge * (kEdge * pack.taps + 1) * static_cast<int>(sizeof(float));
+cudaError_t Launch(const Batch& batch, cudaStream_t stream) {
+  const int taps = batch.packs[0].taps;
+  const int bytes = kEdge * (kEdge * taps + 1) * static_cast<int>(sizeof(float));
   if (bytes > 96 << 10) return cudaErrorInvalidValue;  // a kernel of more than 4 × 4
-  const auto kernel = pack.taps == 9   ? PackKernel<9>
-                      : pack.taps == 1 ? PackKernel<1>
-                                       : PackKernel<0>;
+  const auto kernel = taps == 9 ? PackKernel<9> : taps == 1 ? PackKernel<1> : PackKernel<0>;
   if (bytes > 48 << 10) {
     if (cudaError_t error =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -122,10 +140,27 @@ cudaError_t LaunchPack(const PackLaunch& pack, cudaStream_t stream) {
       return error;
     }
   }
-  const dim3 grid(static_cast<unsigned>((pack.channels + kEdge - 1) / kEdge),
-                  static_cast<unsigned>((pack.outputs + kEdge - 1) / kEdge));
-  kernel<<<grid, kThreads, bytes, stream>>>(pack);
+  kernel<<<static_cast<unsigned>(batch.first_block[batch.count]), kThreads, bytes, stream>>>(batch);
   return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, cudaStream_t stream) {
+  std::map<int, Batch> batches;  // by taps
+  for (const PackLaunch& pack : packs) {
+    Batch& batch = batches[pack.taps];
+    batch.packs[batch.count++] = pack;
+    batch.first_block[batch.count] =
+        batch.first_block[batch.count - 1] + EdgesOf(pack.channels) * EdgesOf(pack.outputs);
+    if (batch.count < Batch::kMost) continue;
+    if (cudaError_t error = Launch(batch, stream); error != cudaSuccess) return error;
+    batches.erase(pack.taps);
+  }
+  for (const auto& [taps, batch] : batches) {
+    if (cudaError_t error = Launch(batch, stream); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace denoised::training::cuda
