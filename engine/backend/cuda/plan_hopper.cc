@@ -51,10 +51,10 @@ int SplitsOf(const ConvLayer& layer) {
   const int64_t few = folds_wide ? 100 : 33, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = CtaTilesOf(layer, ImagePixels(layer), 64, 64);
   int splits = 1;
-  // A 1×1 layer has few steps. Only the longest layers gain in small batches, and all lose in
-  // large.
+  // Of 1×1 layers, which have few steps, only the longest gain in small batches, and all lose in
+  // large. So do 3×3 layers of up to 64 channels, which have nine.
   const int steps = StepsOf(layer);
-  const bool worth = layer.kernel > 1 || steps >= 16;
+  const bool worth = steps >= (layer.kernel > 1 ? 10 : 16);
   while (worth && of_an_image < few && splits < kMaxSplits &&
          (splits == 1 || of_an_image * splits * 2 <= enough) &&
          steps >= splits * 2 * kMinSplitSteps) {
