@@ -340,7 +340,7 @@ class CudaBackend final : public Backend {
                           .count = channels,
                           .out = Floats(args.dgamma),
                           .out_stride = Floats(args.dbeta) - Floats(args.dgamma)},
-                         stream_),
+                         queue_),
            "GroupNormBackward");
   }
 
@@ -348,7 +348,7 @@ class CudaBackend final : public Backend {
     if (!ok()) return;
     LayerNormLaunch norm = LaunchOf(args);
     norm.out = View(args.out);
-    Record(LaunchLayerNorm(norm, stream_), "LayerNorm");
+    Record(LaunchLayerNorm(norm, queue_), "LayerNorm");
   }
 
   void LayerNormBackward(const LayerNormBackwardArgs& args) override {
@@ -364,7 +364,7 @@ class CudaBackend final : public Backend {
     Scratch scratch(this);
     if (args.dgamma) norm.parameters = scratch.Floats(rows / chunk * parts * 2 * channels);
     if (!ok()) return;
-    Record(LaunchLayerNormBackward(norm, stream_), "LayerNormBackward");
+    Record(LaunchLayerNormBackward(norm, queue_), "LayerNormBackward");
     if (!args.dgamma) return;
     Record(LaunchTreeSum({.in = norm.parameters,
                           .in_stride = 2 * channels,
@@ -375,7 +375,7 @@ class CudaBackend final : public Backend {
                           .count = channels,
                           .out = Floats(args.dgamma),
                           .out_stride = Floats(args.dbeta) - Floats(args.dgamma)},
-                         stream_),
+                         queue_),
            "LayerNormBackward");
   }
 
@@ -407,19 +407,18 @@ class CudaBackend final : public Backend {
   void ActivateBackward(Activation activation, const Tensor& x, const Tensor& dout,
                         const Tensor& dx) override {
     if (!ok()) return;
-    Record(
-        LaunchActivateBackward(activation, Flat(x), Flat(dout), dx.elements(), Flat(dx), stream_),
-        "ActivateBackward");
+    Record(LaunchActivateBackward(activation, Flat(x), Flat(dout), dx.elements(), Flat(dx), queue_),
+           "ActivateBackward");
   }
   void Geglu(const Tensor& x, const Tensor& out) override {
     if (!ok()) return;
-    Record(LaunchGeglu(View(x), LinesOf(out), Extent(out, -1), View(out), stream_), "Geglu");
+    Record(LaunchGeglu(View(x), LinesOf(out), Extent(out, -1), View(out), queue_), "Geglu");
   }
   void GegluBackward(const Tensor& x, const Tensor& dout, const Tensor& dx) override {
     if (!ok()) return;
-    Record(LaunchGegluBackward(View(x), View(dout), LinesOf(dout), Extent(dout, -1), View(dx),
-                               stream_),
-           "GegluBackward");
+    Record(
+        LaunchGegluBackward(View(x), View(dout), LinesOf(dout), Extent(dout, -1), View(dx), queue_),
+        "GegluBackward");
   }
   void Upsample2x(const Tensor& x, const Tensor& out) override { Spread(x, 1, out); }
   void Upsample2xBackward(const Tensor& dout, const Tensor& dx) override { Pool(dout, 1, dx); }
@@ -441,7 +440,7 @@ class CudaBackend final : public Backend {
            const Tensor& out) override {
     if (!ok()) return;
     Record(LaunchScaledSum(Flat(a), scale_a, Flat(b), scale_b, shift, out.elements(), Flat(out),
-                           stream_),
+                           queue_),
            "Add");
   }
   void SumPixels(const Tensor& x, const Tensor& out) override {
@@ -450,7 +449,7 @@ class CudaBackend final : public Backend {
     Scratch scratch(this);
     float* const partial = scratch.Floats(rows * PartsOf(pixels) * channels);
     if (!ok()) return;
-    Record(LaunchColumnSums(View(x), rows, pixels, static_cast<int>(channels), partial, stream_),
+    Record(LaunchColumnSums(View(x), rows, pixels, static_cast<int>(channels), partial, queue_),
            "SumPixels");
     Record(LaunchTreeSum({.in = partial,
                           .in_stride = channels,
@@ -460,7 +459,7 @@ class CudaBackend final : public Backend {
                           .out = out.data(),
                           .out_element = ElementOf(out.dtype()),
                           .out_stride = channels},
-                         stream_),
+                         queue_),
            "SumPixels");
   }
   void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) override {
@@ -501,14 +500,14 @@ class CudaBackend final : public Backend {
         .sums = scratch.Floats(lines * dim),
         .dtable = Floats(dtable)};
     DENOISED_CHECK(lines <= INT32_MAX);
-    if (ok()) Record(LaunchEmbeddingBackward(embedding, stream_), "EmbeddingBackward");
+    if (ok()) Record(LaunchEmbeddingBackward(embedding, queue_), "EmbeddingBackward");
   }
   void Dropout(const DropoutArgs& args) override {
     if (!ok()) return;
     const int64_t rows = args.x.dim(0);
     Record(LaunchDropout(Flat(args.x), rows, args.x.elements() / rows, args.probability, args.seed,
                          args.step.as<int32_t>(), SamplesOf(args.rows), args.layer, Flat(args.out),
-                         stream_),
+                         queue_),
            "Dropout");
   }
 
@@ -792,7 +791,7 @@ class CudaBackend final : public Backend {
                           .channels = Extent(x, -1),
                           .in_channels = static_cast<int>(channels),
                           .out = Floats(dweight)},
-                         stream_),
+                         queue_),
            "the gradient of a weight");
   }
 
@@ -827,7 +826,7 @@ class CudaBackend final : public Backend {
           scratch.New({gradient.images, gradient.height, gradient.width, b.dim(-1)}, b.dtype());
       if (!ok()) return true;
       Record(LaunchSpread(Flat(b), gradient.images, patches->height, patches->width, Extent(b, -1),
-                          1, Flat(spread), stream_),
+                          1, Flat(spread), queue_),
              "the gradient of a weight");
       gradient.x = View(spread);
     }
@@ -850,7 +849,7 @@ class CudaBackend final : public Backend {
     float* const partial = scratch.Floats(rows / chunk * PartsOf(lines) * outputs);
     if (!ok()) return;
     Record(LaunchColumnSums(View(dout.Columns(first_output, outputs)), rows / chunk, lines,
-                            static_cast<int>(outputs), partial, stream_),
+                            static_cast<int>(outputs), partial, queue_),
            "the gradient of a bias");
     Record(LaunchTreeSum({.in = partial,
                           .in_stride = outputs,
@@ -858,7 +857,7 @@ class CudaBackend final : public Backend {
                           .splits = PartsOf(lines),
                           .count = outputs,
                           .out = Floats(dbias)},
-                         stream_),
+                         queue_),
            "the gradient of a bias");
   }
 
@@ -889,7 +888,7 @@ class CudaBackend final : public Backend {
                            .offset_top = edge - g.pad_top,
                            .offset_left = edge - g.pad_left,
                            .out = Flat(spread)},
-                          stream_),
+                          queue_),
              "Conv2dBackward");
       dout = spread;
     }
@@ -974,27 +973,27 @@ class CudaBackend final : public Backend {
                           .count = 1,
                           .scale = scale,
                           .out = Floats(sum)},
-                         stream_),
+                         queue_),
            "Loss");
   }
 
   void Pool(const Tensor& large, float scale, const Tensor& small) {
     if (!ok()) return;
     Record(LaunchPool(Flat(large), small.dim(0), Extent(small, 1), Extent(small, 2),
-                      Extent(small, 3), scale, Flat(small), stream_),
+                      Extent(small, 3), scale, Flat(small), queue_),
            "pooling");
   }
   void Spread(const Tensor& small, float scale, const Tensor& large) {
     if (!ok()) return;
     Record(LaunchSpread(Flat(small), small.dim(0), Extent(small, 1), Extent(small, 2),
-                        Extent(small, 3), scale, Flat(large), stream_),
+                        Extent(small, 3), scale, Flat(large), queue_),
            "doubling");
   }
   /// Further columns of `to` become zeros.
   void CopyColumns(const Tensor& from, const Tensor& to) {
     if (!ok()) return;
     Record(LaunchCopyColumns(View(from), Extent(from, -1), LinesOf(from), View(to), Extent(to, -1),
-                             stream_),
+                             queue_),
            "copying columns");
   }
 

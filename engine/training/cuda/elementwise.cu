@@ -2,6 +2,7 @@
 // Elementwise ops, resampling and copies. A thread owns one element or vector of the result; for
 // dropout four elements, as many as one call of Philox draws. All tensors are contiguous.
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/training/cuda/derivative.cuh"
 #include "engine/training/cuda/launch.h"
@@ -18,9 +19,16 @@ unsigned BlocksFor(int64_t count) {
   return static_cast<unsigned>((count + kThreads - 1) / kThreads);
 }
 
-/// Calls each(i) for this thread's vector, elements [i, i + V).
+/// One thread per element, or per vector of eight.
+LaunchShape ShapeOf(int64_t count, bool vectors) {
+  return {.grid = BlocksFor(vectors ? count / 8 : count), .block = kThreads};
+}
+
+/// Calls each(i) for this thread's vector, elements [i, i + V), after waiting for earlier kernels.
 template <int V, typename Each>
 __device__ void ForEach(int64_t count, const Each& each) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
   if (i < count) each(i);
 }
@@ -162,6 +170,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     DropoutKernel(Rows x, int64_t elements, float probability, uint64_t seed, const int32_t* step,
                   const SampleRow* samples, uint32_t layer, Rows out) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
   const int64_t row = blockIdx.y;
   if (i >= elements) return;
@@ -182,108 +192,76 @@ bool AllVectors(int64_t line, const Operands&... operands) {
 }  // namespace
 
 cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const Rows& dout,
-                                   int64_t count, const Rows& dx, cudaStream_t stream) {
-  if (AllVectors(count, x, dout, dx)) {
-    ActivateBackwardKernel<8>
-        <<<BlocksFor(count / 8), kThreads, 0, stream>>>(activation, x, dout, count, dx);
-  } else {
-    ActivateBackwardKernel<1>
-        <<<BlocksFor(count), kThreads, 0, stream>>>(activation, x, dout, count, dx);
-  }
-  return cudaGetLastError();
+                                   int64_t count, const Rows& dx, const Queue& queue) {
+  const bool vectors = AllVectors(count, x, dout, dx);
+  const auto kernel = vectors ? ActivateBackwardKernel<8> : ActivateBackwardKernel<1>;
+  return LaunchDependent(kernel, ShapeOf(count, vectors), queue, activation, x, dout, count, dx);
 }
 
 cudaError_t LaunchGeglu(const Rows& x, int64_t lines, int width, const Rows& out,
-                        cudaStream_t stream) {
+                        const Queue& queue) {
   const int64_t count = lines * width;
-  if (AllVectors(width, x, out)) {
-    GegluKernel<8><<<BlocksFor(count / 8), kThreads, 0, stream>>>(x, width, count, out);
-  } else {
-    GegluKernel<1><<<BlocksFor(count), kThreads, 0, stream>>>(x, width, count, out);
-  }
-  return cudaGetLastError();
+  const bool vectors = AllVectors(width, x, out);
+  const auto kernel = vectors ? GegluKernel<8> : GegluKernel<1>;
+  return LaunchDependent(kernel, ShapeOf(count, vectors), queue, x, width, count, out);
 }
 
 cudaError_t LaunchGegluBackward(const Rows& x, const Rows& dout, int64_t lines, int width,
-                                const Rows& dx, cudaStream_t stream) {
+                                const Rows& dx, const Queue& queue) {
   const int64_t count = lines * width;
-  if (AllVectors(width, x, dout, dx)) {
-    GegluBackwardKernel<8>
-        <<<BlocksFor(count / 8), kThreads, 0, stream>>>(x, dout, width, count, dx);
-  } else {
-    GegluBackwardKernel<1><<<BlocksFor(count), kThreads, 0, stream>>>(x, dout, width, count, dx);
-  }
-  return cudaGetLastError();
+  const bool vectors = AllVectors(width, x, dout, dx);
+  const auto kernel = vectors ? GegluBackwardKernel<8> : GegluBackwardKernel<1>;
+  return LaunchDependent(kernel, ShapeOf(count, vectors), queue, x, dout, width, count, dx);
 }
 
 cudaError_t LaunchScaledSum(const Rows& a, float scale_a, const Rows& b, float scale_b, float shift,
-                            int64_t count, const Rows& out, cudaStream_t stream) {
-  if (AllVectors(count, a, b, out)) {
-    ScaledSumKernel<8>
-        <<<BlocksFor(count / 8), kThreads, 0, stream>>>(a, scale_a, b, scale_b, shift, count, out);
-  } else {
-    ScaledSumKernel<1>
-        <<<BlocksFor(count), kThreads, 0, stream>>>(a, scale_a, b, scale_b, shift, count, out);
-  }
-  return cudaGetLastError();
+                            int64_t count, const Rows& out, const Queue& queue) {
+  const bool vectors = AllVectors(count, a, b, out);
+  const auto kernel = vectors ? ScaledSumKernel<8> : ScaledSumKernel<1>;
+  return LaunchDependent(kernel, ShapeOf(count, vectors), queue, a, scale_a, b, scale_b, shift,
+                         count, out);
 }
 
 cudaError_t LaunchCopyColumns(const Rows& from, int columns, int64_t lines, const Rows& to,
-                              int to_columns, cudaStream_t stream) {
+                              int to_columns, const Queue& queue) {
   const int64_t count = lines * to_columns;
-  if (columns % 8 == 0 && AllVectors(to_columns, from, to)) {
-    CopyColumnsKernel<8>
-        <<<BlocksFor(count / 8), kThreads, 0, stream>>>(from, columns, count, to, to_columns);
-  } else {
-    CopyColumnsKernel<1>
-        <<<BlocksFor(count), kThreads, 0, stream>>>(from, columns, count, to, to_columns);
-  }
-  return cudaGetLastError();
+  const bool vectors = columns % 8 == 0 && AllVectors(to_columns, from, to);
+  const auto kernel = vectors ? CopyColumnsKernel<8> : CopyColumnsKernel<1>;
+  return LaunchDependent(kernel, ShapeOf(count, vectors), queue, from, columns, count, to,
+                         to_columns);
 }
 
 cudaError_t LaunchPool(const Rows& large, int64_t images, int height, int width, int channels,
-                       float scale, const Rows& small, cudaStream_t stream) {
+                       float scale, const Rows& small, const Queue& queue) {
   const int64_t count = images * height * width * channels;
-  if (AllVectors(channels, large, small)) {
-    PoolKernel<8><<<BlocksFor(count / 8), kThreads, 0, stream>>>(large, count, height, width,
-                                                                 channels, scale, small);
-  } else {
-    PoolKernel<1><<<BlocksFor(count), kThreads, 0, stream>>>(large, count, height, width, channels,
-                                                             scale, small);
-  }
-  return cudaGetLastError();
+  const bool vectors = AllVectors(channels, large, small);
+  const auto kernel = vectors ? PoolKernel<8> : PoolKernel<1>;
+  return LaunchDependent(kernel, ShapeOf(count, vectors), queue, large, count, height, width,
+                         channels, scale, small);
 }
 
 cudaError_t LaunchSpread(const Rows& small, int64_t images, int height, int width, int channels,
-                         float scale, const Rows& large, cudaStream_t stream) {
+                         float scale, const Rows& large, const Queue& queue) {
   const int64_t count = images * 4 * height * width * channels;
-  if (AllVectors(channels, large, small)) {
-    SpreadKernel<8><<<BlocksFor(count / 8), kThreads, 0, stream>>>(small, count, height, width,
-                                                                   channels, scale, large);
-  } else {
-    SpreadKernel<1><<<BlocksFor(count), kThreads, 0, stream>>>(small, count, height, width,
-                                                               channels, scale, large);
-  }
-  return cudaGetLastError();
+  const bool vectors = AllVectors(channels, large, small);
+  const auto kernel = vectors ? SpreadKernel<8> : SpreadKernel<1>;
+  return LaunchDependent(kernel, ShapeOf(count, vectors), queue, small, count, height, width,
+                         channels, scale, large);
 }
 
-cudaError_t LaunchDilate(const DilateLaunch& dilate, cudaStream_t stream) {
+cudaError_t LaunchDilate(const DilateLaunch& dilate, const Queue& queue) {
   const int64_t count = dilate.images * dilate.height * dilate.width * dilate.channels;
-  if (AllVectors(dilate.channels, dilate.x, dilate.out)) {
-    DilateKernel<8><<<BlocksFor(count / 8), kThreads, 0, stream>>>(dilate, count);
-  } else {
-    DilateKernel<1><<<BlocksFor(count), kThreads, 0, stream>>>(dilate, count);
-  }
-  return cudaGetLastError();
+  const bool vectors = AllVectors(dilate.channels, dilate.x, dilate.out);
+  const auto kernel = vectors ? DilateKernel<8> : DilateKernel<1>;
+  return LaunchDependent(kernel, ShapeOf(count, vectors), queue, dilate, count);
 }
 
 cudaError_t LaunchDropout(const Rows& x, int64_t rows, int64_t elements, float probability,
                           uint64_t seed, const int32_t* step, const SampleRow* samples,
-                          uint32_t layer, const Rows& out, cudaStream_t stream) {
+                          uint32_t layer, const Rows& out, const Queue& queue) {
   const dim3 grid(BlocksFor((elements + 3) / 4), static_cast<unsigned>(rows));
-  DropoutKernel<<<grid, kThreads, 0, stream>>>(x, elements, probability, seed, step, samples, layer,
-                                               out);
-  return cudaGetLastError();
+  return LaunchDependent(DropoutKernel, {.grid = grid, .block = kThreads}, queue, x, elements,
+                         probability, seed, step, samples, layer, out);
 }
 
 }  // namespace denoised::training::cuda

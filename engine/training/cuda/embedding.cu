@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/training/cuda/launch.h"
 #include "engine/training/cuda/strips.cuh"
 
@@ -22,6 +23,8 @@ constexpr int kThreads = 256, kPiece = 32, kMostLevels = 32;
 /// so no thread waits for another.
 __global__ void __launch_bounds__(kThreads)
     SortKernel(const int32_t* index, int64_t chunk_lines, int2* sorted) {
+  WaitForPredecessors();
+  ReleaseDependents();
   __shared__ int32_t tile[kThreads];
   const int32_t* from = index + blockIdx.y * chunk_lines;
   const int64_t line = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -47,6 +50,8 @@ __global__ void __launch_bounds__(kThreads)
 /// is stored at the first place of the run: sums[chunk, place, channel].
 __global__ void __launch_bounds__(kThreads)
     PiecesKernel(const __grid_constant__ EmbeddingBackwardLaunch embedding) {
+  WaitForPredecessors();
+  ReleaseDependents();
   __shared__ int2 places[kPiece];
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kPiece;
   const int64_t chunk = blockIdx.z * embedding.chunk_lines;
@@ -104,6 +109,8 @@ __device__ void AddPieces(const EmbeddingBackwardLaunch& embedding, const Rows& 
 template <int V>
 __global__ void __launch_bounds__(kStripThreads)
     EntriesKernel(const __grid_constant__ EmbeddingBackwardLaunch embedding) {
+  WaitForPredecessors();
+  ReleaseDependents();
   using S = Strip<V>;
   __shared__ int bounds[kStripThreads];  // begin and end, by chunk
   __shared__ float shared[S::kLines][S::kChannels];
@@ -145,25 +152,30 @@ __global__ void __launch_bounds__(kStripThreads)
 
 }  // namespace
 
-cudaError_t LaunchEmbeddingBackward(const EmbeddingBackwardLaunch& embedding, cudaStream_t stream) {
+cudaError_t LaunchEmbeddingBackward(const EmbeddingBackwardLaunch& embedding, const Queue& queue) {
   const int64_t lines = embedding.chunk_lines;
   const auto chunks = static_cast<unsigned>(embedding.lines / lines);
   const auto blocks = [](int64_t count, int each) {
     return static_cast<unsigned>((count + each - 1) / each);
   };
-  SortKernel<<<dim3(blocks(lines, kThreads), chunks), kThreads, 0, stream>>>(embedding.index, lines,
-                                                                             embedding.sorted);
-  PiecesKernel<<<dim3(blocks(lines, kPiece), blocks(embedding.dim, kThreads), chunks), kThreads, 0,
-                 stream>>>(embedding);
-  const int entries = std::min(embedding.entries, kMostSegments);
-  if (embedding.dim % 8 == 0) {
-    EntriesKernel<8>
-        <<<Strip<8>::Grid(embedding.dim, entries, 1), kStripThreads, 0, stream>>>(embedding);
-  } else {
-    EntriesKernel<1>
-        <<<Strip<1>::Grid(embedding.dim, entries, 1), kStripThreads, 0, stream>>>(embedding);
+  const dim3 sort_grid(blocks(lines, kThreads), chunks);
+  if (cudaError_t error = LaunchDependent(SortKernel, {.grid = sort_grid, .block = kThreads}, queue,
+                                          embedding.index, lines, embedding.sorted);
+      error != cudaSuccess) {
+    return error;
   }
-  return cudaGetLastError();
+  const dim3 pieces_grid(blocks(lines, kPiece), blocks(embedding.dim, kThreads), chunks);
+  if (cudaError_t error =
+          LaunchDependent(PiecesKernel, {.grid = pieces_grid, .block = kThreads}, queue, embedding);
+      error != cudaSuccess) {
+    return error;
+  }
+  const int entries = std::min(embedding.entries, kMostSegments);
+  const bool vectors = embedding.dim % 8 == 0;
+  const auto kernel = vectors ? EntriesKernel<8> : EntriesKernel<1>;
+  const dim3 grid = vectors ? Strip<8>::Grid(embedding.dim, entries, 1)
+                            : Strip<1>::Grid(embedding.dim, entries, 1);
+  return LaunchDependent(kernel, {.grid = grid, .block = kStripThreads}, queue, embedding);
 }
 
 }  // namespace denoised::training::cuda

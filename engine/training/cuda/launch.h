@@ -75,7 +75,7 @@ struct TreeSumLaunch {
   Element out_element = Element::kF32;
   int64_t out_stride = 0;  // elements from one group to the next
 };
-cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, cudaStream_t stream);
+cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, const Queue& queue);
 
 /// The gradients of a weight and its bias, on Hopper: doutᵀ · x, or with nine taps that of a 3×3
 /// convolution which pads each image by one pixel; and the sum of dout. Chunks are added as a tree.
@@ -96,7 +96,7 @@ cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, const Queue
 int PartsOf(int64_t lines);
 /// partial[segment, part, c] = Σ over the part's lines of x[segment, line, c].
 cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int channels,
-                             float* partial, cudaStream_t stream);
+                             float* partial, const Queue& queue);
 
 struct NormLaunch {
   Rows x;  // everything that has pixels is of this element type
@@ -141,7 +141,7 @@ struct LayerNormLaunch {
   float* statistics = nullptr;  // [tokens, 2]: mean, rstd
   Rows out;
 };
-cudaError_t LaunchLayerNorm(const LayerNormLaunch& norm, cudaStream_t stream);
+cudaError_t LaunchLayerNorm(const LayerNormLaunch& norm, const Queue& queue);
 
 struct LayerNormBackwardLaunch {
   LayerNormLaunch forward;  // without out
@@ -150,7 +150,7 @@ struct LayerNormBackwardLaunch {
   /// Out [chunks, PartsOf(chunk_tokens), 2, channels]: shares of dγ and dβ; null: not computed.
   float* parameters = nullptr;
 };
-cudaError_t LaunchLayerNormBackward(const LayerNormBackwardLaunch& norm, cudaStream_t stream);
+cudaError_t LaunchLayerNormBackward(const LayerNormBackwardLaunch& norm, const Queue& queue);
 
 /// Rounds a master weight [outputs, channels, taps] and its bias into the layouts that serving's
 /// convolutions read (engine/backend/cuda/weights.h). Forward: [outputs, taps, channels], starting
@@ -168,21 +168,21 @@ struct PackLaunch {
 cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, cudaStream_t stream);
 
 cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const Rows& dout,
-                                   int64_t count, const Rows& dx, cudaStream_t stream);
+                                   int64_t count, const Rows& dx, const Queue& queue);
 /// GEGLU: x [lines, 2 · width], values, then gates. dx may be x.
 cudaError_t LaunchGeglu(const Rows& x, int64_t lines, int width, const Rows& out,
-                        cudaStream_t stream);
+                        const Queue& queue);
 cudaError_t LaunchGegluBackward(const Rows& x, const Rows& dout, int64_t lines, int width,
-                                const Rows& dx, cudaStream_t stream);
+                                const Rows& dx, const Queue& queue);
 /// to[line, c] = from[line, c] for c < columns, else 0, up to to_columns. Both of one element type.
 cudaError_t LaunchCopyColumns(const Rows& from, int columns, int64_t lines, const Rows& to,
-                              int to_columns, cudaStream_t stream);
+                              int to_columns, const Queue& queue);
 /// Pool: small[n, h, w] = scale · Σ of the four pixels of large. Spread: each of the four pixels of
 /// large = scale · small[n, h, w].
 cudaError_t LaunchPool(const Rows& large, int64_t images, int height, int width, int channels,
-                       float scale, const Rows& small, cudaStream_t stream);
+                       float scale, const Rows& small, const Queue& queue);
 cudaError_t LaunchSpread(const Rows& small, int64_t images, int height, int width, int channels,
-                         float scale, const Rows& large, cudaStream_t stream);
+                         float scale, const Rows& large, const Queue& queue);
 /// out[n, stride·h + offset_top, stride·w + offset_left] = x[n, h, w]; other elements are 0.
 struct DilateLaunch {
   Rows x;
@@ -191,13 +191,13 @@ struct DilateLaunch {
   int stride = 1, offset_top = 0, offset_left = 0;
   Rows out;
 };
-cudaError_t LaunchDilate(const DilateLaunch& dilate, cudaStream_t stream);
+cudaError_t LaunchDilate(const DilateLaunch& dilate, const Queue& queue);
 /// out = a·scale_a + b·scale_b + shift; b may be null.
 cudaError_t LaunchScaledSum(const Rows& a, float scale_a, const Rows& b, float scale_b, float shift,
-                            int64_t count, const Rows& out, cudaStream_t stream);
+                            int64_t count, const Rows& out, const Queue& queue);
 cudaError_t LaunchDropout(const Rows& x, int64_t rows, int64_t elements, float probability,
                           uint64_t seed, const int32_t* step, const SampleRow* samples,
-                          uint32_t layer, const Rows& out, cudaStream_t stream);
+                          uint32_t layer, const Rows& out, const Queue& queue);
 
 struct EmbeddingBackwardLaunch {
   const int32_t* index = nullptr;  // [lines]
@@ -208,7 +208,7 @@ struct EmbeddingBackwardLaunch {
   float* sums = nullptr;    // scratch [lines, dim], aligned
   float* dtable = nullptr;  // [entries, dim]
 };
-cudaError_t LaunchEmbeddingBackward(const EmbeddingBackwardLaunch& embedding, cudaStream_t stream);
+cudaError_t LaunchEmbeddingBackward(const EmbeddingBackwardLaunch& embedding, const Queue& queue);
 
 struct SamplesLaunch {
   const uint8_t* images = nullptr;    // [.., from_height, from_width, channels]

@@ -7,6 +7,7 @@
 //
 //   dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), means over a token
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/training/cuda/launch.h"
 #include "engine/training/cuda/strips.cuh"
 
@@ -28,6 +29,8 @@ __device__ void ForChannels(int channels, const Body& body) {
 template <int V, Element kElement>
 __global__ void __launch_bounds__(kThreads)
     LayerNormKernel(const __grid_constant__ LayerNormLaunch norm) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t token = Token();
   if (token >= norm.tokens) return;
   const auto channels = static_cast<float>(norm.channels);
@@ -62,6 +65,8 @@ __global__ void __launch_bounds__(kThreads)
 template <int V, Element kElement>
 __global__ void __launch_bounds__(kStripThreads)
     ParametersKernel(const __grid_constant__ LayerNormBackwardLaunch backward) {
+  WaitForPredecessors();
+  ReleaseDependents();
   using S = Strip<V>;
   __shared__ float shared[2][S::kLines][S::kChannels];
   const LayerNormLaunch& norm = backward.forward;
@@ -100,6 +105,8 @@ __global__ void __launch_bounds__(kStripThreads)
 template <int V, Element kElement>
 __global__ void __launch_bounds__(kThreads)
     GradientKernel(const __grid_constant__ LayerNormBackwardLaunch backward) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const LayerNormLaunch& norm = backward.forward;
   const int64_t token = Token();
   if (token >= norm.tokens) return;
@@ -136,21 +143,25 @@ __global__ void __launch_bounds__(kThreads)
 unsigned BlocksFor(int64_t tokens) { return static_cast<unsigned>((tokens + kWarps - 1) / kWarps); }
 
 template <int V, Element kElement>
-cudaError_t Forward(const LayerNormLaunch& norm, cudaStream_t stream) {
-  LayerNormKernel<V, kElement><<<BlocksFor(norm.tokens), kThreads, 0, stream>>>(norm);
-  return cudaGetLastError();
+cudaError_t Forward(const LayerNormLaunch& norm, const Queue& queue) {
+  return LaunchDependent(LayerNormKernel<V, kElement>,
+                         {.grid = BlocksFor(norm.tokens), .block = kThreads}, queue, norm);
 }
 
 template <int V, Element kElement>
-cudaError_t Backward(const LayerNormBackwardLaunch& norm, cudaStream_t stream) {
+cudaError_t Backward(const LayerNormBackwardLaunch& norm, const Queue& queue) {
   const LayerNormLaunch& forward = norm.forward;
   if (norm.parameters != nullptr) {
     const dim3 grid = Strip<V>::Grid(forward.channels, PartsOf(norm.chunk_tokens),
                                      static_cast<unsigned>(forward.tokens / norm.chunk_tokens));
-    ParametersKernel<V, kElement><<<grid, kStripThreads, 0, stream>>>(norm);
+    if (cudaError_t error = LaunchDependent(ParametersKernel<V, kElement>,
+                                            {.grid = grid, .block = kStripThreads}, queue, norm);
+        error != cudaSuccess) {
+      return error;
+    }
   }
-  GradientKernel<V, kElement><<<BlocksFor(forward.tokens), kThreads, 0, stream>>>(norm);
-  return cudaGetLastError();
+  return LaunchDependent(GradientKernel<V, kElement>,
+                         {.grid = BlocksFor(forward.tokens), .block = kThreads}, queue, norm);
 }
 
 template <typename... Operands>
@@ -160,23 +171,22 @@ bool AllVectors(int channels, const Operands&... operands) {
 
 }  // namespace
 
-cudaError_t LaunchLayerNorm(const LayerNormLaunch& norm, cudaStream_t stream) {
+cudaError_t LaunchLayerNorm(const LayerNormLaunch& norm, const Queue& queue) {
   const bool vectors = AllVectors(norm.channels, norm.x, norm.out);
   if (norm.x.element == Element::kBf16)
-    return vectors ? Forward<8, Element::kBf16>(norm, stream)
-                   : Forward<1, Element::kBf16>(norm, stream);
-  return vectors ? Forward<8, Element::kF32>(norm, stream)
-                 : Forward<1, Element::kF32>(norm, stream);
+    return vectors ? Forward<8, Element::kBf16>(norm, queue)
+                   : Forward<1, Element::kBf16>(norm, queue);
+  return vectors ? Forward<8, Element::kF32>(norm, queue) : Forward<1, Element::kF32>(norm, queue);
 }
 
-cudaError_t LaunchLayerNormBackward(const LayerNormBackwardLaunch& norm, cudaStream_t stream) {
+cudaError_t LaunchLayerNormBackward(const LayerNormBackwardLaunch& norm, const Queue& queue) {
   const bool vectors =
       AllVectors(norm.forward.channels, norm.forward.x, norm.dout, norm.add, norm.dx);
   if (norm.forward.x.element == Element::kBf16)
-    return vectors ? Backward<8, Element::kBf16>(norm, stream)
-                   : Backward<1, Element::kBf16>(norm, stream);
-  return vectors ? Backward<8, Element::kF32>(norm, stream)
-                 : Backward<1, Element::kF32>(norm, stream);
+    return vectors ? Backward<8, Element::kBf16>(norm, queue)
+                   : Backward<1, Element::kBf16>(norm, queue);
+  return vectors ? Backward<8, Element::kF32>(norm, queue)
+                 : Backward<1, Element::kF32>(norm, queue);
 }
 
 }  // namespace denoised::training::cuda

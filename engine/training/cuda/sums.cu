@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/training/cuda/launch.h"
 #include "engine/training/cuda/strips.cuh"
@@ -20,6 +21,8 @@ using namespace denoised::cuda;
 template <int V, int kWidth, Element kElement>
 __global__ void __launch_bounds__(kStripThreads)
     ColumnSumsKernel(Rows x, int64_t lines, int channels, float* partial) {
+  WaitForPredecessors();
+  ReleaseDependents();
   using S = Strip<V, kWidth>;
   __shared__ float shared[S::kLines][S::kChannels];
   const int column = S::Column();
@@ -78,6 +81,8 @@ __device__ inline int64_t GroupStride(const TreeSumLaunch& sum) {
 template <int kLeaves>
 __global__ void __launch_bounds__(kThreads)
     TreeSumKernel(const __grid_constant__ TreeSumLaunch sum) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t place = i < sum.count ? PlaceOf(sum, i) : -1;
   if (place < 0) return;
@@ -94,6 +99,8 @@ __global__ void __launch_bounds__(kThreads)
 template <int kLeaves>
 __global__ void __launch_bounds__(32 * kLeaves)
     ManySplitsKernel(const __grid_constant__ TreeSumLaunch sum) {
+  WaitForPredecessors();
+  ReleaseDependents();
   constexpr int kAtOnce = 8;
   __shared__ float shared[kLeaves][32];
   const int64_t i = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
@@ -125,16 +132,14 @@ __global__ void __launch_bounds__(32 * kLeaves)
 }
 
 template <int kLeaves>
-void StartTreeSum(const TreeSumLaunch& sum, cudaStream_t stream) {
+cudaError_t StartTreeSum(const TreeSumLaunch& sum, const Queue& queue) {
   const bool many = sum.splits >= 8;
   const int64_t elements = many ? 32 : kThreads;  // per block
   const dim3 grid(static_cast<unsigned>((sum.count + elements - 1) / elements),
                   static_cast<unsigned>(std::min<int64_t>(sum.groups, kMostSegments)));
-  if (many) {
-    ManySplitsKernel<kLeaves><<<grid, dim3(32, kLeaves), 0, stream>>>(sum);
-  } else {
-    TreeSumKernel<kLeaves><<<grid, kThreads, 0, stream>>>(sum);
-  }
+  const dim3 block = many ? dim3(32, kLeaves) : dim3(kThreads);
+  return LaunchDependent(many ? ManySplitsKernel<kLeaves> : TreeSumKernel<kLeaves>,
+                         {.grid = grid, .block = block}, queue, sum);
 }
 
 }  // namespace
@@ -144,7 +149,7 @@ int PartsOf(int64_t lines) {
 }
 
 cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int channels,
-                             float* partial, cudaStream_t stream) {
+                             float* partial, const Queue& queue) {
   const bool vectors = x.vector && channels % 8 == 0, bf16 = x.element == Element::kBf16;
   const int width = StripWidth(channels, vectors);
   const auto kernel = !vectors ? (bf16 ? ColumnSumsKernel<1, kNarrowStrip, Element::kBf16>
@@ -159,19 +164,22 @@ cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int
     const dim3 grid = width == kWideStrip
                           ? Strip<8, kWideStrip>::Grid(channels, PartsOf(lines), count)
                           : Strip<8, kNarrowStrip>::Grid(channels, PartsOf(lines), count);
-    kernel<<<grid, kStripThreads, 0, stream>>>(LinesFrom(x, first * lines), lines, channels,
-                                               partial + first * PartsOf(lines) * channels);
+    if (cudaError_t error = LaunchDependent(kernel, {.grid = grid, .block = kStripThreads}, queue,
+                                            LinesFrom(x, first * lines), lines, channels,
+                                            partial + first * PartsOf(lines) * channels);
+        error != cudaSuccess) {
+      return error;
+    }
   }
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
-cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, cudaStream_t stream) {
+cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, const Queue& queue) {
   const auto start = sum.chunks >= 8   ? StartTreeSum<8>
                      : sum.chunks == 4 ? StartTreeSum<4>
                      : sum.chunks == 2 ? StartTreeSum<2>
                                        : StartTreeSum<1>;
-  start(sum, stream);
-  return cudaGetLastError();
+  return start(sum, queue);
 }
 
 }  // namespace denoised::training::cuda
