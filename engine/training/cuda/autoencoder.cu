@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/training/cuda/block_sum.cuh"
 #include "engine/training/cuda/launch.h"
 
@@ -25,6 +26,8 @@ __device__ double Clamped(double log_variance) {
 
 __global__ void __launch_bounds__(kThreads)
     GaussianKernel(const __grid_constant__ GaussianLaunch gaussian) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t n = blockIdx.x, begin = n * gaussian.elements;
   const int channels = gaussian.channels;
   double sum = 0;
@@ -43,6 +46,8 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     GaussianBackwardKernel(const __grid_constant__ GaussianBackwardLaunch backward) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const GaussianLaunch& forward = backward.forward;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= forward.rows * forward.elements) return;
@@ -96,6 +101,8 @@ __device__ Differences DifferencesOf(const ReconstructionLaunch& of, int64_t row
 /// One thread per element of the smallest scale, which is 64 elements of the largest.
 __global__ void __launch_bounds__(kThreads)
     HalveKernel(const __grid_constant__ ReconstructionLaunch of) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t row = blockIdx.y;
   const Differences d = DifferencesOf(of, row);
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -136,6 +143,8 @@ __device__ double Slope(double value, bool has_before, double before, bool has_a
 
 __global__ void __launch_bounds__(kThreads)
     ReconstructionKernel(const __grid_constant__ ReconstructionLaunch of) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t row = blockIdx.y;
   const Differences d = DifferencesOf(of, row);
   const double share = 1.0 / static_cast<double>(d.elements);
@@ -176,6 +185,8 @@ __global__ void __launch_bounds__(kThreads)
 /// loss[row] = Σ partial + add.
 __global__ void __launch_bounds__(kThreads)
     RowLossKernel(const double* partial, int parts, const float* add, int64_t rows, float* loss) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (row >= rows) return;
   double sum = add != nullptr ? add[row] : 0.0;
@@ -189,15 +200,16 @@ unsigned BlocksFor(int64_t count) {
 
 }  // namespace
 
-cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, cudaStream_t stream) {
-  GaussianKernel<<<static_cast<unsigned>(gaussian.rows), kThreads, 0, stream>>>(gaussian);
-  return cudaGetLastError();
+cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, const Queue& queue) {
+  return LaunchDependent(GaussianKernel,
+                         {.grid = static_cast<unsigned>(gaussian.rows), .block = kThreads}, queue,
+                         gaussian);
 }
 
-cudaError_t LaunchGaussianBackward(const GaussianBackwardLaunch& backward, cudaStream_t stream) {
+cudaError_t LaunchGaussianBackward(const GaussianBackwardLaunch& backward, const Queue& queue) {
   const int64_t count = backward.forward.rows * backward.forward.elements;
-  GaussianBackwardKernel<<<BlocksFor(count), kThreads, 0, stream>>>(backward);
-  return cudaGetLastError();
+  return LaunchDependent(GaussianBackwardKernel, {.grid = BlocksFor(count), .block = kThreads},
+                         queue, backward);
 }
 
 ReconstructionScratch ReconstructionScratchOf(int64_t elements) {
@@ -205,17 +217,26 @@ ReconstructionScratch ReconstructionScratchOf(int64_t elements) {
   return {BeginOfScale(elements, kScales), static_cast<int>(parts)};
 }
 
-cudaError_t LaunchReconstruction(const ReconstructionLaunch& of, cudaStream_t stream) {
+cudaError_t LaunchReconstruction(const ReconstructionLaunch& of, const Queue& queue) {
   const int64_t elements = static_cast<int64_t>(of.height) * of.width * of.channels;
   const int parts = ReconstructionScratchOf(elements).parts;
   const auto rows = static_cast<unsigned>(of.rows);
-  if (of.edges != 0)
-    HalveKernel<<<dim3(BlocksFor(elements >> (2 * (kScales - 1))), rows), kThreads, 0, stream>>>(
-        of);
-  ReconstructionKernel<<<dim3(static_cast<unsigned>(parts), rows), kThreads, 0, stream>>>(of);
-  RowLossKernel<<<BlocksFor(of.rows), kThreads, 0, stream>>>(of.partial, parts, of.add, of.rows,
-                                                             of.loss);
-  return cudaGetLastError();
+  if (of.edges != 0) {
+    const dim3 grid(BlocksFor(elements >> (2 * (kScales - 1))), rows);
+    if (cudaError_t error =
+            LaunchDependent(HalveKernel, {.grid = grid, .block = kThreads}, queue, of);
+        error != cudaSuccess) {
+      return error;
+    }
+  }
+  const dim3 grid(static_cast<unsigned>(parts), rows);
+  if (cudaError_t error =
+          LaunchDependent(ReconstructionKernel, {.grid = grid, .block = kThreads}, queue, of);
+      error != cudaSuccess) {
+    return error;
+  }
+  return LaunchDependent(RowLossKernel, {.grid = BlocksFor(of.rows), .block = kThreads}, queue,
+                         of.partial, parts, of.add, of.rows, of.loss);
 }
 
 }  // namespace denoised::training::cuda

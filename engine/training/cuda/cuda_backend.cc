@@ -534,12 +534,12 @@ class CudaBackend final : public Backend {
     samples.condition = Floats(args.condition);
     if (args.label) samples.label = args.label.as<int32_t>();
     samples.image = Floats(args.image);
-    Record(LaunchMakeSamples(samples, stream_), "MakeSamples");
+    Record(LaunchMakeSamples(samples, queue_), "MakeSamples");
   }
   void Noise(uint64_t seed, const Tensor& step, const Tensor& rows, const Tensor& out) override {
     if (!ok()) return;
     Record(LaunchNoise(seed, step.as<int32_t>(), SamplesOf(rows), out.dim(0),
-                       out.elements() / out.dim(0), Floats(out), stream_),
+                       out.elements() / out.dim(0), Floats(out), queue_),
            "Noise");
   }
   void Loss(const LossArgs& args) override {
@@ -547,7 +547,7 @@ class CudaBackend final : public Backend {
     const int64_t rows = args.output.dim(0);
     Record(LaunchLoss(Floats(args.output), Floats(args.target), SamplesOf(args.rows), rows,
                       args.output.elements() / rows, args.scale, Floats(args.loss),
-                      Floats(args.doutput), stream_),
+                      Floats(args.doutput), queue_),
            "Loss");
     SumLoss(args.loss, args.scale, args.sum);
   }
@@ -565,7 +565,7 @@ class CudaBackend final : public Backend {
                                .weight = args.weight,
                                .loss = Floats(args.loss),
                                .doutput = Floats(args.doutput)},
-                              stream_),
+                              queue_),
            "VarianceLoss");
     SumLoss(args.loss, args.scale, args.sum);
   }
@@ -574,7 +574,7 @@ class CudaBackend final : public Backend {
     GaussianLaunch gaussian = LaunchOf(args);
     gaussian.latents = Flat(args.latents);
     gaussian.kl = Floats(args.kl);
-    Record(LaunchGaussian(gaussian, stream_), "Gaussian");
+    Record(LaunchGaussian(gaussian, queue_), "Gaussian");
   }
   void GaussianBackward(const GaussianBackwardArgs& args) override {
     if (!ok()) return;
@@ -582,7 +582,7 @@ class CudaBackend final : public Backend {
                                    .dlatents = Flat(args.dlatents),
                                    .scale = args.scale,
                                    .dmoments = Floats(args.dmoments)},
-                                  stream_),
+                                  queue_),
            "GaussianBackward");
   }
   void ReconstructionLoss(const ReconstructionLossArgs& args) override {
@@ -604,7 +604,7 @@ class CudaBackend final : public Backend {
                                .halved = scratch.Doubles(rows * needed.halved),
                                .partial = scratch.Doubles(rows * needed.parts)};
     if (!ok()) return;
-    Record(LaunchReconstruction(of, stream_), "ReconstructionLoss");
+    Record(LaunchReconstruction(of, queue_), "ReconstructionLoss");
     SumLoss(args.loss, args.scale, args.sum);
   }
   void SquaredNorm(const Tensor& x, const Tensor& out) override {
@@ -612,11 +612,10 @@ class CudaBackend final : public Backend {
     Scratch scratch(this);
     float* const partial = scratch.Floats(SquaredNormParts(x.elements()));
     if (!ok()) return;
-    Record(LaunchSquaredNorm(Floats(x), x.elements(), partial, Floats(out), stream_),
-           "SquaredNorm");
+    Record(LaunchSquaredNorm(Floats(x), x.elements(), partial, Floats(out), queue_), "SquaredNorm");
   }
   void Accumulate(const Tensor& a, const Tensor& b) override {
-    if (ok()) Record(LaunchAccumulate(Floats(a), Floats(b), a.elements(), stream_), "Accumulate");
+    if (ok()) Record(LaunchAccumulate(Floats(a), Floats(b), a.elements(), queue_), "Accumulate");
   }
   void Update(const UpdateArgs& args) override {
     if (!ok()) return;
@@ -635,7 +634,7 @@ class CudaBackend final : public Backend {
     DENOISED_CHECK(args.averages.size() <= std::size(update.averages));
     for (const Tensor& average : args.averages)
       update.averages[update.average_count++] = Floats(average);
-    Record(LaunchUpdate(update, stream_), "Update");
+    Record(LaunchUpdate(update, queue_), "Update");
   }
 
  private:
@@ -722,7 +721,7 @@ class CudaBackend final : public Backend {
     if (!packs_together_) LaunchPacks();
   }
   void LaunchPacks() {
-    if (ok()) Record(cuda::LaunchPacks(packs_, stream_), "packing weights");
+    if (ok()) Record(cuda::LaunchPacks(packs_, queue_), "packing weights");
     packs_.clear();
   }
   /// dout of the last convolution is F32; products take the activations' type.

@@ -165,7 +165,7 @@ struct PackLaunch {
   Rows forward, backward;
   float* packed_bias = nullptr;  // of all fused layers
 };
-cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, cudaStream_t stream);
+cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, const Queue& queue);
 
 cudaError_t LaunchActivateBackward(Activation activation, const Rows& x, const Rows& dout,
                                    int64_t count, const Rows& dx, const Queue& queue);
@@ -224,14 +224,14 @@ struct SamplesLaunch {
   int32_t* label = nullptr;
   float* image = nullptr;  // y, or null
 };
-cudaError_t LaunchMakeSamples(const SamplesLaunch& samples, cudaStream_t stream);
+cudaError_t LaunchMakeSamples(const SamplesLaunch& samples, const Queue& queue);
 /// out [rows, elements]: standard normal noise that samples posteriors.
 cudaError_t LaunchNoise(uint64_t seed, const int32_t* step, const SampleRow* samples, int64_t rows,
-                        int64_t elements, float* out, cudaStream_t stream);
+                        int64_t elements, float* out, const Queue& queue);
 /// See LossArgs. loss [rows].
 cudaError_t LaunchLoss(const float* output, const float* target, const SampleRow* samples,
                        int64_t rows, int64_t elements, float scale, float* loss, float* doutput,
-                       cudaStream_t stream);
+                       const Queue& queue);
 
 /// See VarianceLossArgs.
 struct VarianceLossLaunch {
@@ -245,7 +245,7 @@ struct VarianceLossLaunch {
   float* loss = nullptr;
   float* doutput = nullptr;
 };
-cudaError_t LaunchVarianceLoss(const VarianceLossLaunch& of, cudaStream_t stream);
+cudaError_t LaunchVarianceLoss(const VarianceLossLaunch& of, const Queue& queue);
 
 /// See GaussianArgs.
 struct GaussianLaunch {
@@ -257,14 +257,14 @@ struct GaussianLaunch {
   Rows latents;
   float* kl = nullptr;
 };
-cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, cudaStream_t stream);
+cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, const Queue& queue);
 struct GaussianBackwardLaunch {
   GaussianLaunch forward;  // without latents and kl
   Rows dlatents;
   float scale = 1;
   float* dmoments = nullptr;
 };
-cudaError_t LaunchGaussianBackward(const GaussianBackwardLaunch& backward, cudaStream_t stream);
+cudaError_t LaunchGaussianBackward(const GaussianBackwardLaunch& backward, const Queue& queue);
 
 /// Scratch per row; depends on its number of elements alone.
 struct ReconstructionScratch {
@@ -286,13 +286,13 @@ struct ReconstructionLaunch {
   double* halved = nullptr;   // scratch
   double* partial = nullptr;  // scratch
 };
-cudaError_t LaunchReconstruction(const ReconstructionLaunch& of, cudaStream_t stream);
+cudaError_t LaunchReconstruction(const ReconstructionLaunch& of, const Queue& queue);
 
 /// Floats of scratch for LaunchSquaredNorm().
 int64_t SquaredNormParts(int64_t count);
 cudaError_t LaunchSquaredNorm(const float* x, int64_t count, float* partial, float* out,
-                              cudaStream_t stream);
-cudaError_t LaunchAccumulate(float* a, const float* b, int64_t count, cudaStream_t stream);
+                              const Queue& queue);
+cudaError_t LaunchAccumulate(float* a, const float* b, int64_t count, const Queue& queue);
 struct UpdateLaunch {
   float *master = nullptr, *m = nullptr, *v = nullptr;
   const float* gradient = nullptr;
@@ -304,6 +304,6 @@ struct UpdateLaunch {
   float m_share = 0, v_share = 0;  // 1 − β₁, 1 − β₂
   float eps = 0, weight_decay = 0, clip = 0;
 };
-cudaError_t LaunchUpdate(const UpdateLaunch& update, cudaStream_t stream);
+cudaError_t LaunchUpdate(const UpdateLaunch& update, const Queue& queue);
 
 }  // namespace denoised::training::cuda

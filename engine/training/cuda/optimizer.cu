@@ -6,6 +6,7 @@
 // the device, so that a training step can be one CUDA graph. The norm is summed over blocks of 8192
 // elements on every GPU, so its bits do not depend on the GPU.
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/training/cuda/block_sum.cuh"
 #include "engine/training/cuda/launch.h"
 
@@ -22,6 +23,8 @@ unsigned BlocksFor(int64_t count) {
 
 __global__ void __launch_bounds__(kThreads)
     SquareSumsKernel(const float* x, int64_t count, float* partial) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kNormBlock;
   const int64_t end = begin + kNormBlock < count ? begin + kNormBlock : count;
   float sum = 0;
@@ -32,6 +35,8 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     SquareSumKernel(const float* partial, int64_t parts, float* out) {
+  WaitForPredecessors();
+  ReleaseDependents();
   double sum = 0;
   for (int64_t i = threadIdx.x; i < parts; i += kThreads) sum += partial[i];
   const double total = BlockSum<kThreads>(sum);
@@ -40,12 +45,16 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     AccumulateKernel(float* a, const float* b, int64_t count) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i < count) a[i] += b[i];
 }
 
 __global__ void __launch_bounds__(kThreads)
     UpdateKernel(const __grid_constant__ UpdateLaunch update) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const float squared = *update.squared_norm;
   if (i >= update.count || !isfinite(squared)) return;
@@ -73,21 +82,26 @@ __global__ void __launch_bounds__(kThreads)
 int64_t SquaredNormParts(int64_t count) { return (count + kNormBlock - 1) / kNormBlock; }
 
 cudaError_t LaunchSquaredNorm(const float* x, int64_t count, float* partial, float* out,
-                              cudaStream_t stream) {
+                              const Queue& queue) {
   const int64_t parts = SquaredNormParts(count);
-  SquareSumsKernel<<<static_cast<unsigned>(parts), kThreads, 0, stream>>>(x, count, partial);
-  SquareSumKernel<<<1, kThreads, 0, stream>>>(partial, parts, out);
-  return cudaGetLastError();
+  if (cudaError_t error = LaunchDependent(SquareSumsKernel,
+                                          {.grid = static_cast<unsigned>(parts), .block = kThreads},
+                                          queue, x, count, partial);
+      error != cudaSuccess) {
+    return error;
+  }
+  return LaunchDependent(SquareSumKernel, {.grid = 1, .block = kThreads}, queue, partial, parts,
+                         out);
 }
 
-cudaError_t LaunchAccumulate(float* a, const float* b, int64_t count, cudaStream_t stream) {
-  AccumulateKernel<<<BlocksFor(count), kThreads, 0, stream>>>(a, b, count);
-  return cudaGetLastError();
+cudaError_t LaunchAccumulate(float* a, const float* b, int64_t count, const Queue& queue) {
+  return LaunchDependent(AccumulateKernel, {.grid = BlocksFor(count), .block = kThreads}, queue, a,
+                         b, count);
 }
 
-cudaError_t LaunchUpdate(const UpdateLaunch& update, cudaStream_t stream) {
-  UpdateKernel<<<BlocksFor(update.count), kThreads, 0, stream>>>(update);
-  return cudaGetLastError();
+cudaError_t LaunchUpdate(const UpdateLaunch& update, const Queue& queue) {
+  return LaunchDependent(UpdateKernel, {.grid = BlocksFor(update.count), .block = kThreads}, queue,
+                         update);
 }
 
 }  // namespace denoised::training::cuda

@@ -7,6 +7,7 @@
 
 #include <map>
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/training/cuda/launch.h"
 
@@ -57,6 +58,8 @@ int EdgesOf(int extent) { return (extent + kEdge - 1) / kEdge; }
 /// edges, so that the many divisions are by constants.
 template <int kTaps>
 __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ Batch batch) {
+  WaitForPredecessors();
+  ReleaseDependents();
   extern __shared__ __align__(16) float tile[];  // [kEdge][line]: outputs, then channel and tap
   const int index = blockIdx.x;
   int layer = 0, end = batch.count;  // found by bisection
@@ -128,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ B
   }
 }
 
-cudaError_t Launch(const Batch& batch, cudaStream_t stream) {
+cudaError_t Launch(const Batch& batch, const Queue& queue) {
   const int taps = batch.packs[0].taps;
   const int bytes = kEdge * (kEdge * taps + 1) * static_cast<int>(sizeof(float));
   if (bytes > 96 << 10) return cudaErrorInvalidValue;  // a kernel of more than 4 × 4
@@ -140,13 +143,16 @@ cudaError_t Launch(const Batch& batch, cudaStream_t stream) {
       return error;
     }
   }
-  kernel<<<static_cast<unsigned>(batch.first_block[batch.count]), kThreads, bytes, stream>>>(batch);
-  return cudaGetLastError();
+  return LaunchDependent(kernel,
+                         {.grid = static_cast<unsigned>(batch.first_block[batch.count]),
+                          .block = kThreads,
+                          .shared_bytes = static_cast<size_t>(bytes)},
+                         queue, batch);
 }
 
 }  // namespace
 
-cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, cudaStream_t stream) {
+cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, const Queue& queue) {
   std::map<int, Batch> batches;  // by taps
   for (const PackLaunch& pack : packs) {
     Batch& batch = batches[pack.taps];
@@ -154,11 +160,11 @@ cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, cudaStream_t strea
     batch.first_block[batch.count] =
         batch.first_block[batch.count - 1] + EdgesOf(pack.channels) * EdgesOf(pack.outputs);
     if (batch.count < Batch::kMost) continue;
-    if (cudaError_t error = Launch(batch, stream); error != cudaSuccess) return error;
+    if (cudaError_t error = Launch(batch, queue); error != cudaSuccess) return error;
     batches.erase(pack.taps);
   }
   for (const auto& [taps, batch] : batches) {
-    if (cudaError_t error = Launch(batch, stream); error != cudaSuccess) return error;
+    if (cudaError_t error = Launch(batch, queue); error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }

@@ -5,6 +5,7 @@
 // Policy. Samples: a thread computes four elements, as many as one call of Philox draws. Losses: a
 // block owns a row and adds the sums of its threads in a fixed order, in double.
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/training/cuda/block_sum.cuh"
 #include "engine/training/cuda/launch.h"
 #include "engine/training/random.h"
@@ -55,6 +56,8 @@ __device__ void Images(const SamplesLaunch& samples, const SampleRow& row, int64
 template <bool kPosteriors>
 __global__ void __launch_bounds__(kThreads)
     SamplesKernel(const __grid_constant__ SamplesLaunch samples) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t n = blockIdx.y;
   const SampleRow& row = samples.rows[n];
   if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -78,6 +81,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     NoiseKernel(uint64_t seed, const int32_t* step, const SampleRow* rows, int64_t elements,
                 float* out) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t n = blockIdx.y;
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
   if (i >= elements) return;
@@ -88,6 +93,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     LossKernel(const float* output, const float* target, const SampleRow* samples, int64_t elements,
                float scale, float* loss, float* doutput) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t n = blockIdx.x, begin = n * elements;
   const float weight = samples[n].weight;
   const float factor = 2.0f * weight * scale / static_cast<float>(elements);
@@ -103,6 +110,8 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     VarianceLossKernel(const __grid_constant__ VarianceLossLaunch of) {
+  WaitForPredecessors();
+  ReleaseDependents();
   const int64_t n = blockIdx.x, begin = n * of.elements;
   const SampleRow& row = of.samples[n];
   const float factor = 2.0f * row.weight * of.scale / static_cast<float>(of.elements);
@@ -131,30 +140,29 @@ dim3 RowGrid(int64_t elements, int64_t rows) {
 
 }  // namespace
 
-cudaError_t LaunchMakeSamples(const SamplesLaunch& samples, cudaStream_t stream) {
+cudaError_t LaunchMakeSamples(const SamplesLaunch& samples, const Queue& queue) {
   const auto kernel = samples.posteriors != nullptr ? SamplesKernel<true> : SamplesKernel<false>;
   const int64_t elements = static_cast<int64_t>(samples.height) * samples.width * samples.channels;
-  kernel<<<RowGrid(elements, samples.count), kThreads, 0, stream>>>(samples);
-  return cudaGetLastError();
+  return LaunchDependent(kernel, {.grid = RowGrid(elements, samples.count), .block = kThreads},
+                         queue, samples);
 }
 
 cudaError_t LaunchNoise(uint64_t seed, const int32_t* step, const SampleRow* samples, int64_t rows,
-                        int64_t elements, float* out, cudaStream_t stream) {
-  NoiseKernel<<<RowGrid(elements, rows), kThreads, 0, stream>>>(seed, step, samples, elements, out);
-  return cudaGetLastError();
+                        int64_t elements, float* out, const Queue& queue) {
+  return LaunchDependent(NoiseKernel, {.grid = RowGrid(elements, rows), .block = kThreads}, queue,
+                         seed, step, samples, elements, out);
 }
 
 cudaError_t LaunchLoss(const float* output, const float* target, const SampleRow* samples,
                        int64_t rows, int64_t elements, float scale, float* loss, float* doutput,
-                       cudaStream_t stream) {
-  LossKernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(output, target, samples,
-                                                                   elements, scale, loss, doutput);
-  return cudaGetLastError();
+                       const Queue& queue) {
+  return LaunchDependent(LossKernel, {.grid = static_cast<unsigned>(rows), .block = kThreads},
+                         queue, output, target, samples, elements, scale, loss, doutput);
 }
 
-cudaError_t LaunchVarianceLoss(const VarianceLossLaunch& of, cudaStream_t stream) {
-  VarianceLossKernel<<<static_cast<unsigned>(of.rows), kThreads, 0, stream>>>(of);
-  return cudaGetLastError();
+cudaError_t LaunchVarianceLoss(const VarianceLossLaunch& of, const Queue& queue) {
+  return LaunchDependent(VarianceLossKernel,
+                         {.grid = static_cast<unsigned>(of.rows), .block = kThreads}, queue, of);
 }
 
 }  // namespace denoised::training::cuda
