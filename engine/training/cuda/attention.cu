@@ -21,6 +21,7 @@
 
 #include <algorithm>
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/mma.cuh"
 #include "engine/training/cuda/attention.cuh"
@@ -108,6 +109,7 @@ __device__ inline void StoreGradient(const Gradient& gradient, const Rows& to, i
 template <typename S, bool kOfKeys>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     GradientKernel(const __grid_constant__ Gradient gradient) {
+  WaitForPredecessors();
   constexpr int kFragments = S::kChunk / 8;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* const own_first = reinterpret_cast<__nv_bfloat16*>(shared);
@@ -285,6 +287,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     }
   }
 
+  ReleaseDependents();
   const int end = gradient.dim - warp_column;
   StoreGradient<S>(gradient, gradient.d_first, begin + warp_token, own_row, column + warp_column,
                    end, gradient.scale, sums_first);
@@ -305,6 +308,7 @@ constexpr int PlainSharedBytes(int dim) {
 template <bool kOfKeys>
 __global__ void __launch_bounds__(32 * kPlainWarps, 2)
     PlainGradientKernel(const __grid_constant__ Gradient gradient) {
+  WaitForPredecessors();
   extern __shared__ __align__(16) float floats[];
   const int dim = gradient.dim, line = dim | 1;  // odd: a column is spread over all banks
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -390,27 +394,28 @@ __global__ void __launch_bounds__(32 * kPlainWarps, 2)
 // Launches.
 
 template <typename Kernel>
-cudaError_t Launch(Kernel* kernel, const Gradient& gradient, int own, int threads, int shared_bytes,
-                   int images, cudaStream_t stream) {
+cudaError_t Launch(Kernel* kernel, const Gradient& gradient, int own, unsigned threads,
+                   int shared_bytes, int images, const Queue& queue) {
   if (cudaError_t error = LoadKernel(kernel, shared_bytes); error != cudaSuccess) return error;
   const dim3 grid(static_cast<unsigned>((gradient.own.count + own - 1) / own),
                   static_cast<unsigned>(gradient.heads), static_cast<unsigned>(images));
-  kernel<<<grid, threads, shared_bytes, stream>>>(gradient);
-  return cudaGetLastError();
+  return LaunchDependent(
+      kernel, {.grid = grid, .block = threads, .shared_bytes = static_cast<size_t>(shared_bytes)},
+      queue, gradient);
 }
 
 template <typename S, bool kOfKeys>
-cudaError_t LaunchShape(const Gradient& gradient, int images, cudaStream_t stream) {
+cudaError_t LaunchShape(const Gradient& gradient, int images, const Queue& queue) {
   return Launch(GradientKernel<S, kOfKeys>, gradient, S::kOwn, S::kThreads, S::kSharedBytes, images,
-                stream);
+                queue);
 }
 
 /// Uses the smaller block if half of the last larger block would idle.
 template <typename Half, typename Whole, bool kOfKeys>
-cudaError_t LaunchFitting(const Gradient& gradient, int images, cudaStream_t stream) {
+cudaError_t LaunchFitting(const Gradient& gradient, int images, const Queue& queue) {
   const bool whole = (gradient.own.count - 1) % Whole::kOwn >= Half::kOwn;
-  return whole ? LaunchShape<Whole, kOfKeys>(gradient, images, stream)
-               : LaunchShape<Half, kOfKeys>(gradient, images, stream);
+  return whole ? LaunchShape<Whole, kOfKeys>(gradient, images, queue)
+               : LaunchShape<Half, kOfKeys>(gradient, images, queue);
 }
 
 enum class Kernels : uint8_t { kPlain, kTensorCores, kHopper };
@@ -418,24 +423,23 @@ enum class Kernels : uint8_t { kPlain, kTensorCores, kHopper };
 template <bool kOfKeys>
 cudaError_t LaunchGradient(const Gradient& gradient, Kernels kernels, int images,
                            const Queue& queue) {
-  const cudaStream_t stream = queue.stream;
   const int dim = gradient.dim;
   if (kernels == Kernels::kPlain) {
     return Launch(PlainGradientKernel<kOfKeys>, gradient, kPlainWarps, 32 * kPlainWarps,
-                  PlainSharedBytes(dim), images, stream);
+                  PlainSharedBytes(dim), images, queue);
   }
   if (kernels == Kernels::kHopper && SuitsGradientHopper(gradient))
     return LaunchGradientHopper<kOfKeys>(gradient, images, queue);
   if (dim <= 32) {
     return LaunchFitting<Shape<32, 2, 2, 64, 32>, Shape<32, 4, 2, 64, 32>, kOfKeys>(gradient,
-                                                                                    images, stream);
+                                                                                    images, queue);
   }
   if (dim <= 64) {
     return LaunchFitting<Shape<64, 2, 2, 64, 32>, Shape<64, 4, 2, 64, 32>, kOfKeys>(gradient,
-                                                                                    images, stream);
+                                                                                    images, queue);
   }
-  if (dim <= 128) return LaunchShape<Shape<128, 4, 1, 32, 32>, kOfKeys>(gradient, images, stream);
-  return LaunchShape<Shape<256, 4, 1, 16, 16, 2>, kOfKeys>(gradient, images, stream);
+  if (dim <= 128) return LaunchShape<Shape<128, 4, 1, 32, 32>, kOfKeys>(gradient, images, queue);
+  return LaunchShape<Shape<256, 4, 1, 16, 16, 2>, kOfKeys>(gradient, images, queue);
 }
 constexpr int kMaxTensorCoreDim = 256;
 

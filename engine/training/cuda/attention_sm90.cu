@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/hopper.cuh"
@@ -102,6 +103,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     FenceBarrierInit();
   }
   __syncthreads();
+  WaitForPredecessors();
 
   if (group == kGroups) {
     DecreaseRegisters<40>();
@@ -159,6 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     }
+    ReleaseDependents();
     return;
   }
 
@@ -410,9 +413,12 @@ cudaError_t LaunchShape(const Gradient& gradient, int images, const Queue& queue
   params.blocks = FastDivmod(blocks), params.heads = FastDivmod(gradient.heads);
   const auto kernel = GradientHopperKernel<S>;
   if (cudaError_t error = LoadKernel(kernel, S::kSharedBytes); error != cudaSuccess) return error;
-  kernel<<<std::min(params.items, queue.multiprocessors), kThreads, S::kSharedBytes,
-           queue.stream>>>(gradient, params);
-  return cudaGetLastError();
+  return LaunchDependent(
+      kernel,
+      {.grid = static_cast<unsigned>(std::min(params.items, queue.multiprocessors)),
+       .block = kThreads,
+       .shared_bytes = S::kSharedBytes},
+      queue, gradient, params);
 }
 
 }  // namespace

@@ -780,7 +780,7 @@ class CudaBackend final : public Backend {
     float* const partial = scratch.Floats(chunks * gemm.out_outer);
     if (!ok()) return;
     gemm.out = partial;
-    Record(LaunchGemm(gemm, stream_), "the gradient of a weight");
+    Record(LaunchGemm(gemm, queue_), "the gradient of a weight");
     Record(LaunchTreeSum({.in = partial,
                           .in_stride = gemm.out_inner,
                           .chunks = chunks,

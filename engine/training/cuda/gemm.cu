@@ -13,6 +13,7 @@
 
 #include <algorithm>
 
+#include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/mma.cuh"
@@ -132,6 +133,7 @@ constexpr int kBlocks = kM* kN >= 128 * 128  ? 2
 template <int kM, int kN, bool kPatches>
 __global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
     TensorCoreKernel(const __grid_constant__ Gemm gemm) {
+  WaitForPredecessors();
   using A = Tile<kM>;
   using B = Tile<kN>;
   constexpr int kTilesM = kM / 32, kTilesN = kN / 32;  // per warp, of 16 rows and of 8 columns
@@ -191,6 +193,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kM, kN>)
     }
   }
   WaitCopies<0>();
+  ReleaseDependents();
 
 #pragma unroll
   for (int t = 0; t < kTilesM; ++t) {
@@ -216,6 +219,7 @@ constexpr int kPlainTile = 64, kPlainStep = 16;
 
 template <bool kPatches>
 __global__ void __launch_bounds__(kThreads) PlainKernel(const __grid_constant__ Gemm gemm) {
+  WaitForPredecessors();
   __shared__ float tile_a[kPlainStep][kPlainTile + 1], tile_b[kPlainStep][kPlainTile + 1];
   const Place place = PlaceOf<kPlainTile, kPlainTile>(gemm);
   const int64_t a = place.outer * gemm.a.outer + place.inner * gemm.a.inner;
@@ -276,7 +280,7 @@ dim3 GridOf(const Gemm& gemm, const GemmLaunch& launch, int tile_m, int tile_n) 
 }
 
 template <int kM, int kN, bool kPatches>
-cudaError_t LaunchTile(const Gemm& gemm, const GemmLaunch& launch, cudaStream_t stream) {
+cudaError_t LaunchTile(const Gemm& gemm, const GemmLaunch& launch, const Queue& queue) {
   constexpr int kBytes = kSharedBytes<kM, kN>;
   const auto kernel = TensorCoreKernel<kM, kN, kPatches>;
   if (cudaError_t error =
@@ -284,18 +288,18 @@ cudaError_t LaunchTile(const Gemm& gemm, const GemmLaunch& launch, cudaStream_t 
       error != cudaSuccess) {
     return error;
   }
-  const dim3 grid = GridOf(gemm, launch, kM, kN);
-  kernel<<<grid, kThreads, kBytes, stream>>>(gemm);
-  return cudaGetLastError();
+  return LaunchDependent(
+      kernel, {.grid = GridOf(gemm, launch, kM, kN), .block = kThreads, .shared_bytes = kBytes},
+      queue, gemm);
 }
 
 template <bool kPatches>
-cudaError_t LaunchTensorCores(const Gemm& gemm, const GemmLaunch& launch, cudaStream_t stream) {
+cudaError_t LaunchTensorCores(const Gemm& gemm, const GemmLaunch& launch, const Queue& queue) {
   const auto tile =
       launch.m <= 64
           ? (gemm.n <= 64 ? LaunchTile<64, 64, kPatches> : LaunchTile<64, 128, kPatches>)
           : (gemm.n <= 64 ? LaunchTile<128, 64, kPatches> : LaunchTile<128, 128, kPatches>);
-  return tile(gemm, launch, stream);
+  return tile(gemm, launch, queue);
 }
 
 bool InVectors(const Operand& operand, int64_t size) {
@@ -314,7 +318,7 @@ bool SuitsTensorCores(const GemmLaunch& gemm) {
 
 }  // namespace
 
-cudaError_t LaunchGemm(const GemmLaunch& launch, cudaStream_t stream) {
+cudaError_t LaunchGemm(const GemmLaunch& launch, const Queue& queue) {
   if (launch.outer * launch.inner > 65535) return cudaErrorInvalidValue;
   Gemm gemm;
   gemm.a = launch.a, gemm.b = launch.b;
@@ -333,13 +337,12 @@ cudaError_t LaunchGemm(const GemmLaunch& launch, cudaStream_t stream) {
     gemm.out_width = FastDivmod(launch.patches->out_width);
   }
   if (SuitsTensorCores(launch)) {
-    return patches ? LaunchTensorCores<true>(gemm, launch, stream)
-                   : LaunchTensorCores<false>(gemm, launch, stream);
+    return patches ? LaunchTensorCores<true>(gemm, launch, queue)
+                   : LaunchTensorCores<false>(gemm, launch, queue);
   }
   const dim3 grid = GridOf(gemm, launch, kPlainTile, kPlainTile);
   const auto plain = patches ? PlainKernel<true> : PlainKernel<false>;
-  plain<<<grid, kThreads, 0, stream>>>(gemm);
-  return cudaGetLastError();
+  return LaunchDependent(plain, {.grid = grid, .block = kThreads}, queue, gemm);
 }
 
 int SplitsOfK(int64_t m, int64_t columns, int64_t k) {

@@ -56,7 +56,7 @@ struct GemmLaunch {
   float* out = nullptr;
   int64_t out_stride = 0, out_outer = 0, out_inner = 0;
 };
-cudaError_t LaunchGemm(const GemmLaunch& gemm, cudaStream_t stream);
+cudaError_t LaunchGemm(const GemmLaunch& gemm, const Queue& queue);
 /// Number of parts of k that fills a GPU. Depends on the shapes alone.
 int SplitsOfK(int64_t m, int64_t columns, int64_t k);
 
