@@ -75,13 +75,24 @@ const SampleRow* SamplesOf(const Tensor& rows) {
 int64_t LinesOf(const Tensor& tensor) { return tensor.elements() / tensor.dim(-1); }
 int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
 
+/// For the kernels of launch.h. They read nothing before their predecessors have ended, so unlike
+/// those of serving's ops they may start early although packed weights change.
+Queue QueueFor(denoised::Backend& ops, int device) {
+  Queue queue = *QueueOf(ops);
+  int major = 0;
+  queue.dependent_launch =
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+      major >= 9;
+  return queue;
+}
+
 class CudaBackend final : public Backend {
  public:
   CudaBackend(std::unique_ptr<denoised::Backend> ops, DType dtype, int number)
       : ops_(std::move(ops)),
         dtype_(dtype),
         number_(number),
-        queue_(*QueueOf(*ops_)),
+        queue_(QueueFor(*ops_, number)),
         stream_(queue_.stream) {}
   ~CudaBackend() override { static_cast<void>(ops_->Synchronize()); }  // before memory goes
 
@@ -1004,7 +1015,7 @@ class CudaBackend final : public Backend {
   const std::unique_ptr<denoised::Backend> ops_;
   const DType dtype_;
   const int number_;  // of the device
-  const denoised::cuda::Queue queue_;
+  const Queue queue_;
   const cudaStream_t stream_;
   absl::Status status_;  // the first error of a kernel of launch.h
   int64_t chunk_rows_ = 0;
