@@ -29,8 +29,6 @@ struct BackendOptions {
   bool fp32 = false;  // CUDA: activations and arithmetic in fp32, for debugging
   /// CUDA: only the kernels for any GPU from compute capability 8.0 on, even if others are faster.
   bool generic_kernels = false;
-  /// CUDA: packed weights change between ops, so no op may read them before earlier ops have ended.
-  bool weights_change = false;
   /// CUDA: for shapes that were not measured before, Capture() first measures which of the kernels
   /// that give the same bits is the fastest.
   bool autotune = false;

@@ -75,24 +75,13 @@ const SampleRow* SamplesOf(const Tensor& rows) {
 int64_t LinesOf(const Tensor& tensor) { return tensor.elements() / tensor.dim(-1); }
 int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
 
-/// For the kernels of launch.h. They read nothing before their predecessors have ended, so unlike
-/// those of serving's ops they may start early although packed weights change.
-Queue QueueFor(denoised::Backend& ops, int device) {
-  Queue queue = *QueueOf(ops);
-  int major = 0;
-  queue.dependent_launch =
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-      major >= 9;
-  return queue;
-}
-
 class CudaBackend final : public Backend {
  public:
   CudaBackend(std::unique_ptr<denoised::Backend> ops, DType dtype, int number)
       : ops_(std::move(ops)),
         dtype_(dtype),
         number_(number),
-        queue_(QueueFor(*ops_, number)),
+        queue_(*QueueOf(*ops_)),
         stream_(queue_.stream) {}
   ~CudaBackend() override { static_cast<void>(ops_->Synchronize()); }  // before memory goes
 
@@ -1037,7 +1026,6 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const CudaOptions& opti
   DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<denoised::Backend> ops,
                             denoised::OpenCudaBackend({.number = options.number,
                                                        .fp32 = options.fp32,
-                                                       .weights_change = true,
                                                        .autotune = !options.fp32,
                                                        .autotune_cache = options.autotune_cache}));
   const DType dtype = ops->activation_dtype();

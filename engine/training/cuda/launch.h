@@ -13,8 +13,7 @@
 /// The kernels of training as plain functions of device pointers, sizes and a queue, like those of
 /// serving in engine/backend/cuda/launch.h. cuda_backend.cc has validated the arguments.
 ///
-/// Kernels wait for their predecessors before they read or write any memory (dependent_launch.h):
-/// weights change too.
+/// Kernels wait for their predecessors before they read or write any memory (dependent_launch.h).
 ///
 /// No atomics. Results for a sample depend on that sample alone. A sum over samples is computed
 /// chunk by chunk, each in an order that depends on shapes only, and LaunchTreeSum adds the chunks

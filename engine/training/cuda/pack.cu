@@ -150,6 +150,10 @@ cudaError_t Launch(const Batch& batch, const Queue& queue) {
                          queue, batch);
 }
 
+/// Serving's kernels load weights before they wait for their predecessors. This one is launched
+/// without dependent launch, so it and all after it start when the packs have ended.
+__global__ void PackedKernel() {}
+
 }  // namespace
 
 cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, const Queue& queue) {
@@ -166,7 +170,8 @@ cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, const Queue& queue
   for (const auto& [taps, batch] : batches) {
     if (cudaError_t error = Launch(batch, queue); error != cudaSuccess) return error;
   }
-  return cudaSuccess;
+  PackedKernel<<<1, 1, 0, queue.stream>>>();
+  return cudaGetLastError();
 }
 
 }  // namespace denoised::training::cuda
