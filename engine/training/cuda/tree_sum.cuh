@@ -37,22 +37,32 @@ class Subtrees {
   int levels_ = 0;
 };
 
-/// The sum of load(chunk · splits + split), which is a T. kLeaves chunks, which divide `chunks`,
-/// are added side by side, because single loads would leave the memory bandwidth unused.
+/// The sum of load(chunk · splits + split), which is a T. Loads of kLeaves chunks, which divide
+/// `chunks`, and of kSplits splits are in flight together; single ones would leave the memory
+/// bandwidth unused.
 template <int kLeaves, typename T, typename LoadPart>
 __device__ inline T SumOfChunks(int64_t chunks, int64_t splits, const LoadPart& load) {
+  constexpr int kSplits = 4;
   const auto sum_of_leaves = [&](int64_t leaf) {
     T sums[kLeaves];
 #pragma unroll
     for (int chunk = 0; chunk < kLeaves; ++chunk)
       sums[chunk] = load((leaf * kLeaves + chunk) * splits);
-    for (int64_t split = 1; split < splits; ++split) {
-      T loaded[kLeaves];
+    for (int64_t split = 1; split < splits; split += kSplits) {
+      T loaded[kSplits][kLeaves];
 #pragma unroll
-      for (int chunk = 0; chunk < kLeaves; ++chunk)
-        loaded[chunk] = load((leaf * kLeaves + chunk) * splits + split);
+      for (int s = 0; s < kSplits; ++s) {
 #pragma unroll
-      for (int chunk = 0; chunk < kLeaves; ++chunk) sums[chunk] = sums[chunk] + loaded[chunk];
+        for (int chunk = 0; chunk < kLeaves; ++chunk)
+          if (split + s < splits)
+            loaded[s][chunk] = load((leaf * kLeaves + chunk) * splits + split + s);
+      }
+#pragma unroll
+      for (int s = 0; s < kSplits; ++s) {
+#pragma unroll
+        for (int chunk = 0; chunk < kLeaves; ++chunk)
+          if (split + s < splits) sums[chunk] = sums[chunk] + loaded[s][chunk];
+      }
     }
     return SumOf<kLeaves>([&](int chunk) { return sums[chunk]; });
   };

@@ -269,18 +269,16 @@ struct PartSums {
   float *out = nullptr, *bias = nullptr;
 };
 
-struct Vectors {
-  float4 v[kBlocks];
+struct Vector {
+  float4 v;
 };
-__device__ inline float4 operator+(const float4& a, const float4& b) {
-  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-__device__ inline Vectors operator+(const Vectors& a, const Vectors& b) {
-  return {{a.v[0] + b.v[0], a.v[1] + b.v[1], a.v[2] + b.v[2]}};
+__device__ inline Vector operator+(const Vector& a, const Vector& b) {
+  return {{a.v.x + b.v.x, a.v.y + b.v.y, a.v.z + b.v.z, a.v.w + b.v.w}};
 }
 
-/// A block has eight channels of a tile, and of each warpgroup's outputs 16.
-constexpr int kSumWarps = 4, kSumThreads = 32 * kGroups;
+/// A block has eight channels of each block of columns of a tile, and of each warpgroup's outputs
+/// 16: a warp for each warpgroup and block of columns.
+constexpr int kSumWarps = 4, kSumThreads = 32 * kGroups * kBlocks;
 // A line of the window's result in shared memory: 8 channels × 9 taps.
 constexpr int kResultLine = 8 * kTaps, kResultPitch = kResultLine + 4;
 
@@ -290,59 +288,50 @@ __global__ void __launch_bounds__(kSumThreads)
   using T = Tile<kWindow>;
   ReleaseDependents();
   WaitForPredecessors();
-  const int warp = blockIdx.x % kSumWarps, octet = blockIdx.x / kSumWarps % kOctets;
+  const int quarter = blockIdx.x % kSumWarps, octet = blockIdx.x / kSumWarps % kOctets;
   const int tile = blockIdx.x / (kSumWarps * kOctets);
-  const int group = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, group = threadIdx.x / 32 % kGroups;
+  const int block = threadIdx.x / (32 * kGroups);
   const int first_output = tile / parts.channel_tiles * T::kOutputs;
   const int first_channel = tile % parts.channel_tiles * T::kChannels;
 
   const int64_t part_vectors = int64_t{parts.tiles.value} * kTileVectors;
-  const float4* const from = parts.sums + int64_t{tile} * kTileVectors + octet * kConsumers +
-                             group * 128 + warp * 32 + lane;
-  const Vectors sum = SumOfChunks<kLeaves, Vectors>(parts.chunks, parts.splits, [&](int64_t part) {
-    Vectors loaded;
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block)
-      loaded.v[block] = from[part * part_vectors + block * kOctets * kConsumers];
-    return loaded;
-  });
+  const float4* const from = parts.sums + int64_t{tile} * kTileVectors +
+                             (block * kOctets + octet) * kConsumers + group * 128 + quarter * 32 +
+                             lane;
+  const float4 sum = SumOfChunks<kLeaves, Vector>(parts.chunks, parts.splits, [&](int64_t part) {
+                       return Vector{from[part * part_vectors]};
+                     }).v;
+  const float v[4] = {sum.x, sum.y, sum.z, sum.w};
 
   const int row = lane / 4, column = lane % 4 * 2;  // and row + 8, column + 1
   if constexpr (kWindow) {
     __shared__ float results[16 * kResultPitch];
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const float v[4] = {sum.v[block].x, sum.v[block].y, sum.v[block].z, sum.v[block].w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        results[(row + i / 2 * 8) * kResultPitch + (column + i % 2) * kTaps + group * 3 + block] =
-            v[i];
-    }
+    for (int i = 0; i < 4; ++i)
+      results[(row + i / 2 * 8) * kResultPitch + (column + i % 2) * kTaps + group * 3 + block] =
+          v[i];
     __syncthreads();
     const int channel = first_channel + octet * 8;
     for (int i = threadIdx.x; i < 16 * kResultLine; i += kSumThreads) {
       const int line = i / kResultLine, at = i % kResultLine;
-      const int output = first_output + warp * 16 + line;
+      const int output = first_output + quarter * 16 + line;
       if (output < parts.outputs && channel + at / kTaps < parts.channels)
         parts.out[(static_cast<int64_t>(output) * parts.channels + channel) * kTaps + at] =
             results[line * kResultPitch + at];
     }
   } else {
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const float v[4] = {sum.v[block].x, sum.v[block].y, sum.v[block].z, sum.v[block].w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int output = first_output + group * kLine + warp * 16 + row + i / 2 * 8;
-        const int channel = first_channel + block * kLine + octet * 8 + column + i % 2;
-        if (output < parts.outputs && channel < parts.channels)
-          parts.out[static_cast<int64_t>(output) * parts.channels + channel] = v[i];
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int output = first_output + group * kLine + quarter * 16 + row + i / 2 * 8;
+      const int channel = first_channel + block * kLine + octet * 8 + column + i % 2;
+      if (output < parts.outputs && channel < parts.channels)
+        parts.out[static_cast<int64_t>(output) * parts.channels + channel] = v[i];
     }
   }
 
-  if (parts.bias == nullptr || first_channel != 0 || octet != 0) return;
-  const int output = first_output + group * kLine + warp * 16 + lane;
+  if (parts.bias == nullptr || first_channel != 0 || octet != 0 || block > 0) return;
+  const int output = first_output + group * kLine + quarter * 16 + lane;
   if (lane >= 16 || (kWindow && group > 0) || output >= parts.outputs) return;
   parts.bias[output] = SumOfChunks<kLeaves, float>(parts.chunks, parts.splits, [&](int64_t part) {
     return parts.bias_sums[part * parts.output_tiles * T::kOutputs + output];
