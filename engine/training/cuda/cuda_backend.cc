@@ -313,7 +313,7 @@ class CudaBackend final : public Backend {
     Scratch scratch(this);
     NormLaunch norm = LaunchOf(args, &scratch);
     norm.out = View(args.out);
-    if (ok()) Record(LaunchNorm(norm, stream_), "GroupNorm");
+    if (ok()) Record(LaunchNorm(norm, queue_), "GroupNorm");
   }
 
   void GroupNormBackward(const GroupNormBackwardArgs& args) override {
@@ -329,7 +329,7 @@ class CudaBackend final : public Backend {
     norm.coefficients = scratch.Floats(rows * channels * 2);
     norm.parameters = scratch.Floats(rows * channels * 2);
     if (!ok()) return;
-    Record(LaunchNormBackward(norm, stream_), "GroupNormBackward");
+    Record(LaunchNormBackward(norm, queue_), "GroupNormBackward");
     const int64_t chunk = ChunkOf(rows);
     Record(LaunchTreeSum({.in = norm.parameters,
                           .in_stride = 2 * channels,

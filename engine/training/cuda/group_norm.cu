@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Group norm with an activation, and its gradients, each in two passes over memory.
+// Group norm with an activation, and its gradients, each in two passes over memory. For images that
+// fit into the shared memory of a cluster: group_norm_sm90.cu.
 //
 // Policy. Blocks own strips of channels (strips.cuh). The first pass computes two sums for every
 // row, part and channel. One warp per row and group turns them into the coefficients of the second
@@ -16,7 +17,7 @@
 #include <algorithm>
 
 #include "engine/backend/cuda/fast_divmod.h"
-#include "engine/training/cuda/derivative.cuh"
+#include "engine/training/cuda/group_norm.cuh"
 #include "engine/training/cuda/launch.h"
 #include "engine/training/cuda/strips.cuh"
 
@@ -27,7 +28,7 @@ using namespace denoised::cuda;
 
 constexpr int kWarps = 4;
 
-/// z = (x − mean)·slope + offset, for V channels of a row.
+/// The affine maps of V channels of a row.
 template <int V>
 struct Line {
   float mean[V], slope[V], offset[V];
@@ -40,24 +41,12 @@ __device__ Line<V> LineOf(const NormLaunch& norm, const FastDivmod& group_size, 
   for (int i = 0; i < V; ++i) {
     const int c = column + i;
     const float* statistics = norm.statistics + (row * norm.groups + c / group_size) * 2;
-    float gain = 1.0f, shift = 0.0f;
-    if (norm.scale_shift.data != nullptr) {
-      gain += Load(norm.scale_shift, row, c);
-      shift = Load(norm.scale_shift, row, norm.channels + c);
-    }
-    line.mean[i] = statistics[0];
-    line.slope[i] = statistics[1] * norm.gamma[c] * gain;
-    line.offset[i] = norm.beta[c] * gain + shift;
+    const Affine affine = AffineOf(ParametersOf(norm, row, c), statistics[0], statistics[1]);
+    line.mean[i] = affine.mean;
+    line.slope[i] = affine.slope;
+    line.offset[i] = affine.offset;
   }
   return line;
-}
-
-/// kActivation is norm.activation, or kAny. If it is a constant, no element needs a switch, and the
-/// arithmetic of a vector's elements overlaps.
-constexpr int kAny = -1;
-template <int kActivation>
-__device__ Activation ActivationOf(const NormLaunch& norm) {
-  return kActivation == kAny ? norm.activation : static_cast<Activation>(kActivation);
 }
 
 template <int V, int kWidth, Element kElement, int kActivation, bool kBackward>
@@ -186,20 +175,12 @@ __global__ void __launch_bounds__(32 * kWarps)
   const double rstd = norm.statistics[(row * norm.groups + group) * 2 + 1];
   double c1 = 0, c2 = 0;
   for (int c = first + lane; c < first + size; c += 32) {
-    const double product = SumOfParts(norm, parts, row, c, 0);
-    const double sum = SumOfParts(norm, parts, row, c, 1);
-    const bool scaled = norm.scale_shift.data != nullptr;
-    const double gain = scaled ? 1.0 + Load(norm.scale_shift, row, c) : 1.0;
-    const double gamma = norm.gamma[c];
-    backward.parameters[(row * 2) * norm.channels + c] = static_cast<float>(rstd * product * gain);
-    backward.parameters[(row * 2 + 1) * norm.channels + c] = static_cast<float>(sum * gain);
-    c1 += gamma * gain * rstd * product;
-    c2 += gamma * gain * sum;
-    if (scaled && backward.dscale_shift.data != nullptr) {
-      Store(backward.dscale_shift, row, c,
-            static_cast<float>(gamma * rstd * product + norm.beta[c] * sum));
-      Store(backward.dscale_shift, row, norm.channels + c, static_cast<float>(sum));
-    }
+    const Pair sums = {SumOfParts(norm, parts, row, c, 0), SumOfParts(norm, parts, row, c, 1)};
+    const Parameters parameters = ParametersOf(norm, row, c);
+    const Pair terms = TermsOf(parameters, rstd, sums);
+    c1 += terms.a;
+    c2 += terms.b;
+    StoreParameterGradients(backward, row, c, parameters, rstd, sums);
   }
   c1 = WarpSum(c1) / count;
   c2 = WarpSum(c2) / count;
@@ -323,17 +304,19 @@ cudaError_t WithVariant(const NormLaunch& norm, bool vectors, const Launch& laun
 
 }  // namespace
 
-cudaError_t LaunchNorm(const NormLaunch& norm, cudaStream_t stream) {
+cudaError_t LaunchNorm(const NormLaunch& norm, const Queue& queue) {
+  if (SuitsNormHopper(norm, queue)) return LaunchNormHopper(norm, queue);
   const bool vectors = norm.channels % 8 == 0 && IsAligned(norm.x) && IsAligned(norm.out);
   return WithVariant(norm, vectors,
-                     [&](auto variant) { return Forward<decltype(variant)>(norm, stream); });
+                     [&](auto variant) { return Forward<decltype(variant)>(norm, queue.stream); });
 }
 
-cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, cudaStream_t stream) {
+cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, const Queue& queue) {
+  if (SuitsNormBackwardHopper(norm, queue)) return LaunchNormBackwardHopper(norm, queue);
   const bool vectors = norm.forward.channels % 8 == 0 && IsAligned(norm.forward.x) &&
                        IsAligned(norm.dout) && IsAligned(norm.add) && IsAligned(norm.dx);
   return WithVariant(norm.forward, vectors,
-                     [&](auto variant) { return Backward<decltype(variant)>(norm, stream); });
+                     [&](auto variant) { return Backward<decltype(variant)>(norm, queue.stream); });
 }
 
 }  // namespace denoised::training::cuda

@@ -114,7 +114,10 @@ struct NormLaunch {
   /// Scratch: [rows, PartsOf(pixels), channels, 2].
   float* partial = nullptr;
 };
-cudaError_t LaunchNorm(const NormLaunch& norm, cudaStream_t stream);
+cudaError_t LaunchNorm(const NormLaunch& norm, const Queue& queue);
+/// LaunchNorm's kernel in one pass. Suits…: whether the device, the layout and the size allow it.
+bool SuitsNormHopper(const NormLaunch& norm, const Queue& queue);
+cudaError_t LaunchNormHopper(const NormLaunch& norm, const Queue& queue);
 
 struct NormBackwardLaunch {
   NormLaunch forward;  // without out
@@ -123,7 +126,10 @@ struct NormBackwardLaunch {
   float* coefficients = nullptr;  // scratch [rows, channels, 2]
   float* parameters = nullptr;    // out [rows, 2, channels]: a row's share of dγ and dβ
 };
-cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, cudaStream_t stream);
+cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, const Queue& queue);
+/// Likewise.
+bool SuitsNormBackwardHopper(const NormBackwardLaunch& norm, const Queue& queue);
+cudaError_t LaunchNormBackwardHopper(const NormBackwardLaunch& norm, const Queue& queue);
 
 /// The forward pass is LaunchAttention() of serving, with log_sum_exp and without key sets.
 struct AttentionBackwardLaunch {

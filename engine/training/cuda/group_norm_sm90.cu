@@ -1,0 +1,612 @@
+// SPDX-License-Identifier: Apache-2.0
+// Group norm with an activation, and its gradients, in one pass over memory, on Hopper.
+//
+// Policy. A cluster owns one image's strip of channels, which holds whole groups; each CTA owns a
+// part of the pixels. TMA loads them to shared memory, in a few chunks. A thread owns eight
+// channels of every few pixels, and sums the first chunks while the last ones arrive. The sums of a
+// channel are added over the threads of a CTA, then over the CTAs, which exchange them through
+// distributed shared memory, each in a fixed order. So all CTAs of a cluster compute the same
+// statistics or coefficients. The results are computed from shared memory and stored. Formulas:
+// group_norm.cu.
+//
+// Several CTAs share a multiprocessor. TMA serves them one after the other, so one CTA computes and
+// stores while the next one's chunks arrive. cp.async would serve all at once, and all would then
+// compute while memory idles.
+
+#include <algorithm>
+#include <numeric>
+
+#include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/fast_divmod.h"
+#include "engine/backend/cuda/hopper.cuh"
+#include "engine/backend/cuda/tensor_map.h"
+#include "engine/training/cuda/group_norm.cuh"
+
+namespace denoised::training::cuda {
+namespace {
+
+using namespace denoised::cuda;
+
+constexpr int kVector = 8;  // channels in 16 bytes
+constexpr int kVectorBytes = 16;
+constexpr int kQuad = 4;  // lanes of a warp that own the same channels
+constexpr int kMaxThreads = 384;
+constexpr int kMaxChunks = 4;
+constexpr int kMaxBox = 256;  // channels and pixels of a chunk: TMA's limit
+constexpr int kMaxCluster = 8;
+
+/// How an image maps to CTAs and threads.
+struct Plan {
+  int strip = 0;    // channels of a cluster
+  int cluster = 0;  // CTAs
+  int part = 0;     // pixels of a CTA
+  int lines = 0;    // a quad's threads are this number of pixels apart
+  int box = 0;      // pixels of a chunk; a multiple of 8, so that chunks are aligned
+  int chunks = 0;
+  bool keeps = false;                            // see NormBackwardKernel
+  FastDivmod across;                             // vectors of a strip
+  FastDivmod group_size;                         // channels
+  double pixels_inverse = 0, count_inverse = 0;  // 1 / pixels, 1 / elements of a group
+};
+int Threads(const Plan& plan) { return kQuad * plan.across.value * plan.lines; }
+
+/// The operands as [pixels of all rows, channels] in boxes of a chunk.
+struct Maps {
+  CUtensorMap x, dout;
+};
+
+/// What a thread owns.
+struct Place {
+  int rank, line, vector, quad;
+  int first, column;  // channels: the strip's and the thread's first
+  int64_t row;
+  int begin, count;  // pixels of the CTA, in the row
+  int pixel;         // the thread's first, in the CTA; the next ones are kQuad · lines further
+};
+__device__ Place PlaceOf(const NormLaunch& norm, const Plan& plan) {
+  Place place;
+  place.rank = blockIdx.x;
+  // In reverse order: the kernel before left the last image in L2.
+  place.row = gridDim.z - 1 - blockIdx.z;
+  // Neighbouring lanes have neighbouring vectors, so that they use all banks of shared memory.
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, of_quad = warp * 8 + lane % 8;
+  place.line = of_quad / plan.across;
+  place.vector = of_quad - place.line * plan.across.value;
+  place.quad = lane / 8;
+  place.first = blockIdx.y * plan.strip;
+  place.column = place.first + place.vector * kVector;
+  place.begin = place.rank * plan.part;
+  place.count = min(plan.part, static_cast<int>(norm.pixels) - place.begin);
+  place.pixel = place.quad * plan.lines + place.line;
+  return place;
+}
+/// The address of a thread's first vector, and the elements from one to the next.
+__device__ __nv_bfloat16* At(const NormLaunch& norm, const Rows& rows, const Place& place) {
+  const int64_t pixel = place.row * norm.pixels + place.begin + place.pixel;
+  return static_cast<__nv_bfloat16*>(rows.data) + pixel * rows.stride + place.column;
+}
+__device__ int64_t Step(const Rows& rows, const Plan& plan) {
+  return kQuad * plan.lines * rows.stride;
+}
+
+/// Offsets in shared memory, in bytes.
+struct Layout {
+  int operand;   // bytes of an operand: [chunks · box][strip] in bf16
+  int sums;      // [2][lines][strip]; later a Pair and two coefficients of each channel
+  int received;  // [cluster][strip] of two sums
+  int affine;    // [3][strip]
+  int barriers;  // of the chunks, then of `received`
+  int bytes;
+  __host__ __device__ Layout(const Plan& plan, int operands)
+      : operand(plan.chunks * plan.box * plan.strip * 2),
+        sums(operands * operand),
+        received(sums + plan.strip * (plan.lines > 3 ? plan.lines * 8 : 24)),
+        affine(received + plan.cluster * plan.strip * 8),
+        barriers(affine + 3 * plan.strip * 4),
+        bytes(barriers + (kMaxChunks + 1) * 8) {}
+};
+
+/// A thread's vectors of an operand in shared memory.
+class Vectors {
+ public:
+  __device__ Vectors(unsigned char* operand, const Plan& plan, const Place& place)
+      : first_(operand + (place.pixel * plan.strip + place.vector * kVector) * 2),
+        step_(kQuad * plan.lines * plan.strip * 2) {}
+  __device__ uint4& operator[](int i) const {
+    return *reinterpret_cast<uint4*>(first_ + i * step_);
+  }
+
+ private:
+  unsigned char* const first_;
+  const int step_;
+};
+
+/// Prepares the barriers and starts the loads, in one thread. The others may wait for chunks after
+/// __syncthreads(), and the cluster's CTAs may send when all have called this.
+template <int kOperands>
+__device__ void StartLoads(unsigned char* shared, const Layout& layout, const NormLaunch& norm,
+                           const Plan& plan, const Place& place,
+                           const CUtensorMap* const (&maps)[kOperands]) {
+  auto* const barriers = reinterpret_cast<uint64_t*>(shared + layout.barriers);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i <= kMaxChunks; ++i) InitBarrier(&barriers[i], 1);
+    FenceBarrierInit();
+    ArriveExpectTx(&barriers[kMaxChunks],
+                   plan.cluster * plan.strip * static_cast<int>(sizeof(float2)));
+  }
+  __syncwarp();  // a warp that arrived in two pieces would count twice
+  if (plan.cluster > 1) ArriveAtClusterRelaxed();
+  WaitForPredecessors();
+  if (threadIdx.x != 0) return;
+  const int bytes = plan.box * plan.strip * 2;
+  const auto pixel = static_cast<int>(place.row * norm.pixels + place.begin);
+  for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+    ArriveExpectTx(&barriers[chunk], kOperands * bytes);
+#pragma unroll
+    for (int o = 0; o < kOperands; ++o)
+      TmaLoad(shared + o * layout.operand + chunk * bytes, maps[o], &barriers[chunk], place.first,
+              pixel + chunk * plan.box);
+  }
+}
+/// Calls use(i) for each of a thread's pixels as soon as its chunk has arrived.
+template <typename Use>
+__device__ void ForEachArriving(unsigned char* shared, const Layout& layout, const Plan& plan,
+                                const Place& place, const Use& use) {
+  auto* const barriers = reinterpret_cast<uint64_t*>(shared + layout.barriers);
+  const int step = kQuad * plan.lines;
+  int pixel = place.pixel, i = 0;
+  for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+    Wait(&barriers[chunk], 0);
+#pragma unroll 1
+    for (const int end = min(place.count, (chunk + 1) * plan.box); pixel < end; pixel += step)
+      use(i++);
+  }
+}
+
+/// Adds a sum of eight channels over the threads of a quad, which then hold those of channels
+/// 2 · quad and the next.
+__device__ void SumQuad(int quad, float (&sums)[kVector]) {
+  const bool high = (quad & 2) != 0, odd = (quad & 1) != 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float sent = high ? sums[i] : sums[i + 4], kept = high ? sums[i + 4] : sums[i];
+    sums[i] = kept + __shfl_xor_sync(~0u, sent, 16);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float sent = odd ? sums[i] : sums[i + 2], kept = odd ? sums[i + 2] : sums[i];
+    sums[i] = kept + __shfl_xor_sync(~0u, sent, 8);
+  }
+}
+
+/// Adds the threads' sums over the cluster. Thread c of each CTA gets those of channel c of the
+/// strip, and all threads of the CTA have then added theirs.
+__device__ Pair SumOverCluster(unsigned char* shared, const Plan& plan, const Layout& layout,
+                               const Place& place, float (&sums)[2][kVector]) {
+  auto* const by_line = reinterpret_cast<float*>(shared + layout.sums);
+  auto* const received = reinterpret_cast<float2*>(shared + layout.received);
+  auto* const barrier = reinterpret_cast<uint64_t*>(shared + layout.barriers) + kMaxChunks;
+  const int kind = plan.lines * plan.strip;
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    SumQuad(place.quad, sums[s]);
+    *reinterpret_cast<float2*>(by_line + s * kind + place.line * plan.strip +
+                               place.vector * kVector + 2 * place.quad) =
+        make_float2(sums[s][0], sums[s][1]);
+  }
+  __syncthreads();
+  if (plan.cluster > 1) WaitForCluster();
+  const int c = threadIdx.x;
+  float of_block[2] = {};
+#pragma unroll 2
+  for (int line = 0; c < plan.strip && line < plan.lines; ++line) {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) of_block[s] += by_line[s * kind + line * plan.strip + c];
+  }
+  if (plan.cluster == 1) {
+    __syncthreads();
+    return {of_block[0], of_block[1]};
+  }
+  Pair total = {};
+  if (c >= plan.strip) return total;
+#pragma unroll 2
+  for (int to = 0; to < plan.cluster; ++to)
+    StoreAsync(ClusterAddress(received + place.rank * plan.strip + c, to),
+               ClusterAddress(barrier, to), of_block[0], of_block[1]);
+  WaitForStores(barrier, 0);
+#pragma unroll 2
+  for (int rank = 0; rank < plan.cluster; ++rank) {
+    const float2 of_rank = received[rank * plan.strip + c];
+    total.a += of_rank.x, total.b += of_rank.y;
+  }
+  return total;
+}
+
+/// The first channel, in the strip, of the group of channel c.
+__device__ int FirstOfGroup(const Plan& plan, int c) {
+  return c / plan.group_size * plan.group_size.value;
+}
+
+__device__ void LoadFloats(const float* low, const float* high, float (&to)[kVector]) {
+  const float4 a = *reinterpret_cast<const float4*>(low);
+  const float4 b = *reinterpret_cast<const float4*>(high);
+  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w;
+  to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+}
+/// Of a thread's channels.
+__device__ void LoadFloats(const float* of_strip, const Place& place, float (&to)[kVector]) {
+  const float* const from = of_strip + place.vector * kVector;
+  LoadFloats(from, from + 4, to);
+}
+
+/// The affine maps of a thread's channels.
+struct Line {
+  float mean[kVector], slope[kVector], offset[kVector];
+};
+__device__ void StoreAffine(float* to, const Plan& plan, const Affine& affine) {
+  to[threadIdx.x] = affine.mean;
+  to[plan.strip + threadIdx.x] = affine.slope;
+  to[2 * plan.strip + threadIdx.x] = affine.offset;
+}
+__device__ Line LoadLine(const float* affine, const Plan& plan, const Place& place) {
+  Line line;
+  LoadFloats(affine, place, line.mean);
+  LoadFloats(affine + plan.strip, place, line.slope);
+  LoadFloats(affine + 2 * plan.strip, place, line.offset);
+  return line;
+}
+
+/// grid (plan.cluster, strips, rows)
+template <int kActivation>
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    NormKernel(const __grid_constant__ NormLaunch norm, const __grid_constant__ Plan plan,
+               const __grid_constant__ Maps maps) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) unsigned char shared[];
+  const Layout layout(plan, 1);
+  auto* const terms = reinterpret_cast<Pair*>(shared + layout.sums);
+  auto* const affine = reinterpret_cast<float*>(shared + layout.affine);
+  const Place place = PlaceOf(norm, plan);
+  const int c = threadIdx.x, channel = place.first + c;
+  const bool has_channel = c < plan.strip;
+  ReleaseDependents();
+  StartLoads<1>(shared, layout, norm, plan, place, {&maps.x});
+  const Vectors x(shared, plan, place);
+
+  // Sums are of x minus the channel's first pixel, so a large mean costs no digits.
+  const auto* const first_pixel =
+      static_cast<const __nv_bfloat16*>(norm.x.data) + place.row * norm.pixels * norm.x.stride;
+  float pivots[kVector], sums[2][kVector] = {};
+  UnpackBf16(*reinterpret_cast<const uint4*>(first_pixel + place.column), pivots);
+  Parameters parameters = {};
+  float pivot = 0;
+  if (has_channel) {
+    parameters = ParametersOf(norm, place.row, channel);
+    pivot = __bfloat162float(first_pixel[channel]);
+  }
+  __syncthreads();
+  ForEachArriving(shared, layout, plan, place, [&](int i) {
+    float values[kVector];
+    UnpackBf16(x[i], values);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      const float centered = values[v] - pivots[v];
+      sums[0][v] += centered;
+      sums[1][v] = fmaf(centered, centered, sums[1][v]);
+    }
+  });
+  const Pair total = SumOverCluster(shared, plan, layout, place, sums);
+  if (has_channel) {
+    const double mean = total.a * plan.pixels_inverse;
+    terms[c] = {pivot + mean, total.b - total.a * mean};
+  }
+  __syncthreads();
+  if (has_channel) {
+    const int first = FirstOfGroup(plan, c), end = first + plan.group_size.value;
+    double sum = 0, squares = 0;
+#pragma unroll 2
+    for (int i = first; i < end; ++i) sum += terms[i].a;
+    const double mean = sum / plan.group_size.value;
+#pragma unroll 2
+    for (int i = first; i < end; ++i) {  // of the distances from the group's mean
+      const double distance = terms[i].a - mean;
+      squares += terms[i].b + static_cast<double>(norm.pixels) * distance * distance;
+    }
+    const auto rstd =
+        static_cast<float>(1.0 / sqrt(fmax(squares, 0.0) * plan.count_inverse + norm.eps));
+    StoreAffine(affine, plan, AffineOf(parameters, static_cast<float>(mean), rstd));
+    if (place.rank == 0 && c == first) {
+      float* const statistics =
+          norm.statistics + (place.row * norm.groups + channel / plan.group_size) * 2;
+      statistics[0] = static_cast<float>(mean);
+      statistics[1] = rstd;
+    }
+  }
+  __syncthreads();
+
+  const Line line = LoadLine(affine, plan, place);
+  __nv_bfloat16* to = At(norm, norm.out, place);
+  const int64_t step = Step(norm.out, plan);
+  int i = 0;
+  for (int pixel = place.pixel; pixel < place.count; pixel += kQuad * plan.lines, to += step) {
+    float values[kVector];
+    UnpackBf16(x[i++], values);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v)
+      values[v] = Activate(ActivationOf<kActivation>(norm),
+                           fmaf(values[v] - line.mean[v], line.slope[v], line.offset[v]));
+    *reinterpret_cast<uint4*>(to) = PackBf16(values);
+  }
+#endif
+}
+
+/// Grid as above. kKeeps: dz is kept in shared memory between its two uses, else computed twice.
+template <int kActivation, bool kAdds, bool kKeeps>
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    NormBackwardKernel(const __grid_constant__ NormBackwardLaunch backward,
+                       const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) unsigned char shared[];
+  const NormLaunch& norm = backward.forward;
+  const Layout layout(plan, kKeeps ? 3 : 2);
+  auto* const terms = reinterpret_cast<Pair*>(shared + layout.sums);
+  auto* const coefficients = reinterpret_cast<float*>(terms + plan.strip);
+  auto* const affine = reinterpret_cast<float*>(shared + layout.affine);
+  const Place place = PlaceOf(norm, plan);
+  const int c = threadIdx.x, channel = place.first + c;
+  const bool has_channel = c < plan.strip;
+  ReleaseDependents();
+  StartLoads<2>(shared, layout, norm, plan, place, {&maps.x, &maps.dout});
+  const Vectors x(shared, plan, place), dout(shared + layout.operand, plan, place);
+  const Vectors rest(shared + 2 * layout.operand, plan, place);
+  const float* const statistics =
+      norm.statistics + (place.row * norm.groups + channel / plan.group_size) * 2;
+  if (has_channel)
+    StoreAffine(affine, plan,
+                AffineOf(ParametersOf(norm, place.row, channel), statistics[0], statistics[1]));
+  __syncthreads();
+
+  const Line line = LoadLine(affine, plan, place);
+  const auto differentiate = [&](int i, float(&centered)[kVector], float(&dz)[kVector]) {
+    UnpackBf16(x[i], centered);
+    UnpackBf16(dout[i], dz);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      centered[v] -= line.mean[v];
+      const float z = fmaf(centered[v], line.slope[v], line.offset[v]);
+      dz[v] *= Derivative(ActivationOf<kActivation>(norm), z);
+    }
+  };
+  float sums[2][kVector] = {};
+  ForEachArriving(shared, layout, plan, place, [&](int i) {
+    float centered[kVector], dz[kVector];
+    differentiate(i, centered, dz);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      sums[0][v] = fmaf(dz[v], centered[v], sums[0][v]);
+      sums[1][v] += dz[v];
+    }
+    if constexpr (kKeeps) {
+      reinterpret_cast<float4&>(dout[i]) = make_float4(dz[0], dz[1], dz[2], dz[3]);
+      reinterpret_cast<float4&>(rest[i]) = make_float4(dz[4], dz[5], dz[6], dz[7]);
+    }
+  });
+  Parameters parameters = {};
+  double mean = 0, rstd = 0;
+  if (has_channel) {
+    parameters = ParametersOf(norm, place.row, channel);
+    mean = statistics[0], rstd = statistics[1];
+  }
+  const Pair total = SumOverCluster(shared, plan, layout, place, sums);
+  if (has_channel) {
+    terms[c] = TermsOf(parameters, rstd, total);
+    if (place.rank == 0)
+      StoreParameterGradients(backward, place.row, channel, parameters, rstd, total);
+  }
+  __syncthreads();
+  // dx = dz·slope + x·b + k, or with x − mean instead of x
+  if (has_channel) {
+    const int first = FirstOfGroup(plan, c), end = first + plan.group_size.value;
+    Pair sum = {};
+#pragma unroll 2
+    for (int i = first; i < end; ++i) sum.a += terms[i].a, sum.b += terms[i].b;
+    const double b = -rstd * rstd * sum.a * plan.count_inverse;
+    coefficients[c] = static_cast<float>(b);
+    coefficients[plan.strip + c] =
+        static_cast<float>(-rstd * sum.b * plan.count_inverse - (kKeeps ? mean * b : 0));
+  }
+  __syncthreads();
+
+  float b[kVector], k[kVector];
+  LoadFloats(coefficients, place, b);
+  LoadFloats(coefficients + plan.strip, place, k);
+  const __nv_bfloat16* add = kAdds ? At(norm, backward.add, place) : nullptr;
+  __nv_bfloat16* to = At(norm, backward.dx, place);
+  const int64_t step = Step(backward.dx, plan), add_step = Step(backward.add, plan);
+  constexpr int kAtOnce = kAdds ? 4 : 1;  // loads in flight
+  const int pixel_step = kQuad * plan.lines;
+  int i = 0;
+#pragma unroll 1
+  for (int pixel = place.pixel; pixel < place.count; pixel += kAtOnce * pixel_step) {
+    uint4 addends[kAtOnce];
+    if constexpr (kAdds) {
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u, add += add_step)
+        if (pixel + u * pixel_step < place.count) addends[u] = *reinterpret_cast<const uint4*>(add);
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u, to += step, ++i) {
+      if (pixel + u * pixel_step >= place.count) break;
+      float values[kVector], dx[kVector];
+      if constexpr (kKeeps) {
+        UnpackBf16(x[i], values);
+        LoadFloats(reinterpret_cast<const float*>(&dout[i]),
+                   reinterpret_cast<const float*>(&rest[i]), dx);
+      } else {
+        differentiate(i, values, dx);
+      }
+#pragma unroll
+      for (int v = 0; v < kVector; ++v)
+        dx[v] = fmaf(dx[v], line.slope[v], fmaf(values[v], b[v], k[v]));
+      if constexpr (kAdds) {
+        float adds[kVector];
+        UnpackBf16(addends[u], adds);
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) dx[v] += adds[v];
+      }
+      *reinterpret_cast<uint4*>(to) = PackBf16(dx);
+    }
+  }
+#endif
+}
+
+/// What decides the plan of a layer, forward or backward. The number of rows does not.
+struct Layer {
+  int pixels, channels, groups;
+  bool backward;
+};
+Layer LayerOf(const NormLaunch& norm, bool backward) {
+  return {static_cast<int>(norm.pixels), norm.channels, norm.groups, backward};
+}
+
+/// Operands in shared memory: x, or x, dout and the other half of dz in fp32.
+int OperandsOf(const Layer& layer, const Plan& plan) {
+  return layer.backward ? (plan.keeps ? 3 : 2) : 1;
+}
+
+/// Shared memory of a CTA: at most, so that two share a multiprocessor, and preferably.
+constexpr int kMostBytes = 113 << 10, kGoodBytes = 56 << 10;
+constexpr int kLeastStrip = 32;  // channels: a line of 64 bytes
+
+/// A multiprocessor has 768 threads, in as many CTAs as fit.
+int ThreadsFor(int bytes) { return bytes <= 37 << 10 ? 128 : bytes <= 75 << 10 ? 256 : 384; }
+
+Plan MakePlan(const Layer& layer, int strip, int cluster, bool keeps) {
+  Plan plan;
+  const int across = strip / kVector;
+  plan.strip = strip;
+  plan.cluster = cluster;
+  plan.keeps = keeps;
+  plan.part = (layer.pixels + cluster - 1) / cluster;
+  plan.box = ((plan.part + kMaxChunks - 1) / kMaxChunks + 7) / 8 * 8;
+  plan.chunks = (plan.part + plan.box - 1) / plan.box;
+  const int threads = ThreadsFor(plan.part * strip * 2 * OperandsOf(layer, plan));
+  const int unit = 8 / std::gcd(across, 8);  // whole warps
+  plan.lines = std::max(threads / (kQuad * across) / unit * unit, unit);
+  plan.lines = std::max(plan.lines, 2);  // a thread for each channel
+  plan.across = FastDivmod(across);
+  plan.group_size = FastDivmod(layer.channels / layer.groups);
+  plan.pixels_inverse = 1.0 / static_cast<double>(layer.pixels);
+  plan.count_inverse = plan.pixels_inverse / plan.group_size.value;
+  return plan;
+}
+
+/// The smallest strip and cluster with which a CTA needs at most `bytes`, or none (strip == 0).
+Plan Fit(const Layer& layer, bool keeps, int bytes) {
+  const int unit = std::lcm(layer.channels / layer.groups, kVector);
+  for (int strip = unit; strip <= std::min(layer.channels, kMaxBox); strip += unit) {
+    if (layer.channels % strip != 0 || strip < std::min(kLeastStrip, layer.channels)) continue;
+    for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+      const Plan plan = MakePlan(layer, strip, cluster, keeps);
+      if (plan.box <= kMaxBox && Threads(plan) <= kMaxThreads &&
+          Layout(plan, OperandsOf(layer, plan)).bytes <= bytes) {
+        return plan;
+      }
+    }
+  }
+  return {};
+}
+/// None if the layer is too large.
+Plan PlanOf(const Layer& layer) {
+  Plan plan = Fit(layer, /*keeps=*/true, kGoodBytes);
+  if (plan.strip == 0) plan = Fit(layer, /*keeps=*/false, kMostBytes);
+  return plan;
+}
+
+CUresult Encode(CUtensorMap* map, const NormLaunch& norm, const Rows& rows, const Plan& plan) {
+  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(norm.channels),
+                              static_cast<cuuint64_t>(norm.rows * norm.pixels)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(rows.stride * 2)};
+  const cuuint32_t boxes[2] = {static_cast<cuuint32_t>(plan.strip),
+                               static_cast<cuuint32_t>(plan.box)};
+  const cuuint32_t element_strides[2] = {1, 1};
+  return GetTensorMapEncoders().tiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rows.data, dims, strides, boxes, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+template <typename Launch>
+cudaError_t WithActivation(Activation activation, const Launch& launch) {
+  switch (activation) {
+    case Activation::kSilu:
+      return launch(std::integral_constant<int, static_cast<int>(Activation::kSilu)>());
+    case Activation::kNone:
+      return launch(std::integral_constant<int, static_cast<int>(Activation::kNone)>());
+    default:
+      return launch(std::integral_constant<int, kAny>());
+  }
+}
+
+template <typename Argument>
+cudaError_t Start(void (*kernel)(Argument, Plan, Maps), const NormLaunch& norm, const Plan& plan,
+                  int operands, const Rows& dout, const Queue& queue, const Argument& argument) {
+  if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
+  if (cudaError_t error = LoadKernel(kernel, kMostBytes); error != cudaSuccess) return error;
+  Maps maps = {};
+  if (Encode(&maps.x, norm, norm.x, plan) != CUDA_SUCCESS ||
+      (dout.data != nullptr && Encode(&maps.dout, norm, dout, plan) != CUDA_SUCCESS))
+    return cudaErrorInvalidValue;
+  return LaunchDependent(kernel,
+                         {.grid = dim3(static_cast<unsigned>(plan.cluster),
+                                       static_cast<unsigned>(norm.channels / plan.strip),
+                                       static_cast<unsigned>(norm.rows)),
+                          .block = static_cast<unsigned>(Threads(plan)),
+                          .shared_bytes = static_cast<size_t>(Layout(plan, operands).bytes),
+                          .cluster = static_cast<unsigned>(plan.cluster)},
+                         queue, argument, plan, maps);
+}
+
+cudaError_t LaunchPlan(const NormLaunch& norm, const Plan& plan, const Queue& queue) {
+  return WithActivation(norm.activation, [&](auto activation) {
+    return Start(NormKernel<decltype(activation)::value>, norm, plan, 1, Rows{}, queue, norm);
+  });
+}
+cudaError_t LaunchPlan(const NormBackwardLaunch& norm, const Plan& plan, const Queue& queue) {
+  return WithActivation(norm.forward.activation, [&](auto activation) {
+    constexpr int kActivation = decltype(activation)::value;
+    const bool adds = norm.add.data != nullptr;
+    const auto kernel = plan.keeps ? (adds ? NormBackwardKernel<kActivation, true, true>
+                                           : NormBackwardKernel<kActivation, false, true>)
+                                   : (adds ? NormBackwardKernel<kActivation, true, false>
+                                           : NormBackwardKernel<kActivation, false, false>);
+    return Start(kernel, norm.forward, plan, plan.keeps ? 3 : 2, norm.dout, queue, norm);
+  });
+}
+
+bool HasVectors(const Rows& rows) {
+  return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
+}
+bool Suits(const NormLaunch& norm, bool backward, const Queue& queue) {
+  return queue.hopper && norm.channels % kVector == 0 && HasVectors(norm.x) &&
+         norm.rows * norm.pixels <= INT32_MAX && PlanOf(LayerOf(norm, backward)).strip > 0;
+}
+
+}  // namespace
+
+bool SuitsNormHopper(const NormLaunch& norm, const Queue& queue) {
+  return Suits(norm, /*backward=*/false, queue) && HasVectors(norm.out);
+}
+cudaError_t LaunchNormHopper(const NormLaunch& norm, const Queue& queue) {
+  return LaunchPlan(norm, PlanOf(LayerOf(norm, /*backward=*/false)), queue);
+}
+
+bool SuitsNormBackwardHopper(const NormBackwardLaunch& norm, const Queue& queue) {
+  return Suits(norm.forward, /*backward=*/true, queue) && HasVectors(norm.dout) &&
+         HasVectors(norm.add) && HasVectors(norm.dx);
+}
+cudaError_t LaunchNormBackwardHopper(const NormBackwardLaunch& norm, const Queue& queue) {
+  return LaunchPlan(norm, PlanOf(LayerOf(norm.forward, /*backward=*/true)), queue);
+}
+
+}  // namespace denoised::training::cuda
