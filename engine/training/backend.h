@@ -123,8 +123,9 @@ struct GroupNormBackwardArgs {
   Tensor dout;            // shape of x
   Tensor add;             // optional, shape of x: added to dx (a residual's gradient); may be dx
   Tensor dx;              // shape of x; may be dout
-  Tensor dscale_shift;    // [N, 2C], with scale_shift
-  Tensor dgamma, dbeta;   // F32 [C]
+  Tensor dx_sums;       // optional [N, C]: SumPixels(dx), which may skip dx's rounding; without add
+  Tensor dscale_shift;  // [N, 2C], with scale_shift
+  Tensor dgamma, dbeta;  // F32 [C]
 };
 
 /// y = (x − mean)·rstd·γ + β; statistics are those of a token.

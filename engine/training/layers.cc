@@ -172,15 +172,31 @@ Tensor GroupNorm::Again(Pass& pass, const Kept& kept) const {
   return args.out;
 }
 
-Tensor GroupNorm::Backward(Pass& pass, const Kept& kept, const Tensor& dout, const Tensor& add,
-                           Tensor* dscale_shift) const {
-  GroupNormBackwardArgs args{.forward = Args(pass, kept),
-                             .dout = dout,
-                             .add = add,
-                             .dx = dout,  // nothing reads dout after this
-                             .dgamma = pass.Gradient(gamma_),
-                             .dbeta = pass.Gradient(beta_)};
-  if (kept.scale_shift) args.dscale_shift = *dscale_shift = pass.New(kept.scale_shift.shape());
+GroupNormBackwardArgs GroupNorm::BackwardArgs(Pass& pass, const Kept& kept,
+                                              const Tensor& dout) const {
+  return {.forward = Args(pass, kept),
+          .dout = dout,
+          .dx = dout,  // nothing reads dout after this
+          .dgamma = pass.Gradient(gamma_),
+          .dbeta = pass.Gradient(beta_)};
+}
+
+Tensor GroupNorm::Backward(Pass& pass, const Kept& kept, const Tensor& dout,
+                           const Tensor& add) const {
+  GroupNormBackwardArgs args = BackwardArgs(pass, kept, dout);
+  args.add = add;
+  pass.backend.GroupNormBackward(args);
+  return args.dx;
+}
+
+Tensor GroupNorm::BackwardOfColumns(Pass& pass, const Kept& kept, const Tensor& dout,
+                                    Tensor* dcolumns) const {
+  GroupNormBackwardArgs args = BackwardArgs(pass, kept, dout);
+  if (kept.scale_shift) {
+    args.dscale_shift = *dcolumns = pass.New(kept.scale_shift.shape());
+  } else {
+    args.dx_sums = *dcolumns = pass.New({dout.dim(0), dout.dim(-1)});
+  }
   pass.backend.GroupNormBackward(args);
   return args.dx;
 }
@@ -306,7 +322,7 @@ Tensor SelfAttention::Backward(Pass& pass, const Kept& kept, const Tensor& dout)
   }
   const Tensor normed = kept.normed ? kept.normed : norm_->Again(pass, kept.norm);
   const Tensor dnormed = qkv_.Backward(pass, normed, dqkv);
-  return norm_->Backward(pass, kept.norm, dnormed, d, nullptr).Reshape(dout.shape());
+  return norm_->Backward(pass, kept.norm, dnormed, d).Reshape(dout.shape());
 }
 
 ResnetBlock::ResnetBlock(const Declare& declare, const Options& options) : options_(options) {
@@ -399,14 +415,12 @@ Tensor ResnetBlock::Backward(Pass& pass, const Kept& kept, const Tensor& time, c
   const Tensor d = pass.Scaled(dout, static_cast<float>(1 / options_.output_scale_factor));
   Tensor dhidden = conv2_.Backward(pass, Normed2(pass, kept), conv2_.Same(), d);
   Drop(pass, dhidden);
-  Tensor dcolumns;
-  dhidden = norm2_.Backward(pass, kept.norm2, dhidden, {}, &dcolumns);
   if (has_time()) {
-    if (!options_.scale_shift) {
-      dcolumns = pass.New({dhidden.dim(0), dhidden.dim(3)});
-      pass.backend.SumPixels(dhidden, dcolumns);
-    }
+    Tensor dcolumns;
+    dhidden = norm2_.BackwardOfColumns(pass, kept.norm2, dhidden, &dcolumns);
     *dtime = time_.Backward(pass, time, dcolumns, /*wants_dx=*/true, *dtime);
+  } else {
+    dhidden = norm2_.Backward(pass, kept.norm2, dhidden, {});
   }
 
   const Tensor& x = kept.norm1.x;
@@ -425,7 +439,7 @@ Tensor ResnetBlock::Backward(Pass& pass, const Kept& kept, const Tensor& time, c
     pass.backend.Upsample2xBackward(dresidual, whole);
     dresidual = whole;
   }
-  Tensor dx = norm1_.Backward(pass, kept.norm1, dnormed, dresidual, nullptr);
+  Tensor dx = norm1_.Backward(pass, kept.norm1, dnormed, dresidual);
   if (kept.skip_channels == 0) return dx;
   Tensor da = pass.New({dx.dim(0), dx.dim(1), dx.dim(2), dx.dim(3) - kept.skip_channels});
   *dskip = pass.New({dx.dim(0), dx.dim(1), dx.dim(2), kept.skip_channels});
@@ -452,7 +466,7 @@ Tensor OutputLayers::Backward(Pass& pass, Kept kept, const Tensor& dout) const {
   if (!kept.normed) kept.normed = norm_.Again(pass, kept.norm);
   const Tensor dnormed = conv_.Backward(pass, kept.normed, conv_.Same(), dout);
   kept.normed = {};
-  return norm_.Backward(pass, kept.norm, dnormed, {}, nullptr);
+  return norm_.Backward(pass, kept.norm, dnormed, {});
 }
 
 }  // namespace denoised::training

@@ -144,12 +144,16 @@ class GroupNorm {
   Tensor Forward(Pass& pass, const Tensor& x, const Tensor& scale_shift, Kept* kept) const;
   /// Forward's output once more.
   Tensor Again(Pass& pass, const Kept& kept) const;
-  /// Returns dx (plus `add`); dscale_shift when there was a scale_shift.
-  Tensor Backward(Pass& pass, const Kept& kept, const Tensor& dout, const Tensor& add,
-                  Tensor* dscale_shift) const;
+  /// Returns dx (plus `add`).
+  Tensor Backward(Pass& pass, const Kept& kept, const Tensor& dout, const Tensor& add) const;
+  /// The same with the gradient of what was added to x or to x̂ by sample and channel: dcolumns is
+  /// dscale_shift if there was a scale_shift, else the sums of dx over pixels.
+  Tensor BackwardOfColumns(Pass& pass, const Kept& kept, const Tensor& dout,
+                           Tensor* dcolumns) const;
 
  private:
   GroupNormArgs Args(Pass& pass, const Kept& kept) const;
+  GroupNormBackwardArgs BackwardArgs(Pass& pass, const Kept& kept, const Tensor& dout) const;
   int gamma_ = 0, beta_ = 0, groups_ = 0;
   float eps_ = 0;
   Activation activation_ = Activation::kNone;

@@ -159,7 +159,7 @@ Tensor Transformer2D::Backward(Pass& pass, const Kept& kept, const Tensor& state
     d = blocks_[i].Backward(pass, kept.blocks[i], states, d, dstates);
   const Tensor normed = kept.normed ? kept.normed : norm_.Again(pass, kept.norm);
   const Tensor dnormed = proj_in_.Backward(pass, normed, d);
-  return norm_.Backward(pass, kept.norm, dnormed, flat, nullptr).Reshape(dout.shape());
+  return norm_.Backward(pass, kept.norm, dnormed, flat).Reshape(dout.shape());
 }
 
 }  // namespace denoised::training

@@ -142,6 +142,23 @@ TEST_P(OpTest, GroupNorm) {
         backward.dout = backward.dx = in_place;
         backend_->GroupNormBackward(backward);
         EXPECT_EQ(Values(in_place), Values(dx));
+        // Sums over pixels, which may cancel out, as those of a separate op.
+        const int64_t rows = x.dim(0), channels = x.dim(-1);
+        const Tensor sums = New({rows, channels}), expected_sums = New({rows, channels}),
+                     sizes = New({rows, channels});
+        backward.dout = dout;
+        backward.dx = in_place;
+        backward.dx_sums = sums;
+        backend_->GroupNormBackward(backward);
+        EXPECT_EQ(Values(in_place), Values(dx));
+        backend_->SumPixels(dx, expected_sums);
+        std::vector<float> absolute = Values(dx);
+        for (float& value : absolute) value = std::abs(value);
+        backend_->SumPixels(Activations(dx.shape(), absolute), sizes);
+        for (int64_t i = 0; i < rows * channels; ++i)
+          EXPECT_NEAR(Values(sums)[i], Values(expected_sums)[i],
+                      (bf16() ? kBf16Tolerance : 1e-6) * Values(sizes)[i]);
+        backward.dx_sums = {};
         Tensor sum = Scaled(x, 1);
         backward.dout = dout;
         backward.dx = backward.add = sum;
@@ -700,11 +717,13 @@ TEST_P(LargeOpTest, GroupNorm) {
       GroupNormBackwardArgs backward{.forward = forward,
                                      .dout = Activations(backend, shape, d),
                                      .dx = Activations(backend, shape),
+                                     .dx_sums = Activations(backend, {kRows, 72}),
                                      .dgamma = Floats(backend, {72}),
                                      .dbeta = Floats(backend, {72})};
       if (scaled) backward.dscale_shift = Activations(backend, columns);
       backend.GroupNormBackward(backward);
-      std::vector<Tensor> results{forward.out, backward.dx, backward.dgamma, backward.dbeta};
+      std::vector<Tensor> results{forward.out, backward.dx, backward.dx_sums, backward.dgamma,
+                                  backward.dbeta};
       if (scaled) results.push_back(backward.dscale_shift);
       return results;
     });

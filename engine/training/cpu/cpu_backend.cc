@@ -144,6 +144,7 @@ class CpuBackend final : public Backend {
   void GroupNorm(const GroupNormArgs& args) override { cpu::GroupNorm(args); }
   void GroupNormBackward(const GroupNormBackwardArgs& args) override {
     cpu::GroupNormBackward(args, chunk_rows_);
+    if (args.dx_sums) SumPixels(args.dx, args.dx_sums);
   }
   void Attention(const AttentionArgs& args) override { cpu::Attention(args); }
   void AttentionBackward(const AttentionBackwardArgs& args) override {

@@ -318,6 +318,7 @@ class CudaBackend final : public Backend {
 
   void GroupNormBackward(const GroupNormBackwardArgs& args) override {
     if (!ok()) return;
+    DENOISED_CHECK(!args.add || !args.dx_sums);
     Scratch scratch(this);
     NormBackwardLaunch norm;
     norm.forward = LaunchOf(args.forward, &scratch);
@@ -325,6 +326,8 @@ class CudaBackend final : public Backend {
     norm.add = View(args.add);
     norm.dx = View(args.dx);
     norm.dscale_shift = View(args.dscale_shift);
+    const bool sums_here = SuitsNormBackwardHopper(norm, queue_);
+    if (sums_here) norm.dx_sums = View(args.dx_sums);
     const int64_t rows = norm.forward.rows, channels = norm.forward.channels;
     norm.coefficients = scratch.Floats(rows * channels * 2);
     norm.parameters = scratch.Floats(rows * channels * 2);
@@ -342,6 +345,7 @@ class CudaBackend final : public Backend {
                           .out_stride = Floats(args.dbeta) - Floats(args.dgamma)},
                          queue_),
            "GroupNormBackward");
+    if (args.dx_sums && !sums_here) SumPixels(args.dx, args.dx_sums);
   }
 
   void LayerNorm(const LayerNormArgs& args) override {

@@ -92,16 +92,16 @@ __device__ int64_t Step(const Rows& rows, const Plan& plan) {
 /// Offsets in shared memory, in bytes.
 struct Layout {
   int operand;   // bytes of an operand: [chunks · box][strip] in bf16
-  int sums;      // [2][lines][strip]; later a Pair and two coefficients of each channel
-  int received;  // [cluster][strip] of two sums
+  int sums;      // [kinds][lines][strip]; later a Pair and two coefficients of each channel
+  int received;  // [cluster][strip] of Message
   int affine;    // [3][strip]
   int barriers;  // of the chunks, then of `received`
   int bytes;
-  __host__ __device__ Layout(const Plan& plan, int operands)
+  __host__ __device__ Layout(const Plan& plan, int operands, int kinds)
       : operand(plan.chunks * plan.box * plan.strip * 2),
         sums(operands * operand),
-        received(sums + plan.strip * (plan.lines > 3 ? plan.lines * 8 : 24)),
-        affine(received + plan.cluster * plan.strip * 8),
+        received(sums + plan.strip * (plan.lines * kinds > 6 ? plan.lines * kinds * 4 : 24)),
+        affine(received + plan.cluster * plan.strip * (kinds == 2 ? 8 : 16)),
         barriers(affine + 3 * plan.strip * 4),
         bytes(barriers + (kMaxChunks + 1) * 8) {}
 };
@@ -121,9 +121,31 @@ class Vectors {
   const int step_;
 };
 
+/// Sums of a channel as the CTAs of a cluster send them.
+template <int kSums>
+struct Message {
+  using Type = float2;
+  static __device__ float2 Of(const float (&s)[2]) { return {s[0], s[1]}; }
+  static __device__ void Send(const float2& v, uint32_t to, uint32_t barrier) {
+    StoreAsync(to, barrier, v.x, v.y);
+  }
+  static __device__ void Add(const float2& v, double (&s)[2]) { s[0] += v.x, s[1] += v.y; }
+};
+template <>
+struct Message<3> {
+  using Type = float4;
+  static __device__ float4 Of(const float (&s)[3]) { return {s[0], s[1], s[2], 0}; }
+  static __device__ void Send(const float4& v, uint32_t to, uint32_t barrier) {
+    StoreAsync(to, barrier, v);
+  }
+  static __device__ void Add(const float4& v, double (&s)[3]) {
+    s[0] += v.x, s[1] += v.y, s[2] += v.z;
+  }
+};
+
 /// Prepares the barriers and starts the loads, in one thread. The others may wait for chunks after
 /// __syncthreads(), and the cluster's CTAs may send when all have called this.
-template <int kOperands>
+template <int kSums, int kOperands>
 __device__ void StartLoads(unsigned char* shared, const Layout& layout, const NormLaunch& norm,
                            const Plan& plan, const Place& place,
                            const CUtensorMap* const (&maps)[kOperands]) {
@@ -131,8 +153,9 @@ __device__ void StartLoads(unsigned char* shared, const Layout& layout, const No
   if (threadIdx.x == 0) {
     for (int i = 0; i <= kMaxChunks; ++i) InitBarrier(&barriers[i], 1);
     FenceBarrierInit();
-    ArriveExpectTx(&barriers[kMaxChunks],
-                   plan.cluster * plan.strip * static_cast<int>(sizeof(float2)));
+    ArriveExpectTx(
+        &barriers[kMaxChunks],
+        plan.cluster * plan.strip * static_cast<int>(sizeof(typename Message<kSums>::Type)));
   }
   __syncwarp();  // a warp that arrived in two pieces would count twice
   if (plan.cluster > 1) ArriveAtClusterRelaxed();
@@ -181,14 +204,17 @@ __device__ void SumQuad(int quad, float (&sums)[kVector]) {
 
 /// Adds the threads' sums over the cluster. Thread c of each CTA gets those of channel c of the
 /// strip, and all threads of the CTA have then added theirs.
-__device__ Pair SumOverCluster(unsigned char* shared, const Plan& plan, const Layout& layout,
-                               const Place& place, float (&sums)[2][kVector]) {
+template <int kSums>
+__device__ void SumOverCluster(unsigned char* shared, const Plan& plan, const Layout& layout,
+                               const Place& place, float (&sums)[kSums][kVector],
+                               double (&totals)[kSums]) {
+  using M = Message<kSums>;
   auto* const by_line = reinterpret_cast<float*>(shared + layout.sums);
-  auto* const received = reinterpret_cast<float2*>(shared + layout.received);
+  auto* const received = reinterpret_cast<typename M::Type*>(shared + layout.received);
   auto* const barrier = reinterpret_cast<uint64_t*>(shared + layout.barriers) + kMaxChunks;
   const int kind = plan.lines * plan.strip;
 #pragma unroll
-  for (int s = 0; s < 2; ++s) {
+  for (int s = 0; s < kSums; ++s) {
     SumQuad(place.quad, sums[s]);
     *reinterpret_cast<float2*>(by_line + s * kind + place.line * plan.strip +
                                place.vector * kVector + 2 * place.quad) =
@@ -197,29 +223,26 @@ __device__ Pair SumOverCluster(unsigned char* shared, const Plan& plan, const La
   __syncthreads();
   if (plan.cluster > 1) WaitForCluster();
   const int c = threadIdx.x;
-  float of_block[2] = {};
+  float of_block[kSums] = {};
 #pragma unroll 2
   for (int line = 0; c < plan.strip && line < plan.lines; ++line) {
 #pragma unroll
-    for (int s = 0; s < 2; ++s) of_block[s] += by_line[s * kind + line * plan.strip + c];
+    for (int s = 0; s < kSums; ++s) of_block[s] += by_line[s * kind + line * plan.strip + c];
   }
   if (plan.cluster == 1) {
     __syncthreads();
-    return {of_block[0], of_block[1]};
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) totals[s] = of_block[s];
+    return;
   }
-  Pair total = {};
-  if (c >= plan.strip) return total;
+  if (c >= plan.strip) return;
 #pragma unroll 2
   for (int to = 0; to < plan.cluster; ++to)
-    StoreAsync(ClusterAddress(received + place.rank * plan.strip + c, to),
-               ClusterAddress(barrier, to), of_block[0], of_block[1]);
+    M::Send(M::Of(of_block), ClusterAddress(received + place.rank * plan.strip + c, to),
+            ClusterAddress(barrier, to));
   WaitForStores(barrier, 0);
 #pragma unroll 2
-  for (int rank = 0; rank < plan.cluster; ++rank) {
-    const float2 of_rank = received[rank * plan.strip + c];
-    total.a += of_rank.x, total.b += of_rank.y;
-  }
-  return total;
+  for (int rank = 0; rank < plan.cluster; ++rank) M::Add(received[rank * plan.strip + c], totals);
 }
 
 /// The first channel, in the strip, of the group of channel c.
@@ -263,14 +286,14 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
-  const Layout layout(plan, 1);
+  const Layout layout(plan, 1, 2);
   auto* const terms = reinterpret_cast<Pair*>(shared + layout.sums);
   auto* const affine = reinterpret_cast<float*>(shared + layout.affine);
   const Place place = PlaceOf(norm, plan);
   const int c = threadIdx.x, channel = place.first + c;
   const bool has_channel = c < plan.strip;
   ReleaseDependents();
-  StartLoads<1>(shared, layout, norm, plan, place, {&maps.x});
+  StartLoads<2>(shared, layout, norm, plan, place, {&maps.x});
   const Vectors x(shared, plan, place);
 
   // Sums are of x minus the channel's first pixel, so a large mean costs no digits.
@@ -295,10 +318,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       sums[1][v] = fmaf(centered, centered, sums[1][v]);
     }
   });
-  const Pair total = SumOverCluster(shared, plan, layout, place, sums);
+  double totals[2] = {};
+  SumOverCluster(shared, plan, layout, place, sums, totals);
   if (has_channel) {
-    const double mean = total.a * plan.pixels_inverse;
-    terms[c] = {pivot + mean, total.b - total.a * mean};
+    const double mean = totals[0] * plan.pixels_inverse;
+    terms[c] = {pivot + mean, totals[1] - totals[0] * mean};
   }
   __syncthreads();
   if (has_channel) {
@@ -340,15 +364,20 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 #endif
 }
 
-/// Grid as above. kKeeps: dz is kept in shared memory between its two uses, else computed twice.
-template <int kActivation, bool kAdds, bool kKeeps>
+enum class Extra { kNone, kAdds, kSumsPixels };
+
+/// Grid as above. kExtra: whether there is backward.add, or backward.dx_sums. kKeeps: dz is kept in
+/// shared memory between its two uses, else computed twice.
+template <int kActivation, Extra kExtra, bool kKeeps>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     NormBackwardKernel(const __grid_constant__ NormBackwardLaunch backward,
                        const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
+  constexpr bool kAdds = kExtra == Extra::kAdds, kSumsPixels = kExtra == Extra::kSumsPixels;
+  constexpr int kSums = kSumsPixels ? 3 : 2;
   const NormLaunch& norm = backward.forward;
-  const Layout layout(plan, kKeeps ? 3 : 2);
+  const Layout layout(plan, kKeeps ? 3 : 2, kSums);
   auto* const terms = reinterpret_cast<Pair*>(shared + layout.sums);
   auto* const coefficients = reinterpret_cast<float*>(terms + plan.strip);
   auto* const affine = reinterpret_cast<float*>(shared + layout.affine);
@@ -356,7 +385,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const int c = threadIdx.x, channel = place.first + c;
   const bool has_channel = c < plan.strip;
   ReleaseDependents();
-  StartLoads<2>(shared, layout, norm, plan, place, {&maps.x, &maps.dout});
+  StartLoads<kSums>(shared, layout, norm, plan, place, {&maps.x, &maps.dout});
   const Vectors x(shared, plan, place), dout(shared + layout.operand, plan, place);
   const Vectors rest(shared + 2 * layout.operand, plan, place);
   const float* const statistics =
@@ -377,7 +406,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       dz[v] *= Derivative(ActivationOf<kActivation>(norm), z);
     }
   };
-  float sums[2][kVector] = {};
+  float sums[kSums][kVector] = {};
   ForEachArriving(shared, layout, plan, place, [&](int i) {
     float centered[kVector], dz[kVector];
     differentiate(i, centered, dz);
@@ -385,6 +414,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     for (int v = 0; v < kVector; ++v) {
       sums[0][v] = fmaf(dz[v], centered[v], sums[0][v]);
       sums[1][v] += dz[v];
+      if constexpr (kSumsPixels) sums[2][v] += centered[v];
     }
     if constexpr (kKeeps) {
       reinterpret_cast<float4&>(dout[i]) = make_float4(dz[0], dz[1], dz[2], dz[3]);
@@ -397,11 +427,13 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     parameters = ParametersOf(norm, place.row, channel);
     mean = statistics[0], rstd = statistics[1];
   }
-  const Pair total = SumOverCluster(shared, plan, layout, place, sums);
+  double totals[kSums] = {};
+  SumOverCluster(shared, plan, layout, place, sums, totals);
   if (has_channel) {
-    terms[c] = TermsOf(parameters, rstd, total);
+    const Pair of_channel = {totals[0], totals[1]};
+    terms[c] = TermsOf(parameters, rstd, of_channel);
     if (place.rank == 0)
-      StoreParameterGradients(backward, place.row, channel, parameters, rstd, total);
+      StoreParameterGradients(backward, place.row, channel, parameters, rstd, of_channel);
   }
   __syncthreads();
   // dx = dz·slope + x·b + k, or with x − mean instead of x
@@ -411,9 +443,16 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 #pragma unroll 2
     for (int i = first; i < end; ++i) sum.a += terms[i].a, sum.b += terms[i].b;
     const double b = -rstd * rstd * sum.a * plan.count_inverse;
+    const double k = -rstd * sum.b * plan.count_inverse;
     coefficients[c] = static_cast<float>(b);
-    coefficients[plan.strip + c] =
-        static_cast<float>(-rstd * sum.b * plan.count_inverse - (kKeeps ? mean * b : 0));
+    coefficients[plan.strip + c] = static_cast<float>(kKeeps ? k - mean * b : k);
+    if constexpr (kSumsPixels) {
+      const double slope = rstd * parameters.gamma * parameters.gain;
+      if (place.rank == 0)
+        Store(backward.dx_sums, place.row, channel,
+              static_cast<float>(slope * totals[1] + b * totals[2] +
+                                 k * static_cast<double>(norm.pixels)));
+    }
   }
   __syncthreads();
 
@@ -473,6 +512,9 @@ Layer LayerOf(const NormLaunch& norm, bool backward) {
 int OperandsOf(const Layer& layer, const Plan& plan) {
   return layer.backward ? (plan.keeps ? 3 : 2) : 1;
 }
+int BytesOf(const Layer& layer, const Plan& plan) {
+  return Layout(plan, OperandsOf(layer, plan), layer.backward ? 3 : 2).bytes;
+}
 
 /// Shared memory of a CTA: at most, so that two share a multiprocessor, and preferably.
 constexpr int kMostBytes = 113 << 10, kGoodBytes = 56 << 10;
@@ -508,8 +550,7 @@ Plan Fit(const Layer& layer, bool keeps, int bytes) {
     if (layer.channels % strip != 0 || strip < std::min(kLeastStrip, layer.channels)) continue;
     for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
       const Plan plan = MakePlan(layer, strip, cluster, keeps);
-      if (plan.box <= kMaxBox && Threads(plan) <= kMaxThreads &&
-          Layout(plan, OperandsOf(layer, plan)).bytes <= bytes) {
+      if (plan.box <= kMaxBox && Threads(plan) <= kMaxThreads && BytesOf(layer, plan) <= bytes) {
         return plan;
       }
     }
@@ -550,7 +591,8 @@ cudaError_t WithActivation(Activation activation, const Launch& launch) {
 
 template <typename Argument>
 cudaError_t Start(void (*kernel)(Argument, Plan, Maps), const NormLaunch& norm, const Plan& plan,
-                  int operands, const Rows& dout, const Queue& queue, const Argument& argument) {
+                  int shared_bytes, const Rows& dout, const Queue& queue,
+                  const Argument& argument) {
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   if (cudaError_t error = LoadKernel(kernel, kMostBytes); error != cudaSuccess) return error;
   Maps maps = {};
@@ -562,26 +604,32 @@ cudaError_t Start(void (*kernel)(Argument, Plan, Maps), const NormLaunch& norm, 
                                        static_cast<unsigned>(norm.channels / plan.strip),
                                        static_cast<unsigned>(norm.rows)),
                           .block = static_cast<unsigned>(Threads(plan)),
-                          .shared_bytes = static_cast<size_t>(Layout(plan, operands).bytes),
+                          .shared_bytes = static_cast<size_t>(shared_bytes),
                           .cluster = static_cast<unsigned>(plan.cluster)},
                          queue, argument, plan, maps);
 }
 
 cudaError_t LaunchPlan(const NormLaunch& norm, const Plan& plan, const Queue& queue) {
+  const int bytes = BytesOf(LayerOf(norm, /*backward=*/false), plan);
   return WithActivation(norm.activation, [&](auto activation) {
-    return Start(NormKernel<decltype(activation)::value>, norm, plan, 1, Rows{}, queue, norm);
+    return Start(NormKernel<decltype(activation)::value>, norm, plan, bytes, Rows{}, queue, norm);
+  });
+}
+
+template <Extra kExtra>
+cudaError_t LaunchWith(const NormBackwardLaunch& norm, const Plan& plan, const Queue& queue) {
+  const int bytes = BytesOf(LayerOf(norm.forward, /*backward=*/true), plan);
+  return WithActivation(norm.forward.activation, [&](auto activation) {
+    constexpr int kActivation = decltype(activation)::value;
+    return Start(plan.keeps ? NormBackwardKernel<kActivation, kExtra, true>
+                            : NormBackwardKernel<kActivation, kExtra, false>,
+                 norm.forward, plan, bytes, norm.dout, queue, norm);
   });
 }
 cudaError_t LaunchPlan(const NormBackwardLaunch& norm, const Plan& plan, const Queue& queue) {
-  return WithActivation(norm.forward.activation, [&](auto activation) {
-    constexpr int kActivation = decltype(activation)::value;
-    const bool adds = norm.add.data != nullptr;
-    const auto kernel = plan.keeps ? (adds ? NormBackwardKernel<kActivation, true, true>
-                                           : NormBackwardKernel<kActivation, false, true>)
-                                   : (adds ? NormBackwardKernel<kActivation, true, false>
-                                           : NormBackwardKernel<kActivation, false, false>);
-    return Start(kernel, norm.forward, plan, plan.keeps ? 3 : 2, norm.dout, queue, norm);
-  });
+  if (norm.add.data != nullptr) return LaunchWith<Extra::kAdds>(norm, plan, queue);
+  if (norm.dx_sums.data != nullptr) return LaunchWith<Extra::kSumsPixels>(norm, plan, queue);
+  return LaunchWith<Extra::kNone>(norm, plan, queue);
 }
 
 bool HasVectors(const Rows& rows) {

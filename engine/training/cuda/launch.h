@@ -122,6 +122,9 @@ cudaError_t LaunchNormHopper(const NormLaunch& norm, const Queue& queue);
 struct NormBackwardLaunch {
   NormLaunch forward;  // without out
   Rows dout, add, dx;
+  /// Out [rows, channels], or null: the sums of dx over pixels, before it is rounded. Without
+  /// `add`, and for LaunchNormBackwardHopper alone.
+  Rows dx_sums;
   Rows dscale_shift;
   float* coefficients = nullptr;  // scratch [rows, channels, 2]
   float* parameters = nullptr;    // out [rows, 2, channels]: a row's share of dγ and dβ
