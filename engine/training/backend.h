@@ -123,8 +123,12 @@ struct GroupNormBackwardArgs {
   Tensor dout;            // shape of x
   Tensor add;             // optional, shape of x: added to dx (a residual's gradient); may be dx
   Tensor dx;              // shape of x; may be dout
-  Tensor dx_sums;       // optional [N, C]: SumPixels(dx), which may skip dx's rounding; without add
-  Tensor dscale_shift;  // [N, 2C], with scale_shift
+  /// Optional: the last channels of dx, and `dx` has those before. For x from Concat. Neither may
+  /// be dout or add.
+  Tensor dx_rest;
+  /// Optional [N, C]: SumPixels(dx), but dx may be rounded or not. Without add and dx_rest.
+  Tensor dx_sums;
+  Tensor dscale_shift;   // [N, 2C], with scale_shift
   Tensor dgamma, dbeta;  // F32 [C]
 };
 
@@ -361,9 +365,8 @@ class Backend {
   virtual void Upsample2xBackward(const Tensor& dout, const Tensor& dx) = 0;
   virtual void AveragePool2x(const Tensor& x, const Tensor& out) = 0;
   virtual void AveragePool2xBackward(const Tensor& dout, const Tensor& dx) = 0;
-  /// out[.., :C] = a, out[.., C:] = b; its backward op is Split.
+  /// out[.., :C] = a, out[.., C:] = b. Backwards: GroupNormBackwardArgs::dx_rest.
   virtual void Concat(const Tensor& a, const Tensor& b, const Tensor& out) = 0;
-  virtual void Split(const Tensor& dout, const Tensor& da, const Tensor& db) = 0;
   /// out = a·scale_a + b·scale_b + shift; b may be undefined; `out` may be a or b. Shapes must be
   /// equal; dtypes may differ.
   virtual void Add(const Tensor& a, float scale_a, const Tensor& b, float scale_b, float shift,

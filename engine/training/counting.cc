@@ -73,7 +73,6 @@ class CountingBackend final : public Backend {
   void AveragePool2x(const Tensor&, const Tensor&) override {}
   void AveragePool2xBackward(const Tensor&, const Tensor&) override {}
   void Concat(const Tensor&, const Tensor&, const Tensor&) override {}
-  void Split(const Tensor&, const Tensor&, const Tensor&) override {}
   void Add(const Tensor&, float, const Tensor&, float, float, const Tensor&) override {}
   void SumPixels(const Tensor&, const Tensor&) override {}
   void DivideRows(const Tensor&, const Tensor&, const Tensor&) override {}

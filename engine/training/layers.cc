@@ -201,6 +201,17 @@ Tensor GroupNorm::BackwardOfColumns(Pass& pass, const Kept& kept, const Tensor& 
   return args.dx;
 }
 
+Tensor GroupNorm::BackwardOfConcat(Pass& pass, const Kept& kept, const Tensor& dout,
+                                   const Tensor& add, int64_t skip_channels, Tensor* dskip) const {
+  GroupNormBackwardArgs args = BackwardArgs(pass, kept, dout);
+  args.add = add;
+  const int64_t n = dout.dim(0), h = dout.dim(1), w = dout.dim(2), c = dout.dim(3);
+  args.dx = pass.New({n, h, w, c - skip_channels});
+  args.dx_rest = *dskip = pass.New({n, h, w, skip_channels});
+  pass.backend.GroupNormBackward(args);
+  return args.dx;
+}
+
 LayerNorm::LayerNorm(const Declare& declare, int channels, double eps)
     : gamma_(declare.Add("weight", {channels}, Initial::Constant(1))),
       beta_(declare.Add("bias", {channels}, Initial::Constant(0))),
@@ -439,12 +450,8 @@ Tensor ResnetBlock::Backward(Pass& pass, const Kept& kept, const Tensor& time, c
     pass.backend.Upsample2xBackward(dresidual, whole);
     dresidual = whole;
   }
-  Tensor dx = norm1_.Backward(pass, kept.norm1, dnormed, dresidual);
-  if (kept.skip_channels == 0) return dx;
-  Tensor da = pass.New({dx.dim(0), dx.dim(1), dx.dim(2), dx.dim(3) - kept.skip_channels});
-  *dskip = pass.New({dx.dim(0), dx.dim(1), dx.dim(2), kept.skip_channels});
-  pass.backend.Split(dx, da, *dskip);
-  return da;
+  if (kept.skip_channels == 0) return norm1_.Backward(pass, kept.norm1, dnormed, dresidual);
+  return norm1_.BackwardOfConcat(pass, kept.norm1, dnormed, dresidual, kept.skip_channels, dskip);
 }
 
 OutputLayers::OutputLayers(const Declare& declare, const Options& options)

@@ -146,10 +146,13 @@ class GroupNorm {
   Tensor Again(Pass& pass, const Kept& kept) const;
   /// Returns dx (plus `add`).
   Tensor Backward(Pass& pass, const Kept& kept, const Tensor& dout, const Tensor& add) const;
-  /// The same with the gradient of what was added to x or to x̂ by sample and channel: dcolumns is
-  /// dscale_shift if there was a scale_shift, else the sums of dx over pixels.
+  /// Also the gradient of a time embedding: dcolumns is dscale_shift if there was a scale_shift,
+  /// else the sums of dx over pixels.
   Tensor BackwardOfColumns(Pass& pass, const Kept& kept, const Tensor& dout,
                            Tensor* dcolumns) const;
+  /// For x from Concat: returns dx but for its last channels, which dskip has.
+  Tensor BackwardOfConcat(Pass& pass, const Kept& kept, const Tensor& dout, const Tensor& add,
+                          int64_t skip_channels, Tensor* dskip) const;
 
  private:
   GroupNormArgs Args(Pass& pass, const Kept& kept) const;

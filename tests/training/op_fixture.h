@@ -89,6 +89,17 @@ class OpFixture : public testing::TestWithParam<std::string> {
     backend_->Add(tensor, scale, Tensor(), 0, 0, out);
     return out;
   }
+  /// A copy of `count` columns of the last dimension.
+  Tensor CopyOfColumns(const Tensor& tensor, int64_t first, int64_t count) {
+    const int64_t columns = tensor.dim(-1), lines = tensor.elements() / columns;
+    const std::vector<float> from = Values(tensor);
+    std::vector<float> to;
+    for (int64_t line = 0; line < lines; ++line) {
+      const auto begin = from.begin() + line * columns + first;
+      to.insert(to.end(), begin, begin + count);
+    }
+    return Activations({lines, count}, to);
+  }
   double Worst() {
     double worst = 0;
     for (const auto& [name, tensor] : outputs_) {

@@ -186,14 +186,6 @@ class CpuBackend final : public Backend {
       std::memcpy(to + ca, b.as<float>() + p * cb, cb * sizeof(float));
     }
   }
-  void Split(const Tensor& dout, const Tensor& da, const Tensor& db) override {
-    const int64_t ca = da.dim(-1), cb = db.dim(-1), pixels = da.elements() / ca;
-    for (int64_t p = 0; p < pixels; ++p) {
-      const float* from = dout.as<float>() + p * (ca + cb);
-      std::memcpy(da.as<float>() + p * ca, from, ca * sizeof(float));
-      std::memcpy(db.as<float>() + p * cb, from + ca, cb * sizeof(float));
-    }
-  }
   void Add(const Tensor& a, float scale_a, const Tensor& b, float scale_b, float shift,
            const Tensor& out) override {
     const int64_t count = out.elements();

@@ -44,6 +44,15 @@ void Coefficients(const GroupNormArgs& args, const Rows& size, int64_t row, floa
   }
 }
 
+/// Divides a row's pixels of a.dim(-1) + b.dim(-1) channels.
+void SplitRow(const float* from, int64_t row, const Tensor& a, const Tensor& b) {
+  const int64_t ca = a.dim(-1), cb = b.dim(-1), pixels = a.elements() / a.dim(0) / ca;
+  for (int64_t p = row * pixels; p < (row + 1) * pixels; ++p, from += ca + cb) {
+    std::memcpy(a.as<float>() + p * ca, from, ca * sizeof(float));
+    std::memcpy(b.as<float>() + p * cb, from + ca, cb * sizeof(float));
+  }
+}
+
 }  // namespace
 
 void GroupNorm(const GroupNormArgs& args) {
@@ -133,8 +142,10 @@ void GroupNormBackward(const GroupNormBackwardArgs& args, int64_t chunk_rows) {
           k[c] = static_cast<float>(-rstd * c2);
         }
       }
-      NormGradient(d, x, mean, a, b, k, args.add ? args.add.as<float>() + row * elements : nullptr,
-                   size.pixels, channels, args.dx.as<float>() + row * elements);
+      const float* add = args.add ? args.add.as<float>() + row * elements : nullptr;
+      float* dx = args.dx_rest ? d : args.dx.as<float>() + row * elements;
+      NormGradient(d, x, mean, a, b, k, add, size.pixels, channels, dx);
+      if (args.dx_rest) SplitRow(dx, row, args.dx, args.dx_rest);
     }
     for (int64_t c = 0; c < 2 * channels; ++c) to[c] = static_cast<float>(parameters[c]);
   };

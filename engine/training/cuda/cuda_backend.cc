@@ -318,13 +318,15 @@ class CudaBackend final : public Backend {
 
   void GroupNormBackward(const GroupNormBackwardArgs& args) override {
     if (!ok()) return;
-    DENOISED_CHECK(!args.add || !args.dx_sums);
+    DENOISED_CHECK(!args.dx_sums || (!args.add && !args.dx_rest));
     Scratch scratch(this);
     NormBackwardLaunch norm;
     norm.forward = LaunchOf(args.forward, &scratch);
     norm.dout = View(args.dout);
     norm.add = View(args.add);
     norm.dx = View(args.dx);
+    norm.dx_rest = View(args.dx_rest);
+    norm.dx_channels = Extent(args.dx, -1);
     norm.dscale_shift = View(args.dscale_shift);
     const bool sums_here = SuitsNormBackwardHopper(norm, queue_);
     if (sums_here) norm.dx_sums = View(args.dx_sums);
@@ -434,11 +436,6 @@ class CudaBackend final : public Backend {
     const int64_t columns = a.dim(-1);
     CopyColumns(a, out.Columns(0, columns));
     CopyColumns(b, out.Columns(columns, b.dim(-1)));
-  }
-  void Split(const Tensor& dout, const Tensor& da, const Tensor& db) override {
-    const int64_t columns = da.dim(-1);
-    CopyColumns(dout.Columns(0, columns), da);
-    CopyColumns(dout.Columns(columns, db.dim(-1)), db);
   }
   void Add(const Tensor& a, float scale_a, const Tensor& b, float scale_b, float shift,
            const Tensor& out) override {

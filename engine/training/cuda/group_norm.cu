@@ -208,6 +208,9 @@ __global__ void __launch_bounds__(kStripThreads)
     b[i] = coefficients[0];
     k[i] = coefficients[1];
   }
+  const bool is_rest = column >= backward.dx_channels;
+  const Rows& out = is_rest ? backward.dx_rest : backward.dx;
+  const int out_column = is_rest ? column - backward.dx_channels : column;
   Channels<V, kElement> x[4], d[4], add[4];
   ForLines<4, S::kLines>(
       range.begin + S::Line(), range.end,
@@ -228,7 +231,7 @@ __global__ void __launch_bounds__(kStripThreads)
           const float dz = gradients[i] * Derivative(ActivationOf<kActivation>(norm), z);
           gradients[i] = fmaf(dz, line.slope[i], fmaf(centered, b[i], k[i])) + adds[i];
         }
-        StoreChannelsOf<V, kElement>(backward.dx, first + pixel, column, gradients);
+        StoreChannelsOf<V, kElement>(out, first + pixel, out_column, gradients);
       });
 }
 
@@ -314,7 +317,8 @@ cudaError_t LaunchNorm(const NormLaunch& norm, const Queue& queue) {
 cudaError_t LaunchNormBackward(const NormBackwardLaunch& norm, const Queue& queue) {
   if (SuitsNormBackwardHopper(norm, queue)) return LaunchNormBackwardHopper(norm, queue);
   const bool vectors = norm.forward.channels % 8 == 0 && IsAligned(norm.forward.x) &&
-                       IsAligned(norm.dout) && IsAligned(norm.add) && IsAligned(norm.dx);
+                       IsAligned(norm.dout) && IsAligned(norm.add) && IsAligned(norm.dx) &&
+                       IsAligned(norm.dx_rest) && norm.dx_channels % 8 == 0;
   return WithVariant(norm.forward, vectors,
                      [&](auto variant) { return Backward<decltype(variant)>(norm, queue.stream); });
 }

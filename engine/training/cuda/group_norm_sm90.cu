@@ -80,10 +80,12 @@ __device__ Place PlaceOf(const NormLaunch& norm, const Plan& plan) {
   place.pixel = place.quad * plan.lines + place.line;
   return place;
 }
-/// The address of a thread's first vector, and the elements from one to the next.
-__device__ __nv_bfloat16* At(const NormLaunch& norm, const Rows& rows, const Place& place) {
+/// The address of a thread's first vector, in channels from `column`, and the elements from one to
+/// the next.
+__device__ __nv_bfloat16* At(const NormLaunch& norm, const Rows& rows, const Place& place,
+                             int column) {
   const int64_t pixel = place.row * norm.pixels + place.begin + place.pixel;
-  return static_cast<__nv_bfloat16*>(rows.data) + pixel * rows.stride + place.column;
+  return static_cast<__nv_bfloat16*>(rows.data) + pixel * rows.stride + column;
 }
 __device__ int64_t Step(const Rows& rows, const Plan& plan) {
   return kQuad * plan.lines * rows.stride;
@@ -349,7 +351,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   __syncthreads();
 
   const Line line = LoadLine(affine, plan, place);
-  __nv_bfloat16* to = At(norm, norm.out, place);
+  __nv_bfloat16* to = At(norm, norm.out, place, place.column);
   const int64_t step = Step(norm.out, plan);
   int i = 0;
   for (int pixel = place.pixel; pixel < place.count; pixel += kQuad * plan.lines, to += step) {
@@ -459,9 +461,12 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   float b[kVector], k[kVector];
   LoadFloats(coefficients, place, b);
   LoadFloats(coefficients + plan.strip, place, k);
-  const __nv_bfloat16* add = kAdds ? At(norm, backward.add, place) : nullptr;
-  __nv_bfloat16* to = At(norm, backward.dx, place);
-  const int64_t step = Step(backward.dx, plan), add_step = Step(backward.add, plan);
+  const __nv_bfloat16* add = kAdds ? At(norm, backward.add, place, place.column) : nullptr;
+  const bool is_rest = place.column >= backward.dx_channels;
+  const Rows& out = is_rest ? backward.dx_rest : backward.dx;
+  __nv_bfloat16* to =
+      At(norm, out, place, is_rest ? place.column - backward.dx_channels : place.column);
+  const int64_t step = Step(out, plan), add_step = Step(backward.add, plan);
   constexpr int kAtOnce = kAdds ? 4 : 1;  // loads in flight
   const int pixel_step = kQuad * plan.lines;
   int i = 0;
@@ -651,7 +656,8 @@ cudaError_t LaunchNormHopper(const NormLaunch& norm, const Queue& queue) {
 
 bool SuitsNormBackwardHopper(const NormBackwardLaunch& norm, const Queue& queue) {
   return Suits(norm.forward, /*backward=*/true, queue) && HasVectors(norm.dout) &&
-         HasVectors(norm.add) && HasVectors(norm.dx);
+         HasVectors(norm.add) && HasVectors(norm.dx) && HasVectors(norm.dx_rest) &&
+         norm.dx_channels % kVector == 0;
 }
 cudaError_t LaunchNormBackwardHopper(const NormBackwardLaunch& norm, const Queue& queue) {
   return LaunchPlan(norm, PlanOf(LayerOf(norm.forward, /*backward=*/true)), queue);

@@ -121,7 +121,9 @@ cudaError_t LaunchNormHopper(const NormLaunch& norm, const Queue& queue);
 
 struct NormBackwardLaunch {
   NormLaunch forward;  // without out
-  Rows dout, add, dx;
+  Rows dout, add;
+  Rows dx, dx_rest;     // the first dx_channels, and the others
+  int dx_channels = 0;  // all of them: dx_rest is null
   /// Out [rows, channels], or null: the sums of dx over pixels, before it is rounded. Without
   /// `add`, and for LaunchNormBackwardHopper alone.
   Rows dx_sums;
