@@ -62,8 +62,9 @@ cudaError_t LaunchGemm(const GemmLaunch& gemm, const Queue& queue);
 /// Number of parts of k that fills a GPU. Depends on the shapes alone.
 int SplitsOfK(int64_t m, int64_t columns, int64_t k);
 
-/// out[g, j] = the sum of in[g, chunk, split, i]: over splits in order, over chunks as a tree. j is
-/// i; with taps, i is an index of [output, tap, channel] and j of [output, channel, tap].
+/// out[g, j] = the sum of in[g, chunk, split, i]: over splits in an order that depends on their
+/// number alone, over chunks as a tree. j is i; with taps, i is an index of [output, tap, channel]
+/// and j of [output, channel, tap].
 struct TreeSumLaunch {
   const float* in = nullptr;
   int64_t in_stride = 0;  // elements from one split to the next

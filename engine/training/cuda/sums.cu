@@ -94,40 +94,46 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// For few elements and many splits, such as a bias: a thread owns one of kLeaves chunks and loads
-/// several splits at once. The order of sums is the same.
+/// For few elements and many splits, such as a bias: a thread owns one of kLeaves chunks and one of
+/// kRuns runs of its splits, and loads several splits at once. The runs are added as a tree.
+constexpr int kRuns = 4;
 template <int kLeaves>
-__global__ void __launch_bounds__(32 * kLeaves)
+__global__ void __launch_bounds__(32 * kLeaves * kRuns)
     ManySplitsKernel(const __grid_constant__ TreeSumLaunch sum) {
   WaitForPredecessors();
   ReleaseDependents();
-  constexpr int kAtOnce = 8;
-  __shared__ float shared[kLeaves][32];
+  constexpr int kAtOnce = 16;
+  __shared__ float shared[kRuns][kLeaves][32];
   const int64_t i = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
   const int64_t place = i < sum.count ? PlaceOf(sum, i) : -1;
   const int64_t chunk_stride = sum.splits * sum.in_stride;
+  const Range run = RangeOf(sum.splits, kRuns, threadIdx.z);
+  const bool is_first = threadIdx.y == 0 && threadIdx.z == 0;
   for (int64_t group = blockIdx.y; group < sum.groups; group += gridDim.y) {
     Subtrees<float> subtrees;
     for (int64_t leaf = 0; leaf < sum.chunks / kLeaves; ++leaf) {
-      const float* from =
-          sum.in + group * GroupStride(sum) + (leaf * kLeaves + threadIdx.y) * chunk_stride + i;
+      const float* from = sum.in + group * GroupStride(sum) +
+                          (leaf * kLeaves + threadIdx.y) * chunk_stride +
+                          run.begin * sum.in_stride + i;
       float value = 0;
-      for (int64_t split = 0; place >= 0 && split < sum.splits;
+      for (int64_t split = run.begin; place >= 0 && split < run.end;
            split += kAtOnce, from += kAtOnce * sum.in_stride) {
         float values[kAtOnce];
 #pragma unroll
         for (int s = 0; s < kAtOnce; ++s)
-          values[s] = split + s < sum.splits ? from[s * sum.in_stride] : 0.0f;
+          values[s] = split + s < run.end ? from[s * sum.in_stride] : 0.0f;
 #pragma unroll
         for (int s = 0; s < kAtOnce; ++s) value += values[s];
       }
-      shared[threadIdx.y][threadIdx.x] = value;
+      shared[threadIdx.z][threadIdx.y][threadIdx.x] = value;
       __syncthreads();
-      if (threadIdx.y == 0)
-        subtrees.Add(leaf, SumOf<kLeaves>([&](int chunk) { return shared[chunk][threadIdx.x]; }));
+      if (is_first)
+        subtrees.Add(leaf, SumOf<kLeaves>([&](int chunk) {
+                       return SumOf<kRuns>([&](int r) { return shared[r][chunk][threadIdx.x]; });
+                     }));
       __syncthreads();
     }
-    if (threadIdx.y == 0 && place >= 0) StoreSum(sum, group, place, subtrees.Sum());
+    if (is_first && place >= 0) StoreSum(sum, group, place, subtrees.Sum());
   }
 }
 
@@ -137,7 +143,7 @@ cudaError_t StartTreeSum(const TreeSumLaunch& sum, const Queue& queue) {
   const int64_t elements = many ? 32 : kThreads;  // per block
   const dim3 grid(static_cast<unsigned>((sum.count + elements - 1) / elements),
                   static_cast<unsigned>(std::min<int64_t>(sum.groups, kMostSegments)));
-  const dim3 block = many ? dim3(32, kLeaves) : dim3(kThreads);
+  const dim3 block = many ? dim3(32, kLeaves, kRuns) : dim3(kThreads);
   return LaunchDependent(many ? ManySplitsKernel<kLeaves> : TreeSumKernel<kLeaves>,
                          {.grid = grid, .block = block}, queue, sum);
 }
