@@ -168,8 +168,15 @@ TEST_P(OpTest, GroupNorm) {
         backward.dx = part(first);
         backward.dx_rest = part(rest);
         backend_->GroupNormBackward(backward);
-        EXPECT_EQ(Values(backward.dx), Values(CopyOfColumns(dx, 0, first)));
-        EXPECT_EQ(Values(backward.dx_rest), Values(CopyOfColumns(dx, first, rest)));
+        // Other bits only where the whole has vectors of eight and the parts have not.
+        const bool same_bits = channels % 8 != 0 || first % 8 == 0;
+        for (const auto& [of_parts, of_whole] :
+             {std::pair{backward.dx, CopyOfColumns(dx, 0, first)},
+              std::pair{backward.dx_rest, CopyOfColumns(dx, first, rest)}}) {
+          if (same_bits) EXPECT_EQ(Values(of_parts), Values(of_whole));
+          EXPECT_LE(RelativeError(Values(of_parts), Values(of_whole)),
+                    bf16() ? kBf16Tolerance : 1e-6);
+        }
         backward.dx_rest = {};
         Tensor sum = Scaled(x, 1);
         backward.dout = dout;

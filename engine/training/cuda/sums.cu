@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t group = blockIdx.y; group < sum.groups; group += gridDim.y) {
     const float* const from = sum.in + group * GroupStride(sum) + i;
     StoreSum(sum, group, place,
-             SumOfChunks<kLeaves, float>(sum.chunks, sum.splits,
-                                         [&](int64_t part) { return from[part * sum.in_stride]; }));
+             SumOfChunks<kLeaves, 1, float>(
+                 sum.chunks, sum.splits, [&](int64_t part) { return from[part * sum.in_stride]; }));
   }
 }
 

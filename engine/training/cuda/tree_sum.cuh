@@ -40,9 +40,8 @@ class Subtrees {
 /// The sum of load(chunk · splits + split), which is a T. Loads of kLeaves chunks, which divide
 /// `chunks`, and of kSplits splits are in flight together; single ones would leave the memory
 /// bandwidth unused.
-template <int kLeaves, typename T, typename LoadPart>
+template <int kLeaves, int kSplits, typename T, typename LoadPart>
 __device__ inline T SumOfChunks(int64_t chunks, int64_t splits, const LoadPart& load) {
-  constexpr int kSplits = 4;
   const auto sum_of_leaves = [&](int64_t leaf) {
     T sums[kLeaves];
 #pragma unroll

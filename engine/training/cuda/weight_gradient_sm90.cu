@@ -282,7 +282,9 @@ constexpr int kSumWarps = 4, kSumThreads = 32 * kGroups * kBlocks;
 // A line of the window's result in shared memory: 8 channels × 9 taps.
 constexpr int kResultLine = 8 * kTaps, kResultPitch = kResultLine + 4;
 
-template <bool kWindow, int kLeaves>
+/// kSplits: that are loaded at a time. One split needs few registers, so that more blocks share an
+/// SM.
+template <bool kWindow, int kLeaves, int kSplits>
 __global__ void __launch_bounds__(kSumThreads)
     SumPartsKernel(const __grid_constant__ PartSums parts) {
   using T = Tile<kWindow>;
@@ -299,9 +301,10 @@ __global__ void __launch_bounds__(kSumThreads)
   const float4* const from = parts.sums + int64_t{tile} * kTileVectors +
                              (block * kOctets + octet) * kConsumers + group * 128 + quarter * 32 +
                              lane;
-  const float4 sum = SumOfChunks<kLeaves, Vector>(parts.chunks, parts.splits, [&](int64_t part) {
-                       return Vector{from[part * part_vectors]};
-                     }).v;
+  const float4 sum =
+      SumOfChunks<kLeaves, kSplits, Vector>(parts.chunks, parts.splits, [&](int64_t part) {
+        return Vector{from[part * part_vectors]};
+      }).v;
   const float v[4] = {sum.x, sum.y, sum.z, sum.w};
 
   const int row = lane / 4, column = lane % 4 * 2;  // and row + 8, column + 1
@@ -333,9 +336,10 @@ __global__ void __launch_bounds__(kSumThreads)
   if (parts.bias == nullptr || first_channel != 0 || octet != 0 || block > 0) return;
   const int output = first_output + group * kLine + quarter * 16 + lane;
   if (lane >= 16 || (kWindow && group > 0) || output >= parts.outputs) return;
-  parts.bias[output] = SumOfChunks<kLeaves, float>(parts.chunks, parts.splits, [&](int64_t part) {
-    return parts.bias_sums[part * parts.output_tiles * T::kOutputs + output];
-  });
+  parts.bias[output] =
+      SumOfChunks<kLeaves, kSplits, float>(parts.chunks, parts.splits, [&](int64_t part) {
+        return parts.bias_sums[part * parts.output_tiles * T::kOutputs + output];
+      });
 }
 
 /// A tensor [d3, d2, d1, channels], with boxes of kLine channels.
@@ -460,6 +464,14 @@ cudaError_t LaunchItems(const WeightGradientLaunch& launch, const Plan& plan, fl
       queue, params);
 }
 
+template <bool kWindow, int kSplits>
+auto SumKernelFor(int64_t chunks) {
+  return chunks >= 8   ? SumPartsKernel<kWindow, 8, kSplits>
+         : chunks == 4 ? SumPartsKernel<kWindow, 4, kSplits>
+         : chunks == 2 ? SumPartsKernel<kWindow, 2, kSplits>
+                       : SumPartsKernel<kWindow, 1, kSplits>;
+}
+
 template <bool kWindow>
 cudaError_t LaunchSums(const WeightGradientLaunch& launch, const Plan& plan, const float* bias_sums,
                        const Queue& queue) {
@@ -472,10 +484,8 @@ cudaError_t LaunchSums(const WeightGradientLaunch& launch, const Plan& plan, con
   parts.channel_tiles = FastDivmod(static_cast<int>(plan.channel_tiles));
   parts.outputs = launch.outputs, parts.channels = launch.channels;
   parts.out = launch.out, parts.bias = launch.bias;
-  const auto kernel = launch.chunks >= 8   ? SumPartsKernel<kWindow, 8>
-                      : launch.chunks == 4 ? SumPartsKernel<kWindow, 4>
-                      : launch.chunks == 2 ? SumPartsKernel<kWindow, 2>
-                                           : SumPartsKernel<kWindow, 1>;
+  const auto kernel = plan.splits > 2 ? SumKernelFor<kWindow, 4>(launch.chunks)
+                                      : SumKernelFor<kWindow, 1>(launch.chunks);
   return LaunchDependent(
       kernel,
       {.grid = static_cast<unsigned>(plan.tiles() * kOctets * kSumWarps), .block = kSumThreads},
