@@ -97,8 +97,10 @@ __device__ inline uint32_t ClusterRank() {
 __device__ inline void ArriveAtCluster() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
-/// The same without ordering writes other than FenceBarrierInit()'s.
+/// The same without ordering writes other than FenceBarrierInit()'s, which one thread of a warp may
+/// have just done: a warp that arrived in two pieces would count twice.
 __device__ inline void ArriveAtClusterRelaxed() {
+  __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ inline void WaitForCluster() {

@@ -159,7 +159,6 @@ __device__ void StartLoads(unsigned char* shared, const Layout& layout, const No
         &barriers[kMaxChunks],
         plan.cluster * plan.strip * static_cast<int>(sizeof(typename Message<kSums>::Type)));
   }
-  __syncwarp();  // a warp that arrived in two pieces would count twice
   if (plan.cluster > 1) ArriveAtClusterRelaxed();
   WaitForPredecessors();
   if (threadIdx.x != 0) return;
