@@ -302,8 +302,10 @@ void AddDataFlags(CLI::App& app, Flags* flags) {
   app.add_option("--prefetch-threads", t.prefetch_threads,
                  "Threads that prepare the pictures of the next step. 0: 2 if pictures are on disk "
                  "or augmented, else none");
-  app.add_flag("--recompute-norms", t.recompute_norms,
-               "Recompute norms in the backward pass: less memory, a little slower");
+  app.add_flag(
+      "--recompute-norms,!--keep-norms", t.recompute_norms,
+      "Recompute norms in the backward pass, or not: less memory, a little slower, the same "
+      "bits. Default: from 100 million parameters on");
 }
 
 void AddRunFlags(CLI::App& app, Flags* flags) {

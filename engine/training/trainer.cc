@@ -22,6 +22,10 @@ constexpr int kMaxAverages = 8;
 /// The error if the pictures do not fit into the device's memory.
 constexpr int kDefaultPrefetchThreads = 2;
 
+bool RecomputesNorms(const TrainerOptions& options, const Parameters& parameters) {
+  return options.recompute_norms.value_or(parameters.trained_elements() >= 100'000'000);
+}
+
 bool IsDdpm(ObjectiveOptions::Kind kind) {
   using Kind = ObjectiveOptions::Kind;
   return kind == Kind::kEpsilon || kind == Kind::kV || kind == Kind::kX0;
@@ -113,7 +117,7 @@ absl::StatusOr<PassCount> CountPass(const NetworkConfig& config, const TrainerOp
             .gradient = gradient,
             .rows = samples.rows,
             .dropout = static_cast<float>(options.dropout),
-            .recompute_norms = options.recompute_norms};
+            .recompute_norms = RecomputesNorms(options, parameters)};
   task->Run(pass, {.images = PicturesOf(dataset),
                    .samples = samples,
                    .loss = gradient.Slice(count.trained_elements, 1)});
@@ -694,7 +698,7 @@ void Trainer::RunPass(int64_t pass_index, Arena& arena, const Tensor& gradient) 
             .step = step_tensor_,
             .seed = options_.seed,
             .dropout = static_cast<float>(options_.dropout),
-            .recompute_norms = options_.recompute_norms};
+            .recompute_norms = RecomputesNorms(options_, parameters_)};
   task_->Run(pass, {.images = images_,
                     .samples = samples,
                     .scale = 1.0f / static_cast<float>(options_.batch),

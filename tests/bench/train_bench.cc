@@ -4,7 +4,7 @@
 // (v-prediction) with the text encoder.
 //
 //   train-bench --config=DIR/config.json --batch=128 [--device=cuda] [--chunks=8]
-//               [--recompute-norms] [--autotune=DIRECTORY] [--steps=3] [--turns]
+//               [--recompute-norms|--keep-norms] [--autotune=DIRECTORY] [--steps=3] [--turns]
 //   train-bench --pipeline=models/emoji-64 --stage=diffusion|vae --batch=256 …
 //
 // Prints one line of JSON for each of --steps. A step's time is the host's, from its plan to its
@@ -17,6 +17,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -37,7 +38,8 @@ double Since(Clock::time_point begin) {
 struct Options {
   std::string config, pipeline, stage = "diffusion", device = "cuda", autotune;
   int64_t batch = 0, chunks = 8, steps = 3;
-  bool recompute_norms = false, turns = false;
+  std::optional<bool> recompute_norms;
+  bool turns = false;
 };
 
 absl::StatusOr<Options> Parse(int argc, char** argv) {
@@ -65,6 +67,8 @@ absl::StatusOr<Options> Parse(int argc, char** argv) {
       options.steps = std::atoll(value.c_str());
     } else if (flag == "--recompute-norms") {
       options.recompute_norms = true;
+    } else if (flag == "--keep-norms") {
+      options.recompute_norms = false;
     } else if (flag == "--turns") {
       options.turns = true;
     } else {

@@ -156,8 +156,9 @@ TEST_P(OpTest, GroupNorm) {
         for (float& value : absolute) value = std::abs(value);
         backend_->SumPixels(Activations(dx.shape(), absolute), sizes);
         for (int64_t i = 0; i < rows * channels; ++i)
+          // In bf16 dx is rounded before one of the sums, and both sums are.
           EXPECT_NEAR(Values(sums)[i], Values(expected_sums)[i],
-                      (bf16() ? kBf16Tolerance : 1e-6) * Values(sizes)[i]);
+                      (bf16() ? 2 * kBf16Tolerance : 1e-6) * Values(sizes)[i]);
         backward.dx_sums = {};
         // In two parts.
         const int64_t first = channels >= 16 ? 8 : channels / 2, rest = channels - first;

@@ -231,19 +231,18 @@ __device__ void SumOverCluster(unsigned char* shared, const Plan& plan, const La
     for (int s = 0; s < kSums; ++s) of_block[s] += by_line[s * kind + line * plan.strip + c];
   }
   if (plan.cluster == 1) {
-    __syncthreads();
 #pragma unroll
     for (int s = 0; s < kSums; ++s) totals[s] = of_block[s];
-    return;
+  } else if (c < plan.strip) {
+#pragma unroll 2
+    for (int to = 0; to < plan.cluster; ++to)
+      M::Send(M::Of(of_block), ClusterAddress(received + place.rank * plan.strip + c, to),
+              ClusterAddress(barrier, to));
+    WaitForStores(barrier, 0);
+#pragma unroll 2
+    for (int rank = 0; rank < plan.cluster; ++rank) M::Add(received[rank * plan.strip + c], totals);
   }
-  if (c >= plan.strip) return;
-#pragma unroll 2
-  for (int to = 0; to < plan.cluster; ++to)
-    M::Send(M::Of(of_block), ClusterAddress(received + place.rank * plan.strip + c, to),
-            ClusterAddress(barrier, to));
-  WaitForStores(barrier, 0);
-#pragma unroll 2
-  for (int rank = 0; rank < plan.cluster; ++rank) M::Add(received[rank * plan.strip + c], totals);
+  __syncthreads();  // the caller overwrites the sums by line
 }
 
 /// The first channel, in the strip, of the group of channel c.

@@ -65,7 +65,8 @@ struct Tile {
 
 struct Params {
   CUtensorMap dout, x;
-  int work = 0;                             // items: parts of all chunks × tiles
+  int work = 0;                             // items: parts of all chunks × tiles of the pass
+  int first_tile = 0;                       // of the pass
   FastDivmod tiles, channel_tiles, splits;  // splits: parts per chunk
   int output_tiles = 0;
   int steps = 0;  // per chunk
@@ -85,7 +86,7 @@ __device__ inline Item ItemOf(const Params& params, int index) {
   using T = Tile<kWindow>;
   Item item;
   item.part = index / params.tiles;
-  const int tile = index % params.tiles;
+  const int tile = params.first_tile + index % params.tiles;
   item.output = tile / params.channel_tiles * T::kOutputs;
   item.channel = tile % params.channel_tiles * T::kChannels;
   item.chunk = item.part / params.splits;
@@ -263,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 struct PartSums {
   const float4* sums = nullptr;
   const float* bias_sums = nullptr;
-  int chunks = 1, splits = 1, output_tiles = 1;
+  int first_tile = 0, chunks = 1, splits = 1, output_tiles = 1;
   FastDivmod tiles, channel_tiles;
   int outputs = 0, channels = 0;  // of the result
   float *out = nullptr, *bias = nullptr;
@@ -291,14 +292,15 @@ __global__ void __launch_bounds__(kSumThreads)
   ReleaseDependents();
   WaitForPredecessors();
   const int quarter = blockIdx.x % kSumWarps, octet = blockIdx.x / kSumWarps % kOctets;
-  const int tile = blockIdx.x / (kSumWarps * kOctets);
+  const int tile_of_pass = blockIdx.x / (kSumWarps * kOctets);
+  const int tile = parts.first_tile + tile_of_pass;
   const int lane = threadIdx.x % 32, group = threadIdx.x / 32 % kGroups;
   const int block = threadIdx.x / (32 * kGroups);
   const int first_output = tile / parts.channel_tiles * T::kOutputs;
   const int first_channel = tile % parts.channel_tiles * T::kChannels;
 
   const int64_t part_vectors = int64_t{parts.tiles.value} * kTileVectors;
-  const float4* const from = parts.sums + int64_t{tile} * kTileVectors +
+  const float4* const from = parts.sums + int64_t{tile_of_pass} * kTileVectors +
                              (block * kOctets + octet) * kConsumers + group * 128 + quarter * 32 +
                              lane;
   const float4 sum =
@@ -370,8 +372,12 @@ struct Plan {
   int64_t parts;           // of all chunks
 
   int64_t tiles() const { return output_tiles * channel_tiles; }
-  int64_t work() const { return parts * tiles(); }
-  int64_t sums() const { return work() * kTileVectors * 4; }  // floats
+  /// Tiles that are computed at a time: their sums take 39 MB, if not a single tile's take more.
+  int64_t pass_tiles() const {
+    constexpr int64_t kItems = 2 * 132;  // two for each multiprocessor
+    return std::clamp<int64_t>(kItems / parts, 1, tiles());
+  }
+  int64_t sums() const { return parts * pass_tiles() * kTileVectors * 4; }  // floats
 };
 
 /// Number of parts per chunk, by estimated clocks. When a pass has eight chunks, a GPU has 132
@@ -414,11 +420,10 @@ Plan PlanOf(const WeightGradientLaunch& launch) {
 }
 
 template <bool kWindow>
-cudaError_t LaunchItems(const WeightGradientLaunch& launch, const Plan& plan, float* bias_sums,
-                        const Queue& queue) {
-  using T = Tile<kWindow>;
+cudaError_t ParamsOf(const WeightGradientLaunch& launch, const Plan& plan, float* bias_sums,
+                     Params* to) {
+  Params& params = *to;
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
-  Params params;
   CUresult encoded[2];
   if (kWindow) {
     const int images = plan.images_at_once, height = kEdge / images;
@@ -435,10 +440,9 @@ cudaError_t LaunchItems(const WeightGradientLaunch& launch, const Plan& plan, fl
   for (CUresult result : encoded) {
     if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
   }
-  if (plan.work() > INT32_MAX || launch.images * launch.height * launch.width > INT32_MAX)
+  if (plan.parts * plan.tiles() > INT32_MAX ||
+      launch.images * launch.height * launch.width > INT32_MAX)
     return cudaErrorInvalidValue;
-  params.work = static_cast<int>(plan.work());
-  params.tiles = FastDivmod(static_cast<int>(plan.tiles()));
   params.channel_tiles = FastDivmod(static_cast<int>(plan.channel_tiles));
   params.splits = FastDivmod(plan.splits);
   params.output_tiles = static_cast<int>(plan.output_tiles);
@@ -450,18 +454,7 @@ cudaError_t LaunchItems(const WeightGradientLaunch& launch, const Plan& plan, fl
   params.images = static_cast<int>(launch.images / launch.chunks);
   params.sums = reinterpret_cast<float4*>(launch.partial);
   params.bias_sums = bias_sums;
-  const auto kernel = WeightGradientKernel<kWindow>;
-  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                               T::kSharedBytes);
-      error != cudaSuccess) {
-    return error;
-  }
-  return LaunchDependent(
-      kernel,
-      {.grid = static_cast<unsigned>(std::min(params.work, queue.multiprocessors)),
-       .block = kThreads,
-       .shared_bytes = T::kSharedBytes},
-      queue, params);
+  return cudaSuccess;
 }
 
 template <bool kWindow, int kSplits>
@@ -473,23 +466,44 @@ auto SumKernelFor(int64_t chunks) {
 }
 
 template <bool kWindow>
-cudaError_t LaunchSums(const WeightGradientLaunch& launch, const Plan& plan, const float* bias_sums,
-                       const Queue& queue) {
-  PartSums parts;
-  parts.sums = reinterpret_cast<const float4*>(launch.partial);
-  parts.bias_sums = bias_sums;
-  parts.chunks = static_cast<int>(launch.chunks), parts.splits = plan.splits;
-  parts.output_tiles = static_cast<int>(plan.output_tiles);
-  parts.tiles = FastDivmod(static_cast<int>(plan.tiles()));
-  parts.channel_tiles = FastDivmod(static_cast<int>(plan.channel_tiles));
-  parts.outputs = launch.outputs, parts.channels = launch.channels;
-  parts.out = launch.out, parts.bias = launch.bias;
-  const auto kernel = plan.splits > 2 ? SumKernelFor<kWindow, 4>(launch.chunks)
-                                      : SumKernelFor<kWindow, 1>(launch.chunks);
-  return LaunchDependent(
-      kernel,
-      {.grid = static_cast<unsigned>(plan.tiles() * kOctets * kSumWarps), .block = kSumThreads},
-      queue, parts);
+cudaError_t LaunchPasses(const WeightGradientLaunch& launch, const Plan& plan, const Queue& queue) {
+  using T = Tile<kWindow>;
+  float* const bias_sums = launch.bias == nullptr ? nullptr : launch.partial + plan.sums();
+  Params params;
+  if (cudaError_t error = ParamsOf<kWindow>(launch, plan, bias_sums, &params);
+      error != cudaSuccess) {
+    return error;
+  }
+  PartSums sums;
+  sums.sums = params.sums, sums.bias_sums = bias_sums;
+  sums.chunks = static_cast<int>(launch.chunks), sums.splits = plan.splits;
+  sums.output_tiles = params.output_tiles, sums.channel_tiles = params.channel_tiles;
+  sums.outputs = launch.outputs, sums.channels = launch.channels;
+  sums.out = launch.out, sums.bias = launch.bias;
+  const auto kernel = WeightGradientKernel<kWindow>;
+  const auto sum_kernel = plan.splits > 2 ? SumKernelFor<kWindow, 4>(launch.chunks)
+                                          : SumKernelFor<kWindow, 1>(launch.chunks);
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes);
+  for (int64_t first = 0; first < plan.tiles() && error == cudaSuccess;
+       first += plan.pass_tiles()) {
+    const int64_t tiles = std::min(plan.pass_tiles(), plan.tiles() - first);
+    params.work = static_cast<int>(plan.parts * tiles);
+    params.first_tile = sums.first_tile = static_cast<int>(first);
+    params.tiles = sums.tiles = FastDivmod(static_cast<int>(tiles));
+    error = LaunchDependent(
+        kernel,
+        {.grid = static_cast<unsigned>(std::min(params.work, queue.multiprocessors)),
+         .block = kThreads,
+         .shared_bytes = T::kSharedBytes},
+        queue, params);
+    if (error != cudaSuccess) break;
+    error = LaunchDependent(
+        sum_kernel,
+        {.grid = static_cast<unsigned>(tiles * kOctets * kSumWarps), .block = kSumThreads}, queue,
+        sums);
+  }
+  return error;
 }
 
 }  // namespace
@@ -502,13 +516,8 @@ int64_t WeightGradientPartials(const WeightGradientLaunch& launch) {
 
 cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, const Queue& queue) {
   const Plan plan = PlanOf(launch);
-  const bool window = launch.taps == kTaps;
-  float* const bias_sums = launch.bias == nullptr ? nullptr : launch.partial + plan.sums();
-  cudaError_t error = window ? LaunchItems<true>(launch, plan, bias_sums, queue)
-                             : LaunchItems<false>(launch, plan, bias_sums, queue);
-  if (error != cudaSuccess) return error;
-  return window ? LaunchSums<true>(launch, plan, bias_sums, queue)
-                : LaunchSums<false>(launch, plan, bias_sums, queue);
+  return launch.taps == kTaps ? LaunchPasses<true>(launch, plan, queue)
+                              : LaunchPasses<false>(launch, plan, queue);
 }
 
 }  // namespace denoised::training::cuda
