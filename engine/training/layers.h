@@ -29,7 +29,7 @@ struct Pass {
   Tensor step;            // I32 [1]
   uint64_t seed = 0;
   float dropout = 0;
-  /// The backward pass recomputes the outputs of group norms instead of keeping them.
+  /// The backward pass recomputes the outputs of norms instead of keeping them.
   bool recompute_norms = false;
 
   Tensor New(const Shape& shape) { return arena.New(shape, backend.activation_dtype()); }

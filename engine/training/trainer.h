@@ -33,8 +33,8 @@ struct TrainerOptions {
   /// 0: all pictures are in the device's memory. Otherwise this many threads copy those of the next
   /// step during the current one. The bits do not depend on it.
   int prefetch_threads = 0;
-  /// Whether the backward pass computes the outputs of norms again: less memory, a little slower, the
-  /// same bits. Default: from 100 million parameters on, where it costs about 2 % of a step.
+  /// Whether the backward pass computes the outputs of norms again: less memory, a little slower,
+  /// the same bits. Default: from 100 million parameters on, where it costs about 2 % of a step.
   std::optional<bool> recompute_norms;
 
   /// InvalidArgument names the field, its value and the remedy.

@@ -474,6 +474,14 @@ class RunTest(unittest.TestCase):
         said = self.train("b", config=config, steps=2, **{"dry-run": "true"})
         self.assertIn("steps        2 of 16", said)
         self.assertFalse((self.root / "b").exists())
+
+        def activations(**flags):  # MiB
+            said = self.train("b", config=config, steps=2, batch=512, **flags, **{"dry-run": "true"})
+            return int(re.search(r"activations (\d+)", said)[1])
+
+        kept = activations()  # a small network
+        self.assertEqual(activations(**{"keep-norms": "true"}), kept)
+        self.assertLess(activations(**{"recompute-norms": "true"}), kept)
         config.write_text('{"stepps": 3}')
         self.assertIn("stepps", self.train("c", rc=2, config=config))
         config.write_text('{"steps": 3, "batch": 16, "steps": 4}')

@@ -174,7 +174,9 @@ TEST_P(OpTest, GroupNorm) {
         for (const auto& [of_parts, of_whole] :
              {std::pair{backward.dx, CopyOfColumns(dx, 0, first)},
               std::pair{backward.dx_rest, CopyOfColumns(dx, first, rest)}}) {
-          if (same_bits) EXPECT_EQ(Values(of_parts), Values(of_whole));
+          if (same_bits) {
+            EXPECT_EQ(Values(of_parts), Values(of_whole));
+          }
           EXPECT_LE(RelativeError(Values(of_parts), Values(of_whole)),
                     bf16() ? kBf16Tolerance : 1e-6);
         }
@@ -612,7 +614,9 @@ TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
         Case{64, 136, 4, 3, 7, 4}, Case{3, 64, 8, 16, 16, 1}, Case{64, 3, 8, 16, 16, 1},
         Case{64, 128, 4, 8, 8, 1, 3, true}, Case{6, 128, 4, 4, 4, 2, 3, true},
         Case{256, 136, 8, 16, 16, 1, 1}, Case{200, 384, 2, 12, 20, 1, 1},
-        Case{128, 64, 4, 32, 32, 1, 1}}) {
+        Case{128, 64, 4, 32, 32, 1, 1},
+        // More tiles than are computed at a time; more chunks than are added side by side.
+        Case{512, 512, 8, 8, 8, 1}, Case{64, 64, 32, 8, 8, 1}}) {
     SCOPED_TRACE(fmt::format("{} to {}, {} images of {}x{}, chunks of {}, kernel {}", c.in, c.out,
                              c.images, c.height, c.width, c.chunk, c.kernel));
     const int edge = c.kernel / 2, up = c.upsample ? 2 : 1;
@@ -620,22 +624,25 @@ TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
         out_shape{c.images, up * c.height, up * c.width, c.out},
         weight_shape{c.out, c.in, c.kernel, c.kernel};
     const auto x = Normal(x_shape), d = Normal(out_shape);
-    std::vector<std::vector<float>> gradients;
+    std::vector<std::vector<float>> gradients, of_biases;
     for (Backend* backend : {cpu_.get(), cuda_.get()}) {
       backend->SetChunkRows(c.chunk);
       const auto packed = backend->NewConv2d(c.in, c.out, c.kernel, c.upsample);
       backend->PackConv2d(Floats(*backend, weight_shape), Tensor(), packed.get());
-      const Tensor dweight = Floats(*backend, weight_shape);
+      const Tensor dweight = Floats(*backend, weight_shape), dbias = Floats(*backend, {c.out});
       backend->Conv2dBackward({.x = Activations(*backend, x_shape, x),
                                .weight = packed.get(),
                                .geometry = {1, edge, edge, edge, edge},
                                .dout = Activations(*backend, out_shape, d),
-                               .dweight = dweight});
+                               .dweight = dweight,
+                               .dbias = dbias});
       gradients.push_back(OnHost(*backend, dweight));
+      of_biases.push_back(OnHost(*backend, dbias));
       EXPECT_TRUE(backend->status().ok()) << backend->status();
     }
     EXPECT_LE(RelativeError(gradients[1], gradients[0]), kWeightTolerance)
         << Differences(gradients[1], gradients[0], weight_shape);
+    EXPECT_LE(RelativeError(of_biases[1], of_biases[0]), kWeightTolerance);
   }
 }
 
@@ -653,26 +660,31 @@ TEST_P(LargeOpTest, WeightGradientsOfLinears) {
     for (const int part : c.parts) outputs += part;
     const Shape x_shape{c.images, c.lines, c.in}, out_shape{c.images, c.lines, outputs};
     const auto x = Normal(x_shape), d = Normal(out_shape);
-    std::vector<std::vector<Tensor>> gradients;
+    std::vector<std::vector<Tensor>> gradients, of_biases;
     for (Backend* backend : {cpu_.get(), cuda_.get()}) {
       backend->SetChunkRows(c.chunk);
-      std::vector<Tensor> weights, &dweights = gradients.emplace_back();
+      std::vector<Tensor> weights, &dweights = gradients.emplace_back(),
+                                   &dbiases = of_biases.emplace_back();
       for (const int part : c.parts) {
         weights.push_back(Floats(*backend, {part, c.in}));
         dweights.push_back(Floats(*backend, {part, c.in}));
+        dbiases.push_back(Floats(*backend, {part}));
       }
       const auto packed = backend->NewLinear(c.in, c.parts);
       backend->PackLinear(weights, {}, packed.get());
       backend->LinearBackward({.x = Activations(*backend, x_shape, x),
                                .weight = packed.get(),
                                .dout = Activations(*backend, out_shape, d),
-                               .dweights = dweights});
+                               .dweights = dweights,
+                               .dbiases = dbiases});
       EXPECT_TRUE(backend->status().ok()) << backend->status();
     }
     for (size_t i = 0; i < c.parts.size(); ++i) {
       const auto out = OnHost(*cuda_, gradients[1][i]), expected = OnHost(*cpu_, gradients[0][i]);
       EXPECT_LE(RelativeError(out, expected), kWeightTolerance)
           << "part " << i << ": " << Differences(out, expected, {c.parts[i], c.in});
+      EXPECT_LE(RelativeError(OnHost(*cuda_, of_biases[1][i]), OnHost(*cpu_, of_biases[0][i])),
+                kWeightTolerance);
     }
   }
 }

@@ -72,7 +72,7 @@ struct Tile {
   static constexpr int kAccumulators = kN / 2;
   static constexpr int kStageBytes = kN * kStepBytes;
   // Bytes of a box of 64 pixels × kBox outputs.
-  static constexpr int kBox = kN % 64 == 0 ? 64 : kN % 32 == 0 ? 32 : 16, kBoxes = kN / kBox;
+  static constexpr int kBox = kSpec.BoxOutputs(), kBoxes = kN / kBox;
   static constexpr int kBoxBytes = kSubtileEdge * kSubtileEdge * kBox * 2,
                        kBufferBytes = kBoxes * kBoxBytes;
   static constexpr int kStagingBytes = 2 * kBuffers * kBufferBytes;
@@ -680,8 +680,8 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   params.log_splits = BinaryLogarithm(plan.splits);
   // Each split has at least one step, because there are at least kTaps steps.
   if (plan.splits != 1 << params.log_splits || plan.splits > kTaps) return cudaErrorInvalidValue;
-  if (!SuitsHaloTile(conv) || T::kE4m3 != (conv.x.element == Element::kE4m3x2) ||
-      (T::kE4m3 && conv.x2.data != nullptr) ||
+  if (!SuitsHaloTile(conv) || conv.outputs % T::kBox != 0 ||
+      T::kE4m3 != (conv.x.element == Element::kE4m3x2) || (T::kE4m3 && conv.x2.data != nullptr) ||
       ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kSplitK) ||
       (conv.input_factors != nullptr && !T::kFusesInputNorm)) {
     return cudaErrorInvalidValue;

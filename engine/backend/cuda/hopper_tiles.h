@@ -67,6 +67,8 @@ struct HopperTileSpec {
   Element element = Element::kBf16;  // of both operands; kE4m3x2: kCooperative, kNone
 
   constexpr bool IsPersistent() const { return schedule != Schedule::kClusterSplitK; }
+  /// Outputs of a TMA box of the epilogue of persistent tiles.
+  constexpr int BoxOutputs() const { return n % 64 == 0 ? 64 : n % 32 == 0 ? 32 : 16; }
   /// Whether the tile can normalise its input (Conv2dLaunch::input_factors).
   constexpr bool FusesInputNorm() const {
     constexpr int kRegisters = 72;  // needed to normalise

@@ -54,7 +54,7 @@ int SplitsOf(const ConvLayer& layer) {
   // Of 1×1 layers, which have few steps, only the longest gain in small batches, and all lose in
   // large. So do 3×3 layers of up to 64 channels, which have nine.
   const int steps = StepsOf(layer);
-  const bool worth = steps >= (layer.kernel > 1 ? 10 : 16);
+  const bool worth = layer.upsample2x || steps >= (layer.kernel > 1 ? 10 : 16);
   while (worth && of_an_image < few && splits < kMaxSplits &&
          (splits == 1 || of_an_image * splits * 2 <= enough) &&
          steps >= splits * 2 * kMinSplitSteps) {
@@ -85,6 +85,11 @@ bool Suits(const HopperTileSpec& spec, const ConvLayer& conv, int splits, bool h
   if (e4m3 != (spec.element == Element::kE4m3x2)) return false;
   if (spec.StoresOneByOne() == HasVectorOutputs(conv)) return false;
   if (spec.loader == Loader::kHaloTile && !halo_tiles) return false;
+  // Persistent halo tiles read conv.add by whole boxes.
+  if (spec.loader == Loader::kHaloTile && spec.IsPersistent() &&
+      conv.outputs % spec.BoxOutputs() != 0) {
+    return false;
+  }
   if (conv.input_factors != nullptr && !spec.FusesInputNorm()) return false;
   if (conv.output_norm.gamma != nullptr && !spec.FusesOutputNorm()) return false;
   if (splits > 1 && spec.split_k == SplitK::kNone) return false;

@@ -13,7 +13,7 @@
 #include "engine/training/cuda/launch.h"
 
 /// training/backend.h on CUDA. Convolutions and linears, forward and for the gradient of their
-/// input, are ops of serving's backend; LaunchPack() rewrites their packed weights after every
+/// input, are ops of serving's backend; LaunchPacks() rewrites their packed weights after every
 /// update. Other ops that serving has are its too. The rest are kernels of launch.h on the same
 /// stream.
 ///

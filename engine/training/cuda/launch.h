@@ -13,7 +13,8 @@
 /// The kernels of training as plain functions of device pointers, sizes and a queue, like those of
 /// serving in engine/backend/cuda/launch.h. cuda_backend.cc has validated the arguments.
 ///
-/// Kernels wait for their predecessors before they read or write any memory (dependent_launch.h).
+/// Kernels wait for their predecessors before they read or write any memory (dependent_launch.h),
+/// except those of group_norm.cu, which start when all before them have ended.
 ///
 /// No atomics. Results for a sample depend on that sample alone. A sum over samples is computed
 /// chunk by chunk, each in an order that depends on shapes only, and LaunchTreeSum adds the chunks

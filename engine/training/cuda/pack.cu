@@ -45,7 +45,7 @@ __device__ void StoreRun(const Rows& rows, int64_t row, int64_t column, int coun
 
 /// Layers with the same number of taps.
 struct Batch {
-  static constexpr int kMost = 192;  // as many as a launch's parameters hold
+  static constexpr int kMost = 320;  // a launch's parameters hold a few more
   int count = 0;
   int first_block[kMost + 1] = {};  // of each layer
   PackLaunch packs[kMost];

@@ -3,7 +3,8 @@
 // chunks for everything that is summed over samples.
 //
 // Policy. Column sums: a block owns a strip of channels in one part of a segment. Its threads take
-// turns at the lines, and their sums are added in a fixed order. Tree: a thread owns an element.
+// turns at the lines, and their sums are added in a fixed order. Tree: a thread owns an element, or
+// if there are many splits one of its chunks and a part of their splits.
 
 #include <algorithm>
 

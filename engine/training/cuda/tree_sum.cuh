@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-/// The order in which everything is summed over samples: the parts of a chunk one after another,
-/// the chunks as a balanced binary tree (backend.h).
+/// The order in which everything is summed over samples: the parts of a chunk in an order that
+/// depends on their number alone, the chunks as a balanced binary tree (backend.h).
 
 namespace denoised::training::cuda {
 
