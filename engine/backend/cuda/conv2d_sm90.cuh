@@ -40,7 +40,7 @@ struct Tile {
   static constexpr int kStageBytes = kInputBytes + kWeightBytes;
   // Staged tiles are stored through shared memory, in boxes of 64 pixels.
   static constexpr bool kStaged = !kSpec.StoresOneByOne();
-  static constexpr int kBox = kN % 64 == 0 ? 64 : 32;  // outputs: 128 or 64 bytes, swizzled
+  static constexpr int kBox = kSpec.BoxOutputs();  // outputs: 128 or 64 bytes, swizzled
   static constexpr int kAcross = kN / kBox, kBoxes = kRows * kAcross;  // per consumer
   // Gated layers have half as many outputs: half as many boxes across, or boxes of half the width.
   static constexpr bool kGates = kSpec.FusesGate();

@@ -143,6 +143,7 @@ class CpuBackend final : public Backend {
   }
   void GroupNorm(const GroupNormArgs& args) override { cpu::GroupNorm(args); }
   void GroupNormBackward(const GroupNormBackwardArgs& args) override {
+    DENOISED_CHECK(!args.dx_sums || (!args.add && !args.dx_rest));
     cpu::GroupNormBackward(args, chunk_rows_);
     if (args.dx_sums) SumPixels(args.dx, args.dx_sums);
   }

@@ -127,7 +127,7 @@ struct NormBackwardLaunch {
   Rows dx, dx_rest;     // the first dx_channels, and the others
   int dx_channels = 0;  // all of them: dx_rest is null
   /// Out [rows, channels], or null: the sums of dx over pixels, before it is rounded. Without
-  /// `add`, and for LaunchNormBackwardHopper alone.
+  /// `add` and dx_rest, and for LaunchNormBackwardHopper alone.
   Rows dx_sums;
   Rows dscale_shift;
   float* coefficients = nullptr;  // scratch [rows, channels, 2]

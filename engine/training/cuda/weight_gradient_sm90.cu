@@ -20,7 +20,8 @@
 // Sums. A chunk is cut into as many parts as suit a GPU when a pass has eight chunks. The sums of
 // each part go to memory in the layout of the accumulators, so that stores are coalesced.
 // SumPartsKernel adds the parts of a chunk in order and the chunks as a binary tree, and
-// transposes. So the bits depend on the layer's shape and the tree alone.
+// transposes. So the bits depend on the layer's shape and the tree alone. A launch has only as many
+// tiles of a large weight as keep these sums small enough for L2.
 
 #include <algorithm>
 
@@ -65,8 +66,8 @@ struct Tile {
 
 struct Params {
   CUtensorMap dout, x;
-  int work = 0;                             // items: parts of all chunks × tiles of the pass
-  int first_tile = 0;                       // of the pass
+  int work = 0;                             // items: parts of all chunks × tiles of the launch
+  int first_tile = 0;                       // of the launch
   FastDivmod tiles, channel_tiles, splits;  // splits: parts per chunk
   int output_tiles = 0;
   int steps = 0;  // per chunk
@@ -292,15 +293,15 @@ __global__ void __launch_bounds__(kSumThreads)
   ReleaseDependents();
   WaitForPredecessors();
   const int quarter = blockIdx.x % kSumWarps, octet = blockIdx.x / kSumWarps % kOctets;
-  const int tile_of_pass = blockIdx.x / (kSumWarps * kOctets);
-  const int tile = parts.first_tile + tile_of_pass;
+  const int tile_of_launch = blockIdx.x / (kSumWarps * kOctets);
+  const int tile = parts.first_tile + tile_of_launch;
   const int lane = threadIdx.x % 32, group = threadIdx.x / 32 % kGroups;
   const int block = threadIdx.x / (32 * kGroups);
   const int first_output = tile / parts.channel_tiles * T::kOutputs;
   const int first_channel = tile % parts.channel_tiles * T::kChannels;
 
   const int64_t part_vectors = int64_t{parts.tiles.value} * kTileVectors;
-  const float4* const from = parts.sums + int64_t{tile_of_pass} * kTileVectors +
+  const float4* const from = parts.sums + int64_t{tile_of_launch} * kTileVectors +
                              (block * kOctets + octet) * kConsumers + group * 128 + quarter * 32 +
                              lane;
   const float4 sum =
@@ -372,12 +373,12 @@ struct Plan {
   int64_t parts;           // of all chunks
 
   int64_t tiles() const { return output_tiles * channel_tiles; }
-  /// Tiles that are computed at a time: their sums take 39 MB, if not a single tile's take more.
-  int64_t pass_tiles() const {
+  /// Tiles of a launch: their sums take 39 MB, if not a single tile's take more.
+  int64_t launch_tiles() const {
     constexpr int64_t kItems = 2 * 132;  // two for each multiprocessor
     return std::clamp<int64_t>(kItems / parts, 1, tiles());
   }
-  int64_t sums() const { return parts * pass_tiles() * kTileVectors * 4; }  // floats
+  int64_t sums() const { return parts * launch_tiles() * kTileVectors * 4; }  // floats
 };
 
 /// Number of parts per chunk, by estimated clocks. When a pass has eight chunks, a GPU has 132
@@ -466,7 +467,7 @@ auto SumKernelFor(int64_t chunks) {
 }
 
 template <bool kWindow>
-cudaError_t LaunchPasses(const WeightGradientLaunch& launch, const Plan& plan, const Queue& queue) {
+cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, const Queue& queue) {
   using T = Tile<kWindow>;
   float* const bias_sums = launch.bias == nullptr ? nullptr : launch.partial + plan.sums();
   Params params;
@@ -486,8 +487,8 @@ cudaError_t LaunchPasses(const WeightGradientLaunch& launch, const Plan& plan, c
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes);
   for (int64_t first = 0; first < plan.tiles() && error == cudaSuccess;
-       first += plan.pass_tiles()) {
-    const int64_t tiles = std::min(plan.pass_tiles(), plan.tiles() - first);
+       first += plan.launch_tiles()) {
+    const int64_t tiles = std::min(plan.launch_tiles(), plan.tiles() - first);
     params.work = static_cast<int>(plan.parts * tiles);
     params.first_tile = sums.first_tile = static_cast<int>(first);
     params.tiles = sums.tiles = FastDivmod(static_cast<int>(tiles));
@@ -516,8 +517,8 @@ int64_t WeightGradientPartials(const WeightGradientLaunch& launch) {
 
 cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, const Queue& queue) {
   const Plan plan = PlanOf(launch);
-  return launch.taps == kTaps ? LaunchPasses<true>(launch, plan, queue)
-                              : LaunchPasses<false>(launch, plan, queue);
+  return launch.taps == kTaps ? LaunchTiles<true>(launch, plan, queue)
+                              : LaunchTiles<false>(launch, plan, queue);
 }
 
 }  // namespace denoised::training::cuda
