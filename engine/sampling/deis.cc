@@ -9,7 +9,8 @@ namespace {
 
 /// ∫ dσ from `begin` to `end` of the Lagrange polynomial in ln σ that is 1 at nodes[which] and 0 at
 /// the other nodes: three at most. With u = ln σ it is ∫ eᵘ·P(u) du = eᵘ·(P − P′ + P″).
-double LagrangeIntegral(const std::vector<double>& nodes, size_t which, double begin, double end) {
+double LogLagrangeIntegral(const std::vector<double>& nodes, size_t which, double begin,
+                           double end) {
   std::vector<double> roots;
   double scale = 1;
   for (size_t k = 0; k < nodes.size(); ++k) {
@@ -49,7 +50,7 @@ StepPlan CompileDeis(const SchedulerConfig::Fields& fields, const Request& reque
                                     path.sigmas.rbegin() + (path.steps() - i + order));
     Combination scaled = 1 / path.At(i).alpha * X();  // x/alpha, in which dx/dσ is the noise
     for (int k = 0; k < order; ++k)
-      scaled += LagrangeIntegral(nodes, k, path.sigmas[i], path.sigmas[i + 1]) *
+      scaled += LogLagrangeIntegral(nodes, k, path.sigmas[i], path.sigmas[i + 1]) *
                 (k == 0 ? epsilon : Register(k - 1));
     plan.Next(path.At(i + 1).alpha * scaled);
     plan.Keep(0, epsilon);

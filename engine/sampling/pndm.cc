@@ -8,7 +8,7 @@ namespace {
 
 // Registers: the three model outputs before this one, newest first; the state that a step of
 // several evaluations started from; the running sum of its outputs.
-constexpr int kHistory = 3, kSaved = 3, kSum = 4;
+constexpr int kOutputs = 3, kSaved = 3, kSum = 4;
 
 struct PndmWriter {
   const SchedulerConfig::Fields& fields;
@@ -31,10 +31,10 @@ struct PndmWriter {
   /// Puts this evaluation's output at the head of the history.
   void PushOutput() {
     plan.Keep(0, Model());
-    for (int i = 1; i < kHistory; ++i) plan.Keep(i, Register(i - 1));
+    for (int i = 1; i < kOutputs; ++i) plan.Keep(i, Register(i - 1));
   }
   void KeepHistory() {
-    for (int i = 0; i < kHistory; ++i) plan.Keep(i, Register(i));
+    for (int i = 0; i < kOutputs; ++i) plan.Keep(i, Register(i));
   }
 };
 

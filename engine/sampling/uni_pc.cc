@@ -10,7 +10,7 @@ namespace {
 
 // Registers: the predictions of the three evaluations before this one, newest first, and the state
 // that the last step started from.
-constexpr int kHistory = 3, kStart = kHistory;
+constexpr int kPredictions = 3, kStart = kPredictions;
 
 /// Solves the square system a·x = b by Gaussian elimination with pivoting.
 std::vector<double> Solve(std::vector<std::vector<double>> a, std::vector<double> b) {
@@ -129,7 +129,7 @@ StepPlan CompileUniPc(const SchedulerConfig::Fields& fields, const Request& requ
     plan.Next(step.h() == 0 ? x : step.Advance(x, m, others, positions));
     plan.Keep(kStart, x);
     plan.Keep(0, m);
-    for (int k = 1; k < kHistory; ++k) plan.Keep(k, Register(k - 1));
+    for (int k = 1; k < kPredictions; ++k) plan.Keep(k, Register(k - 1));
     last_order = order;
   }
   return plan.Finish(steps - first);

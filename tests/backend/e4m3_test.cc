@@ -98,7 +98,7 @@ INSTANTIATE_TEST_SUITE_P(Cpu, E4m3,
                          BackendName);
 INSTANTIATE_TEST_SUITE_P(Cuda, E4m3, testing::ValuesIn(CudaBackends()), BackendName);
 
-struct ConvCase {
+struct E4m3Conv {
   int64_t height, width, c1, c2, outputs;
   int kernel, stride;
   int64_t shortcut = 0;
@@ -106,7 +106,7 @@ struct ConvCase {
 };
 
 TEST_P(E4m3, Convolutions) {
-  const ConvCase cases[] = {{18, 18, 32, 0, 40, 3, 1},
+  const E4m3Conv cases[] = {{18, 18, 32, 0, 40, 3, 1},
                             {18, 18, 32, 24, 40, 3, 1, 16},
                             {18, 18, 32, 24, 40, 1, 1},
                             {18, 18, 32, 0, 40, 3, 2},
@@ -121,7 +121,7 @@ TEST_P(E4m3, Convolutions) {
                             {1, 1, 40, 0, 24, 1, 1}};
   // The input's scale leaves room, fits tightly, or is too small, so that much is saturated.
   for (const float scale : {0x1p-4f, 0x1p-7f, 0x1p-9f}) {
-    for (const ConvCase& c : cases) {
+    for (const E4m3Conv& c : cases) {
       SCOPED_TRACE(fmt::format("{}x{}x{}+{} to {}, kernel {}, stride {}, scale {}", c.height,
                                c.width, c.c1, c.c2, c.outputs, c.kernel, c.stride, scale));
       const int64_t out_height = (c.height - 1) / c.stride + 1,

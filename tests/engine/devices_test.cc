@@ -22,7 +22,7 @@ namespace {
 using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
-const std::string kDigits = DENOISED_SOURCE_DIR "/models/mnist-32";
+const std::string kDigitsModel = DENOISED_SOURCE_DIR "/models/mnist-32";
 
 JobSpec Digits(uint64_t seed, int count, int steps) {
   JobSpec spec{.model = "digits", .seed = seed, .count = count};
@@ -66,7 +66,7 @@ class TwoDevices : public ::testing::Test {
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
     engine_->SetObserver(&counter_);
-    const absl::Status opened = engine_->Open("digits", kDigits);
+    const absl::Status opened = engine_->Open("digits", kDigitsModel);
     ASSERT_TRUE(opened.ok()) << opened;
   }
   ~TwoDevices() override { Release(); }
@@ -101,7 +101,7 @@ class TwoDevices : public ::testing::Test {
   std::vector<std::map<int, std::vector<float>>> Alone(int jobs, int count, int steps) {
     std::vector<std::map<int, std::vector<float>>> images;
     auto engine = Engine::Create({.device = "cpu", .max_rows = 8});
-    EXPECT_TRUE((*engine)->Open("digits", kDigits).ok());
+    EXPECT_TRUE((*engine)->Open("digits", kDigitsModel).ok());
     for (int i = 0; i < jobs; ++i) {
       const auto job = Submit(**engine, Digits(i, count, steps));
       EXPECT_TRUE(job->Wait().ok());
@@ -145,7 +145,7 @@ TEST_F(TwoDevices, AnUnloadWaitsForBoth) {
   EXPECT_TRUE(running->Wait().ok());
   EXPECT_EQ(running->images().size(), 8u);
   EXPECT_EQ(engine_->Find("digits"), nullptr);
-  ASSERT_TRUE(engine_->Open("digits", kDigits).ok());
+  ASSERT_TRUE(engine_->Open("digits", kDigitsModel).ok());
   EXPECT_TRUE(Submit(*engine_, Digits(2, 2, 2))->Wait().ok());
 }
 
@@ -170,7 +170,7 @@ TEST_F(TwoDevices, OneThatFailsLeavesItsImagesToTheOther) {
   EXPECT_EQ(stats.slots, 4);
 
   // The other goes on serving, loads and unloads; with it all ends.
-  EXPECT_TRUE(engine_->Open("second", kDigits).ok());
+  EXPECT_TRUE(engine_->Open("second", kDigitsModel).ok());
   EXPECT_TRUE(engine_->Close("second").ok());
   const auto last = Submit(*engine_, Digits(9, 2, 900));
   Break(0, /*evaluations=*/0);
@@ -202,7 +202,7 @@ TEST_F(TwoDevices, ALoadThatHangsOnOneEndsOnTheOther) {
   const auto alone = Alone(1, 4, 6);
   Open(/*watchdog_seconds=*/5);
   Hang(0, /*evaluations=*/0);  // of the warm-up
-  const absl::Status opened = engine_->Open("second", kDigits);
+  const absl::Status opened = engine_->Open("second", kDigitsModel);
   EXPECT_TRUE(opened.ok()) << opened;
   EXPECT_THAT(std::string(engine_->Devices()[0].health.message()),
               HasSubstr("a part of loading or removing a model did not return within 5 s"));
@@ -241,7 +241,7 @@ TEST(SeveralDevices, AGpuThatHangsLeavesItsImagesToTheOther) {
   {
     auto engine = Engine::Create({.device = "cuda"});
     ASSERT_TRUE(engine.ok()) << engine.status();
-    ASSERT_TRUE((*engine)->Open("digits", kDigits).ok());
+    ASSERT_TRUE((*engine)->Open("digits", kDigitsModel).ok());
     for (int i = 0; i < kJobs; ++i) {
       const auto job = Submit(**engine, Digits(i, 8, 200));
       ASSERT_TRUE(job->Wait().ok());
@@ -252,7 +252,7 @@ TEST(SeveralDevices, AGpuThatHangsLeavesItsImagesToTheOther) {
   ASSERT_TRUE(engine.ok()) << engine.status();
   Counter counter;
   (*engine)->SetObserver(&counter);
-  ASSERT_TRUE((*engine)->Open("digits", kDigits).ok());
+  ASSERT_TRUE((*engine)->Open("digits", kDigitsModel).ok());
   std::vector<std::shared_ptr<Collector>> jobs;
   for (int i = 0; i < kJobs; ++i) jobs.push_back(Submit(**engine, Digits(i, 8, 200)));
   while (counter.evaluations()["cuda:1"] < 50) std::this_thread::yield();

@@ -22,11 +22,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct Target {
+struct EmojiTarget {
   const char* name;
   EngineOptions options;
 };
-const Target kTargets[] = {
+const EmojiTarget kEmojiTargets[] = {
     {"cpu", {.device = "cpu"}},
     {"cuda_fp32", {.device = "cuda", .fp32 = true}},
 };
@@ -39,12 +39,12 @@ double Psnr(std::span<const float> drawn, std::span<const float> reference) {
                   : 10 * std::log10(static_cast<double>(drawn.size()) / sum);
 }
 
-class EmojiParity : public ::testing::TestWithParam<Target> {};
+class EmojiParity : public ::testing::TestWithParam<EmojiTarget> {};
 
 TEST_P(EmojiParity, FromTheSameNoiseToTheSamePictures) {
   const fs::path model = DENOISED_SOURCE_DIR "/models/emoji-64";
   const fs::path goldens = DENOISED_SOURCE_DIR "/tests/models/emoji";
-  const Target& target = GetParam();
+  const EmojiTarget& target = GetParam();
   if (std::string(target.options.device) == "cuda") {
     DENOISED_NEEDS_GPU();
     // 44 MB, which not every GPU machine is given.
@@ -84,7 +84,7 @@ TEST_P(EmojiParity, FromTheSameNoiseToTheSamePictures) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Diffusers, EmojiParity, ::testing::ValuesIn(kTargets),
+INSTANTIATE_TEST_SUITE_P(Diffusers, EmojiParity, ::testing::ValuesIn(kEmojiTargets),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -18,7 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct Target {
+struct RunTarget {
   const char* name;
   EngineOptions options;
   double tolerance;  // of ‖image − reference‖ / ‖reference‖
@@ -26,13 +26,13 @@ struct Target {
 
 /// fp32: rounding of one evaluation, up to 2e-6, over ten; bf16 keeps eight bits of each
 /// activation, and the error of one evaluation feeds the next.
-std::vector<Target> Targets() {
+std::vector<RunTarget> RunTargets() {
   return {{"cpu", {.device = "cpu"}, 1e-4},
           {"cuda_fp32", {.device = "cuda", .fp32 = true}, 1e-4},
           {"cuda_bf16", {.device = "cuda"}, 5e-2}};
 }
 
-class RunParity : public ::testing::TestWithParam<std::tuple<std::string, Target>> {};
+class RunParity : public ::testing::TestWithParam<std::tuple<std::string, RunTarget>> {};
 
 TEST_P(RunParity, FromTheSameNoiseToTheSameImage) {
   const auto& [name, target] = GetParam();
@@ -75,7 +75,7 @@ TEST_P(RunParity, FromTheSameNoiseToTheSameImage) {
 
 INSTANTIATE_TEST_SUITE_P(Diffusers, RunParity,
                          ::testing::Combine(::testing::ValuesIn(GoldensWith("run.json")),
-                                            ::testing::ValuesIn(Targets())),
+                                            ::testing::ValuesIn(RunTargets())),
                          [](const auto& info) {
                            return std::get<0>(info.param) + "_" + std::get<1>(info.param).name;
                          });
