@@ -106,6 +106,7 @@ nlohmann::json ToJson(const client::Model& model) {
             {"class_vector", model.capabilities.class_vector},
             {"size_conditions", model.capabilities.size_conditions},
             {"guidance", model.capabilities.guidance},
+            {"guidance_interval", model.capabilities.guidance_interval},
             {"guidance_rescale", model.capabilities.guidance_rescale},
             {"image_guidance", model.capabilities.image_guidance},
             {"init_image", model.capabilities.init_image},

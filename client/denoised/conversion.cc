@@ -439,6 +439,7 @@ Model FromProto(const v1::Model& proto) {
                         .class_vector = can.class_vector(),
                         .size_conditions = can.size_conditions(),
                         .guidance = can.guidance(),
+                        .guidance_interval = can.guidance_interval(),
                         .guidance_rescale = can.guidance_rescale(),
                         .image_guidance = can.image_guidance(),
                         .init_image = can.init_image(),

@@ -359,6 +359,7 @@ struct Model {
     bool class_vector = false;
     bool size_conditions = false;
     bool guidance = false;
+    bool guidance_interval = false;  // guidance_start and guidance_stop
     bool guidance_rescale = false;
     bool image_guidance = false;
     bool init_image = false, init_image_required = false;

@@ -825,6 +825,7 @@ v1::Model ToProto(const CatalogModel& listed, const std::string& device,
                                       info.condition == ClassCondition::kVector));
   can.set_size_conditions(info.text && info.text->sizes);
   can.set_guidance(info.guidance || info.guidance_input);
+  can.set_guidance_interval(info.guidance);
   can.set_guidance_rescale(info.guidance_rescale);
   can.set_image_guidance(info.images.guidance);
   can.set_init_image(info.images.init);

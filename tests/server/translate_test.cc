@@ -791,5 +791,20 @@ TEST(RenderTest, MetadataIsTheWholeRequest) {
   }
 }
 
+/// LCM reads guidance_scale as an input: it has no second row that some steps could leave out.
+TEST(ModelTest, GuidanceAsAnInputHasNoInterval) {
+  ModelInfo info = Digits();
+  const auto capabilities = [&info] {
+    return ToProto({.info = std::make_shared<const ModelInfo>(info)}, "", RequestLimits{})
+        .capabilities();
+  };
+  info.guidance = true, info.guidance_input = false;
+  EXPECT_TRUE(capabilities().guidance());
+  EXPECT_TRUE(capabilities().guidance_interval());
+  info.guidance = false, info.guidance_input = true;
+  EXPECT_TRUE(capabilities().guidance());
+  EXPECT_FALSE(capabilities().guidance_interval());
+}
+
 }  // namespace
 }  // namespace denoised

@@ -113,7 +113,7 @@ export class Form {
         {min: 1, max: 100, step: "any", placeholder: defaults.image_guidance_scale}) : null,
       can.guidance_rescale ? number("guidance_rescale", "Rescaled guidance",
         {min: 0, max: 1, step: "any", placeholder: 0}) : null,
-      can.guidance ? h("div", {class: "pair"},
+      can.guidance_interval ? h("div", {class: "pair"},
         number("guidance_start", "Guidance from", {min: 0, max: 1, step: "any", placeholder: 0}),
         number("guidance_stop", "to, of all steps", {min: 0, max: 1, step: "any", placeholder: 1})) : null,
       limits.max_clip_skip > 0 ? number("text_options.clip_skip", "Clip skip",

@@ -377,6 +377,8 @@ class ModelCapabilities:
     """It reads original_size, crop and target_size."""
     guidance: bool
     """guidance_scale may exceed 1."""
+    guidance_interval: bool
+    """It takes guidance_start and guidance_stop."""
     guidance_rescale: bool
     image_guidance: bool
     """It takes an image_guidance_scale."""

@@ -448,10 +448,11 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., error: _Optional[str] = ..., architecture: _Optional[str] = ..., parameters: _Optional[int] = ..., capabilities: _Optional[_Union[ModelCapabilities, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., samplers: _Optional[_Iterable[_Union[Sampler, str]]] = ..., noise_schedules: _Optional[_Iterable[_Union[NoiseSchedule, str]]] = ..., memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., current: bool = ..., aliases: _Optional[_Iterable[str]] = ..., pipeline: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[Stage, str]]] = ..., preview_decoders: _Optional[_Iterable[_Union[PreviewDecoder, str]]] = ..., precision: _Optional[str] = ...) -> None: ...
 
 class ModelCapabilities(_message.Message):
-    __slots__ = ["class_label", "class_vector", "guidance", "guidance_rescale", "image_guidance", "init_image", "init_image_required", "mask", "mask_required", "second_text", "size_conditions", "strength", "text"]
+    __slots__ = ["class_label", "class_vector", "guidance", "guidance_interval", "guidance_rescale", "image_guidance", "init_image", "init_image_required", "mask", "mask_required", "second_text", "size_conditions", "strength", "text"]
     CLASS_LABEL_FIELD_NUMBER: _ClassVar[int]
     CLASS_VECTOR_FIELD_NUMBER: _ClassVar[int]
     GUIDANCE_FIELD_NUMBER: _ClassVar[int]
+    GUIDANCE_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     GUIDANCE_RESCALE_FIELD_NUMBER: _ClassVar[int]
     IMAGE_GUIDANCE_FIELD_NUMBER: _ClassVar[int]
     INIT_IMAGE_FIELD_NUMBER: _ClassVar[int]
@@ -465,6 +466,7 @@ class ModelCapabilities(_message.Message):
     class_label: bool
     class_vector: bool
     guidance: bool
+    guidance_interval: bool
     guidance_rescale: bool
     image_guidance: bool
     init_image: bool
@@ -475,7 +477,7 @@ class ModelCapabilities(_message.Message):
     size_conditions: bool
     strength: bool
     text: bool
-    def __init__(self, text: bool = ..., second_text: bool = ..., class_label: bool = ..., class_vector: bool = ..., size_conditions: bool = ..., guidance: bool = ..., guidance_rescale: bool = ..., image_guidance: bool = ..., init_image: bool = ..., init_image_required: bool = ..., strength: bool = ..., mask: bool = ..., mask_required: bool = ...) -> None: ...
+    def __init__(self, text: bool = ..., second_text: bool = ..., class_label: bool = ..., class_vector: bool = ..., size_conditions: bool = ..., guidance: bool = ..., guidance_rescale: bool = ..., image_guidance: bool = ..., init_image: bool = ..., init_image_required: bool = ..., strength: bool = ..., mask: bool = ..., mask_required: bool = ..., guidance_interval: bool = ...) -> None: ...
 
 class ModelDefaults(_message.Message):
     __slots__ = ["guidance_scale", "height", "image_guidance_scale", "noise_schedule", "sampler", "steps", "strength", "width"]
