@@ -38,7 +38,10 @@ endfunction()
 
 # Tests need no speed of their own, and half the time to compile them is optimisation. GCC's -O1 still
 # inlines what the rooms' headers define, so a test measures no slower rooms; with sanitizers it is no matter.
-set(DENOISED_TEST_OPTIMIZATION "$<IF:$<CONFIG:Debug>,-O0,$<IF:$<BOOL:${DENOISED_SANITIZE}>,-O0,-O1>>")
+set(test_optimization $<$<NOT:$<CONFIG:Debug>>:-O1>)
+if(DENOISED_SANITIZE)
+  set(test_optimization -O0)
+endif()
 
 # One GoogleTest binary, one ctest entry.
 function(denoised_test name)
@@ -46,6 +49,6 @@ function(denoised_test name)
   add_executable(${name} ${TEST_SOURCES})
   target_link_libraries(${name} PRIVATE denoised_build_flags ${TEST_LINK} GTest::gmock_main)
   target_compile_definitions(${name} PRIVATE DENOISED_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
-  target_compile_options(${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${DENOISED_TEST_OPTIMIZATION}>)
+  target_compile_options(${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${test_optimization}>)
   add_test(NAME ${name} COMMAND ${name})
 endfunction()
