@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 #include <google/protobuf/field_mask.pb.h>
+#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
 #include <google/protobuf/util/field_mask_util.h>
 #include <google/protobuf/util/message_differencer.h>
 #include <openssl/sha.h>
@@ -10,6 +11,7 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/escaping.h"
@@ -78,12 +80,40 @@ void CopyUploads(const v1::GenerationParams& asked, v1::GenerationParams* effect
   if (effective->has_initial_noise()) *effective->mutable_initial_noise() = asked.initial_noise();
 }
 
+/// Writes the first difference alone: two requests may differ in millions of seeds.
+class FirstDifference : public google::protobuf::util::MessageDifferencer::StreamReporter {
+ public:
+  using StreamReporter::StreamReporter;
+  using Path = std::vector<google::protobuf::util::MessageDifferencer::SpecificField>;
+
+  void ReportAdded(const google::protobuf::Message& a, const google::protobuf::Message& b,
+                   const Path& path) override {
+    if (First()) StreamReporter::ReportAdded(a, b, path);
+  }
+  void ReportDeleted(const google::protobuf::Message& a, const google::protobuf::Message& b,
+                     const Path& path) override {
+    if (First()) StreamReporter::ReportDeleted(a, b, path);
+  }
+  void ReportModified(const google::protobuf::Message& a, const google::protobuf::Message& b,
+                      const Path& path) override {
+    if (First()) StreamReporter::ReportModified(a, b, path);
+  }
+
+ private:
+  bool First() { return !std::exchange(found_, true); }
+  bool found_ = false;
+};
+
 /// The first difference, "modified: params.steps: 4 -> 5"; empty if there is none.
 std::string Difference(const v1::StreamGenerateRequest& a, const v1::StreamGenerateRequest& b) {
   google::protobuf::util::MessageDifferencer differencer;
   std::string report;
-  differencer.ReportDifferencesToString(&report);
-  if (differencer.Compare(a, b)) return "";
+  {
+    google::protobuf::io::StringOutputStream stream(&report);
+    FirstDifference first(&stream);
+    differencer.ReportDifferencesTo(&first);
+    if (differencer.Compare(a, b)) return "";
+  }  // has written all to `report`
   return report.substr(0, report.find('\n'));
 }
 
