@@ -586,7 +586,7 @@ void HttpApi::Serve(std::shared_ptr<Exchange> exchange) {
     if (request.Header("if-none-match") == file.etag) {
       reply.code = 304;
     } else {
-      reply.body = std::string(file.bytes);
+      reply.lasting = file.bytes;
     }
     return exchange->Reply(std::move(reply));
   }
@@ -875,7 +875,8 @@ void HttpApi::ImageFile(const std::shared_ptr<Exchange>& exchange) {
                                {"Cache-Control", "private, no-store"},
                                {"X-Content-Type-Options", "nosniff"},
                                {"Content-Security-Policy", "default-src 'none'"}},
-                   .body = image->bytes});
+                   .lasting = image->bytes,
+                   .owner = image});
 }
 
 void HttpApi::Scrape(const std::shared_ptr<Exchange>& exchange) {
@@ -895,7 +896,9 @@ void HttpApi::Ready(const std::shared_ptr<Exchange>& exchange) {
 
 void HttpApi::OpenApi(const std::shared_ptr<Exchange>& exchange) {
   static const auto* const text = new std::string(OpenApiJson());
-  exchange->Reply(JsonReply(*text));
+  HttpReply reply = JsonReply("");
+  reply.lasting = *text;
+  exchange->Reply(std::move(reply));
 }
 
 }  // namespace denoised

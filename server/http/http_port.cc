@@ -153,7 +153,10 @@ class Connection : public std::enable_shared_from_this<Connection> {
     kLinger,   // closes
   };
   struct Outgoing {
-    std::string head, body, tail;  // sent one after the other
+    std::string head, body;
+    std::string_view lasting;           // as HttpReply has it
+    std::shared_ptr<const void> owner;  // of `lasting`
+    std::string tail;                   // all sent one after the other
     Exchange::Done done;
     bool last;  // of the reply
   };
@@ -168,7 +171,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void Serve();
   void Refuse(HttpReply reply);
   void RefuseBody();
-  /// Of a reply that is sent now; counts it. `whole`: its body is `reply.body`.
+  /// Of a reply that is sent now; counts it. `whole`: its body is `reply.content()`.
   std::string HeadOf(const HttpReply& reply, bool whole);
   void Send(Outgoing outgoing);
   void SendNext();
@@ -557,7 +560,7 @@ std::string Connection::HeadOf(const HttpReply& reply, bool whole) {
   for (const auto& [name, value] : request_.reply_headers) head.insert(name, value);
   if (whole) {
     if (reply.code != 204 && reply.code != 304) {
-      head.set(http::field::content_length, std::to_string(reply.body.size()));
+      head.set(http::field::content_length, std::to_string(reply.content().size()));
     }
   } else if (chunked_) {
     head.set(http::field::transfer_encoding, "chunked");
@@ -572,10 +575,13 @@ std::string Connection::HeadOf(const HttpReply& reply, bool whole) {
 
 void Connection::Reply(HttpReply reply, Exchange::Done done) {
   std::string head = HeadOf(reply, true);
-  Send({.head = std::move(head),
-        .body = no_body_ ? std::string() : std::move(reply.body),
-        .done = std::move(done),
-        .last = true});
+  Outgoing outgoing{.head = std::move(head), .done = std::move(done), .last = true};
+  if (!no_body_ && reply.lasting.empty()) outgoing.body = std::move(reply.body);
+  if (!no_body_ && !reply.lasting.empty()) {
+    outgoing.lasting = reply.lasting;
+    outgoing.owner = std::move(reply.owner);
+  }
+  Send(std::move(outgoing));
 }
 
 void Connection::Begin(const HttpReply& head, std::string keep_alive) {
@@ -609,8 +615,9 @@ void Connection::SendNext() {
   const Outgoing& next = outgoing_.front();
   Disarm(&quiet_timer_);
   std::vector<asio::const_buffer> buffers;
-  for (const std::string* text : {&next.head, &next.body, &next.tail}) {
-    if (!text->empty()) buffers.push_back(asio::buffer(*text));
+  for (const std::string_view text : {std::string_view(next.head), std::string_view(next.body),
+                                      next.lasting, std::string_view(next.tail)}) {
+    if (!text.empty()) buffers.push_back(asio::buffer(text));
   }
   WriteAll(
       buffers,

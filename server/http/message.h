@@ -50,6 +50,12 @@ struct HttpReply {
   int code = 200;
   std::vector<std::pair<std::string, std::string>> headers = {};
   std::string body = {};
+  /// Sent instead of `body`, without a copy for each reader: an image behind a link, a file of the
+  /// page. `owner` keeps it; without one it stays as long as the process.
+  std::string_view lasting = {};
+  std::shared_ptr<const void> owner = {};
+
+  std::string_view content() const { return lasting.empty() ? std::string_view(body) : lasting; }
 };
 
 /// One request and its reply. The reply is made once: by Reply, or by Begin, any number of Writes,
