@@ -134,11 +134,13 @@ std::shared_ptr<const Clients::Entries> Clients::Current() const {
   checked_ = now;
   std::string version = FileVersion(path_);
   if (version == version_) return entries_;
-  version_ = std::move(version);
   if (auto read = Read(path_); read.ok()) {
+    version_ = std::move(version);
     entries_ = *std::move(read);
     log::Info("clients read again", {{"clients", static_cast<int>(entries_->size())}});
-  } else {
+  } else if (version != failed_version_) {
+    // It is tried again at the next look, since a token may have been withdrawn, but told once.
+    failed_version_ = std::move(version);
     log::Error("clients not read again; those known before stay",
                {{"error", std::string(read.status().message())}});
   }

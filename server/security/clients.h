@@ -101,8 +101,9 @@ class Clients {
   mutable Mutex mutex_;
   mutable std::shared_ptr<const Entries> entries_ ABSL_GUARDED_BY(mutex_);
   mutable std::chrono::steady_clock::time_point checked_ ABSL_GUARDED_BY(mutex_);
-  /// Identifies the state of the file that was read.
-  mutable std::string version_ ABSL_GUARDED_BY(mutex_);
+  /// Identify states of the file.
+  mutable std::string version_ ABSL_GUARDED_BY(mutex_);         // of `entries_`
+  mutable std::string failed_version_ ABSL_GUARDED_BY(mutex_);  // the last that could not be read
 };
 
 /// The output of `denoised --make-token studio`: a new bearer token and its entry for the clients

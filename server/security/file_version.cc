@@ -9,8 +9,9 @@ namespace denoised {
 std::string FileVersion(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) != 0) return "absent";
-  return fmt::format("{} {} {}.{}", info.st_ino, info.st_size, info.st_mtim.tv_sec,
-                     info.st_mtim.tv_nsec);
+  // The time of the last change is also that of its owner or mode.
+  return fmt::format("{} {} {}.{} {}.{}", info.st_ino, info.st_size, info.st_mtim.tv_sec,
+                     info.st_mtim.tv_nsec, info.st_ctim.tv_sec, info.st_ctim.tv_nsec);
 }
 
 }  // namespace denoised

@@ -5,7 +5,8 @@
 
 namespace denoised {
 
-/// Changes whenever the file changes, even if a file of the same size replaces it.
+/// Changes whenever the file, its owner or its mode changes, even if a file of the same size
+/// replaces it.
 std::string FileVersion(const std::string& path);
 
 }  // namespace denoised

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "server/security/client_load.h"
+#include "server/security/file_version.h"
 #include "server/security/job_id.h"
 #include "server/telemetry/log.h"
 #include "tests/io/temporary_directory.h"
@@ -179,6 +180,16 @@ TEST_F(ClientsTest, ReadsAChangedFileAndKeepsTheFormerWhenItIsWrong) {
   EXPECT_EQ(NameOf(*clients, "Bearer " + second), "second");
   Write(entry("first", first_digest));
   EXPECT_EQ(NameOf(*clients, "Bearer " + first), "first");
+}
+
+/// A file that could not be read may become readable without being written again.
+TEST_F(ClientsTest, AChangeOfModeIsAChangeOfTheFile) {
+  const std::string path = Write("{}");
+  const std::string version = FileVersion(path);
+  EXPECT_EQ(FileVersion(path), version);
+  std::this_thread::sleep_for(20ms);  // the file system's clock has ticks of up to 10 ms
+  std::filesystem::permissions(path, std::filesystem::perms::owner_all);
+  EXPECT_NE(FileVersion(path), version);
 }
 
 TEST_F(ClientsTest, LooksNoMoreOftenThanItIsTold) {
