@@ -3,7 +3,9 @@
 
 #include <fmt/format.h>
 
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "server/api/call_record.h"
@@ -57,8 +59,13 @@ grpc::Status ToGrpc(const absl::Status& status) {
   if (absl::IsNotFound(status)) reason = reason::kModelNotFound;
   if (absl::IsResourceExhausted(status)) reason = reason::kDeviceMemory;
   if (absl::IsInternal(status)) reason = reason::kServerError;
+  std::optional<std::chrono::milliseconds> retry_delay;
+  if (IsBusy(status)) {
+    reason = reason::kModelLoading;
+    retry_delay = std::chrono::seconds(2);
+  }
   if (TookEffect(status)) reason = reason::kChangeIncomplete;
-  return ToGrpcStatus(status, reason, "");
+  return ToGrpcStatus(status, reason, "", retry_delay);
 }
 
 void AdminCalls::Post(std::shared_ptr<CallRecord> record, ModelChange change,

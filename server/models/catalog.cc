@@ -45,6 +45,15 @@ std::string_view NamePart(std::string_view name) { return name.substr(0, name.fi
 /// Marks the error of a change that took effect.
 constexpr char kTookEffect[] = "denoised/took-effect";
 
+/// Marks the error of a change to a model that is being loaded or unloaded.
+constexpr char kBusy[] = "denoised/busy";
+
+absl::Status Busy(const std::string& message) {
+  absl::Status status = FailedPrecondition("{}", message);
+  status.SetPayload(kBusy, absl::Cord());
+  return status;
+}
+
 /// The status of a change that took effect: OK, or the later errors, with the code of the first.
 absl::Status EndOfChange(const absl::Status& saved, const absl::Status& closed = {}) {
   if (saved.ok() && closed.ok()) return absl::OkStatus();
@@ -312,11 +321,15 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
     if (!found.ok()) return Annotate(found.status(), "name");
     directory = *found;
     if (version.empty()) {
-      int highest = 0;
+      // Versions that are whole numbers; one of more digits than that is only a name.
+      constexpr int64_t kMost = 1'000'000'000'000'000;
+      int64_t highest = 0;
       for (const Version& there : model ? model->versions : std::vector<Version>()) {
-        int number = 0;
-        std::from_chars(there.version.data(), there.version.data() + there.version.size(), number);
-        highest = std::max(highest, number);
+        int64_t number = 0;
+        const char* const end = there.version.data() + there.version.size();
+        const auto read = std::from_chars(there.version.data(), end, number);
+        if (read.ec == std::errc() && read.ptr == end && number < kMost)
+          highest = std::max(highest, number);
       }
       version = std::to_string(highest + 1);
     }
@@ -410,9 +423,9 @@ absl::Status Catalog::Unload(const std::string& name) {
     for (const Version& version : model ? model->versions : std::vector<Version>()) {
       if (!wanted.empty() && version.version != wanted) continue;
       if (version.state != State::kReady && version.state != State::kFailed) {
-        return FailedPrecondition("model {} is still {}; try again when it is not",
-                                  EngineName(model_name, version.version),
-                                  version.state == State::kLeaving ? "being unloaded" : "loading");
+        return Busy(fmt::format("model {} is still {}; try again when it is not",
+                                EngineName(model_name, version.version),
+                                version.state == State::kLeaving ? "being unloaded" : "loading"));
       }
       versions.push_back(version.version);
     }
@@ -481,7 +494,10 @@ absl::StatusOr<CatalogModel> Catalog::SetAlias(const std::string& alias,
     if (aliases_.count(target) == 0) {  // SetAliasLocked refuses aliases as targets
       if (const auto found = FindLocked(target)) {
         const grpc::Status ready = CheckReady(*found, "");
-        if (!ready.ok()) return FailedPrecondition("{}", ready.error_message());
+        if (!ready.ok())
+          return found->info->state == ModelState::kFailed
+                     ? FailedPrecondition("{}", ready.error_message())
+                     : Busy(ready.error_message());
       }
     }
     model = SetAliasLocked(alias, target);
@@ -666,6 +682,7 @@ std::optional<CatalogModel> Catalog::Select(const std::string& name, const std::
 }
 
 bool TookEffect(const absl::Status& error) { return error.GetPayload(kTookEffect).has_value(); }
+bool IsBusy(const absl::Status& error) { return error.GetPayload(kBusy).has_value(); }
 
 CatalogModel ShownTo(bool admin, CatalogModel model) {
   if (admin || model.info->error.ok()) return model;

@@ -180,6 +180,8 @@ class Catalog {
 
 /// Whether the change took effect although it ended with this error.
 bool TookEffect(const absl::Status& error);
+/// Whether the change can be made once the model is loaded or unloaded.
+bool IsBusy(const absl::Status& error);
 
 /// `model` as the caller may see it. Load errors contain paths of the server, so only admins see
 /// them.

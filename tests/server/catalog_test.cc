@@ -12,7 +12,9 @@
 #include <set>
 #include <thread>
 
+#include "server/api/admin_calls.h"
 #include "server/status/model_name.h"
+#include "server/status/status_details.h"
 #include "server/telemetry/log.h"
 #include "server/telemetry/metrics.h"
 #include "tests/eventually.h"
@@ -198,6 +200,16 @@ TEST_F(CatalogTest, AnAliasAndAVersionAreThatVersionOfItsModel) {
   EXPECT_EQ(Means("first@2"), "") << "the alias means another version";
 }
 
+TEST_F(CatalogTest, TheNextVersionFollowsTheHighestNumber) {
+  ASSERT_TRUE(catalog_.LoadListed("digits").ok());
+  ASSERT_TRUE(catalog_.Load({.name = "digits", .version = "2147483647"}).ok());
+  EXPECT_EQ(catalog_.Load({.name = "digits"})->version, "2147483648");
+  ASSERT_TRUE(catalog_.Load({.name = "digits", .version = "99999999999999999999"}).ok());
+  ASSERT_TRUE(catalog_.Load({.name = "digits", .version = "9223372036854775807"}).ok());
+  ASSERT_TRUE(catalog_.Load({.name = "digits", .version = "3e9"}).ok());
+  EXPECT_EQ(catalog_.Load({.name = "digits"})->version, "2147483649") << "those are only names";
+}
+
 TEST_F(CatalogTest, RequestsInFlightFinishWithTheOldVersion) {
   ASSERT_TRUE(catalog_.LoadListed("digits").ok());
   engine_.Pause(true);
@@ -210,7 +222,11 @@ TEST_F(CatalogTest, RequestsInFlightFinishWithTheOldVersion) {
   EXPECT_EQ(load.wait_for(20ms), std::future_status::timeout) << "the old one is in use";
   EXPECT_EQ(catalog_.Find("digits@1")->info->state, ModelState::kUnloading);
   EXPECT_FALSE(CheckReady(*catalog_.Find("digits@1"), "").ok());
-  EXPECT_EQ(catalog_.Unload("digits@1").code(), absl::StatusCode::kFailedPrecondition);
+  const absl::Status busy = catalog_.Unload("digits@1");
+  EXPECT_EQ(busy.code(), absl::StatusCode::kFailedPrecondition) << busy;
+  EXPECT_EQ(ReasonOf(ToGrpc(busy)), reason::kModelLoading);
+  EXPECT_EQ(catalog_.SetAlias("old", "digits@1").status().code(),
+            absl::StatusCode::kFailedPrecondition);
   engine_.Pause(false);
   EXPECT_TRUE(listener->done.get_future().get().ok());
   EXPECT_TRUE(load.get().ok());
