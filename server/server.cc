@@ -64,7 +64,8 @@ int Milliseconds(std::chrono::milliseconds duration) {
 void Limits(const Config& config, grpc::ServerBuilder* builder) {
   const ConnectionLimits& connections = config.connections;
   builder->SetMaxReceiveMessageSize(static_cast<int>(config.limits.max_request_bytes));
-  // Replies are bounded by RequestLimits::max_reply_bytes, before anything is drawn.
+  // Replies are bounded by RequestLimits::max_reply_bytes, before anything is drawn, or before they
+  // are sent if a call has joined a job that was to be streamed.
   builder->SetMaxSendMessageSize(-1);
   // Queued clients may ping. By default gRPC closes connections that ping without data more often
   // than every five minutes.
@@ -133,7 +134,13 @@ struct Server::State {
         catalog(std::move(models), engine.get(), &metrics),
         info(DescribeSettings(config), engine.get(), &health),
         preparer(&catalog, engine.get(), config.limits, &decoding, &queue_wait),
-        call_context{&calls, &jobs, &workers, &client_load, &queue_wait, &write_watch},
+        call_context{&calls,
+                     &jobs,
+                     &workers,
+                     &client_load,
+                     &queue_wait,
+                     &write_watch,
+                     config.limits.max_reply_bytes},
         methods(&jobs, &catalog, &info, config.limits),
         service(call_context, &methods),
         model_changes(&catalog, &info, config.limits),

@@ -77,35 +77,50 @@ void UnaryCall::Advance() {
   }
   status_ = *end;
   if (!end->ok()) return Answer(*end, nullptr);
-  v1::GenerateResponse images = Collect();
-  Answer(*end, &images);
+  v1::GenerateResponse images;
+  const grpc::Status status = Collect(&images);
+  status_ = status;
+  Answer(status, status.ok() ? &images : nullptr);
 }
 
-v1::GenerateResponse UnaryCall::Collect() {
-  v1::GenerateResponse response;
+grpc::Status UnaryCall::Collect(v1::GenerateResponse* response) {
+  // A job that was to be streamed, and that this call joined by its request_id, may be larger than
+  // Translate lets one be that is asked for in one reply. There pixels are counted, and files may
+  // be a little larger than their pixels.
+  const int64_t most = context_.max_reply_bytes + context_.max_reply_bytes / 16 + (64 << 10);
+  int64_t bytes = 0;
   uint64_t sequence = 0;
   while (const auto event = generation_->Next(this, sequence).event) {
     sequence = event->sequence();
     if (event->has_queued()) {
-      response.set_traceparent(event->queued().traceparent());
+      response->set_traceparent(event->queued().traceparent());
     } else if (event->has_image()) {
-      *response.add_images() = event->image().image();
+      bytes += static_cast<int64_t>(event->image().image().ByteSizeLong());
+      if (bytes > most)
+        return InvalidFields(
+            {{"params.request_id",
+              fmt::format(
+                  "is of a job with more than {} bytes of images, too many for one reply; use "
+                  "WatchJob, which sends one by one",
+                  context_.max_reply_bytes)}},
+            record().request_id);
+      *response->add_images() = event->image().image();
     } else if (event->has_completed()) {
-      *response.mutable_params() = event->completed().params();
-      *response.mutable_run() = event->completed().run();
-      *response.mutable_timing() = event->completed().timing();
+      *response->mutable_params() = event->completed().params();
+      *response->mutable_run() = event->completed().run();
+      *response->mutable_timing() = event->completed().timing();
       if (event->completed().has_timeline()) {
-        *response.mutable_timeline() = event->completed().timeline();
-        auto& sent = *response.mutable_timeline()->add_entries();
+        *response->mutable_timeline() = event->completed().timeline();
+        auto& sent = *response->mutable_timeline()->add_entries();
         sent.set_milestone(v1::TimelineEntry::MILESTONE_SENT);
         sent.set_seconds(generation_->SecondsSinceArrival());
       }
     }
   }
-  auto& images = *response.mutable_images();
+  auto& images = *response->mutable_images();
   std::sort(images.pointer_begin(), images.pointer_end(),
             [](const v1::Image* a, const v1::Image* b) { return a->index() < b->index(); });
-  return response;
+  return grpc::Status::OK;
 }
 
 void StreamCall::Written(bool ok) {
@@ -154,7 +169,13 @@ std::shared_ptr<const EventLog::Event> StreamCall::Completed(
     std::shared_ptr<const EventLog::Event> event) {
   if (!event->completed().has_timeline()) return event;
   auto completed = std::make_shared<EventLog::Event>(*event);
-  completed->mutable_completed()->mutable_timeline()->MergeFrom(sent_.ToProto());
+  v1::Timeline& timeline = *completed->mutable_completed()->mutable_timeline();
+  timeline.MergeFrom(sent_.ToProto());
+  std::stable_sort(timeline.mutable_entries()->pointer_begin(),
+                   timeline.mutable_entries()->pointer_end(),
+                   [](const v1::TimelineEntry* a, const v1::TimelineEntry* b) {
+                     return a->seconds() < b->seconds();
+                   });
   return completed;
 }
 

@@ -28,6 +28,7 @@ struct GenerationCallContext {
   ClientLoad* client_load;
   const QueueWait* queue_wait;
   WriteWatch* write_watch;
+  int64_t max_reply_bytes;  // of one reply with all images
 };
 
 /// A call that follows a generation, whatever carries it. Its carrier (gRPC's reactor, a request of
@@ -105,7 +106,8 @@ class UnaryCall : public GenerationCall {
 
  private:
   void Advance() final;
-  v1::GenerateResponse Collect();
+  /// Adds all images to `response`, unless they are too many for one reply.
+  grpc::Status Collect(v1::GenerateResponse* response);
 };
 
 /// A call that is sent the events of a generation. One write is in flight, the rest waits in the

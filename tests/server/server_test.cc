@@ -433,6 +433,28 @@ TEST_F(ServerTest, UnknownJobsAreNotFound) {
             grpc::StatusCode::NOT_FOUND);
 }
 
+/// Streams send images one by one, so their jobs may be larger than one reply may be.
+TEST_F(ServerTest, AJobThatWasStreamedMayBeTooLargeForOneReply) {
+  config_.limits.max_reply_bytes = 32 << 10;
+  Start();
+  v1::StreamGenerateRequest stream;
+  v1::GenerationParams& params = *stream.mutable_params();
+  params.set_request_id("large");
+  params.set_count(12);
+  params.set_width(64);
+  params.set_height(64);
+  params.mutable_output()->set_format(v1::IMAGE_FORMAT_RAW_FLOAT32);
+  std::vector<Event> events;
+  const grpc::Status streamed = Stream(stream, &events);
+  ASSERT_TRUE(streamed.ok()) << streamed.error_message();
+  v1::GenerateRequest unary;
+  *unary.mutable_params() = params;
+  v1::GenerateResponse response;
+  const grpc::Status status = Generate(unary, &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT) << status.error_message();
+  EXPECT_THAT(status.error_message(), HasSubstr("WatchJob"));
+}
+
 TEST_F(ServerTest, IncludeTimingsTellsWhatWasSentToo) {
   Start();
   v1::StreamGenerateRequest stream;
@@ -441,8 +463,11 @@ TEST_F(ServerTest, IncludeTimingsTellsWhatWasSentToo) {
   std::vector<Event> events;
   ASSERT_TRUE(Stream(stream, &events).ok());
   int sent = 0;
+  double last = 0;
   for (const v1::TimelineEntry& entry : events.back().completed().timeline().entries()) {
     sent += entry.milestone() == v1::TimelineEntry::MILESTONE_SENT;
+    EXPECT_GE(entry.seconds(), last) << "in order of time";
+    last = entry.seconds();
   }
   EXPECT_EQ(sent, 2);
   v1::GenerateRequest unary;
