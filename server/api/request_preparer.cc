@@ -83,8 +83,10 @@ grpc::Status RequestPreparer::Prepare(const JobRequest& request, const std::stri
     return InvalidFields(violations, request_id);
   }
   if (!translation.memory_status.ok()) {
-    return ToGrpcStatus(translation.memory_status, reason::kDecodingMemory, request_id,
-                        queue_wait_->RetryDelay());
+    const std::string& field = translation.memory_field;
+    return ToGrpcStatus(Annotate(translation.memory_status,
+                                 request.field_name != nullptr ? request.field_name(field) : field),
+                        reason::kDecodingMemory, request_id, queue_wait_->RetryDelay());
   }
   if (!job.ok()) {
     prepared->replaced = true;  // it was ready a moment ago

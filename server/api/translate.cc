@@ -330,7 +330,8 @@ class Translator {
     if (absl::IsInvalidArgument(status)) {
       Violate(field, "{}; use a smaller one", std::string(status.message()));
     } else if (!status.ok()) {
-      result_.memory_status = Annotate(status, field);
+      result_.memory_status = status;
+      result_.memory_field = field;
     }
     return status.ok();
   }
@@ -442,6 +443,12 @@ class Translator {
     }
     const v1::InitImage& init = params_.init_image();
     const ImageTraits& traits = model_.images;
+    if (!traits.init) {
+      Violate("params.init_image",
+              "is set, but the autoencoder of model '{}' has no encoder; leave it out",
+              model_.name);
+      return;
+    }
     // A model that starts from noise keeps to it.
     double strength = !traits.strength     ? 1
                       : params_.has_mask() ? traits.default_masked_strength
@@ -716,7 +723,7 @@ std::string ProtoField(const std::string& job_field) {
   }
   if (name == "class_labels")
     return "params.conditions" + rest + (rest.empty() ? "" : ".class_label");
-  if (name == "class_values") return "params.conditions";
+  if (name == "class_values") return "params.conditions[0].class_vector";
   constexpr std::pair<const char*, const char*> kRenamed[] = {
       {"schedule", "params.noise_schedule"},
       {"clip_skip", "params.text_options.clip_skip"},

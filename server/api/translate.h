@@ -22,6 +22,7 @@ struct Translation {
   MemoryBudget::Lease memory;  // of the tensors in `spec`, and of what unpacking them took
   /// ResourceExhausted: others hold the memory that an upload needs, which was left unset.
   absl::Status memory_status;
+  std::string memory_field;  // of that upload, as the path of a violation
 };
 
 /// Checks all that does not need the engine: presence, finiteness, the ranges that the proto

@@ -21,6 +21,7 @@
 #include "denoised/v1/model_admin.grpc.pb.h"
 #include "engine/images/formats.h"
 #include "inference/open_inference.grpc.pb.h"
+#include "server/api/translate.h"
 #include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/server/server_fixture.h"
@@ -597,6 +598,7 @@ TEST(InferenceTensorsTest, TextsMasksAndGuidance) {
   EXPECT_EQ(InputName("params.conditions[0].negative_text_2"), "negative_prompt_2[0]");
   EXPECT_EQ(InputName("params.conditions[12].class_vector[3]"), "class_vector[12]");
   EXPECT_EQ(InputName("params.conditions"), "prompt");
+  EXPECT_EQ(InputName(ProtoField("class_values")), "class_vector[0]");
   EXPECT_EQ(InputName("params.text_options.clip_skip"), "clip_skip");
 
   *request.mutable_raw_input_contents(0) = RawTexts({"a", "b", "c"});  // one too many

@@ -613,6 +613,17 @@ TEST(TranslateTest, AModelThatStartsFromNoiseHasNoStrength) {
   EXPECT_TRUE(outcome.translation.spec.init_image);
 }
 
+TEST(TranslateTest, InitImageNeedsAnEncoderAtAnyStrength) {
+  ModelInfo model = Digits();
+  model.images = {};
+  v1::GenerationParams params;
+  v1::Tensor& bytes = *params.mutable_init_image()->mutable_tensor();
+  bytes.set_data_type(v1::DATA_TYPE_UINT8);
+  for (const int extent : {2, 2, 1}) bytes.add_shape(extent);
+  bytes.set_data(std::string(4, '\0'));
+  EXPECT_THAT(Translated(params, nullptr, model).fields(), ElementsAre("params.init_image"));
+}
+
 TEST(TranslateTest, InitImageIsScaledAndConverted) {
   v1::GenerationParams params;
   Tensor white = Tensor::Host({20, 10, 3}, DType::kF32);
@@ -661,7 +672,7 @@ TEST(TranslateTest, RepliesAreBounded) {
 TEST(TranslateTest, EngineFieldsHavePathsInTheProto) {
   EXPECT_EQ(ProtoField("class_labels[2]"), "params.conditions[2].class_label");
   EXPECT_EQ(ProtoField("class_labels"), "params.conditions");
-  EXPECT_EQ(ProtoField("class_values"), "params.conditions");
+  EXPECT_EQ(ProtoField("class_values"), "params.conditions[0].class_vector");
   EXPECT_EQ(ProtoField("prompts"), "params.conditions");
   EXPECT_EQ(ProtoField("prompts[1].text_2"), "params.conditions[1].text_2");
   EXPECT_EQ(ProtoField("prompts[1].negative"), "params.conditions[1].negative_text");
