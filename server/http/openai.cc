@@ -17,6 +17,7 @@
 
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
+#include "server/api/request_preparer.h"
 #include "server/http/form.h"
 #include "server/http/http_calls.h"
 #include "server/http/json.h"
@@ -374,7 +375,17 @@ class Reader {
   /// When all else is right, as what a prompt is depends on the model.
   grpc::Status ReadPrompt() {
     grpc::Status refusal;
-    const auto model = catalog_.Select(params_.model(), "model", "", &refusal);
+    const std::string prompt = body_.value("prompt", json()).is_string()
+                                   ? body_["prompt"].get<std::string>()
+                                   : std::string();
+    std::string name = params_.model();
+    if (name.empty()) {  // as for params.model: by what the request says
+      v1::GenerationParams asked = params_;
+      if (asked.conditions().empty() && !prompt.empty()) asked.add_conditions()->set_text(prompt);
+      name = ModelNameFor(asked, catalog_.All());
+      params_.set_model(name);
+    }
+    const auto model = catalog_.Select(name, "model", "", &refusal);
     if (!model) return refusal;
     refusal = CheckReady(ShownTo(admin_, *model), "");
     if (!refusal.ok()) return refusal;
@@ -382,9 +393,6 @@ class Reader {
     if (const json given = body_.value("prompt", json()); !given.is_null() && !given.is_string()) {
       Violate("prompt", "is {}; use a string", Shown(given));
     }
-    const std::string prompt = body_.value("prompt", json()).is_string()
-                                   ? body_["prompt"].get<std::string>()
-                                   : std::string();
     if (info.text) {
       ReadText(prompt);
     } else if (info.num_classes > 0) {
