@@ -7,6 +7,7 @@
 
 #include <array>
 #include <boost/asio/error.hpp>
+#include <optional>
 #include <utility>
 
 #include "server/security/credentials.h"
@@ -36,9 +37,14 @@ int ChooseProtocol(SSL*, const unsigned char** chosen, unsigned char* size,
   return SSL_TLSEXT_ERR_OK;
 }
 
-std::string Text(const ASN1_STRING* string) {
-  return {reinterpret_cast<const char*>(ASN1_STRING_get0_data(string)),
-          static_cast<size_t>(ASN1_STRING_length(string))};
+/// In UTF-8, whatever the certificate has it in; nothing if it is no text.
+std::optional<std::string> Text(const ASN1_STRING* string) {
+  unsigned char* utf8 = nullptr;
+  const int size = ASN1_STRING_to_UTF8(&utf8, string);
+  if (size < 0) return std::nullopt;
+  std::string text(reinterpret_cast<const char*>(utf8), static_cast<size_t>(size));
+  OPENSSL_free(utf8);
+  return text;
 }
 
 }  // namespace
@@ -107,11 +113,14 @@ std::vector<std::string> CertificateNames(SSL* connection) {
       static_cast<GENERAL_NAMES*>(
           X509_get_ext_d2i(certificate.get(), NID_subject_alt_name, nullptr, nullptr)),
       GENERAL_NAMES_free);
+  const auto take = [&names](const ASN1_STRING* string) {
+    if (auto text = Text(string)) names.push_back(*std::move(text));
+  };
   for (int i = 0; i < sk_GENERAL_NAME_num(alternatives.get()); ++i) {
     const GENERAL_NAME* name = sk_GENERAL_NAME_value(alternatives.get(), i);
-    if (name->type == GEN_DNS) names.push_back(Text(name->d.dNSName));
-    if (name->type == GEN_EMAIL) names.push_back(Text(name->d.rfc822Name));
-    if (name->type == GEN_URI) names.push_back(Text(name->d.uniformResourceIdentifier));
+    if (name->type == GEN_DNS) take(name->d.dNSName);
+    if (name->type == GEN_EMAIL) take(name->d.rfc822Name);
+    if (name->type == GEN_URI) take(name->d.uniformResourceIdentifier);
     if (name->type == GEN_IPADD) {
       const int size = ASN1_STRING_length(name->d.iPAddress);
       if (size != 4 && size != 16) continue;  // an address with a mask is no name
@@ -126,7 +135,7 @@ std::vector<std::string> CertificateNames(SSL* connection) {
   const X509_NAME* subject = X509_get_subject_name(certificate.get());
   const int index = X509_NAME_get_index_by_NID(subject, NID_commonName, -1);
   if (index >= 0) {
-    names.push_back(Text(X509_NAME_ENTRY_get_data(X509_NAME_get_entry(subject, index))));
+    take(X509_NAME_ENTRY_get_data(X509_NAME_get_entry(subject, index)));
   }
   return names;
 }
