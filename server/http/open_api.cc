@@ -294,7 +294,7 @@ std::string OpenApiJson() {
     }
     const bool events = std::string_view(route.path).ends_with("/events");
     if (events) parameters.push_back(Parameter("Last-Event-ID", "header"));
-    if (route.access != Route::kOpen) {
+    if (events || route.body == Route::kJson || route.body == Route::kFormOrJson) {
       parameters.push_back(Parameter("Request-Timeout", "header", "number"));
     }
     if (!parameters.empty()) operation["parameters"] = parameters;

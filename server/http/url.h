@@ -12,8 +12,7 @@ namespace denoised {
 /// when a '%' is followed by something else.
 std::optional<std::string> PercentDecode(std::string_view text, bool query = false);
 
-/// The names and values of "a=1&b=two"; of a name that comes twice the first. Nothing as
-/// PercentDecode.
+/// The names and values of "a=1&b=two". Nothing when a name comes twice, or as PercentDecode.
 std::optional<std::map<std::string, std::string>> ParseQuery(std::string_view query);
 
 }  // namespace denoised

@@ -68,7 +68,8 @@ class Metrics : public EngineObserver {
   void OnNonfiniteImage(const std::string& model, const std::string& device) override;
 
   /// Removes the series of versions that have not been in `models` (the engine's names) for
-  /// kRetention, which gives scrapers time to see the last numbers. Call it periodically.
+  /// kRetention, which gives scrapers time to see the last numbers. denoised_client_images_total
+  /// has no version and stays. Call it periodically.
   void Retain(const std::set<std::string>& models, Clock::time_point now = Clock::now());
   static constexpr std::chrono::minutes kRetention{10};
 
