@@ -381,12 +381,24 @@ class TargetTest(unittest.TestCase):
         several = _parse_target("10.0.0.1:1,10.0.0.2:2")
         self.assertEqual((several.uri, several.authority), ("ipv4:10.0.0.1:1,10.0.0.2:2", "10.0.0.1:1"))
         self.assertEqual(_parse_target("[::1]:1,[::2]:2").uri, "ipv6:%5B::1%5D:1,%5B::2%5D:2")
+        for text in ("[fd00::1]:65535", "grüße.example:1", "unix:/run/denoised", "unix-abstract:denoised",
+                     "vsock:2:50051", "xds:///images", "ipv6:%5B::1%5D:1", "dns://8.8.8.8/images:1"):
+            with self.subTest(text=text):
+                self.assertEqual(_parse_target(text).uri, text)
 
     def test_wrong_targets(self):
         for text in ("", "http://x:1", "images", "a:1,b:2", "10.0.0.1:1,[::1]:2", "10.0.0.1:1,10.0.0.2",
-                     "10.0.0.1:0,10.0.0.2:1"):
+                     "10.0.0.1:0,10.0.0.2:1", "10.0.0.1:+1,10.0.0.2:1", "[[::1]]:1,[::2]:1"):
             with self.subTest(text=text):
                 with self.assertRaises(denoised.InvalidArgument):
+                    denoised.Client(text)
+
+    def test_what_is_no_host_and_port(self):
+        for text in ("x:abc", "x:0", "x:65536", "x:-1", "x: 1", "x:1_0", "x:", ":1", "fd00::1:50051", "[fd00::1]",
+                     "[fd00::1:50051", "[10.0.0.1]:1", "x/page", "x:1/page", "a b:1", "me@x:1", "x?:1",
+                     "x:" + "9" * 5000):
+            with self.subTest(text=text[:20]):
+                with self.assertRaisesRegex(denoised.InvalidArgument, "not host:port with a port from 1 to 65535"):
                     denoised.Client(text)
 
     def test_a_token_is_not_sent_in_plaintext(self):

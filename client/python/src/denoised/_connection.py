@@ -68,6 +68,37 @@ class _Target:
     """Never through a proxy of the environment."""
 
 
+def _is_port(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,5}", text) is not None and 1 <= int(text) <= 65535
+
+
+def _ip_version(address: str) -> int:
+    """4 for "10.0.0.1:50051", 6 for "[fd00::1]:50051", else 0."""
+    host, _, port = address.rpartition(":")
+    bracketed = re.fullmatch(r"\[([^%\]]+)\]", host)  # no zone, as %eth0
+    try:
+        if bracketed is None:
+            ipaddress.IPv4Address(host)
+        else:
+            ipaddress.IPv6Address(bracketed[1])
+    except ValueError:
+        return 0
+    return 0 if not _is_port(port) else 4 if bracketed is None else 6
+
+
+def _has_scheme(text: str) -> bool:
+    """Whether gRPC reads the part before the first colon as the kind of the address."""
+    return text.startswith(("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:"))
+
+
+def _is_host_and_port(address: str) -> bool:
+    """As "host:50051", "10.0.0.1:50051", "[fd00::1]:50051"."""
+    host, _, port = address.rpartition(":")
+    if host.startswith("["):
+        return _ip_version(address) == 6
+    return _is_port(port) and re.fullmatch(r"[^\x00-\x20\x7f/:@\[\]?#]+", host) is not None
+
+
 def _parse_list(text: str) -> _Target:
     for scheme in ("ipv4:", "ipv6:"):
         if text.startswith(scheme):
@@ -75,17 +106,13 @@ def _parse_list(text: str) -> _Target:
     addresses = text.split(",")
     versions = set()
     for address in addresses:
-        host, _, port = address.rpartition(":")
-        try:
-            ip = ipaddress.ip_address(host.strip("[]"))
-            if (ip.version == 6) != host.startswith("[") or not 1 <= int(port) <= 65535:
-                raise ValueError(address)
-        except ValueError:
+        version = _ip_version(address)
+        if version == 0:
             raise InvalidArgument(
                 f'"{address}" in the list of servers is not an IP address with a port; use '
                 "addresses, as in 10.0.0.1:50051,10.0.0.2:50051, or a name that stands for all of "
-                "them, as in dns:///replicas:50051") from None
-        versions.add(ip.version)
+                "them, as in dns:///replicas:50051")
+        versions.add(version)
     if len(versions) > 1:
         raise InvalidArgument("the list of servers mixes IPv4 and IPv6; use one kind")
     escaped = text.replace("[", "%5B").replace("]", "%5D")
@@ -103,6 +130,10 @@ def _parse_target(text: str) -> _Target:
         return _parse_list(text)
     if ":" not in text and "/" not in text:
         raise InvalidArgument(f'the server\'s address "{text}" has no port; use host:port')
+    if not _has_scheme(text) and not _is_host_and_port(text):
+        raise InvalidArgument(
+            f'the server\'s address "{text}" is not host:port with a port from 1 to 65535; an IPv6 '
+            "address stands in brackets, as in [fd00::1]:50051")
     host = re.sub(r"^(dns:///|ipv4:|ipv6:)", "", text)
     loopback = host.startswith(("127.", "localhost", "[::1]", "%5B::1%5D", "unix:"))
     return _Target(text, replicas=text.startswith("dns:"), direct=loopback)
