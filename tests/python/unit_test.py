@@ -412,11 +412,31 @@ class TargetTest(unittest.TestCase):
         for options, word in (({"tls": denoised.TLS(cert="x")}, "belong together"),
                               ({"tls": True, "token": "a b"}, "printable"),
                               ({"metadata": {"a b": "c"}}, "not legal"),
+                              *(({"metadata": {key.title(): "x"}}, f'"{key}" is reserved')
+                                for key in ("grpc-timeout", "te", "content-type", "user-agent", "host", "connection",
+                                            "keep-alive", "proxy-connection", "transfer-encoding", "upgrade")),
                               ({"metadata": {"a": "ü"}}, "printable")):
             with self.assertRaisesRegex(denoised.InvalidArgument, word):
                 denoised.Client("images:50051", **options)
         with self.assertRaisesRegex(denoised.NotFound, "tls.ca"):
             denoised.Client("images:50051", tls=denoised.TLS(ca="/no/such/file"))
+
+    def test_traceparent_is_checked(self):
+        trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+        good = f"00-{trace}-{parent}-01"
+        with denoised.Client("images:50051") as client:
+            headers = client._connection.headers
+            for text in (good, f"01-{trace}-{parent}-01", f"cc-{trace}-{parent}-00-what-will-be-the-future"):
+                self.assertEqual(headers(None, text), [("traceparent", text)])
+            for text in ("", "abc", f"00-{trace}-{parent}", f"00-{trace}-{parent}-01-x", f"ff-{trace}-{parent}-01",
+                         f"00-{'0' * 32}-{parent}-01", f"00-{trace}-{'0' * 16}-01", f"00-{trace.upper()}-{parent}-01",
+                         f"00-{trace}-{parent}-1", good + "\n", f"01-{trace}-{parent}-01-\n"):
+                for call in (client.generate, client.stream, lambda **options: client.jobs.watch("x", **options)):
+                    with self.subTest(text=text), self.assertRaises(denoised.InvalidArgument) as caught:
+                        call(traceparent=text)
+                    self.assertIn(f"traceparent is {text!r}; use the form", str(caught.exception))
+            with self.assertRaisesRegex(denoised.InvalidArgument, "twice"):
+                headers({"Traceparent": good}, good)
 
     def test_jobs_need_one_server(self):
         with denoised.Client("dns:///images:50051") as client:

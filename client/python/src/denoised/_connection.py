@@ -160,6 +160,17 @@ def _read_token(path: str) -> str:
     return token
 
 
+# gRPC writes these itself and drops ours, or HTTP/2 forbids them (RFC 9113, 8.2.2).
+_RESERVED = ("te", "content-type", "user-agent", "host", "connection", "keep-alive", "proxy-connection",
+             "transfer-encoding", "upgrade")
+
+
+def _is_traceparent(text: str) -> bool:
+    """Version 00, or a later one, which may add fields: https://www.w3.org/TR/trace-context."""
+    rest = r"-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+    return re.fullmatch(rf"00{rest}|(?!00|ff)[0-9a-f]{{2}}{rest}(-[!-~]*)?", text) is not None
+
+
 class Connection:
     """What a client knows of its server, and the headers of each call."""
 
@@ -243,9 +254,12 @@ class Connection:
         """The metadata of a call. The token file is read for each, so the token can be replaced."""
         merged = {key.lower(): value for key, value in {**self._metadata, **(metadata or {})}.items()}
         for key, value in merged.items():
-            if not re.fullmatch(r"[a-z0-9._-]+", key) or key.startswith("grpc-"):
-                raise InvalidArgument(f'metadata key "{key}" is not legal or reserved; use letters, '
-                                      'digits, "-", "_" and ".", without the prefix grpc-')
+            if not re.fullmatch(r"[a-z0-9._-]+", key):
+                raise InvalidArgument(f'metadata key "{key}" is not legal; use letters, digits, "-", "_" '
+                                      'and "."')
+            if key.startswith("grpc-") or key in _RESERVED:
+                raise InvalidArgument(f'metadata key "{key}" is reserved for gRPC and HTTP/2; use '
+                                      "another name")
             if not key.endswith("-bin") and not re.fullmatch(r"[ -~]*", value):
                 raise InvalidArgument(f'metadata "{key}" has the value {value!r}; use printable ASCII '
                                       "characters, or a key that ends in -bin, which takes bytes")
@@ -257,6 +271,10 @@ class Connection:
         if traceparent is not None:
             if "traceparent" in merged:
                 raise InvalidArgument("traceparent is given twice, also as metadata; give one")
+            if not _is_traceparent(traceparent):
+                raise InvalidArgument(
+                    f"traceparent is {traceparent!r}; use the form of W3C Trace Context in lower case, "
+                    "00-<32 hex digits>-<16 hex digits>-<2 hex digits>, with ids that are not zero")
             merged["traceparent"] = traceparent
         headers = list(merged.items())
         token = self._token
