@@ -200,7 +200,7 @@ class Connection:
             raise InvalidArgument("a list of servers has no name to look for in their certificates; "
                                   "give tls.server_name")
         self.options = self._options(max_message_bytes)
-        self.headers(None, None)  # so that what is wrong is said now
+        self.with_token(self.headers(None, None))  # so that what is wrong is said now
 
     @staticmethod
     def _plaintext_token(what: str) -> InvalidArgument:
@@ -251,7 +251,7 @@ class Connection:
             certificate_chain=_read("tls.cert", self._tls.cert))
 
     def headers(self, metadata: Optional[Metadata], traceparent: Optional[str]) -> Headers:
-        """The metadata of a call. The token file is read for each, so the token can be replaced."""
+        """The metadata of a call, but for the token."""
         merged = {key.lower(): value for key, value in {**self._metadata, **(metadata or {})}.items()}
         for key, value in merged.items():
             if not re.fullmatch(r"[a-z0-9._-]+", key):
@@ -276,13 +276,12 @@ class Connection:
                     f"traceparent is {traceparent!r}; use the form of W3C Trace Context in lower case, "
                     "00-<32 hex digits>-<16 hex digits>-<2 hex digits>, with ids that are not zero")
             merged["traceparent"] = traceparent
-        headers = list(merged.items())
-        token = self._token
-        if self._token_file is not None:
-            token = _read_token(self._token_file)
-        if token is not None:
-            headers.append(("authorization", f"Bearer {token}"))
-        return headers
+        return list(merged.items())
+
+    def with_token(self, headers: Headers) -> Headers:
+        """The metadata of an attempt. The token file is read for each, so the token can be replaced."""
+        token = self._token if self._token_file is None else _read_token(self._token_file)
+        return headers if token is None else [*headers, ("authorization", f"Bearer {token}")]
 
     def attempts(self, timeout: Optional[float], retry: Optional[RetryPolicy] = None) -> Attempts:
         return Attempts(retry or self.retry, self.budget,

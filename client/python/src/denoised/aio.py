@@ -69,9 +69,9 @@ class AsyncStream(AsyncIterator[Event]):
         method, request = self._state.call()
         # The call works on a copy: the state moves on while it runs.
         message = type(request).FromString(request.SerializeToString())
+        headers = await self._client._with_token(self._state.headers)
         call = await self._client._method(method)
-        self._call = call(message, timeout=self._state.attempts.remaining(),
-                          metadata=self._state.headers)
+        self._call = call(message, timeout=self._state.attempts.remaining(), metadata=headers)
         return self._call
 
     def __aiter__(self) -> AsyncStream:
@@ -160,7 +160,7 @@ class AsyncJobs:
         state = StreamState(self._client._connection.attempts(timeout), [], watch)
 
         async def prepare() -> None:
-            state.headers = await self._client._headers(metadata, traceparent)
+            state.headers = self._client._connection.headers(metadata, traceparent)
 
         return AsyncStream(self._client, state, prepare)
 
@@ -282,7 +282,7 @@ class AsyncClient:
         """As `Client.generate`. Cancelling the task cancels the request."""
         fields = _convert.fields_of(locals())
         attempts = self._connection.attempts(timeout)
-        headers = await self._headers(metadata, traceparent)
+        headers = self._connection.headers(metadata, traceparent)
         request = pb.GenerateRequest(params=await self._params(fields, attempts, headers))
         return _convert.result(await self._attempt("Generate", request, attempts, headers))
 
@@ -316,7 +316,7 @@ class AsyncClient:
         state = StreamState(self._connection.attempts(timeout), [])
 
         async def prepare() -> None:
-            state.headers = await self._headers(metadata, traceparent)
+            state.headers = self._connection.headers(metadata, traceparent)
             state.generate = pb.StreamGenerateRequest(
                 params=await self._params(fields, state.attempts, state.headers),
                 preview=_convert.preview_options(previews))
@@ -336,8 +336,8 @@ class AsyncClient:
 
     # What reads files or converts pictures runs on other threads: the loop must not wait for it.
 
-    async def _headers(self, metadata: Optional[Metadata], traceparent: Optional[str]) -> Headers:
-        return await asyncio.to_thread(self._connection.headers, metadata, traceparent)
+    async def _with_token(self, headers: Headers) -> Headers:
+        return await asyncio.to_thread(self._connection.with_token, headers)
 
     async def _params(self, fields: Dict[str, Any], attempts: Attempts,
                       headers: Headers) -> pb.GenerationParams:
@@ -367,13 +367,14 @@ class AsyncClient:
     async def _call(self, name: str, request: Any, timeout: Optional[float],
                     retry: Optional[RetryPolicy] = None) -> Any:
         return await self._attempt(name, request, self._connection.attempts(timeout, retry),
-                                   await self._headers(None, None))
+                                   self._connection.headers(None, None))
 
     async def _attempt(self, name: str, request: Any, attempts: Attempts, headers: Headers) -> Any:
         while True:
             try:
+                sent = await self._with_token(headers)
                 method = await self._method(name)
-                response = await method(request, timeout=attempts.remaining(), metadata=headers)
+                response = await method(request, timeout=attempts.remaining(), metadata=sent)
                 attempts.succeeded()
                 return response
             except grpc.RpcError as failure:

@@ -65,13 +65,14 @@ class Stream(Iterator[Event]):
 
     def _start(self) -> None:
         method, request = self._state.call()
+        headers = self._client._connection.with_token(self._state.headers)
         with self._lock:
             if self._cancelled.is_set():
                 return
             # The call works on a copy: the state moves on while it runs.
             message = type(request).FromString(request.SerializeToString())
             self._call = self._client._methods[method](
-                message, timeout=self._state.attempts.remaining(), metadata=self._state.headers)
+                message, timeout=self._state.attempts.remaining(), metadata=headers)
 
     def __iter__(self) -> Stream:
         return self
@@ -211,8 +212,9 @@ class Client:
         are called in turn while they are healthy.
     tls: True, or a `TLS` that names the authority and the certificate of this client. Default:
         plaintext.
-    token, token_file: a bearer token, sent with every call; the file is read again for each. Refused
-        without TLS, unless allow_plaintext_token says that something else encrypts the connection.
+    token, token_file: a bearer token, sent with every call; the file is read again for each attempt.
+        Refused without TLS, unless allow_plaintext_token says that something else encrypts the
+        connection.
     retry: which failures are tried again. timeout: seconds, default of every call. metadata: sent with
         every call.
     """
@@ -387,7 +389,7 @@ class Client:
         while True:
             try:
                 response = self._methods[name](request, timeout=attempts.remaining(),
-                                               metadata=headers)
+                                               metadata=self._connection.with_token(headers))
                 attempts.succeeded()
                 return response
             except grpc.RpcError as failure:
