@@ -95,6 +95,25 @@ class CallsTest(unittest.TestCase):
                   lambda client: client.jobs.watch("job").result(), check=check,
                   token_file=str(path), allow_plaintext_token=True)
 
+    def test_a_cancel_while_a_stream_connects(self):
+        """Between the look at the cancel and the call, the loop runs other tasks."""
+        def stream(request, context):
+            yield pb.StreamGenerateResponse(sequence=1, request_id="job", queued={})
+
+        async def main():
+            async with denoised.AsyncClient(self.serve(StreamGenerate=stream), retry=FAST) as client:
+                drawn, method = client.stream(), client._method
+
+                async def connect(name):
+                    drawn.cancel()
+                    return await method(name)
+
+                client._method = connect
+                with self.assertRaisesRegex(denoised.Cancelled, "by the caller"):
+                    await asyncio.wait_for(drawn.__anext__(), 60)
+
+        asyncio.run(main())
+
 
 if __name__ == "__main__":
     sys.exit(unittest.main())

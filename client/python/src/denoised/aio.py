@@ -71,6 +71,8 @@ class AsyncStream(AsyncIterator[Event]):
         message = type(request).FromString(request.SerializeToString())
         headers = await self._client._with_token(self._state.headers)
         call = await self._client._method(method)
+        if self._cancelled:  # while this waited for the token and the connection
+            raise Cancelled("cancelled by the caller")
         self._call = call(message, timeout=self._state.attempts.remaining(), metadata=headers)
         return self._call
 
