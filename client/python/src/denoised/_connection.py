@@ -15,7 +15,8 @@ from denoised.health import health_pb2
 from denoised.v1 import image_generation_pb2 as pb
 from denoised.v1 import model_admin_pb2 as admin_pb
 
-from .errors import DETAILS_KEY, DenoisedError, InvalidArgument, NotFound, Unavailable, make_error
+from .errors import (DETAILS_KEY, Cancelled, DenoisedError, InvalidArgument, NotFound, Unavailable,
+                     make_error)
 from .retry import Attempts, RetryBudget, RetryPolicy
 
 Metadata = Mapping[str, str]
@@ -171,6 +172,10 @@ def _is_traceparent(text: str) -> bool:
     return re.fullmatch(rf"00{rest}|(?!00|ff)[0-9a-f]{{2}}{rest}(-[!-~]*)?", text) is not None
 
 
+def was_closed() -> Cancelled:
+    return Cancelled("the client was closed")
+
+
 class Connection:
     """What a client knows of its server, and the headers of each call."""
 
@@ -183,6 +188,7 @@ class Connection:
         self.retry = retry
         self.timeout = timeout
         self.budget = RetryBudget(retry.budget)
+        self.closed = False  # by the caller
         self._metadata = dict(metadata or {})
         self._token = token
         self._token_file = token_file
@@ -295,6 +301,8 @@ class Connection:
         result = make_error(code, error.details() or "", details)
         if result.domain or cancelled:
             return result
+        if code == "CANCELLED" and self.closed:
+            return was_closed()
         if code == "CANCELLED":  # gRPC ends the calls of a server that shuts down with it
             return Unavailable("the server shut down")
         if code == "UNAVAILABLE":  # the transport's

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, AsyncIterator, Awaitable, Callable, Dict, List, Optional, Sequence, Union
+import weakref
+from typing import (Any, AsyncIterator, Awaitable, Callable, Dict, List, Optional, Sequence, Set,
+                    Union)
 
 import grpc
 import grpc.aio
@@ -14,13 +16,28 @@ from denoised.v1 import image_generation_pb2 as pb
 from denoised.v1 import model_admin_pb2 as admin_pb
 
 from . import _convert
-from ._connection import JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata
+from ._connection import (JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata,
+                          was_closed)
 from ._stream import StreamState
 from .errors import Cancelled, DenoisedError, InvalidArgument
 from .retry import Attempts, RetryPolicy
 from .types import (Event, ImageFormat, Job, Model, NoiseSchedule, Previews, Priority, Result, Sampler,
                     ServerInfo)
 from .client import InitImage, Labels, Size, Texts, Vectors, _serialize
+
+
+async def _reply(call: Awaitable[Any]) -> Any:
+    """As `await call`, but CancelledError says that the task was cancelled and nothing else. gRPC raises
+    it for a call that this side ended, too."""
+    future = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait([future])
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+    if future.cancelled():
+        raise was_closed()
+    return future.result()
 
 
 class AsyncStream(AsyncIterator[Event]):
@@ -74,6 +91,7 @@ class AsyncStream(AsyncIterator[Event]):
         if self._cancelled:  # while this waited for the token and the connection
             raise Cancelled("cancelled by the caller")
         self._call = call(message, timeout=self._state.attempts.remaining(), metadata=headers)
+        self._client._streams.add(self._call)
         return self._call
 
     def __aiter__(self) -> AsyncStream:
@@ -88,7 +106,7 @@ class AsyncStream(AsyncIterator[Event]):
                 error: Optional[DenoisedError] = None
                 try:
                     while True:
-                        message = await call.read()
+                        message = await _reply(call.read())
                         if message is grpc.aio.EOF:
                             break
                         event = self._state.received(message)
@@ -96,10 +114,11 @@ class AsyncStream(AsyncIterator[Event]):
                             return event
                 except grpc.RpcError as failure:
                     error = self._client._connection.error(failure, cancelled=self._cancelled)
-                except asyncio.CancelledError:
-                    if not self._cancelled:  # the task was, and gRPC has ended the call with it
-                        self.cancel()
-                        raise
+                except Cancelled as ended:
+                    error = ended
+                except asyncio.CancelledError:  # gRPC has ended the call with the task
+                    self.cancel()
+                    raise
                 if self._cancelled:
                     raise Cancelled("cancelled by the caller")
                 delay = self._state.ended(error)
@@ -108,10 +127,7 @@ class AsyncStream(AsyncIterator[Event]):
                     raise StopAsyncIteration
                 self._call = None
                 self._waiting = asyncio.Event()
-                try:
-                    await asyncio.wait_for(self._waiting.wait(), delay)
-                except asyncio.TimeoutError:
-                    pass
+                await self._client._pause(delay, self._waiting)
                 self._waiting = None
         except DenoisedError as ended:
             self._done, self._error = True, ended
@@ -237,6 +253,8 @@ class AsyncClient:
             max_message_bytes=max_message_bytes)
         self._channel: Any = None
         self._methods: Dict[str, Callable[..., Any]] = {}
+        self._streams: weakref.WeakSet[Any] = weakref.WeakSet()  # their calls
+        self._pauses: Set[asyncio.Event] = set()
         self.jobs = AsyncJobs(self)
         self.models = AsyncModels(self)
 
@@ -246,7 +264,12 @@ class AsyncClient:
         return self._connection.name
 
     async def close(self) -> None:
-        """Ends the connection and all calls."""
+        """Ends the connection, and the calls of all tasks: they raise `Cancelled`."""
+        self._connection.closed = True
+        for call in list(self._streams):
+            call.cancel()  # gRPC does not end streams with their channel
+        for pause in self._pauses:
+            pause.set()
         if self._channel is not None:
             await self._channel.close()
 
@@ -351,10 +374,13 @@ class AsyncClient:
         return await asyncio.to_thread(_convert.generation_params, fields)
 
     async def _method(self, name: str) -> Callable[..., Any]:
-        if self._channel is None:  # here, because a channel belongs to the loop it is made in
+        credentials = None
+        if self._channel is None:
             credentials = await asyncio.to_thread(self._connection.credentials)
-            if self._channel is None:  # no other call was faster
-                self._connect(credentials)
+        if self._connection.closed:
+            raise was_closed()
+        if self._channel is None:  # here, because a channel belongs to the loop it is made in
+            self._connect(credentials)
         return self._methods[name]
 
     def _connect(self, credentials: Any) -> None:
@@ -376,7 +402,7 @@ class AsyncClient:
             try:
                 sent = await self._with_token(headers)
                 method = await self._method(name)
-                response = await method(request, timeout=attempts.remaining(), metadata=sent)
+                response = await _reply(method(request, timeout=attempts.remaining(), metadata=sent))
                 attempts.succeeded()
                 return response
             except grpc.RpcError as failure:
@@ -384,4 +410,16 @@ class AsyncClient:
             delay = attempts.failed(error)
             if delay is None:
                 raise error
-            await asyncio.sleep(delay)
+            await self._pause(delay, asyncio.Event())
+
+    async def _pause(self, seconds: float, end: asyncio.Event) -> None:
+        """Waits before the next attempt, until `end` is set or the client is closed."""
+        if self._connection.closed:
+            return
+        self._pauses.add(end)
+        try:
+            await asyncio.wait_for(end.wait(), seconds)
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            self._pauses.discard(end)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import grpc
@@ -15,7 +14,8 @@ from denoised.v1 import image_generation_pb2 as pb
 from denoised.v1 import model_admin_pb2 as admin_pb
 
 from . import _convert
-from ._connection import JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata
+from ._connection import (JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata,
+                          was_closed)
 from ._stream import StreamState
 from .errors import Cancelled, DenoisedError, InvalidArgument
 from .retry import Attempts, RetryPolicy
@@ -54,6 +54,7 @@ class Stream(Iterator[Event]):
         with self._lock:
             if self._call is not None:
                 self._call.cancel()
+        self._client._end_pauses()
 
     def result(self) -> Result:
         """Reads the rest of the events and returns all images."""
@@ -71,8 +72,7 @@ class Stream(Iterator[Event]):
                 return
             # The call works on a copy: the state moves on while it runs.
             message = type(request).FromString(request.SerializeToString())
-            self._call = self._client._methods[method](
-                message, timeout=self._state.attempts.remaining(), metadata=headers)
+            self._call = self._client._begin(method, message, self._state.attempts, headers)
 
     def __iter__(self) -> Stream:
         return self
@@ -98,7 +98,8 @@ class Stream(Iterator[Event]):
                 if delay is None:
                     self._done = True
                     raise StopIteration
-                if self._cancelled.wait(delay):
+                self._client._pause(delay, self._cancelled.is_set)
+                if self._cancelled.is_set():
                     raise Cancelled("cancelled by the caller")
                 self._start()
         except DenoisedError as ended:
@@ -238,6 +239,7 @@ class Client:
             make = self._channel.unary_stream if name in STREAMS else self._channel.unary_unary
             self._methods[name] = make(path, request_serializer=_serialize,
                                        response_deserializer=reply.FromString)
+        self._pauses = threading.Condition()
         self.jobs = Jobs(self)
         self.models = Models(self)
 
@@ -247,8 +249,10 @@ class Client:
         return self._connection.name
 
     def close(self) -> None:
-        """Ends the connection and all calls."""
+        """Ends the connection, and the calls of all threads: they raise `Cancelled`."""
+        self._connection.closed = True
         self._channel.close()
+        self._end_pauses()
 
     def __enter__(self) -> Client:
         return self
@@ -388,8 +392,7 @@ class Client:
     def _attempt(self, name: str, request: Any, attempts: Attempts, headers: Headers) -> Any:
         while True:
             try:
-                response = self._methods[name](request, timeout=attempts.remaining(),
-                                               metadata=self._connection.with_token(headers))
+                response = self._begin(name, request, attempts, self._connection.with_token(headers))
                 attempts.succeeded()
                 return response
             except grpc.RpcError as failure:
@@ -397,7 +400,25 @@ class Client:
             delay = attempts.failed(error)
             if delay is None:
                 raise error
-            time.sleep(delay)
+            self._pause(delay)
+
+    def _begin(self, name: str, request: Any, attempts: Attempts, headers: Headers) -> Any:
+        """One attempt: the reply, or the call of a stream."""
+        try:
+            return self._methods[name](request, timeout=attempts.remaining(), metadata=headers)
+        except ValueError:
+            if self._connection.closed:  # gRPC's way to say it
+                raise was_closed() from None
+            raise
+
+    def _pause(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Waits before the next attempt, unless there will be none."""
+        with self._pauses:
+            self._pauses.wait_for(lambda: self._connection.closed or cancelled(), seconds)
+
+    def _end_pauses(self) -> None:
+        with self._pauses:
+            self._pauses.notify_all()
 
 
 def _serialize(message: Any) -> bytes:
