@@ -70,7 +70,8 @@ class AsyncStream(AsyncIterator[Event]):
             self._waiting.set()
 
     async def result(self) -> Result:
-        """Reads the rest of the events and returns all images."""
+        """Reads the rest of the events and returns all images that the stream has had: of a job that
+        the server does not keep, a stream of `jobs.watch` may have only later ones."""
         async for _ in self:
             pass
         if self._error is not None:
@@ -172,7 +173,9 @@ class AsyncJobs:
     def watch(self, request_id: str, *, after: int = 0, timeout: Optional[float] = None,
               metadata: Optional[Metadata] = None, traceparent: Optional[str] = None) -> AsyncStream:
         """The events of a job after number `after` that the server keeps (every image, the latest
-        place in the queue, progress and previews), then as they happen."""
+        place in the queue, progress and previews), then as they happen. A job with neither a
+        request_id of the caller nor `survives` is not kept: what was sent to all who watched it,
+        images too, is gone."""
         self._client._connection.check_single(JOBS)
         watch = pb.WatchJobRequest(request_id=request_id, after_sequence=after)
         state = StreamState(self._client._connection.attempts(timeout), [], watch)

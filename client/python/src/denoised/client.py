@@ -57,7 +57,8 @@ class Stream(Iterator[Event]):
         self._client._end_pauses()
 
     def result(self) -> Result:
-        """Reads the rest of the events and returns all images."""
+        """Reads the rest of the events and returns all images that the stream has had: of a job that
+        the server does not keep, a stream of `jobs.watch` may have only later ones."""
         for _ in self:
             pass
         if self._error is not None:
@@ -145,7 +146,9 @@ class Jobs:
     def watch(self, request_id: str, *, after: int = 0, timeout: Optional[float] = None,
               metadata: Optional[Metadata] = None, traceparent: Optional[str] = None) -> Stream:
         """The events of a job after number `after` that the server keeps (every image, the latest
-        place in the queue, progress and previews), then as they happen."""
+        place in the queue, progress and previews), then as they happen. A job with neither a
+        request_id of the caller nor `survives` is not kept: what was sent to all who watched it,
+        images too, is gone."""
         self._client._connection.check_single(JOBS)
         watch = pb.WatchJobRequest(request_id=request_id, after_sequence=after)
         return Stream(self._client, self._client._stream_state(watch, timeout, metadata, traceparent))
