@@ -187,10 +187,16 @@ absl::Status ApplyContext(const CLI::App& app, ConnectionFlags& flags, std::stri
   const auto found = contexts->by_name.find(name);
   if (found == contexts->by_name.end()) return NoSuchContext(*contexts, name);
   Context context = found->second;
-  // What tells who calls goes to no server but the context's own.
+  // What tells who calls goes to no server but the context's own, and only for that one was a token
+  // without TLS allowed.
   if (app.get_option("--server")->count() > 0 && flags.server != context.connection.server) {
-    context.connection.token_file.clear();
-    context.connection.headers.clear();
+    ConnectionFlags& connection = context.connection;
+    connection.tls = ToOptions(connection).tls.has_value();  // its certificate may have implied it
+    connection.files.cert_file.clear();
+    connection.files.key_file.clear();
+    connection.token_file.clear();
+    connection.allow_plaintext_token = false;
+    connection.headers.clear();
     context.page.clear();
   }
   for (const Text& text : kTexts) {

@@ -37,8 +37,9 @@ absl::Status WriteContexts(const std::string& path, const Contexts& contexts);
 
 /// Fills in what neither a flag nor a variable of the environment has set on the parsed `app`, from
 /// --context or else from the current context. Where --server is set and --context is not, no
-/// context is used; where both are, and the context has another server, its token, its headers and
-/// its page are not. `page` is set where it is empty.
+/// context is used; where both are, and the context has another server, its token, its client
+/// certificate, its headers and its page are not, nor is its leave to send a token without TLS.
+/// `page` is set where it is empty.
 absl::Status ApplyContext(const CLI::App& app, ConnectionFlags& flags, std::string& page);
 
 /// `denoise context`.

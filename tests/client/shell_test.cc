@@ -125,6 +125,35 @@ TEST_F(ShellTest, ATokenGoesToNoServerButThatOfItsContext) {
             "http://y:8080/\n");
 }
 
+TEST_F(ShellTest, AnotherServerThanThatOfTheContextIsNotTrustedAsItIs) {
+  const std::string here = server_.address(), token = Token();
+  ASSERT_EQ(Run({"context", "add", "mesh", "--server", "mesh:50051", "--allow-plaintext-token"})
+                .exit_code,
+            0);
+  // Nobody allowed a token without TLS for this server.
+  Words words = {"models", "--context", "mesh", "--server", here, "--token-file", token};
+  const auto refused = Run(words);
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("token_file needs tls"));
+  EXPECT_EQ(server_.authorization(), "");
+  words.emplace_back("--allow-plaintext-token");
+  EXPECT_EQ(Run(words).exit_code, 0);
+  EXPECT_EQ(server_.authorization(), "Bearer open-sesame");
+
+  ASSERT_EQ(Run({"context", "add", "mutual", "--server", "mutual:50051", "--tls-cert", token,
+                 "--tls-key", token})
+                .exit_code,
+            0);
+  const auto half = Run({"models", "--context", "mutual", "--server", here, "--tls-cert", token});
+  EXPECT_EQ(half.exit_code, 2);
+  EXPECT_THAT(half.err, HasSubstr("belong together")) << "the key is the context's";
+  // The certificate had turned TLS on, and without it TLS stays on.
+  EXPECT_EQ(Run({"open", "--context", "mutual", "--server", "y:1"},
+                {"DISPLAY=", "WAYLAND_DISPLAY=", "BROWSER="})
+                .out,
+            "https://y:8080/\n");
+}
+
 TEST_F(ShellTest, OnlyTheOwnerReadsContexts) {
   ASSERT_EQ(
       Run({"context", "add", "a", "--server", server_.address(), "-H", "x-key: secret"}).exit_code,

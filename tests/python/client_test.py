@@ -519,7 +519,7 @@ class ClientTest(unittest.TestCase):
                 await client.jobs.watch("files").result()
 
         asyncio.run(main())
-        self.assertEqual(len(threads), 4 + 3)  # the token for each call, and the pictures
+        self.assertEqual(len(threads), 4 + 3)  # the token for each attempt, and the pictures
         self.assertNotIn(threading.main_thread(), threads)
 
     # TLS and tokens
@@ -573,7 +573,7 @@ class ClientTest(unittest.TestCase):
                          self.client.generate(labels=7, seed=1, steps=1)[0].bytes())
 
         with denoised.Client(address, retry=NEVER, tls=trusting, token_file=path("token")) as client:
-            (self.folder / "token").write_text("y" * 43)  # read again for each call
+            (self.folder / "token").write_text("y" * 43)  # read again for each attempt
             self.raises(denoised.Unauthenticated, client.server_info)
             (self.folder / "token").write_text("two words")
             self.raises(denoised.InvalidArgument, client.server_info, "token_file")

@@ -39,7 +39,7 @@ for version in ${VERSIONS:-3.9 3.10 3.11 3.12 3.13}; do
     continue
   fi
   modules=$("$environment/bin/pip" list --format=freeze | grep -E '^(grpcio|protobuf)=' | paste -sd' ')
-  for test in unit client; do
+  for test in unit calls client; do
     ((++ran))
     if "$environment/bin/python" "tests/python/${test}_test.py" >"$work/log" 2>&1; then
       echo "Python $version, $modules: ${test}_test passed ($(grep -E '^Ran ' "$work/log"))"

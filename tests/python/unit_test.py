@@ -381,12 +381,24 @@ class TargetTest(unittest.TestCase):
         several = _parse_target("10.0.0.1:1,10.0.0.2:2")
         self.assertEqual((several.uri, several.authority), ("ipv4:10.0.0.1:1,10.0.0.2:2", "10.0.0.1:1"))
         self.assertEqual(_parse_target("[::1]:1,[::2]:2").uri, "ipv6:%5B::1%5D:1,%5B::2%5D:2")
+        for text in ("[fd00::1]:65535", "grüße.example:1", "unix:/run/denoised", "unix-abstract:denoised",
+                     "vsock:2:50051", "xds:///images", "ipv6:%5B::1%5D:1", "dns://8.8.8.8/images:1"):
+            with self.subTest(text=text):
+                self.assertEqual(_parse_target(text).uri, text)
 
     def test_wrong_targets(self):
         for text in ("", "http://x:1", "images", "a:1,b:2", "10.0.0.1:1,[::1]:2", "10.0.0.1:1,10.0.0.2",
-                     "10.0.0.1:0,10.0.0.2:1"):
+                     "10.0.0.1:0,10.0.0.2:1", "10.0.0.1:+1,10.0.0.2:1", "[[::1]]:1,[::2]:1"):
             with self.subTest(text=text):
                 with self.assertRaises(denoised.InvalidArgument):
+                    denoised.Client(text)
+
+    def test_what_is_no_host_and_port(self):
+        for text in ("x:abc", "x:0", "x:65536", "x:-1", "x: 1", "x:1_0", "x:", ":1", "fd00::1:50051", "[fd00::1]",
+                     "[fd00::1:50051", "[10.0.0.1]:1", "x/page", "x:1/page", "a b:1", "me@x:1", "x?:1",
+                     "x:" + "9" * 5000):
+            with self.subTest(text=text[:20]):
+                with self.assertRaisesRegex(denoised.InvalidArgument, "not host:port with a port from 1 to 65535"):
                     denoised.Client(text)
 
     def test_a_token_is_not_sent_in_plaintext(self):
@@ -400,11 +412,31 @@ class TargetTest(unittest.TestCase):
         for options, word in (({"tls": denoised.TLS(cert="x")}, "belong together"),
                               ({"tls": True, "token": "a b"}, "printable"),
                               ({"metadata": {"a b": "c"}}, "not legal"),
+                              *(({"metadata": {key.title(): "x"}}, f'"{key}" is reserved')
+                                for key in ("grpc-timeout", "te", "content-type", "user-agent", "host", "connection",
+                                            "keep-alive", "proxy-connection", "transfer-encoding", "upgrade")),
                               ({"metadata": {"a": "ü"}}, "printable")):
             with self.assertRaisesRegex(denoised.InvalidArgument, word):
                 denoised.Client("images:50051", **options)
         with self.assertRaisesRegex(denoised.NotFound, "tls.ca"):
             denoised.Client("images:50051", tls=denoised.TLS(ca="/no/such/file"))
+
+    def test_traceparent_is_checked(self):
+        trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+        good = f"00-{trace}-{parent}-01"
+        with denoised.Client("images:50051") as client:
+            headers = client._connection.headers
+            for text in (good, f"01-{trace}-{parent}-01", f"cc-{trace}-{parent}-00-what-will-be-the-future"):
+                self.assertEqual(headers(None, text), [("traceparent", text)])
+            for text in ("", "abc", f"00-{trace}-{parent}", f"00-{trace}-{parent}-01-x", f"ff-{trace}-{parent}-01",
+                         f"00-{'0' * 32}-{parent}-01", f"00-{trace}-{'0' * 16}-01", f"00-{trace.upper()}-{parent}-01",
+                         f"00-{trace}-{parent}-1", good + "\n", f"01-{trace}-{parent}-01-\n"):
+                for call in (client.generate, client.stream, lambda **options: client.jobs.watch("x", **options)):
+                    with self.subTest(text=text), self.assertRaises(denoised.InvalidArgument) as caught:
+                        call(traceparent=text)
+                    self.assertIn(f"traceparent is {text!r}; use the form", str(caught.exception))
+            with self.assertRaisesRegex(denoised.InvalidArgument, "twice"):
+                headers({"Traceparent": good}, good)
 
     def test_jobs_need_one_server(self):
         with denoised.Client("dns:///images:50051") as client:

@@ -15,7 +15,8 @@ from denoised.health import health_pb2
 from denoised.v1 import image_generation_pb2 as pb
 from denoised.v1 import model_admin_pb2 as admin_pb
 
-from .errors import DETAILS_KEY, DenoisedError, InvalidArgument, NotFound, Unavailable, make_error
+from .errors import (DETAILS_KEY, Cancelled, DenoisedError, InvalidArgument, NotFound, Unavailable,
+                     make_error)
 from .retry import Attempts, RetryBudget, RetryPolicy
 
 Metadata = Mapping[str, str]
@@ -68,6 +69,37 @@ class _Target:
     """Never through a proxy of the environment."""
 
 
+def _is_port(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,5}", text) is not None and 1 <= int(text) <= 65535
+
+
+def _ip_version(address: str) -> int:
+    """4 for "10.0.0.1:50051", 6 for "[fd00::1]:50051", else 0."""
+    host, _, port = address.rpartition(":")
+    bracketed = re.fullmatch(r"\[([^%\]]+)\]", host)  # no zone, as %eth0
+    try:
+        if bracketed is None:
+            ipaddress.IPv4Address(host)
+        else:
+            ipaddress.IPv6Address(bracketed[1])
+    except ValueError:
+        return 0
+    return 0 if not _is_port(port) else 4 if bracketed is None else 6
+
+
+def _has_scheme(text: str) -> bool:
+    """Whether gRPC reads the part before the first colon as the kind of the address."""
+    return text.startswith(("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:"))
+
+
+def _is_host_and_port(address: str) -> bool:
+    """As "host:50051", "10.0.0.1:50051", "[fd00::1]:50051"."""
+    host, _, port = address.rpartition(":")
+    if host.startswith("["):
+        return _ip_version(address) == 6
+    return _is_port(port) and re.fullmatch(r"[^\x00-\x20\x7f/:@\[\]?#]+", host) is not None
+
+
 def _parse_list(text: str) -> _Target:
     for scheme in ("ipv4:", "ipv6:"):
         if text.startswith(scheme):
@@ -75,17 +107,13 @@ def _parse_list(text: str) -> _Target:
     addresses = text.split(",")
     versions = set()
     for address in addresses:
-        host, _, port = address.rpartition(":")
-        try:
-            ip = ipaddress.ip_address(host.strip("[]"))
-            if (ip.version == 6) != host.startswith("[") or not 1 <= int(port) <= 65535:
-                raise ValueError(address)
-        except ValueError:
+        version = _ip_version(address)
+        if version == 0:
             raise InvalidArgument(
                 f'"{address}" in the list of servers is not an IP address with a port; use '
                 "addresses, as in 10.0.0.1:50051,10.0.0.2:50051, or a name that stands for all of "
-                "them, as in dns:///replicas:50051") from None
-        versions.add(ip.version)
+                "them, as in dns:///replicas:50051")
+        versions.add(version)
     if len(versions) > 1:
         raise InvalidArgument("the list of servers mixes IPv4 and IPv6; use one kind")
     escaped = text.replace("[", "%5B").replace("]", "%5D")
@@ -103,6 +131,10 @@ def _parse_target(text: str) -> _Target:
         return _parse_list(text)
     if ":" not in text and "/" not in text:
         raise InvalidArgument(f'the server\'s address "{text}" has no port; use host:port')
+    if not _has_scheme(text) and not _is_host_and_port(text):
+        raise InvalidArgument(
+            f'the server\'s address "{text}" is not host:port with a port from 1 to 65535; an IPv6 '
+            "address stands in brackets, as in [fd00::1]:50051")
     host = re.sub(r"^(dns:///|ipv4:|ipv6:)", "", text)
     loopback = host.startswith(("127.", "localhost", "[::1]", "%5B::1%5D", "unix:"))
     return _Target(text, replicas=text.startswith("dns:"), direct=loopback)
@@ -129,6 +161,21 @@ def _read_token(path: str) -> str:
     return token
 
 
+# gRPC writes these itself and drops ours, or HTTP/2 forbids them (RFC 9113, 8.2.2).
+_RESERVED = ("te", "content-type", "user-agent", "host", "connection", "keep-alive", "proxy-connection",
+             "transfer-encoding", "upgrade")
+
+
+def _is_traceparent(text: str) -> bool:
+    """Version 00, or a later one, which may add fields: https://www.w3.org/TR/trace-context."""
+    rest = r"-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+    return re.fullmatch(rf"00{rest}|(?!00|ff)[0-9a-f]{{2}}{rest}(-[!-~]*)?", text) is not None
+
+
+def was_closed() -> Cancelled:
+    return Cancelled("the client was closed")
+
+
 class Connection:
     """What a client knows of its server, and the headers of each call."""
 
@@ -141,6 +188,7 @@ class Connection:
         self.retry = retry
         self.timeout = timeout
         self.budget = RetryBudget(retry.budget)
+        self.closed = False  # by the caller
         self._metadata = dict(metadata or {})
         self._token = token
         self._token_file = token_file
@@ -158,7 +206,7 @@ class Connection:
             raise InvalidArgument("a list of servers has no name to look for in their certificates; "
                                   "give tls.server_name")
         self.options = self._options(max_message_bytes)
-        self.headers(None, None)  # so that what is wrong is said now
+        self.with_token(self.headers(None, None))  # so that what is wrong is said now
 
     @staticmethod
     def _plaintext_token(what: str) -> InvalidArgument:
@@ -209,12 +257,15 @@ class Connection:
             certificate_chain=_read("tls.cert", self._tls.cert))
 
     def headers(self, metadata: Optional[Metadata], traceparent: Optional[str]) -> Headers:
-        """The metadata of a call. The token file is read for each, so the token can be replaced."""
+        """The metadata of a call, but for the token."""
         merged = {key.lower(): value for key, value in {**self._metadata, **(metadata or {})}.items()}
         for key, value in merged.items():
-            if not re.fullmatch(r"[a-z0-9._-]+", key) or key.startswith("grpc-"):
-                raise InvalidArgument(f'metadata key "{key}" is not legal or reserved; use letters, '
-                                      'digits, "-", "_" and ".", without the prefix grpc-')
+            if not re.fullmatch(r"[a-z0-9._-]+", key):
+                raise InvalidArgument(f'metadata key "{key}" is not legal; use letters, digits, "-", "_" '
+                                      'and "."')
+            if key.startswith("grpc-") or key in _RESERVED:
+                raise InvalidArgument(f'metadata key "{key}" is reserved for gRPC and HTTP/2; use '
+                                      "another name")
             if not key.endswith("-bin") and not re.fullmatch(r"[ -~]*", value):
                 raise InvalidArgument(f'metadata "{key}" has the value {value!r}; use printable ASCII '
                                       "characters, or a key that ends in -bin, which takes bytes")
@@ -226,14 +277,17 @@ class Connection:
         if traceparent is not None:
             if "traceparent" in merged:
                 raise InvalidArgument("traceparent is given twice, also as metadata; give one")
+            if not _is_traceparent(traceparent):
+                raise InvalidArgument(
+                    f"traceparent is {traceparent!r}; use the form of W3C Trace Context in lower case, "
+                    "00-<32 hex digits>-<16 hex digits>-<2 hex digits>, with ids that are not zero")
             merged["traceparent"] = traceparent
-        headers = list(merged.items())
-        token = self._token
-        if self._token_file is not None:
-            token = _read_token(self._token_file)
-        if token is not None:
-            headers.append(("authorization", f"Bearer {token}"))
-        return headers
+        return list(merged.items())
+
+    def with_token(self, headers: Headers) -> Headers:
+        """The metadata of an attempt. The token file is read for each, so the token can be replaced."""
+        token = self._token if self._token_file is None else _read_token(self._token_file)
+        return headers if token is None else [*headers, ("authorization", f"Bearer {token}")]
 
     def attempts(self, timeout: Optional[float], retry: Optional[RetryPolicy] = None) -> Attempts:
         return Attempts(retry or self.retry, self.budget,
@@ -247,6 +301,8 @@ class Connection:
         result = make_error(code, error.details() or "", details)
         if result.domain or cancelled:
             return result
+        if code == "CANCELLED" and self.closed:
+            return was_closed()
         if code == "CANCELLED":  # gRPC ends the calls of a server that shuts down with it
             return Unavailable("the server shut down")
         if code == "UNAVAILABLE":  # the transport's

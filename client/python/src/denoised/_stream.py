@@ -11,7 +11,7 @@ from denoised.v1 import image_generation_pb2 as pb
 
 from . import _convert
 from ._connection import Headers
-from .errors import DataLoss, DenoisedError, Unavailable
+from .errors import Cancelled, DataLoss, DenoisedError, Unavailable
 from .retry import Attempts
 from .types import Completed, Event, Image, ImageReady, Params, Preview, Progress, Queued, Result
 from .types import Started
@@ -122,8 +122,8 @@ class StreamState:
         caller gets."""
         if error is None and self._completed is None:
             error = DataLoss("the stream ended without its last event; see the server's log")
-        elif isinstance(error, Unavailable) and self._completed is not None:
-            error = None  # the connection was lost after the last event
+        elif isinstance(error, (Unavailable, Cancelled)) and self._completed is not None:
+            error = None  # the connection was lost or closed after the last event
         if error is None:
             self.attempts.succeeded()
             return None

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, AsyncIterator, Awaitable, Callable, Dict, List, Optional, Sequence, Union
+import weakref
+from typing import (Any, AsyncIterator, Awaitable, Callable, Dict, List, Optional, Sequence, Set,
+                    Union)
 
 import grpc
 import grpc.aio
@@ -14,13 +16,28 @@ from denoised.v1 import image_generation_pb2 as pb
 from denoised.v1 import model_admin_pb2 as admin_pb
 
 from . import _convert
-from ._connection import JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata
+from ._connection import (JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata,
+                          was_closed)
 from ._stream import StreamState
 from .errors import Cancelled, DenoisedError, InvalidArgument
 from .retry import Attempts, RetryPolicy
 from .types import (Event, ImageFormat, Job, Model, NoiseSchedule, Previews, Priority, Result, Sampler,
                     ServerInfo)
 from .client import InitImage, Labels, Size, Texts, Vectors, _serialize
+
+
+async def _reply(call: Awaitable[Any]) -> Any:
+    """As `await call`, but CancelledError says that the task was cancelled and nothing else. gRPC raises
+    it for a call that this side ended, too."""
+    future = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait([future])
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+    if future.cancelled():
+        raise was_closed()
+    return future.result()
 
 
 class AsyncStream(AsyncIterator[Event]):
@@ -53,7 +70,8 @@ class AsyncStream(AsyncIterator[Event]):
             self._waiting.set()
 
     async def result(self) -> Result:
-        """Reads the rest of the events and returns all images."""
+        """Reads the rest of the events and returns all images that the stream has had: of a job that
+        the server does not keep, a stream of `jobs.watch` may have only later ones."""
         async for _ in self:
             pass
         if self._error is not None:
@@ -69,9 +87,12 @@ class AsyncStream(AsyncIterator[Event]):
         method, request = self._state.call()
         # The call works on a copy: the state moves on while it runs.
         message = type(request).FromString(request.SerializeToString())
+        headers = await self._client._with_token(self._state.headers)
         call = await self._client._method(method)
-        self._call = call(message, timeout=self._state.attempts.remaining(),
-                          metadata=self._state.headers)
+        if self._cancelled:  # while this waited for the token and the connection
+            raise Cancelled("cancelled by the caller")
+        self._call = call(message, timeout=self._state.attempts.remaining(), metadata=headers)
+        self._client._streams.add(self._call)
         return self._call
 
     def __aiter__(self) -> AsyncStream:
@@ -86,7 +107,7 @@ class AsyncStream(AsyncIterator[Event]):
                 error: Optional[DenoisedError] = None
                 try:
                     while True:
-                        message = await call.read()
+                        message = await _reply(call.read())
                         if message is grpc.aio.EOF:
                             break
                         event = self._state.received(message)
@@ -94,10 +115,11 @@ class AsyncStream(AsyncIterator[Event]):
                             return event
                 except grpc.RpcError as failure:
                     error = self._client._connection.error(failure, cancelled=self._cancelled)
-                except asyncio.CancelledError:
-                    if not self._cancelled:  # the task was, and gRPC has ended the call with it
-                        self.cancel()
-                        raise
+                except Cancelled as ended:
+                    error = ended
+                except asyncio.CancelledError:  # gRPC has ended the call with the task
+                    self.cancel()
+                    raise
                 if self._cancelled:
                     raise Cancelled("cancelled by the caller")
                 delay = self._state.ended(error)
@@ -106,10 +128,7 @@ class AsyncStream(AsyncIterator[Event]):
                     raise StopAsyncIteration
                 self._call = None
                 self._waiting = asyncio.Event()
-                try:
-                    await asyncio.wait_for(self._waiting.wait(), delay)
-                except asyncio.TimeoutError:
-                    pass
+                await self._client._pause(delay, self._waiting)
                 self._waiting = None
         except DenoisedError as ended:
             self._done, self._error = True, ended
@@ -154,13 +173,15 @@ class AsyncJobs:
     def watch(self, request_id: str, *, after: int = 0, timeout: Optional[float] = None,
               metadata: Optional[Metadata] = None, traceparent: Optional[str] = None) -> AsyncStream:
         """The events of a job after number `after` that the server keeps (every image, the latest
-        place in the queue, progress and previews), then as they happen."""
+        place in the queue, progress and previews), then as they happen. A job with neither a
+        request_id of the caller nor `survives` is not kept: what was sent to all who watched it,
+        images too, is gone."""
         self._client._connection.check_single(JOBS)
         watch = pb.WatchJobRequest(request_id=request_id, after_sequence=after)
         state = StreamState(self._client._connection.attempts(timeout), [], watch)
 
         async def prepare() -> None:
-            state.headers = await self._client._headers(metadata, traceparent)
+            state.headers = self._client._connection.headers(metadata, traceparent)
 
         return AsyncStream(self._client, state, prepare)
 
@@ -235,6 +256,8 @@ class AsyncClient:
             max_message_bytes=max_message_bytes)
         self._channel: Any = None
         self._methods: Dict[str, Callable[..., Any]] = {}
+        self._streams: weakref.WeakSet[Any] = weakref.WeakSet()  # their calls
+        self._pauses: Set[asyncio.Event] = set()
         self.jobs = AsyncJobs(self)
         self.models = AsyncModels(self)
 
@@ -244,7 +267,12 @@ class AsyncClient:
         return self._connection.name
 
     async def close(self) -> None:
-        """Ends the connection and all calls."""
+        """Ends the connection, and the calls of all tasks: they raise `Cancelled`."""
+        self._connection.closed = True
+        for call in list(self._streams):
+            call.cancel()  # gRPC does not end streams with their channel
+        for pause in self._pauses:
+            pause.set()
         if self._channel is not None:
             await self._channel.close()
 
@@ -282,7 +310,7 @@ class AsyncClient:
         """As `Client.generate`. Cancelling the task cancels the request."""
         fields = _convert.fields_of(locals())
         attempts = self._connection.attempts(timeout)
-        headers = await self._headers(metadata, traceparent)
+        headers = self._connection.headers(metadata, traceparent)
         request = pb.GenerateRequest(params=await self._params(fields, attempts, headers))
         return _convert.result(await self._attempt("Generate", request, attempts, headers))
 
@@ -316,7 +344,7 @@ class AsyncClient:
         state = StreamState(self._connection.attempts(timeout), [])
 
         async def prepare() -> None:
-            state.headers = await self._headers(metadata, traceparent)
+            state.headers = self._connection.headers(metadata, traceparent)
             state.generate = pb.StreamGenerateRequest(
                 params=await self._params(fields, state.attempts, state.headers),
                 preview=_convert.preview_options(previews))
@@ -336,8 +364,8 @@ class AsyncClient:
 
     # What reads files or converts pictures runs on other threads: the loop must not wait for it.
 
-    async def _headers(self, metadata: Optional[Metadata], traceparent: Optional[str]) -> Headers:
-        return await asyncio.to_thread(self._connection.headers, metadata, traceparent)
+    async def _with_token(self, headers: Headers) -> Headers:
+        return await asyncio.to_thread(self._connection.with_token, headers)
 
     async def _params(self, fields: Dict[str, Any], attempts: Attempts,
                       headers: Headers) -> pb.GenerationParams:
@@ -349,10 +377,13 @@ class AsyncClient:
         return await asyncio.to_thread(_convert.generation_params, fields)
 
     async def _method(self, name: str) -> Callable[..., Any]:
-        if self._channel is None:  # here, because a channel belongs to the loop it is made in
+        credentials = None
+        if self._channel is None:
             credentials = await asyncio.to_thread(self._connection.credentials)
-            if self._channel is None:  # no other call was faster
-                self._connect(credentials)
+        if self._connection.closed:
+            raise was_closed()
+        if self._channel is None:  # here, because a channel belongs to the loop it is made in
+            self._connect(credentials)
         return self._methods[name]
 
     def _connect(self, credentials: Any) -> None:
@@ -367,13 +398,14 @@ class AsyncClient:
     async def _call(self, name: str, request: Any, timeout: Optional[float],
                     retry: Optional[RetryPolicy] = None) -> Any:
         return await self._attempt(name, request, self._connection.attempts(timeout, retry),
-                                   await self._headers(None, None))
+                                   self._connection.headers(None, None))
 
     async def _attempt(self, name: str, request: Any, attempts: Attempts, headers: Headers) -> Any:
         while True:
             try:
+                sent = await self._with_token(headers)
                 method = await self._method(name)
-                response = await method(request, timeout=attempts.remaining(), metadata=headers)
+                response = await _reply(method(request, timeout=attempts.remaining(), metadata=sent))
                 attempts.succeeded()
                 return response
             except grpc.RpcError as failure:
@@ -381,4 +413,16 @@ class AsyncClient:
             delay = attempts.failed(error)
             if delay is None:
                 raise error
-            await asyncio.sleep(delay)
+            await self._pause(delay, asyncio.Event())
+
+    async def _pause(self, seconds: float, end: asyncio.Event) -> None:
+        """Waits before the next attempt, until `end` is set or the client is closed."""
+        if self._connection.closed:
+            return
+        self._pauses.add(end)
+        try:
+            await asyncio.wait_for(end.wait(), seconds)
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            self._pauses.discard(end)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import grpc
@@ -15,7 +14,8 @@ from denoised.v1 import image_generation_pb2 as pb
 from denoised.v1 import model_admin_pb2 as admin_pb
 
 from . import _convert
-from ._connection import JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata
+from ._connection import (JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata,
+                          was_closed)
 from ._stream import StreamState
 from .errors import Cancelled, DenoisedError, InvalidArgument
 from .retry import Attempts, RetryPolicy
@@ -54,9 +54,11 @@ class Stream(Iterator[Event]):
         with self._lock:
             if self._call is not None:
                 self._call.cancel()
+        self._client._end_pauses()
 
     def result(self) -> Result:
-        """Reads the rest of the events and returns all images."""
+        """Reads the rest of the events and returns all images that the stream has had: of a job that
+        the server does not keep, a stream of `jobs.watch` may have only later ones."""
         for _ in self:
             pass
         if self._error is not None:
@@ -65,13 +67,13 @@ class Stream(Iterator[Event]):
 
     def _start(self) -> None:
         method, request = self._state.call()
+        headers = self._client._connection.with_token(self._state.headers)
         with self._lock:
             if self._cancelled.is_set():
                 return
             # The call works on a copy: the state moves on while it runs.
             message = type(request).FromString(request.SerializeToString())
-            self._call = self._client._methods[method](
-                message, timeout=self._state.attempts.remaining(), metadata=self._state.headers)
+            self._call = self._client._begin(method, message, self._state.attempts, headers)
 
     def __iter__(self) -> Stream:
         return self
@@ -97,7 +99,8 @@ class Stream(Iterator[Event]):
                 if delay is None:
                     self._done = True
                     raise StopIteration
-                if self._cancelled.wait(delay):
+                self._client._pause(delay, self._cancelled.is_set)
+                if self._cancelled.is_set():
                     raise Cancelled("cancelled by the caller")
                 self._start()
         except DenoisedError as ended:
@@ -143,7 +146,9 @@ class Jobs:
     def watch(self, request_id: str, *, after: int = 0, timeout: Optional[float] = None,
               metadata: Optional[Metadata] = None, traceparent: Optional[str] = None) -> Stream:
         """The events of a job after number `after` that the server keeps (every image, the latest
-        place in the queue, progress and previews), then as they happen."""
+        place in the queue, progress and previews), then as they happen. A job with neither a
+        request_id of the caller nor `survives` is not kept: what was sent to all who watched it,
+        images too, is gone."""
         self._client._connection.check_single(JOBS)
         watch = pb.WatchJobRequest(request_id=request_id, after_sequence=after)
         return Stream(self._client, self._client._stream_state(watch, timeout, metadata, traceparent))
@@ -211,8 +216,9 @@ class Client:
         are called in turn while they are healthy.
     tls: True, or a `TLS` that names the authority and the certificate of this client. Default:
         plaintext.
-    token, token_file: a bearer token, sent with every call; the file is read again for each. Refused
-        without TLS, unless allow_plaintext_token says that something else encrypts the connection.
+    token, token_file: a bearer token, sent with every call; the file is read again for each attempt.
+        Refused without TLS, unless allow_plaintext_token says that something else encrypts the
+        connection.
     retry: which failures are tried again. timeout: seconds, default of every call. metadata: sent with
         every call.
     """
@@ -236,6 +242,7 @@ class Client:
             make = self._channel.unary_stream if name in STREAMS else self._channel.unary_unary
             self._methods[name] = make(path, request_serializer=_serialize,
                                        response_deserializer=reply.FromString)
+        self._pauses = threading.Condition()
         self.jobs = Jobs(self)
         self.models = Models(self)
 
@@ -245,8 +252,10 @@ class Client:
         return self._connection.name
 
     def close(self) -> None:
-        """Ends the connection and all calls."""
+        """Ends the connection, and the calls of all threads: they raise `Cancelled`."""
+        self._connection.closed = True
         self._channel.close()
+        self._end_pauses()
 
     def __enter__(self) -> Client:
         return self
@@ -386,8 +395,7 @@ class Client:
     def _attempt(self, name: str, request: Any, attempts: Attempts, headers: Headers) -> Any:
         while True:
             try:
-                response = self._methods[name](request, timeout=attempts.remaining(),
-                                               metadata=headers)
+                response = self._begin(name, request, attempts, self._connection.with_token(headers))
                 attempts.succeeded()
                 return response
             except grpc.RpcError as failure:
@@ -395,7 +403,25 @@ class Client:
             delay = attempts.failed(error)
             if delay is None:
                 raise error
-            time.sleep(delay)
+            self._pause(delay)
+
+    def _begin(self, name: str, request: Any, attempts: Attempts, headers: Headers) -> Any:
+        """One attempt: the reply, or the call of a stream."""
+        try:
+            return self._methods[name](request, timeout=attempts.remaining(), metadata=headers)
+        except ValueError:
+            if self._connection.closed:  # gRPC's way to say it
+                raise was_closed() from None
+            raise
+
+    def _pause(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Waits before the next attempt, unless there will be none."""
+        with self._pauses:
+            self._pauses.wait_for(lambda: self._connection.closed or cancelled(), seconds)
+
+    def _end_pauses(self) -> None:
+        with self._pauses:
+            self._pauses.notify_all()
 
 
 def _serialize(message: Any) -> bytes:

@@ -44,7 +44,7 @@ class DenoisedError(Exception):
 
 
 class Cancelled(DenoisedError):
-    """The caller or another client cancelled the job."""
+    """The caller or another client cancelled the job, or the client was closed."""
     code = "CANCELLED"
 
 

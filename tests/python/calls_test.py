@@ -1,0 +1,272 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""How the Python client makes its calls and ends them, with a server in the test."""
+
+import asyncio
+import concurrent.futures
+import pathlib
+import sys
+import tempfile
+import threading
+import time
+import unittest
+
+import support  # noqa: F401: first
+import grpc
+
+import denoised
+from denoised._connection import METHODS, STREAMS
+from denoised.v1 import image_generation_pb2 as pb
+
+QUEUED = pb.StreamGenerateResponse(sequence=1, request_id="job", queued={})
+FAST = denoised.RetryPolicy(initial_backoff=0.01)
+
+
+class FakeServer:
+    """Answers the calls of METHODS by functions of a request and its context, named as the methods."""
+
+    def __init__(self, **answers):
+        self.pool = concurrent.futures.ThreadPoolExecutor(8)
+        self.server = grpc.server(self.pool)
+        for name, answer in answers.items():
+            service, method = METHODS[name][0][1:].split("/")
+            make = (grpc.unary_stream_rpc_method_handler if name in STREAMS
+                    else grpc.unary_unary_rpc_method_handler)
+            handler = make(answer, response_serializer=lambda reply: reply.SerializeToString())
+            self.server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(service, {method: handler}),))
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+    def close(self):
+        self.server.stop(0).wait()
+        self.pool.shutdown()
+
+
+class CallsTest(unittest.TestCase):
+    def serve(self, **answers):
+        server = FakeServer(**answers)
+        self.addCleanup(server.close)
+        return server.address
+
+    def both(self, address, *calls, check, **options):
+        """Makes the calls in order, then `check`: with a Client, then with an AsyncClient."""
+        with self.subTest("sync"):
+            with denoised.Client(address, retry=FAST, **options) as client:
+                for call in calls:
+                    call(client)
+            check()
+
+        async def main():
+            async with denoised.AsyncClient(address, retry=FAST, **options) as client:
+                for call in calls:
+                    await call(client)
+        with self.subTest("async"):
+            asyncio.run(main())
+            check()
+
+    def test_every_attempt_reads_the_token_file(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        path = pathlib.Path(folder.name) / "token"
+        seen = []
+
+        def see(context):
+            """The first attempt of two finds that its token was replaced meanwhile."""
+            seen.append(dict(context.invocation_metadata())["authorization"])
+            path.write_text(f"token-{len(seen)}")
+            if len(seen) % 2 == 1:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+
+        def info(request, context):
+            see(context)
+            return pb.GetServerInfoResponse()
+
+        def stream(request, context):
+            yield QUEUED
+            see(context)
+            yield pb.StreamGenerateResponse(sequence=2, request_id="job", completed={})
+
+        def check():
+            self.assertEqual(seen, [f"Bearer token-{i}" for i in range(6)])
+            seen.clear()
+            path.write_text("token-0")
+
+        path.write_text("token-0")
+        self.both(self.serve(GetServerInfo=info, StreamGenerate=stream, WatchJob=stream),
+                  lambda client: client.server_info(), lambda client: client.stream().result(),
+                  lambda client: client.jobs.watch("job").result(), check=check,
+                  token_file=str(path), allow_plaintext_token=True)
+
+    def test_a_cancel_while_a_stream_connects(self):
+        """Between the look at the cancel and the call, the loop runs other tasks."""
+        def stream(request, context):
+            yield QUEUED
+
+        async def main():
+            async with denoised.AsyncClient(self.serve(StreamGenerate=stream), retry=FAST) as client:
+                drawn, method = client.stream(), client._method
+
+                async def connect(name):
+                    drawn.cancel()
+                    return await method(name)
+
+                client._method = connect
+                with self.assertRaisesRegex(denoised.Cancelled, "by the caller"):
+                    await asyncio.wait_for(drawn.__anext__(), 60)
+
+        asyncio.run(main())
+
+    # Closing
+
+    def serve_for_ever(self):
+        """Calls that end when they are cancelled. Streams have one event before."""
+        began, ended = [], []
+
+        def wait(name, context):
+            context.add_callback(lambda: ended.append(name))
+            began.append(name)
+            while context.is_active():
+                time.sleep(0.01)
+
+        def info(request, context):
+            wait("info", context)
+            return pb.GetServerInfoResponse()
+
+        def stream(request, context):
+            yield QUEUED
+            wait("stream", context)
+
+        return self.serve(GetServerInfo=info, StreamGenerate=stream), began, ended
+
+    def wait_for(self, condition):
+        give_up = time.monotonic() + 60
+        while not condition():
+            self.assertLess(time.monotonic(), give_up)
+            time.sleep(0.01)
+
+    def closed(self):
+        return self.assertRaisesRegex(denoised.Cancelled, "the client was closed")
+
+    def test_close_ends_calls_of_other_threads(self):
+        address, began, ended = self.serve_for_ever()
+        client = denoised.Client(address, retry=FAST)
+        unread = client.stream()
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            calls = [pool.submit(client.server_info), pool.submit(lambda: client.stream().result())]
+            self.wait_for(lambda: len(began) == 3)
+            client.close()
+            for call in calls:
+                with self.closed():
+                    call.result(60)
+        for call in (unread.result, client.server_info, client.stream, lambda: client.jobs.watch("job")):
+            with self.closed():
+                call()
+        self.wait_for(lambda: len(ended) == 3)
+        self.assertEqual(len(began), 3, "it was tried again")
+
+    def test_close_ends_calls_of_other_tasks(self):
+        address, began, ended = self.serve_for_ever()
+
+        async def main():
+            client = denoised.AsyncClient(address, retry=FAST)
+            unread = client.stream()
+            await unread.__anext__()
+            tasks = [asyncio.ensure_future(client.server_info()), asyncio.ensure_future(client.stream().result())]
+            cancelled = asyncio.ensure_future(client.server_info())
+            while len(began) < 4:
+                await asyncio.sleep(0.01)
+            cancelled.cancel()
+            await client.close()
+            for task in tasks:
+                with self.closed():
+                    await asyncio.wait_for(task, 60)
+            with self.assertRaises(asyncio.CancelledError):
+                await cancelled
+            await asyncio.to_thread(self.wait_for, lambda: len(ended) == 4)
+            for call in (unread.result, client.server_info, client.stream().result, client.jobs.watch("job").result):
+                with self.closed():
+                    await asyncio.wait_for(call(), 60)
+
+        asyncio.run(main())
+        self.assertEqual(len(began), 4, "it was tried again")
+
+    def test_close_ends_pauses(self):
+        arrived = threading.Semaphore(0)
+
+        def info(request, context):
+            arrived.release()
+            context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+
+        def stream(request, context):
+            arrived.release()
+            context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+            yield
+
+        address = self.serve(GetServerInfo=info, StreamGenerate=stream)
+        patient = denoised.RetryPolicy(initial_backoff=40, max_backoff=40)
+        begin = time.monotonic()
+        for call in (lambda client: client.server_info(), lambda client: client.stream().result()):
+            client = denoised.Client(address, retry=patient)
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                running = pool.submit(call, client)
+                arrived.acquire()
+                time.sleep(0.1)  # until it pauses; if it does not yet, the test passes all the same
+                client.close()
+                with self.closed():
+                    running.result(60)
+
+            async def main():
+                client = denoised.AsyncClient(address, retry=patient)
+                running = asyncio.ensure_future(call(client))
+                await asyncio.to_thread(arrived.acquire)
+                await asyncio.sleep(0.1)
+                await client.close()
+                with self.closed():
+                    await asyncio.wait_for(running, 60)
+            asyncio.run(main())
+        self.assertLess(time.monotonic() - begin, 15)  # pauses take 20 s or more
+
+    def test_a_stream_that_was_closed_after_its_last_event_has_its_result(self):
+        def stream(request, context):
+            yield pb.StreamGenerateResponse(sequence=1, request_id="job", completed={})
+            while context.is_active():
+                time.sleep(0.01)
+
+        address = self.serve(StreamGenerate=stream)
+        with denoised.Client(address) as client:
+            drawn = client.stream()
+            next(drawn)
+        self.assertEqual(len(drawn.result()), 0)
+
+        async def main():
+            async with denoised.AsyncClient(address) as client:
+                drawn = client.stream()
+                await drawn.__anext__()
+            self.assertEqual(len(await drawn.result()), 0)
+        asyncio.run(main())
+
+    def test_a_cancel_ends_the_pause_of_a_stream(self):
+        arrived = threading.Semaphore(0)
+
+        def stream(request, context):
+            arrived.release()
+            context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+            yield
+
+        patient = denoised.RetryPolicy(initial_backoff=40, max_backoff=40)
+        begin = time.monotonic()
+        with denoised.Client(self.serve(StreamGenerate=stream), retry=patient) as client, \
+                concurrent.futures.ThreadPoolExecutor() as pool:
+            drawn = client.stream()
+            running = pool.submit(drawn.result)
+            arrived.acquire()
+            time.sleep(0.1)
+            drawn.cancel()
+            with self.assertRaisesRegex(denoised.Cancelled, "by the caller"):
+                running.result(60)
+        self.assertLess(time.monotonic() - begin, 15)  # pauses take 20 s or more
+
+
+if __name__ == "__main__":
+    sys.exit(unittest.main())
