@@ -44,6 +44,15 @@ absl::StatusOr<training::ObjectiveOptions> ObjectiveOf(const nlohmann::json& con
   reader.Read("beta_start", &objective.beta_start);
   reader.Read("beta_end", &objective.beta_end);
   reader.Read("prediction_type", &prediction);
+  // A bad value is named here by its field: later, messages name flags, which a pipeline refuses.
+  reader.CheckRange("num_train_timesteps", objective.timesteps, 1, 1'000'000);
+  if (!(objective.beta_start > 0 && objective.beta_start <= objective.beta_end &&
+        objective.beta_end < 1))
+    reader.Complain("beta_start", fmt::format("use 0 < beta_start ≤ beta_end < 1; beta_end is {}",
+                                              objective.beta_end));
+  // The others say how to sample.
+  for (const auto& item : config.items()) reader.Ignore({item.key().c_str()});
+  DENOISED_RETURN_IF_ERROR(reader.Finish());
   using Kind = training::ObjectiveOptions::Kind;
   if (prediction == "epsilon") {
     objective.kind = Kind::kEpsilon;

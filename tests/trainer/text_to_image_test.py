@@ -227,6 +227,9 @@ class TextToImageTest(unittest.TestCase):
             with self.subTest(flags=flags):
                 self.assertIn(message, self.train("refused", rc=2, **flags))
         for part, field, value in [("unet", "dropout", 0.1), ("scheduler", "rescale_betas_zero_snr", True),
+                                   ("scheduler", "num_train_timesteps", "500"),
+                                   ("scheduler", "num_train_timesteps", 0),
+                                   ("scheduler", "beta_start", 0.5),
                                    ("unet", "cross_attention_dim", 24)]:  # fmt: skip
             file = pipeline / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
             before = file.read_text()
