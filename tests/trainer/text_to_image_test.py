@@ -114,6 +114,37 @@ class TextToImageTest(unittest.TestCase):
         # Such a directory is one to train on.
         self.train("more", pipeline=trained, steps=3, **{"init-from": trained})
 
+    def test_what_is_not_trained_is_copied(self):
+        pipeline = self.root / "pipeline"
+        shutil.copytree(PIPELINE, pipeline)
+        index = json.loads((pipeline / "model_index.json").read_text())
+        index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+        index["feature_extractor"] = ["transformers", "CLIPImageProcessor"]
+        index["image_encoder"] = ["transformers", "CLIPVisionModelWithProjection"]  # has no folder
+        (pipeline / "model_index.json").write_text(json.dumps(index))
+        for file, text in [("safety_checker/config.json", "{}"), ("safety_checker/model.safetensors", "x"),
+                           ("feature_extractor/preprocessor_config.json", "{}"),
+                           ("vae_tiny/config.json", '{"_class_name": "AutoencoderTiny"}')]:  # fmt: skip
+            (pipeline / file).parent.mkdir(exist_ok=True)
+            (pipeline / file).write_text(text)
+        for stage, trained in (("vae", ["vae"]), ("diffusion", ["unet", "text_encoder"])):
+            self.train(stage, stage=stage, pipeline=pipeline, steps=1)
+            model = self.root / stage / "model"
+            written = json.loads((model / "model_index.json").read_text())
+            self.assertEqual(written, {**index, "image_encoder": [None, None]})
+            self.assertEqual({each.name for each in model.iterdir()},
+                             {each.name for each in pipeline.iterdir()} - {
+                                 "goldens.json", "goldens.safetensors"})  # fmt: skip
+            for part in pipeline.iterdir():
+                for each in part.iterdir() if part.is_dir() and part.name not in trained else []:
+                    self.assertEqual((model / part.name / each.name).read_bytes(), each.read_bytes())
+        for each in (pipeline / "tokenizer").iterdir():
+            each.rename(pipeline / each.name)
+        (pipeline / "tokenizer").rmdir()
+        said = self.train("refused", rc=2, pipeline=pipeline)
+        self.assertIn(f"its tokenizer lies beside model_index.json; move the files to {pipeline}/tokenizer",
+                      said)
+
     def test_bits_depend_on_the_settings_alone(self):
         self.train("whole")
         self.train("threads", accumulation=4, env={"OMP_NUM_THREADS": "1"})
