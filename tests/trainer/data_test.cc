@@ -117,6 +117,18 @@ TEST_F(DataTest, FolderLabelsAreFoldersInOrderOfTheirNames) {
   EXPECT_EQ(pictures->dataset.images.as<uint8_t>()[4], 10);
 }
 
+TEST_F(DataTest, ClassesFollowTheNamesOfFoldersNotWholePaths) {
+  // '-' comes before '/'.
+  Write("cat/a.png", Png(2, 10));
+  Write("cat-small/a.png", Png(2, 20));
+  Write("cat/b.png", Png(2, 30));
+  const auto pictures = ReadPictures(folder_, "", Options(2));
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->class_names, ElementsAre("cat", "cat-small"));
+  ASSERT_THAT(pictures->files, ElementsAre("cat-small/a.png", "cat/a.png", "cat/b.png"));
+  EXPECT_THAT(pictures->dataset.labels, ElementsAre(1, 0, 0));
+}
+
 TEST_F(DataTest, WeightsOfMetadata) {
   for (const char* const name : {"a.png", "b.png", "c.png"}) Write(name, Png(2, 10));
   PictureOptions options = Options(2);

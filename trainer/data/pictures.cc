@@ -177,6 +177,16 @@ std::string LabelKind(bool vector) {
                 : fmt::format("a name or a number from 0 to {}", kMaxLabel);
 }
 
+/// Numbers classes in the order of their names.
+void Number(const std::map<std::string, std::vector<std::string>>& files_of_name,
+            std::vector<std::string>* names, Labels* labels) {
+  for (const auto& [name, files] : files_of_name) {
+    for (const std::string& file : files)
+      (*labels)[file].number = static_cast<int32_t>(names->size());
+    names->push_back(name);
+  }
+}
+
 /// Labels, all files that have a line, and the weights of those pictures that have one.
 absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
                                     std::vector<std::string>* names, std::set<std::string>* files,
@@ -216,10 +226,7 @@ absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
   if (!labels.empty() && !files_of_name.empty())
     return InvalidArgument("{}: some labels are names and some are numbers; use one kind",
                            file.string());
-  for (const auto& [name, its_files] : files_of_name) {
-    for (const std::string& of : its_files) labels[of].number = static_cast<int32_t>(names->size());
-    names->push_back(name);
-  }
+  Number(files_of_name, names, &labels);
   return labels;
 }
 
@@ -253,13 +260,12 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
         "{{\"file_name\": …, \"label\": [numbers]}}",
         path);
   } else {
-    for (const std::string& file : files) {
-      const size_t slash = file.find('/');
-      if (slash == std::string::npos) continue;
-      const std::string folder = file.substr(0, slash);
-      if (names.empty() || names.back() != folder) names.push_back(folder);
-      labels[file].number = static_cast<int32_t>(names.size()) - 1;
-    }
+    // Not in the order of whole paths, in which "cat-small/a.png" comes before "cat/a.png".
+    std::map<std::string, std::vector<std::string>> files_of_folder;
+    for (const std::string& file : files)
+      if (const size_t slash = file.find('/'); slash != std::string::npos)
+        files_of_folder[file.substr(0, slash)].push_back(file);
+    Number(files_of_folder, &names, &labels);
   }
   std::vector<Candidate> candidates;
   for (const std::string& file : files) {
