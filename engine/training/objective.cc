@@ -83,9 +83,9 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
       return InvalidArgument("timesteps is {}; a learned variance needs at least 2",
                              options.timesteps);
   }
+  if (options.kind != Kind::kEdm && (options.timesteps < 1 || options.timesteps > 1'000'000))
+    return InvalidArgument("--timesteps is {}; use 1 to 1000000", options.timesteps);
   if (!ddpm) return objective;
-  if (options.timesteps < 1 || options.timesteps > 1'000'000)
-    return InvalidArgument("timesteps is {}; use 1 to 1000000", options.timesteps);
   if (!(options.beta_start > 0 && options.beta_start <= options.beta_end && options.beta_end < 1))
     return InvalidArgument("beta_start is {} and beta_end {}; use 0 < beta_start ≤ beta_end < 1",
                            options.beta_start, options.beta_end);
