@@ -421,7 +421,8 @@ absl::Status CheckCuda(const CudaOptions& options);
 
 /// Counts the memory and work of a step and computes nothing: its tensors have no memory.
 struct Cost {
-  double multiply_adds = 0;  // of convolutions, linears and attention, forward and backward
+  double multiply_adds = 0;    // of convolutions, linears and attention, forward and backward
+  int64_t conv2d_weights = 0;  // elements of the kernels of all NewConv2d()
 };
 std::unique_ptr<Backend> NewCountingBackend(DType activation_dtype, Cost* cost);
 

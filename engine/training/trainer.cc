@@ -84,7 +84,7 @@ absl::StatusOr<Samples> NewSamples(Backend& backend, const NetworkConfig& config
 
 /// The memory and work of a pass, by counting.
 struct PassCount {
-  int64_t parameters = 0, trained_elements = 0;
+  int64_t parameters = 0, trained_elements = 0, fixed_elements = 0;
   size_t activation_bytes = 0;
   Cost cost;
 };
@@ -98,6 +98,7 @@ absl::StatusOr<PassCount> CountPass(const NetworkConfig& config, const TrainerOp
                             Task::Make(*backend, parameters, config, AugmentLabels(options)));
   count.parameters = parameters.count();
   count.trained_elements = parameters.trained_elements();
+  count.fixed_elements = parameters.fixed_elements();
   Arena arena = Arena::Measuring(device);
   DENOISED_ASSIGN_OR_RETURN(const Tensor trained,
                             backend->Allocate({count.trained_elements}, DType::kF32, ""));
@@ -434,17 +435,28 @@ absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkC
   plan.activation_bytes = pass.activation_bytes * workers;
   const Tensor& pictures = PicturesOf(dataset);
   const auto picture = static_cast<int64_t>(pictures.bytes()) / pictures.dim(0);
-  plan.dataset_bytes = Prefetches(options, dataset)
-                           ? Prefetcher::MemoryFor(options.batch / ranks, picture)
-                           : pictures.bytes();
+  const bool cpu = backend.device() == denoised::Device::kCpu;
+  const int64_t samples = options.batch / ranks;
+  plan.dataset_bytes = pictures.bytes();
+  if (Prefetches(options, dataset)) {
+    plan.dataset_bytes = static_cast<size_t>(samples * picture);  // of a step
+    if (cpu) {
+      plan.dataset_bytes += Prefetcher::MemoryFor(samples, picture);
+      if (!dataset.on_disk) plan.dataset_bytes += pictures.bytes();
+    }
+  }
   if (dataset.vectors) plan.dataset_bytes += dataset.vectors.bytes();
   const auto leaves = static_cast<uint64_t>(options.chunks / pass_chunks);
   const auto levels = static_cast<int64_t>(std::bit_width(leaves));
-  int64_t copies = 3 + static_cast<int64_t>(options.averages.size()) + workers - 1 + levels;
-  // A GPU also has packed weights, for both directions.
-  if (backend.device() != denoised::Device::kCpu)
-    copies += backend.activation_dtype() == DType::kF32 ? 2 : 1;
-  plan.weight_bytes = static_cast<size_t>(pass.trained_elements * copies) * sizeof(float);
+  const int64_t copies = 3 + static_cast<int64_t>(options.averages.size()) + workers - 1 + levels;
+  // Weights are packed for both directions: on the CPU those of convolutions alone, on a GPU all
+  // of them, in the type of activations.
+  const int64_t elements = pass.trained_elements + pass.fixed_elements;
+  const int64_t packed = cpu ? 2 * pass.cost.conv2d_weights
+                             : elements * (backend.activation_dtype() == DType::kF32 ? 2 : 1);
+  plan.weight_bytes =
+      static_cast<size_t>(pass.trained_elements * copies + pass.fixed_elements + packed) *
+      sizeof(float);
   plan.step_flops = 2 * pass.cost.multiply_adds * static_cast<double>(options.chunks / pass_chunks);
   return plan;
 }

@@ -43,7 +43,8 @@ struct TrainerOptions {
 
 /// Pictures of one size. The trainer keeps what it needs.
 struct Dataset {
-  Tensor images;                // U8 [M, H, W, C] on the host; may be a mapped file
+  Tensor images;                // U8 [M, H, W, C] on the host
+  bool on_disk = false;         // images are a mapped file, which takes no memory
   std::vector<int32_t> labels;  // one each, or empty
   Tensor vectors;               // F32 [M, D] on the host: a class vector each; or undefined
   /// [M]: the relative frequency of each picture; not all 0. Empty: each picture comes once per
@@ -81,13 +82,13 @@ struct TrainerState {
   std::vector<Tensor> averages;
 };
 
-/// The memory and work of a run, from a pass that only counts.
+/// The memory and work of a run, from a pass that only counts. With a GPU it is that of the GPU.
 struct TrainerPlan {
   int64_t parameters = 0;
   int64_t pass_rows = 0;        // samples of a pass
-  size_t weight_bytes = 0;      // masters, gradients, moments, averages
+  size_t weight_bytes = 0;      // masters, gradients, moments, averages, packed weights
   size_t activation_bytes = 0;  // of all passes at one time, without scratch memory of ops
-  size_t dataset_bytes = 0;     // of the pictures that are in memory
+  size_t dataset_bytes = 0;     // of the pictures in the device's memory
   double step_flops = 0;        // of a whole step
 };
 

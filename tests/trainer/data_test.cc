@@ -234,6 +234,7 @@ TEST_F(DataTest, WhatDoesNotFitIsKeptInAFileWithoutAName) {
   const auto on_disk = ReadPictures(folder_ / "pictures", "", options);
   ASSERT_TRUE(on_disk.ok()) << on_disk.status();
   EXPECT_TRUE(on_disk->on_disk);
+  EXPECT_TRUE(on_disk->dataset.on_disk);
   EXPECT_TRUE(fs::is_empty(folder_ / "scratch"));
   EXPECT_THAT(on_disk->dataset.labels, ElementsAre(0, 1));
   EXPECT_EQ(

@@ -584,6 +584,39 @@ TEST(Trainer, PlanCountsTheWork) {
             larger->activation_bytes);
 }
 
+TEST(Trainer, PlanCountsTheMemory) {
+  const auto backend = OpenCpuBackend();
+  ASSERT_TRUE(backend.ok());
+  TrainerOptions options = Options();
+  options.flip = false;
+  const Dataset dataset = Stripes();
+  Parameters parameters;
+  ASSERT_TRUE(UNet2D::Make(**backend, parameters, TinyConfig(), 0).ok());
+  // oneDNN has kernels of its own layout, for both directions. 1×1 convolutions are linear layers.
+  int64_t kernels = 0;
+  for (const Parameter& parameter : parameters.all())
+    if (parameter.shape.rank() == 4 && parameter.shape[2] > 1)
+      kernels += parameter.shape.elements();
+  ASSERT_GT(kernels, 0);
+  // Weights, two moments, two averages; the gradients of each worker and of four levels of sums.
+  const int64_t copies = 5 + std::min((*backend)->workers(), 8) - 1 + 4;
+  const auto plan = Trainer::Plan(**backend, TinyConfig(), options, dataset, 1);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->weight_bytes, 4 * (parameters.trained_elements() * copies +
+                                     parameters.fixed_elements() + 2 * kernels));
+  EXPECT_EQ(plan->dataset_bytes, dataset.images.bytes());
+
+  // Augmented, they stay in memory beside the batches of three steps: in use, ready, and next.
+  options.augment = 0.5;
+  const size_t batches = 3 * 16 * 100;
+  const auto augmented = Trainer::Plan(**backend, TinyConfig(), options, dataset, 1);
+  ASSERT_TRUE(augmented.ok()) << augmented.status();
+  EXPECT_EQ(augmented->dataset_bytes, dataset.images.bytes() + batches);
+  Dataset on_disk = dataset;
+  on_disk.on_disk = true;
+  EXPECT_EQ(Trainer::Plan(**backend, TinyConfig(), options, on_disk, 1)->dataset_bytes, batches);
+}
+
 TEST(Schedule, Rates) {
   RateSchedule schedule{.kind = RateSchedule::Kind::kCosine, .rate = 2, .warmup_steps = 4};
   EXPECT_DOUBLE_EQ(schedule.At(0, 104), 0.5);
