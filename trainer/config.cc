@@ -289,7 +289,7 @@ void AddStepFlags(CLI::App& app, Flags* flags) {
 void AddDataFlags(CLI::App& app, Flags* flags) {
   RunConfig& config = flags->config;
   training::TrainerOptions& t = flags->config.trainer;
-  app.add_flag("--flip", t.flip, "Mirror half of the pictures");
+  app.add_flag("--flip", t.flip, "Mirror half of the pictures. Not with --augment, which does so");
   app.add_option("--augment", t.augment,
                  "Probability of each EDM augmentation; the augmentation is an input of the "
                  "network. 0.12 in the paper; 0: none");

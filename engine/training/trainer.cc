@@ -309,6 +309,11 @@ absl::Status TrainerOptions::Check(int ranks) const {
   DENOISED_RETURN_IF_ERROR(between("dropout", dropout, 0, 0.999));
   DENOISED_RETURN_IF_ERROR(between("class-dropout", class_dropout, 0, 1));
   DENOISED_RETURN_IF_ERROR(between("augment", augment, 0, 1));
+  // Mirrored after it is augmented, a sample would not be what its labels tell the network.
+  if (flip && augment > 0)
+    return InvalidArgument(
+        "--flip cannot be given with --augment, which mirrors half of the samples and tells the "
+        "network so; leave --flip out");
   DENOISED_RETURN_IF_ERROR(between("prefetch-threads", prefetch_threads, 0, 1024));
   if (averages.size() > kMaxAverages)
     return InvalidArgument("there are {} averages; at most {} are kept", averages.size(),

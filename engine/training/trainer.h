@@ -28,7 +28,7 @@ struct TrainerOptions {
   double dropout = 0;        // in the resnets
   double class_dropout = 0;  // the share of samples that get null_class, or the empty caption
   int null_class = -1;
-  bool flip = false;   // half of the samples are mirrored
+  bool flip = false;   // half of the samples are mirrored; not with augment, which does so itself
   double augment = 0;  // probability of each of EDM's augmentations (augment.h); 0: none
   /// 0: all pictures are in the device's memory. Otherwise this many threads copy those of the next
   /// step during the current one. The bits do not depend on it.

@@ -511,6 +511,7 @@ class RunTest(unittest.TestCase):
             ({"null-class": 3, "data": self.root / "none"}, "--null-class is 3"),  # before it reads
             ({"learning-rate": -1}, "learning-rate is -1"),
             ({"dropout": -1}, "dropout is -1"),
+            ({"augment": 0.1, "flip": "true"}, "--flip cannot be given with --augment"),
             ({"dropout": "nan"}, "dropout is nan"),
             ({"seed": -1}, "--seed"),
             ({"prompt": "a cat"}, "--prompt needs --pipeline"),

@@ -566,6 +566,10 @@ TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   options = Options();
   options.augment = 1.5;
   refused(TinyConfig(), options, Stripes(), "augment is 1.5");
+  options.augment = 0.5;
+  refused(TinyConfig(), options, Stripes(), "--flip cannot be given with --augment");
+  options.flip = false;
+  EXPECT_TRUE(Trainer::Make(**backend, *exchange, TinyConfig(), options, Stripes()).ok());
 }
 
 TEST(Trainer, PlanCountsTheWork) {
