@@ -821,7 +821,8 @@ absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {
   report.rate = options_.rate.At(step_, options_.steps);
   UpdateScalars scalars;
   scalars.rate = static_cast<float>(report.rate);
-  const auto t = static_cast<double>(report.step);
+  // Adam's t counts updates: a skipped step leaves the moments as they are.
+  const auto t = static_cast<double>(report.step - skipped_);
   scalars.correction1 = static_cast<float>(1 - std::pow(options_.beta1, t));
   scalars.correction2 = static_cast<float>(1 - std::pow(options_.beta2, t));
   for (size_t i = 0; i < averages_.size(); ++i)

@@ -501,6 +501,36 @@ TEST_P(TrainerBits, SkipsAndCountsWhatIsNotFinite) {
   EXPECT_EQ((*trainer)->State()->skipped_in_row, 0);
 }
 
+TEST_P(TrainerBits, SkippedStepsDoNotAgeTheMoments) {
+  const TrainerOptions options = Options();
+  const auto backend = OpenForTest(GetParam());
+  const auto exchange = NewSoleExchange();
+  auto trainer = Trainer::Make(*backend, *exchange, TinyConfig(), options, Stripes());
+  ASSERT_TRUE(trainer.ok()) << trainer.status();
+  (*trainer)->ScaleNextGradient(NAN);
+  ASSERT_TRUE((*trainer)->Step()->skipped);
+  const TrainerState before = *(*trainer)->State();
+  const double rate = (*trainer)->Step()->rate;
+  const TrainerState after = *(*trainer)->State();
+  // Adam's first update.
+  double error = 0, moved = 0;
+  for (int64_t i = 0; i < after.trained.elements(); ++i) {
+    const double w = before.trained.as<float>()[i], m = after.m.as<float>()[i],
+                 v = after.v.as<float>()[i];
+    const double expected =
+        -rate * (options.weight_decay * w +
+                 m / (1 - options.beta1) / (std::sqrt(v / (1 - options.beta2)) + options.eps));
+    error += std::pow(after.trained.as<float>()[i] - w - expected, 2);
+    moved += std::pow(expected, 2);
+  }
+  EXPECT_GT(moved, 0);
+  EXPECT_LT(std::sqrt(error / moved), 1e-3);
+  // A resumed run counts alike.
+  ASSERT_TRUE((*trainer)->Step().ok());
+  const Trained resumed = Train(on(), options, 1, &after);
+  ExpectSameBits((*trainer)->State()->trained, resumed.state.trained, "weights");
+}
+
 TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   auto backend = OpenCpuBackend();
   ASSERT_TRUE(backend.ok());
