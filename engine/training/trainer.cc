@@ -422,6 +422,15 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Make(Backend& backend, Exchang
   return trainer;
 }
 
+absl::Status CheckPassRows(denoised::Device device, int64_t rows) {
+  constexpr int64_t kMost = 65535;  // CUDA's limit of gridDim.y, where kernels count rows
+  if (device == denoised::Device::kCpu || rows <= kMost) return absl::OkStatus();
+  return InvalidArgument(
+      "a pass has {} samples, but on a GPU at most {}: a smaller --batch, or a larger "
+      "--accumulation, makes passes smaller",
+      rows, kMost);
+}
+
 absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkConfig& config,
                                           const TrainerOptions& options, const Dataset& dataset,
                                           int ranks) {
@@ -431,6 +440,7 @@ absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkC
   const int64_t local_chunks = options.chunks / ranks;
   const int64_t pass_chunks = backend.PassChunks(local_chunks / options.accumulation);
   plan.pass_rows = options.batch / options.chunks * pass_chunks;
+  DENOISED_RETURN_IF_ERROR(CheckPassRows(backend.device(), plan.pass_rows));
   DENOISED_ASSIGN_OR_RETURN(const PassCount pass,
                             CountPass(config, options, dataset, plan.pass_rows,
                                       backend.activation_dtype(), backend.device()));
@@ -470,6 +480,7 @@ absl::Status Trainer::Allocate() {
   const int64_t local_chunks = options_.chunks / exchange_.ranks();
   backend_.SetChunkRows(options_.batch / options_.chunks);
   pass_chunks_ = backend_.PassChunks(local_chunks / options_.accumulation);
+  DENOISED_RETURN_IF_ERROR(CheckPassRows(backend_.device(), pass_rows()));
   const int64_t elements = parameters_.trained_elements();
   const auto flat = [&](const char* purpose) {
     return backend_.Allocate({elements}, DType::kF32, purpose);

@@ -92,6 +92,9 @@ struct TrainerPlan {
   double step_flops = 0;        // of a whole step
 };
 
+/// InvalidArgument if a pass has more samples than the kernels of `device` take.
+absl::Status CheckPassRows(denoised::Device device, int64_t rows);
+
 /// Runs steps: plans samples, runs passes, adds gradients as a tree, also over ranks, and updates
 /// the weights. A step depends on (options, dataset, state) alone. Not thread-safe.
 class Trainer {

@@ -602,6 +602,23 @@ TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   EXPECT_TRUE(Trainer::Make(**backend, *exchange, TinyConfig(), options, Stripes()).ok());
 }
 
+TEST(Trainer, RefusesPassesThatNoGridOfCudaHolds) {
+  EXPECT_TRUE(CheckPassRows(denoised::Device::kCpu, 1 << 24).ok());
+  EXPECT_TRUE(CheckPassRows(denoised::Device::kCuda, 65535).ok());
+  const std::string message(CheckPassRows(denoised::Device::kCuda, 65536).message());
+  EXPECT_NE(message.find("65536 samples"), std::string::npos) << message;
+  EXPECT_NE(message.find("--batch, or a larger --accumulation"), std::string::npos) << message;
+}
+
+TEST_P(TrainerBits, PassesAreCheckedWhereTheyArePlanned) {
+  const auto backend = OpenForTest(GetParam());
+  TrainerOptions options = Options();
+  options.batch = 1 << 17;
+  EXPECT_EQ(Trainer::Plan(*backend, TinyConfig(), options, Stripes(), 1).ok(), GetParam() == "cpu");
+  options.accumulation = 4;
+  EXPECT_TRUE(Trainer::Plan(*backend, TinyConfig(), options, Stripes(), 1).ok());
+}
+
 TEST(Trainer, PlanCountsTheWork) {
   const auto backend = OpenCpuBackend();
   ASSERT_TRUE(backend.ok());
