@@ -288,7 +288,8 @@ class Backend {
   virtual DType activation_dtype() const = 0;
 
   // Passes.
-  /// Set once, before the first op that computes gradients.
+  /// The rows of a chunk in ops that compute gradients. Set before the first of them, and changed
+  /// only between passes (latents.cc restores what it found).
   virtual void SetChunkRows(int64_t rows) = 0;
   virtual int64_t chunk_rows() const = 0;
   /// How many of a micro-batch's `chunks` one pass should have; a power of two. The CPU takes 1 and

@@ -19,7 +19,7 @@ namespace {
 /// to stop, and padding.
 constexpr int64_t kLossElements = 16;
 constexpr int kMaxAverages = 8;
-/// The error if the pictures do not fit into the device's memory.
+/// Threads that read pictures ahead because they do not fit the device's memory.
 constexpr int kDefaultPrefetchThreads = 2;
 
 bool RecomputesNorms(const TrainerOptions& options, const Parameters& parameters) {
