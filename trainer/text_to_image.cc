@@ -216,8 +216,9 @@ absl::Status Tokenize(const PipelineParts& parts, const std::vector<std::string>
     const auto found = captions.find(name);
     if (found == captions.end() || found->second.empty())
       return InvalidArgument(
-          "{}: has no caption. Give it a line of metadata.jsonl with \"text\", or a .txt of its "
-          "name",
+          "{}: has no caption. Give it \"text\" in metadata.jsonl, or a .txt of its name if there "
+          "is no "
+          "metadata.jsonl",
           name);
     for (const std::string& text : found->second) DENOISED_RETURN_IF_ERROR(add(name, text));
   }

@@ -156,8 +156,8 @@ absl::Status CheckPictures(const Shape& sample, const Tensor& images) {
 /// Options that only a UNet2DModel supports.
 absl::Status CheckNoPixelOptions(const char* what, const TrainerOptions& options) {
   if (options.augment > 0)
-    return InvalidArgument("augment is {}, which {} cannot be trained with; use 0", options.augment,
-                           what);
+    return InvalidArgument("--augment is {}, which {} cannot be trained with; use 0",
+                           options.augment, what);
   if (options.dropout > 0)
     return InvalidArgument("dropout is {}, which {} cannot be trained with; use 0", options.dropout,
                            what);
@@ -177,16 +177,16 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
     if (!IsDdpm(options.objective.kind))
       return InvalidArgument(
           "time_embedding_type is \"learned\", a table of whole timesteps, which \"{}\" does not "
-          "have; use the objective epsilon, v or x0, or \"positional\" or \"fourier\"",
+          "have; use --objective epsilon, v or x0, or \"positional\" or \"fourier\"",
           Name(options.objective.kind));
     if (options.objective.timesteps > config.num_train_timesteps)
-      return InvalidArgument("timesteps is {}, but the network has num_train_timesteps {}",
+      return InvalidArgument("--timesteps is {}, but the network has num_train_timesteps {}",
                              options.objective.timesteps, config.num_train_timesteps);
   }
   switch (config.condition) {
     case ClassCondition::kNone:
       if (options.class_dropout > 0)
-        return InvalidArgument("class_dropout is {}, but the network has no classes",
+        return InvalidArgument("--class-dropout is {}, but the network has no classes",
                                options.class_dropout);
       break;
     case ClassCondition::kLabel: {
@@ -202,7 +202,8 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
       if (options.class_dropout > 0 &&
           (options.null_class < 0 || options.null_class >= config.num_class_embeds))
         return InvalidArgument(
-            "class_dropout needs a null_class from 0 to {}; it is {}. Give the network one class "
+            "--class-dropout needs a --null-class from 0 to {}; it is {}. Give the network one "
+            "class "
             "more than the pictures have",
             config.num_class_embeds - 1, options.null_class);
       break;
@@ -212,7 +213,7 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
       const char* const type = config.condition == ClassCondition::kValue ? "timestep" : "identity";
       if (options.class_dropout > 0)
         return InvalidArgument(
-            "class_dropout is {}, but the network reads class vectors (class_embed_type \"{}\"), "
+            "--class-dropout is {}, but the network reads class vectors (class_embed_type \"{}\"), "
             "which have no null class; leave it out",
             options.class_dropout, type);
       const int64_t size = VectorSize(config);
@@ -236,7 +237,7 @@ absl::Status CheckDatasetOf(const AutoencoderConfig& config, const TrainerOption
                             const Dataset& dataset) {
   DENOISED_RETURN_IF_ERROR(CheckNoPixelOptions("an autoencoder", options));
   if (options.class_dropout > 0)
-    return InvalidArgument("class_dropout is {}, but an autoencoder has no classes; use 0",
+    return InvalidArgument("--class-dropout is {}, but an autoencoder has no classes; use 0",
                            options.class_dropout);
   return CheckPictures(SampleShape(config), dataset.images);
 }
@@ -277,44 +278,46 @@ absl::Status CheckDatasetOf(const TextToImageConfig& config, const TrainerOption
 
 }  // namespace
 
-// Messages name the flags and config fields of denoise-train.
+// Messages name the flags of denoise-train; dropout is also a field of the network's config.
 absl::Status TrainerOptions::Check(int ranks) const {
   const auto between = [](const char* field, double value, double low, double high) {
     if (value >= low && value <= high) return absl::OkStatus();
     return InvalidArgument("{} is {}; use {} to {}", field, value, low, high);
   };
-  DENOISED_RETURN_IF_ERROR(between("steps", static_cast<double>(steps), 1, 4e9));
-  DENOISED_RETURN_IF_ERROR(between("batch", static_cast<double>(batch), 1, 1 << 24));
-  DENOISED_RETURN_IF_ERROR(between("accumulation", static_cast<double>(accumulation), 1, 1 << 24));
+  DENOISED_RETURN_IF_ERROR(between("--steps", static_cast<double>(steps), 1, 4e9));
+  DENOISED_RETURN_IF_ERROR(between("--batch", static_cast<double>(batch), 1, 1 << 24));
+  DENOISED_RETURN_IF_ERROR(
+      between("--accumulation", static_cast<double>(accumulation), 1, 1 << 24));
   if (chunks < 1 || !std::has_single_bit(static_cast<uint64_t>(chunks)) || batch % chunks != 0)
     return InvalidArgument(
-        "chunks is {}; use a power of two that divides the batch of {}, such as {}", chunks, batch,
-        std::min<int64_t>(8, batch & -batch));
+        "--chunks is {}; use a power of two that divides the batch of {}, such as {}", chunks,
+        batch, std::min<int64_t>(8, batch & -batch));
   if (!std::has_single_bit(static_cast<uint64_t>(ranks)) || ranks > chunks)
     return InvalidArgument(
         "there are {} ranks; use a power of two, at most the {} chunks of a batch", ranks, chunks);
   if (chunks / ranks % accumulation != 0)
     return InvalidArgument(
-        "accumulation is {}; it must divide the {} chunks of a rank (chunks / ranks)", accumulation,
-        chunks / ranks);
-  DENOISED_RETURN_IF_ERROR(between("learning-rate", rate.rate, 0, 1e3));
-  DENOISED_RETURN_IF_ERROR(between("warmup-steps", static_cast<double>(rate.warmup_steps), 0, 4e9));
+        "--accumulation is {}; it must divide the {} chunks of a rank (chunks / ranks)",
+        accumulation, chunks / ranks);
+  DENOISED_RETURN_IF_ERROR(between("--learning-rate", rate.rate, 0, 1e3));
   DENOISED_RETURN_IF_ERROR(
-      between("reference-steps", static_cast<double>(rate.reference_steps), 1, 4e9));
-  DENOISED_RETURN_IF_ERROR(between("beta1", beta1, 0, 0.9999999));
-  DENOISED_RETURN_IF_ERROR(between("beta2", beta2, 0, 0.9999999));
-  DENOISED_RETURN_IF_ERROR(between("adam-eps", eps, 0, 1));
-  DENOISED_RETURN_IF_ERROR(between("weight-decay", weight_decay, 0, 1e3));
-  DENOISED_RETURN_IF_ERROR(between("clip", clip, 0, 1e9));
+      between("--warmup-steps", static_cast<double>(rate.warmup_steps), 0, 4e9));
+  DENOISED_RETURN_IF_ERROR(
+      between("--reference-steps", static_cast<double>(rate.reference_steps), 1, 4e9));
+  DENOISED_RETURN_IF_ERROR(between("--beta1", beta1, 0, 0.9999999));
+  DENOISED_RETURN_IF_ERROR(between("--beta2", beta2, 0, 0.9999999));
+  DENOISED_RETURN_IF_ERROR(between("--adam-eps", eps, 0, 1));
+  DENOISED_RETURN_IF_ERROR(between("--weight-decay", weight_decay, 0, 1e3));
+  DENOISED_RETURN_IF_ERROR(between("--clip", clip, 0, 1e9));
   DENOISED_RETURN_IF_ERROR(between("dropout", dropout, 0, 0.999));
-  DENOISED_RETURN_IF_ERROR(between("class-dropout", class_dropout, 0, 1));
-  DENOISED_RETURN_IF_ERROR(between("augment", augment, 0, 1));
+  DENOISED_RETURN_IF_ERROR(between("--class-dropout", class_dropout, 0, 1));
+  DENOISED_RETURN_IF_ERROR(between("--augment", augment, 0, 1));
   // Mirrored after it is augmented, a sample would not be what its labels tell the network.
   if (flip && augment > 0)
     return InvalidArgument(
         "--flip cannot be given with --augment, which mirrors half of the samples and tells the "
         "network so; leave --flip out");
-  DENOISED_RETURN_IF_ERROR(between("prefetch-threads", prefetch_threads, 0, 1024));
+  DENOISED_RETURN_IF_ERROR(between("--prefetch-threads", prefetch_threads, 0, 1024));
   if (averages.size() > kMaxAverages)
     return InvalidArgument("there are {} averages; at most {} are kept", averages.size(),
                            kMaxAverages);

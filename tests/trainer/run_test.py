@@ -496,7 +496,10 @@ class RunTest(unittest.TestCase):
         for flags, message in [
             ({"data": self.root / "none"}, "none"),
             ({"objective": "ddpm"}, "--objective"),
-            ({"chunks": 5}, "chunks is 5"),
+            ({"chunks": 5}, "--chunks is 5"),
+            ({"sigma-data": -1}, "--sigma-data is -1"),
+            ({"beta-start": 0.5, "objective": "v"}, "--beta-start is 0.5 and --beta-end 0.02"),
+            ({"beta-schedule": "cosine", "objective": "v"}, '--beta-schedule is "cosine"'),
             ({"device": "gpu"}, '--device is "gpu"'),
             ({"exchange": "mpi"}, '--exchange is "mpi"'),
             ({"dtype": "bf16"}, "the CPU trains in fp32"),

@@ -246,6 +246,7 @@ class TextToImageTest(unittest.TestCase):
             ({"canvas": 32}, "--canvas"),
             ({"stage": "vae", "sample-steps": 3}, "--sample-steps"),
             ({"dropout": 0.1}, "dropout"),
+            ({"cap-snr": -1}, "--cap-snr is -1"),
             ({"sigma-data": 0.7}, "--sigma-data needs the objective edm, but this run has the objective"),
             ({"stage": "vae", "min-snr": 5}, "but this run has stage vae; leave it out"),
             ({"stage": "vae", "freeze-text": "true"}, "--freeze-text needs stage diffusion"),
@@ -269,6 +270,9 @@ class TextToImageTest(unittest.TestCase):
             file.write_text(json.dumps({**json.loads(before), field: value}))
             self.assertIn(field, self.train("refused", rc=2, pipeline=pipeline))
             file.write_text(before)
+        self.metadata.write_text('{"file_name": "0.png"}\n')
+        self.assertIn('0.png: has no caption. Give it "text" in metadata.jsonl, or a .txt of its name if '
+                      "there is no metadata.jsonl", self.train("broken", rc=2))  # fmt: skip
         self.metadata.write_text('{"file_name": "0.png", "text": 3}\n')
         self.assertIn("metadata.jsonl, line 1", self.train("broken", rc=2))
         self.metadata.write_text('{"file_name": "0.png", "text": "a", "text": "b"}\n')
