@@ -442,11 +442,11 @@ absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkC
   TrainerPlan plan;
   const int64_t local_chunks = options.chunks / ranks;
   const int64_t pass_chunks = backend.PassChunks(local_chunks / options.accumulation);
-  plan.pass_rows = options.batch / options.chunks * pass_chunks;
-  DENOISED_RETURN_IF_ERROR(CheckPassRows(backend.device(), plan.pass_rows));
-  DENOISED_ASSIGN_OR_RETURN(const PassCount pass,
-                            CountPass(config, options, dataset, plan.pass_rows,
-                                      backend.activation_dtype(), backend.device()));
+  const int64_t rows = options.batch / options.chunks * pass_chunks;
+  DENOISED_RETURN_IF_ERROR(CheckPassRows(backend.device(), rows));
+  DENOISED_ASSIGN_OR_RETURN(
+      const PassCount pass,
+      CountPass(config, options, dataset, rows, backend.activation_dtype(), backend.device()));
   plan.parameters = pass.parameters;
   const int64_t passes = local_chunks / options.accumulation / pass_chunks;
   const int64_t workers = std::min<int64_t>(backend.workers(), passes);

@@ -86,7 +86,6 @@ struct TrainerState {
 /// The memory and work of a run, from a pass that only counts. With a GPU it is that of the GPU.
 struct TrainerPlan {
   int64_t parameters = 0;
-  int64_t pass_rows = 0;        // samples of a pass
   size_t weight_bytes = 0;      // masters, gradients, moments, averages, packed weights
   size_t activation_bytes = 0;  // of all passes at one time, without scratch memory of ops
   size_t dataset_bytes = 0;     // of the pictures in the device's memory
