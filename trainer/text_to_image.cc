@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <sstream>
 
 #include "engine/core/config_reader.h"
 #include "engine/text/clip_tokenizer.h"
@@ -65,16 +64,6 @@ absl::StatusOr<training::ObjectiveOptions> ObjectiveOf(const nlohmann::json& con
                            file, prediction);
   }
   return objective;
-}
-
-std::vector<std::string> LinesOf(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) {
-    while (!line.empty() && (line.back() == '\r' || line.back() == ' ')) line.pop_back();
-    lines.push_back(line);
-  }
-  return lines;
 }
 
 /// The trained parameters below a prefix, by the rest of their names.

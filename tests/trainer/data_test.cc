@@ -129,6 +129,12 @@ TEST_F(DataTest, ClassesFollowTheNamesOfFoldersNotWholePaths) {
   EXPECT_THAT(pictures->dataset.labels, ElementsAre(1, 0, 0));
 }
 
+TEST(Lines, HaveNoWhiteSpaceAtTheirEnds) {
+  EXPECT_THAT(LinesOf("a b \t\r\n\t\n\n c"), ElementsAre("a b", "", "", " c"));
+  EXPECT_THAT(LinesOf("a\n"), ElementsAre("a"));
+  EXPECT_THAT(LinesOf(""), ElementsAre());
+}
+
 TEST_F(DataTest, WeightsOfMetadata) {
   for (const char* const name : {"a.png", "b.png", "c.png"}) Write(name, Png(2, 10));
   PictureOptions options = Options(2);

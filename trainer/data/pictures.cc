@@ -11,6 +11,7 @@
 #include <new>
 #include <optional>
 #include <set>
+#include <sstream>
 
 #include "engine/core/config_reader.h"
 #include "engine/images/formats.h"
@@ -195,13 +196,9 @@ absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
   Labels labels;
   std::map<std::string, std::vector<std::string>> files_of_name;
   int line_number = 0;
-  for (size_t begin = 0; begin < text.size();) {
-    size_t end = text.find('\n', begin);
-    if (end == std::string::npos) end = text.size();
-    const std::string line = text.substr(begin, end - begin);
-    begin = end + 1;
+  for (const std::string& line : LinesOf(text)) {
     ++line_number;
-    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    if (line.empty()) continue;
     DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json,
                               ParseMetadataLine(line, file.string(), line_number));
     const std::string name = PictureName(json["file_name"]);
@@ -420,6 +417,16 @@ bool EndsWith(const std::string& text, std::string_view ending) {
 }
 
 }  // namespace
+
+std::vector<std::string> LinesOf(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    line.resize(line.find_last_not_of(" \t\r") + 1);  // npos + 1 is 0
+    lines.push_back(line);
+  }
+  return lines;
+}
 
 absl::StatusOr<nlohmann::json> ParseMetadataLine(const std::string& line, const std::string& file,
                                                  int number) {
