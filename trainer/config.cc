@@ -5,6 +5,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 
@@ -143,6 +144,10 @@ absl::Status ReadPipeline(const std::string& directory, const std::string& stage
     return InvalidArgument("--stage is \"{}\"; use vae, then diffusion", stage);
   }
   DENOISED_ASSIGN_OR_RETURN(PipelineParts parts, PipelineParts::Read(directory));
+  for (const auto& [flag, value] :
+       {std::pair{"--kl-weight", kl}, std::pair{"--edge-weight", edges}})
+    if (!(value >= 0 && std::isfinite(value)))
+      return InvalidArgument("{} is {}; use a finite number of at least 0", flag, value);
   parts.network.train_text = !freeze_text;
   config->network = parts.Network(config->stage);
   config->network_json = {{"stage", stage},
@@ -284,7 +289,7 @@ void AddStepFlags(CLI::App& app, Flags* flags) {
 void AddDataFlags(CLI::App& app, Flags* flags) {
   RunConfig& config = flags->config;
   training::TrainerOptions& t = flags->config.trainer;
-  app.add_flag("--flip", t.flip, "Mirror half of the pictures");
+  app.add_flag("--flip", t.flip, "Mirror half of the pictures. Not with --augment, which does so");
   app.add_option("--augment", t.augment,
                  "Probability of each EDM augmentation; the augmentation is an input of the "
                  "network. 0.12 in the paper; 0: none");
@@ -514,17 +519,20 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   t.objective.learned_variance =
       pixels != nullptr && pixels->out_channels == 2 * pixels->in_channels;
   const bool classes = pixels != nullptr && pixels->condition == ClassCondition::kLabel;
-  if (t.null_class < 0 && classes && t.class_dropout > 0)
-    t.null_class = pixels->num_class_embeds - 1;
-  if (classes && t.class_dropout > 0 && t.null_class >= pixels->num_class_embeds)
-    return InvalidArgument("--null-class is {}; use 0 to {}, the last of num_class_embeds",
-                           t.null_class, pixels->num_class_embeds - 1);
+  if (classes && t.class_dropout > 0) {
+    const int last = pixels->num_class_embeds - 1;
+    if (app.count("--null-class") == 0) t.null_class = last;
+    if (t.null_class < 0 || t.null_class > last)
+      return InvalidArgument("--null-class is {}; use 0 to {}, the last of num_class_embeds",
+                             t.null_class, last);
+  }
   const nlohmann::json in_network = config.network_json.value("dropout", nlohmann::json());
   t.dropout = app.count("--dropout") > 0 ? flags.dropout
               : in_network.is_number()   ? in_network.get<double>()
                                          : 0;
   DENOISED_RETURN_IF_ERROR(CheckUsed(app, flags));
   DENOISED_RETURN_IF_ERROR(t.Check(config.ranks));
+  DENOISED_RETURN_IF_ERROR(training::Objective::Make(t.objective).status());
   if (t.objective.kind != ObjectiveOptions::Kind::kEdm &&
       config.default_steps > t.objective.timesteps)
     return InvalidArgument("--default-steps is {}, but there are {} timesteps; use at most as many",

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <sstream>
 
 #include "engine/core/config_reader.h"
 #include "engine/text/clip_tokenizer.h"
@@ -44,6 +43,15 @@ absl::StatusOr<training::ObjectiveOptions> ObjectiveOf(const nlohmann::json& con
   reader.Read("beta_start", &objective.beta_start);
   reader.Read("beta_end", &objective.beta_end);
   reader.Read("prediction_type", &prediction);
+  // A bad value is named here by its field: later, messages name flags, which a pipeline refuses.
+  reader.CheckRange("num_train_timesteps", objective.timesteps, 1, 1'000'000);
+  if (!(objective.beta_start > 0 && objective.beta_start <= objective.beta_end &&
+        objective.beta_end < 1))
+    reader.Complain("beta_start", fmt::format("use 0 < beta_start ≤ beta_end < 1; beta_end is {}",
+                                              objective.beta_end));
+  // The others say how to sample.
+  for (const auto& item : config.items()) reader.Ignore({item.key().c_str()});
+  DENOISED_RETURN_IF_ERROR(reader.Finish());
   using Kind = training::ObjectiveOptions::Kind;
   if (prediction == "epsilon") {
     objective.kind = Kind::kEpsilon;
@@ -58,16 +66,6 @@ absl::StatusOr<training::ObjectiveOptions> ObjectiveOf(const nlohmann::json& con
   return objective;
 }
 
-std::vector<std::string> LinesOf(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) {
-    while (!line.empty() && (line.back() == '\r' || line.back() == ' ')) line.pop_back();
-    lines.push_back(line);
-  }
-  return lines;
-}
-
 /// The trained parameters below a prefix, by the rest of their names.
 std::map<std::string, Tensor> Below(const std::string& prefix,
                                     const std::map<std::string, Tensor>& weights) {
@@ -75,6 +73,33 @@ std::map<std::string, Tensor> Below(const std::string& prefix,
   for (const auto& [name, tensor] : weights)
     if (name.rfind(prefix, 0) == 0) below[name.substr(prefix.size())] = tensor;
   return below;
+}
+
+/// Sets what a snapshot copies: everything that is not one of its parts.
+void CopyOthers(const ModelDirectory& from, Pipeline* pipeline) {
+  pipeline->index = from.index;
+  // The scheduler's file is copied: diffusers writes infinities, which the parsed JSON cannot hold.
+  pipeline->copied = {fs::path(from.scheduler_config_file).parent_path().string()};
+  for (const auto& item : from.components) {
+    const bool written =
+        std::any_of(pipeline->parts.begin(), pipeline->parts.end(),
+                    [&](const Pipeline::Part& part) { return part.folder == item.first; });
+    if (!written) pipeline->copied.push_back(item.second.directory);
+  }
+  // Components that only diffusers reads, such as a safety checker. Where the folder is missing,
+  // diffusers would refuse an index that names it.
+  for (const auto& item : from.index.items()) {
+    const nlohmann::json& value = item.value();
+    if (item.key() == "scheduler" || from.components.count(item.key()) > 0 || !value.is_array() ||
+        value.size() != 2 || !value[1].is_string())
+      continue;
+    const fs::path folder = fs::path(from.root) / item.key();
+    if (fs::is_directory(folder)) {
+      pipeline->copied.push_back(folder.string());
+    } else {
+      pipeline->index[item.key()] = {nullptr, nullptr};
+    }
+  }
 }
 
 }  // namespace
@@ -92,6 +117,16 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory) 
   if (!from.scheduler_config)
     return NotFound("{}: has no scheduler/scheduler_config.json, which says how to train",
                     directory);
+  // Snapshots have a folder for each part, and what is not trained is copied by folder.
+  const auto check_folder = [&](const std::string& part, const fs::path& folder) {
+    if (folder / "" != fs::path(from.root) / "") return absl::OkStatus();  // "x" or "x/"
+    return InvalidArgument("{}: its {} lies beside model_index.json; move the files to {}",
+                           directory, part, (folder / part).string());
+  };
+  for (const auto& [name, component] : from.components)
+    DENOISED_RETURN_IF_ERROR(check_folder(name, component.directory));
+  DENOISED_RETURN_IF_ERROR(
+      check_folder("scheduler", fs::path(from.scheduler_config_file).parent_path()));
   const auto file = [&](const char* part) { return from.components.at(part).config_file; };
   DENOISED_ASSIGN_OR_RETURN(parts.network.unet,
                             UNet2DConditionConfig::Parse(parts.config("unet"), file("unet")));
@@ -170,8 +205,9 @@ absl::Status Tokenize(const PipelineParts& parts, const std::vector<std::string>
     const auto found = captions.find(name);
     if (found == captions.end() || found->second.empty())
       return InvalidArgument(
-          "{}: has no caption. Give it a line of metadata.jsonl with \"text\", or a .txt of its "
-          "name",
+          "{}: has no caption. Give it \"text\" in metadata.jsonl, or a .txt of its name if there "
+          "is no "
+          "metadata.jsonl",
           name);
     for (const std::string& text : found->second) DENOISED_RETURN_IF_ERROR(add(name, text));
   }
@@ -220,30 +256,21 @@ absl::StatusOr<Pipeline> MakeSnapshot(const PipelineParts& parts, Stage stage,
                                       std::map<std::string, Tensor> weights,
                                       training::Backend& backend, const Tensor& pictures) {
   Pipeline pipeline;
-  pipeline.index = parts.directory.index;
-  // The scheduler's file is copied: diffusers writes infinities, which the parsed JSON cannot hold.
-  pipeline.copied = {
-      parts.folder("tokenizer"),
-      fs::path(parts.directory.scheduler_config_file).parent_path().string(),
-  };
-  const auto kept = [&](const char* part) { pipeline.copied.push_back(parts.folder(part)); };
   if (stage == Stage::kAutoencoder) {
     DENOISED_RETURN_IF_ERROR(training::StandardizeLatents(backend, parts.vae, pictures, &weights));
     nlohmann::json config = parts.config("vae");
     config["scaling_factor"] = 1.0;
     config["shift_factor"] = config["latents_mean"] = config["latents_std"] = nullptr;
     pipeline.parts = {{"vae", config, "diffusion_pytorch_model", weights}};
-    kept("unet");
-    kept("text_encoder");
-    return pipeline;
+  } else {
+    nlohmann::json text = parts.config("text_encoder");
+    text.erase("torch_dtype");
+    text["dtype"] = "float32";
+    pipeline.parts = {
+        {"text_encoder", text, "model", Below("text_encoder.", weights)},
+        {"unet", parts.config("unet"), "diffusion_pytorch_model", Below("unet.", weights)}};
   }
-  nlohmann::json text = parts.config("text_encoder");
-  text.erase("torch_dtype");
-  text["dtype"] = "float32";
-  pipeline.parts = {
-      {"text_encoder", text, "model", Below("text_encoder.", weights)},
-      {"unet", parts.config("unet"), "diffusion_pytorch_model", Below("unet.", weights)}};
-  kept("vae");
+  CopyOthers(parts.directory, &pipeline);
   return pipeline;
 }
 

@@ -27,8 +27,8 @@ struct PipelineParts {
   AutoencoderKLConfig vae;
   training::ObjectiveOptions objective;  // as the scheduler samples it
 
-  /// Reads the configs; weights may be absent. InvalidArgument and NotFound name the file, the
-  /// field and the remedy.
+  /// Reads the configs; weights may be absent. Every part must have a folder of its own.
+  /// InvalidArgument and NotFound name the file, the field and the remedy.
   static absl::StatusOr<PipelineParts> Read(const std::string& directory);
 
   const nlohmann::json& config(const std::string& part) const {
@@ -65,7 +65,8 @@ absl::Status LoadParts(const PipelineParts& parts, Stage stage, const std::strin
                        training::Trainer* trainer);
 
 /// A snapshot: the trained parts with these weights (by parameter), and everything else as it is in
-/// the pipeline's directory. `pictures` are those that latents are standardised by.
+/// the pipeline's directory, with what only diffusers reads. `pictures` are those that latents are
+/// standardised by.
 absl::StatusOr<Pipeline> MakeSnapshot(const PipelineParts& parts, Stage stage,
                                       std::map<std::string, Tensor> weights,
                                       training::Backend& backend, const Tensor& pictures);

@@ -167,7 +167,7 @@ absl::StatusOr<std::unique_ptr<AutoencoderKL>> AutoencoderKL::Make(
           "the autoencoder has a norm of {} channels, which norm_num_groups = {} does not divide; "
           "change it or block_out_channels",
           channels, vae.norm_num_groups);
-  std::unique_ptr<AutoencoderKL> model(new AutoencoderKL(config));
+  std::unique_ptr<AutoencoderKL> model(new AutoencoderKL());
   const int latent = vae.latent_channels;
   model->encoder_ = VaeHalf(declare / "encoder", vae, true, vae.in_channels, 2 * latent);
   model->decoder_ = VaeHalf(declare / "decoder", vae, false, latent, vae.out_channels);

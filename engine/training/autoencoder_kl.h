@@ -70,11 +70,8 @@ class AutoencoderKL {
   /// Returns dz.
   Tensor DecodeBackward(Pass& pass, Kept kept, const Tensor& doutput) const;
 
-  const AutoencoderKLConfig& config() const { return config_; }
-
  private:
-  explicit AutoencoderKL(const AutoencoderKLConfig& config) : config_(config) {}
-  AutoencoderKLConfig config_;
+  AutoencoderKL() = default;
   VaeHalf encoder_, decoder_;
   std::optional<Linear> quant_conv_, post_quant_conv_;
 };

@@ -288,7 +288,8 @@ class Backend {
   virtual DType activation_dtype() const = 0;
 
   // Passes.
-  /// Set once, before the first op that computes gradients.
+  /// The rows of a chunk in ops that compute gradients. Set before the first of them, and changed
+  /// only between passes (latents.cc restores what it found).
   virtual void SetChunkRows(int64_t rows) = 0;
   virtual int64_t chunk_rows() const = 0;
   /// How many of a micro-batch's `chunks` one pass should have; a power of two. The CPU takes 1 and
@@ -421,7 +422,8 @@ absl::Status CheckCuda(const CudaOptions& options);
 
 /// Counts the memory and work of a step and computes nothing: its tensors have no memory.
 struct Cost {
-  double multiply_adds = 0;  // of convolutions, linears and attention, forward and backward
+  double multiply_adds = 0;    // of convolutions, linears and attention, forward and backward
+  int64_t conv2d_weights = 0;  // elements of the kernels of all NewConv2d()
 };
 std::unique_ptr<Backend> NewCountingBackend(DType activation_dtype, Cost* cost);
 

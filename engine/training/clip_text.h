@@ -37,8 +37,6 @@ class ClipText {
   void Backward(Pass& pass, const Tensor& ids, const Tensor& positions, Kept kept,
                 const Tensor& dstates) const;
 
-  const ClipTextConfig& config() const { return config_; }
-
  private:
   struct Layer {
     LayerNorm norm1, norm2;

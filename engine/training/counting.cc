@@ -36,6 +36,7 @@ class CountingBackend final : public Backend {
     conv->out_channels = out;
     conv->kernel = kernel;
     conv->upsample2x = upsample2x;
+    cost_->conv2d_weights += int64_t{in} * out * kernel * kernel;
     return conv;
   }
   std::unique_ptr<PackedLinear> NewLinear(int in, const std::vector<int>& parts) override {

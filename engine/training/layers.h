@@ -125,7 +125,7 @@ class Linear {
   static Linear OfTrainingAlone(const Declare& declare, int in_features, int out_features);
   void Pack(const Masters& masters) const;
   Tensor Forward(Pass& pass, const Tensor& x, const Tensor& residual = {}, float scale = 1) const;
-  /// `add` is added to dx, in place if `in_place`.
+  /// Returns dx; with `add` it is dx + add, in the memory of `add`.
   Tensor Backward(Pass& pass, const Tensor& x, const Tensor& dout, bool wants_dx = true,
                   const Tensor& add = {}) const;
 

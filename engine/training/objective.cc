@@ -35,7 +35,7 @@ absl::StatusOr<std::vector<double>> Betas(const ObjectiveOptions& o) {
       betas[i] = std::min(1 - bar((i + 1.0) / o.timesteps) / bar(1.0 * i / o.timesteps), 0.999);
     } else {
       return InvalidArgument(
-          "beta_schedule is \"{}\"; use linear, scaled_linear or squaredcos_cap_v2",
+          "--beta-schedule is \"{}\"; use linear, scaled_linear or squaredcos_cap_v2",
           o.beta_schedule);
     }
   }
@@ -62,15 +62,15 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
     if (value > 0) return absl::OkStatus();
     return InvalidArgument("{} is {}; it must be greater than 0", field, value);
   };
-  DENOISED_RETURN_IF_ERROR(positive("sigma_data", options.sigma_data));
-  DENOISED_RETURN_IF_ERROR(positive("log_sigma_deviation", options.log_sigma_deviation));
-  if (options.min_snr) DENOISED_RETURN_IF_ERROR(positive("min_snr", *options.min_snr));
-  if (options.cap_snr) DENOISED_RETURN_IF_ERROR(positive("cap_snr", *options.cap_snr));
+  DENOISED_RETURN_IF_ERROR(positive("--sigma-data", options.sigma_data));
+  DENOISED_RETURN_IF_ERROR(positive("--log-sigma-deviation", options.log_sigma_deviation));
+  if (options.min_snr) DENOISED_RETURN_IF_ERROR(positive("--min-snr", *options.min_snr));
+  if (options.cap_snr) DENOISED_RETURN_IF_ERROR(positive("--cap-snr", *options.cap_snr));
   if (options.cap_snr && (options.kind != Kind::kV || options.min_snr))
-    return InvalidArgument("cap_snr is of the objective v, without min_snr");
+    return InvalidArgument("--cap-snr is of the objective v, without --min-snr");
   const bool ddpm = options.kind != Kind::kEdm && options.kind != Kind::kFlow;
   if (options.min_snr && !ddpm)
-    return InvalidArgument("min_snr weights the DDPM objectives; \"{}\" has weights of its own",
+    return InvalidArgument("--min-snr weights the DDPM objectives; \"{}\" has weights of its own",
                            Name(options.kind));
   if (options.learned_variance) {
     if (!ddpm)
@@ -78,16 +78,16 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
           "the network's out_channels is twice its in_channels, a learned variance, which \"{}\" "
           "does not have; use the objective epsilon, v or x0, or make out_channels in_channels",
           Name(options.kind));
-    DENOISED_RETURN_IF_ERROR(positive("variance_weight", options.variance_weight));
+    DENOISED_RETURN_IF_ERROR(positive("--variance-weight", options.variance_weight));
     if (options.timesteps < 2)
-      return InvalidArgument("timesteps is {}; a learned variance needs at least 2",
+      return InvalidArgument("--timesteps is {}; a learned variance needs at least 2",
                              options.timesteps);
   }
+  if (options.kind != Kind::kEdm && (options.timesteps < 1 || options.timesteps > 1'000'000))
+    return InvalidArgument("--timesteps is {}; use 1 to 1000000", options.timesteps);
   if (!ddpm) return objective;
-  if (options.timesteps < 1 || options.timesteps > 1'000'000)
-    return InvalidArgument("timesteps is {}; use 1 to 1000000", options.timesteps);
   if (!(options.beta_start > 0 && options.beta_start <= options.beta_end && options.beta_end < 1))
-    return InvalidArgument("beta_start is {} and beta_end {}; use 0 < beta_start ≤ beta_end < 1",
+    return InvalidArgument("--beta-start is {} and --beta-end {}; use 0 < start ≤ end < 1",
                            options.beta_start, options.beta_end);
   DENOISED_ASSIGN_OR_RETURN(objective.betas_, Betas(options));
   double product = 1;

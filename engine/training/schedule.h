@@ -9,8 +9,8 @@
 
 namespace denoised::training {
 
-/// The learning rate by step: a linear warm-up, and then constant, a half cosine to 0 at the last
-/// step, or rate / √max(step / reference, 1) (EDM2, arXiv 2312.02696).
+/// The learning rate by step: a linear warm-up, and then constant, a half cosine that would be 0
+/// one step after the last, or rate / √max(step / reference, 1) (EDM2, arXiv 2312.02696).
 struct RateSchedule {
   enum class Kind { kConstant, kCosine, kInverseSqrt } kind = Kind::kConstant;
   double rate = 1e-4;

@@ -19,7 +19,7 @@ namespace {
 /// to stop, and padding.
 constexpr int64_t kLossElements = 16;
 constexpr int kMaxAverages = 8;
-/// The error if the pictures do not fit into the device's memory.
+/// Threads that read pictures ahead because they do not fit the device's memory.
 constexpr int kDefaultPrefetchThreads = 2;
 
 bool RecomputesNorms(const TrainerOptions& options, const Parameters& parameters) {
@@ -84,7 +84,7 @@ absl::StatusOr<Samples> NewSamples(Backend& backend, const NetworkConfig& config
 
 /// The memory and work of a pass, by counting.
 struct PassCount {
-  int64_t parameters = 0, trained_elements = 0;
+  int64_t parameters = 0, trained_elements = 0, fixed_elements = 0;
   size_t activation_bytes = 0;
   Cost cost;
 };
@@ -98,6 +98,7 @@ absl::StatusOr<PassCount> CountPass(const NetworkConfig& config, const TrainerOp
                             Task::Make(*backend, parameters, config, AugmentLabels(options)));
   count.parameters = parameters.count();
   count.trained_elements = parameters.trained_elements();
+  count.fixed_elements = parameters.fixed_elements();
   Arena arena = Arena::Measuring(device);
   DENOISED_ASSIGN_OR_RETURN(const Tensor trained,
                             backend->Allocate({count.trained_elements}, DType::kF32, ""));
@@ -155,8 +156,8 @@ absl::Status CheckPictures(const Shape& sample, const Tensor& images) {
 /// Options that only a UNet2DModel supports.
 absl::Status CheckNoPixelOptions(const char* what, const TrainerOptions& options) {
   if (options.augment > 0)
-    return InvalidArgument("augment is {}, which {} cannot be trained with; use 0", options.augment,
-                           what);
+    return InvalidArgument("--augment is {}, which {} cannot be trained with; use 0",
+                           options.augment, what);
   if (options.dropout > 0)
     return InvalidArgument("dropout is {}, which {} cannot be trained with; use 0", options.dropout,
                            what);
@@ -176,16 +177,16 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
     if (!IsDdpm(options.objective.kind))
       return InvalidArgument(
           "time_embedding_type is \"learned\", a table of whole timesteps, which \"{}\" does not "
-          "have; use the objective epsilon, v or x0, or \"positional\" or \"fourier\"",
+          "have; use --objective epsilon, v or x0, or \"positional\" or \"fourier\"",
           Name(options.objective.kind));
     if (options.objective.timesteps > config.num_train_timesteps)
-      return InvalidArgument("timesteps is {}, but the network has num_train_timesteps {}",
+      return InvalidArgument("--timesteps is {}, but the network has num_train_timesteps {}",
                              options.objective.timesteps, config.num_train_timesteps);
   }
   switch (config.condition) {
     case ClassCondition::kNone:
       if (options.class_dropout > 0)
-        return InvalidArgument("class_dropout is {}, but the network has no classes",
+        return InvalidArgument("--class-dropout is {}, but the network has no classes",
                                options.class_dropout);
       break;
     case ClassCondition::kLabel: {
@@ -201,7 +202,8 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
       if (options.class_dropout > 0 &&
           (options.null_class < 0 || options.null_class >= config.num_class_embeds))
         return InvalidArgument(
-            "class_dropout needs a null_class from 0 to {}; it is {}. Give the network one class "
+            "--class-dropout needs a --null-class from 0 to {}; it is {}. Give the network one "
+            "class "
             "more than the pictures have",
             config.num_class_embeds - 1, options.null_class);
       break;
@@ -211,7 +213,7 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
       const char* const type = config.condition == ClassCondition::kValue ? "timestep" : "identity";
       if (options.class_dropout > 0)
         return InvalidArgument(
-            "class_dropout is {}, but the network reads class vectors (class_embed_type \"{}\"), "
+            "--class-dropout is {}, but the network reads class vectors (class_embed_type \"{}\"), "
             "which have no null class; leave it out",
             options.class_dropout, type);
       const int64_t size = VectorSize(config);
@@ -235,7 +237,7 @@ absl::Status CheckDatasetOf(const AutoencoderConfig& config, const TrainerOption
                             const Dataset& dataset) {
   DENOISED_RETURN_IF_ERROR(CheckNoPixelOptions("an autoencoder", options));
   if (options.class_dropout > 0)
-    return InvalidArgument("class_dropout is {}, but an autoencoder has no classes; use 0",
+    return InvalidArgument("--class-dropout is {}, but an autoencoder has no classes; use 0",
                            options.class_dropout);
   return CheckPictures(SampleShape(config), dataset.images);
 }
@@ -276,39 +278,46 @@ absl::Status CheckDatasetOf(const TextToImageConfig& config, const TrainerOption
 
 }  // namespace
 
-// Messages name the flags and config fields of denoise-train.
+// Messages name the flags of denoise-train; dropout is also a field of the network's config.
 absl::Status TrainerOptions::Check(int ranks) const {
   const auto between = [](const char* field, double value, double low, double high) {
     if (value >= low && value <= high) return absl::OkStatus();
     return InvalidArgument("{} is {}; use {} to {}", field, value, low, high);
   };
-  DENOISED_RETURN_IF_ERROR(between("steps", static_cast<double>(steps), 1, 4e9));
-  DENOISED_RETURN_IF_ERROR(between("batch", static_cast<double>(batch), 1, 1 << 24));
-  DENOISED_RETURN_IF_ERROR(between("accumulation", static_cast<double>(accumulation), 1, 1 << 24));
+  DENOISED_RETURN_IF_ERROR(between("--steps", static_cast<double>(steps), 1, 4e9));
+  DENOISED_RETURN_IF_ERROR(between("--batch", static_cast<double>(batch), 1, 1 << 24));
+  DENOISED_RETURN_IF_ERROR(
+      between("--accumulation", static_cast<double>(accumulation), 1, 1 << 24));
   if (chunks < 1 || !std::has_single_bit(static_cast<uint64_t>(chunks)) || batch % chunks != 0)
     return InvalidArgument(
-        "chunks is {}; use a power of two that divides the batch of {}, such as {}", chunks, batch,
-        std::min<int64_t>(8, batch & -batch));
+        "--chunks is {}; use a power of two that divides the batch of {}, such as {}", chunks,
+        batch, std::min<int64_t>(8, batch & -batch));
   if (!std::has_single_bit(static_cast<uint64_t>(ranks)) || ranks > chunks)
     return InvalidArgument(
         "there are {} ranks; use a power of two, at most the {} chunks of a batch", ranks, chunks);
   if (chunks / ranks % accumulation != 0)
     return InvalidArgument(
-        "accumulation is {}; it must divide the {} chunks of a rank (chunks / ranks)", accumulation,
-        chunks / ranks);
-  DENOISED_RETURN_IF_ERROR(between("learning-rate", rate.rate, 0, 1e3));
-  DENOISED_RETURN_IF_ERROR(between("warmup-steps", static_cast<double>(rate.warmup_steps), 0, 4e9));
+        "--accumulation is {}; it must divide the {} chunks of a rank (chunks / ranks)",
+        accumulation, chunks / ranks);
+  DENOISED_RETURN_IF_ERROR(between("--learning-rate", rate.rate, 0, 1e3));
   DENOISED_RETURN_IF_ERROR(
-      between("reference-steps", static_cast<double>(rate.reference_steps), 1, 4e9));
-  DENOISED_RETURN_IF_ERROR(between("beta1", beta1, 0, 0.9999999));
-  DENOISED_RETURN_IF_ERROR(between("beta2", beta2, 0, 0.9999999));
-  DENOISED_RETURN_IF_ERROR(between("adam-eps", eps, 0, 1));
-  DENOISED_RETURN_IF_ERROR(between("weight-decay", weight_decay, 0, 1e3));
-  DENOISED_RETURN_IF_ERROR(between("clip", clip, 0, 1e9));
+      between("--warmup-steps", static_cast<double>(rate.warmup_steps), 0, 4e9));
+  DENOISED_RETURN_IF_ERROR(
+      between("--reference-steps", static_cast<double>(rate.reference_steps), 1, 4e9));
+  DENOISED_RETURN_IF_ERROR(between("--beta1", beta1, 0, 0.9999999));
+  DENOISED_RETURN_IF_ERROR(between("--beta2", beta2, 0, 0.9999999));
+  DENOISED_RETURN_IF_ERROR(between("--adam-eps", eps, 0, 1));
+  DENOISED_RETURN_IF_ERROR(between("--weight-decay", weight_decay, 0, 1e3));
+  DENOISED_RETURN_IF_ERROR(between("--clip", clip, 0, 1e9));
   DENOISED_RETURN_IF_ERROR(between("dropout", dropout, 0, 0.999));
-  DENOISED_RETURN_IF_ERROR(between("class-dropout", class_dropout, 0, 1));
-  DENOISED_RETURN_IF_ERROR(between("augment", augment, 0, 1));
-  DENOISED_RETURN_IF_ERROR(between("prefetch-threads", prefetch_threads, 0, 1024));
+  DENOISED_RETURN_IF_ERROR(between("--class-dropout", class_dropout, 0, 1));
+  DENOISED_RETURN_IF_ERROR(between("--augment", augment, 0, 1));
+  // Mirrored after it is augmented, a sample would not be what its labels tell the network.
+  if (flip && augment > 0)
+    return InvalidArgument(
+        "--flip cannot be given with --augment, which mirrors half of the samples and tells the "
+        "network so; leave --flip out");
+  DENOISED_RETURN_IF_ERROR(between("--prefetch-threads", prefetch_threads, 0, 1024));
   if (averages.size() > kMaxAverages)
     return InvalidArgument("there are {} averages; at most {} are kept", averages.size(),
                            kMaxAverages);
@@ -416,6 +425,15 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Make(Backend& backend, Exchang
   return trainer;
 }
 
+absl::Status CheckPassRows(denoised::Device device, int64_t rows) {
+  constexpr int64_t kMost = 65535;  // CUDA's limit of gridDim.y, where kernels count rows
+  if (device == denoised::Device::kCpu || rows <= kMost) return absl::OkStatus();
+  return InvalidArgument(
+      "a pass has {} samples, but on a GPU at most {}: a smaller --batch, or a larger "
+      "--accumulation, makes passes smaller",
+      rows, kMost);
+}
+
 absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkConfig& config,
                                           const TrainerOptions& options, const Dataset& dataset,
                                           int ranks) {
@@ -424,27 +442,39 @@ absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkC
   TrainerPlan plan;
   const int64_t local_chunks = options.chunks / ranks;
   const int64_t pass_chunks = backend.PassChunks(local_chunks / options.accumulation);
-  plan.pass_rows = options.batch / options.chunks * pass_chunks;
-  DENOISED_ASSIGN_OR_RETURN(const PassCount pass,
-                            CountPass(config, options, dataset, plan.pass_rows,
-                                      backend.activation_dtype(), backend.device()));
+  const int64_t rows = options.batch / options.chunks * pass_chunks;
+  DENOISED_RETURN_IF_ERROR(CheckPassRows(backend.device(), rows));
+  DENOISED_ASSIGN_OR_RETURN(
+      const PassCount pass,
+      CountPass(config, options, dataset, rows, backend.activation_dtype(), backend.device()));
   plan.parameters = pass.parameters;
   const int64_t passes = local_chunks / options.accumulation / pass_chunks;
   const int64_t workers = std::min<int64_t>(backend.workers(), passes);
   plan.activation_bytes = pass.activation_bytes * workers;
   const Tensor& pictures = PicturesOf(dataset);
   const auto picture = static_cast<int64_t>(pictures.bytes()) / pictures.dim(0);
-  plan.dataset_bytes = Prefetches(options, dataset)
-                           ? Prefetcher::MemoryFor(options.batch / ranks, picture)
-                           : pictures.bytes();
+  const bool cpu = backend.device() == denoised::Device::kCpu;
+  const int64_t samples = options.batch / ranks;
+  plan.dataset_bytes = pictures.bytes();
+  if (Prefetches(options, dataset)) {
+    plan.dataset_bytes = static_cast<size_t>(samples * picture);  // of a step
+    if (cpu) {
+      plan.dataset_bytes += Prefetcher::MemoryFor(samples, picture);
+      if (!dataset.on_disk) plan.dataset_bytes += pictures.bytes();
+    }
+  }
   if (dataset.vectors) plan.dataset_bytes += dataset.vectors.bytes();
   const auto leaves = static_cast<uint64_t>(options.chunks / pass_chunks);
   const auto levels = static_cast<int64_t>(std::bit_width(leaves));
-  int64_t copies = 3 + static_cast<int64_t>(options.averages.size()) + workers - 1 + levels;
-  // A GPU also has packed weights, for both directions.
-  if (backend.device() != denoised::Device::kCpu)
-    copies += backend.activation_dtype() == DType::kF32 ? 2 : 1;
-  plan.weight_bytes = static_cast<size_t>(pass.trained_elements * copies) * sizeof(float);
+  const int64_t copies = 3 + static_cast<int64_t>(options.averages.size()) + workers - 1 + levels;
+  // Weights are packed for both directions: on the CPU those of convolutions alone, on a GPU all
+  // of them, in the type of activations.
+  const int64_t elements = pass.trained_elements + pass.fixed_elements;
+  const int64_t packed = cpu ? 2 * pass.cost.conv2d_weights
+                             : elements * (backend.activation_dtype() == DType::kF32 ? 2 : 1);
+  plan.weight_bytes =
+      static_cast<size_t>(pass.trained_elements * copies + pass.fixed_elements + packed) *
+      sizeof(float);
   plan.step_flops = 2 * pass.cost.multiply_adds * static_cast<double>(options.chunks / pass_chunks);
   return plan;
 }
@@ -453,6 +483,7 @@ absl::Status Trainer::Allocate() {
   const int64_t local_chunks = options_.chunks / exchange_.ranks();
   backend_.SetChunkRows(options_.batch / options_.chunks);
   pass_chunks_ = backend_.PassChunks(local_chunks / options_.accumulation);
+  DENOISED_RETURN_IF_ERROR(CheckPassRows(backend_.device(), pass_rows()));
   const int64_t elements = parameters_.trained_elements();
   const auto flat = [&](const char* purpose) {
     return backend_.Allocate({elements}, DType::kF32, purpose);
@@ -804,7 +835,8 @@ absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {
   report.rate = options_.rate.At(step_, options_.steps);
   UpdateScalars scalars;
   scalars.rate = static_cast<float>(report.rate);
-  const auto t = static_cast<double>(report.step);
+  // Adam's t counts updates: a skipped step leaves the moments as they are.
+  const auto t = static_cast<double>(report.step - skipped_);
   scalars.correction1 = static_cast<float>(1 - std::pow(options_.beta1, t));
   scalars.correction2 = static_cast<float>(1 - std::pow(options_.beta2, t));
   for (size_t i = 0; i < averages_.size(); ++i)

@@ -28,10 +28,11 @@ struct TrainerOptions {
   double dropout = 0;        // in the resnets
   double class_dropout = 0;  // the share of samples that get null_class, or the empty caption
   int null_class = -1;
-  bool flip = false;   // half of the samples are mirrored
+  bool flip = false;   // half of the samples are mirrored; not with augment, which does so itself
   double augment = 0;  // probability of each of EDM's augmentations (augment.h); 0: none
-  /// 0: all pictures are in the device's memory. Otherwise this many threads copy those of the next
-  /// step during the current one. The bits do not depend on it.
+  /// This many threads prepare the pictures of the next step during the current one. 0: none, and
+  /// all pictures are in the device's memory; some all the same if they do not fit it, or with
+  /// augment. The bits do not depend on it.
   int prefetch_threads = 0;
   /// Whether the backward pass computes the outputs of norms again: less memory, a little slower,
   /// the same bits. Default: from 100 million parameters on, where it costs about 2 % of a step.
@@ -43,7 +44,8 @@ struct TrainerOptions {
 
 /// Pictures of one size. The trainer keeps what it needs.
 struct Dataset {
-  Tensor images;                // U8 [M, H, W, C] on the host; may be a mapped file
+  Tensor images;                // U8 [M, H, W, C] on the host
+  bool on_disk = false;         // images are a mapped file, which takes no memory
   std::vector<int32_t> labels;  // one each, or empty
   Tensor vectors;               // F32 [M, D] on the host: a class vector each; or undefined
   /// [M]: the relative frequency of each picture; not all 0. Empty: each picture comes once per
@@ -81,15 +83,17 @@ struct TrainerState {
   std::vector<Tensor> averages;
 };
 
-/// The memory and work of a run, from a pass that only counts.
+/// The memory and work of a run, from a pass that only counts. With a GPU it is that of the GPU.
 struct TrainerPlan {
   int64_t parameters = 0;
-  int64_t pass_rows = 0;        // samples of a pass
-  size_t weight_bytes = 0;      // masters, gradients, moments, averages
+  size_t weight_bytes = 0;      // masters, gradients, moments, averages, packed weights
   size_t activation_bytes = 0;  // of all passes at one time, without scratch memory of ops
-  size_t dataset_bytes = 0;     // of the pictures that are in memory
+  size_t dataset_bytes = 0;     // of the pictures in the device's memory
   double step_flops = 0;        // of a whole step
 };
+
+/// InvalidArgument if a pass has more samples than the kernels of `device` take.
+absl::Status CheckPassRows(denoised::Device device, int64_t rows);
 
 /// Runs steps: plans samples, runs passes, adds gradients as a tree, also over ranks, and updates
 /// the weights. A step depends on (options, dataset, state) alone. Not thread-safe.

@@ -40,8 +40,6 @@ class UNet2DCondition {
   void Backward(Pass& pass, const Input& input, KeptPointer kept, const Tensor& doutput,
                 Tensor* dstates) const;
 
-  const UNet2DConditionConfig& config() const { return config_; }
-
  private:
   struct Level {
     std::vector<ResnetBlock> resnets;

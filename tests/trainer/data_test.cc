@@ -117,6 +117,24 @@ TEST_F(DataTest, FolderLabelsAreFoldersInOrderOfTheirNames) {
   EXPECT_EQ(pictures->dataset.images.as<uint8_t>()[4], 10);
 }
 
+TEST_F(DataTest, ClassesFollowTheNamesOfFoldersNotWholePaths) {
+  // '-' comes before '/'.
+  Write("cat/a.png", Png(2, 10));
+  Write("cat-small/a.png", Png(2, 20));
+  Write("cat/b.png", Png(2, 30));
+  const auto pictures = ReadPictures(folder_, "", Options(2));
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->class_names, ElementsAre("cat", "cat-small"));
+  ASSERT_THAT(pictures->files, ElementsAre("cat-small/a.png", "cat/a.png", "cat/b.png"));
+  EXPECT_THAT(pictures->dataset.labels, ElementsAre(1, 0, 0));
+}
+
+TEST(Lines, HaveNoWhiteSpaceAtTheirEnds) {
+  EXPECT_THAT(LinesOf("a b \t\r\n\t\n\n c"), ElementsAre("a b", "", "", " c"));
+  EXPECT_THAT(LinesOf("a\n"), ElementsAre("a"));
+  EXPECT_THAT(LinesOf(""), ElementsAre());
+}
+
 TEST_F(DataTest, WeightsOfMetadata) {
   for (const char* const name : {"a.png", "b.png", "c.png"}) Write(name, Png(2, 10));
   PictureOptions options = Options(2);
@@ -222,6 +240,7 @@ TEST_F(DataTest, WhatDoesNotFitIsKeptInAFileWithoutAName) {
   const auto on_disk = ReadPictures(folder_ / "pictures", "", options);
   ASSERT_TRUE(on_disk.ok()) << on_disk.status();
   EXPECT_TRUE(on_disk->on_disk);
+  EXPECT_TRUE(on_disk->dataset.on_disk);
   EXPECT_TRUE(fs::is_empty(folder_ / "scratch"));
   EXPECT_THAT(on_disk->dataset.labels, ElementsAre(0, 1));
   EXPECT_EQ(

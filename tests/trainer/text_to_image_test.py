@@ -114,6 +114,37 @@ class TextToImageTest(unittest.TestCase):
         # Such a directory is one to train on.
         self.train("more", pipeline=trained, steps=3, **{"init-from": trained})
 
+    def test_what_is_not_trained_is_copied(self):
+        pipeline = self.root / "pipeline"
+        shutil.copytree(PIPELINE, pipeline)
+        index = json.loads((pipeline / "model_index.json").read_text())
+        index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+        index["feature_extractor"] = ["transformers", "CLIPImageProcessor"]
+        index["image_encoder"] = ["transformers", "CLIPVisionModelWithProjection"]  # has no folder
+        (pipeline / "model_index.json").write_text(json.dumps(index))
+        for file, text in [("safety_checker/config.json", "{}"), ("safety_checker/model.safetensors", "x"),
+                           ("feature_extractor/preprocessor_config.json", "{}"),
+                           ("vae_tiny/config.json", '{"_class_name": "AutoencoderTiny"}')]:  # fmt: skip
+            (pipeline / file).parent.mkdir(exist_ok=True)
+            (pipeline / file).write_text(text)
+        for stage, trained in (("vae", ["vae"]), ("diffusion", ["unet", "text_encoder"])):
+            self.train(stage, stage=stage, pipeline=pipeline, steps=1)
+            model = self.root / stage / "model"
+            written = json.loads((model / "model_index.json").read_text())
+            self.assertEqual(written, {**index, "image_encoder": [None, None]})
+            self.assertEqual({each.name for each in model.iterdir()},
+                             {each.name for each in pipeline.iterdir()} - {
+                                 "goldens.json", "goldens.safetensors"})  # fmt: skip
+            for part in pipeline.iterdir():
+                for each in part.iterdir() if part.is_dir() and part.name not in trained else []:
+                    self.assertEqual((model / part.name / each.name).read_bytes(), each.read_bytes())
+        for each in (pipeline / "tokenizer").iterdir():
+            each.rename(pipeline / each.name)
+        (pipeline / "tokenizer").rmdir()
+        said = self.train("refused", rc=2, pipeline=pipeline)
+        self.assertIn(f"its tokenizer lies beside model_index.json; move the files to {pipeline}/tokenizer",
+                      said)
+
     def test_bits_depend_on_the_settings_alone(self):
         self.train("whole")
         self.train("threads", accumulation=4, env={"OMP_NUM_THREADS": "1"})
@@ -151,8 +182,9 @@ class TextToImageTest(unittest.TestCase):
         self.assertEqual(len(written), len(tensors(PIPELINE / "text_encoder/model.safetensors")))
 
     def test_captions_of_text_files(self):
+        self.metadata.write_text("\t\n" + self.metadata.read_text())  # such lines are empty
         self.train("metadata", steps=3)
-        for line in self.metadata.read_text().splitlines():
+        for line in self.metadata.read_text().splitlines()[1:]:
             entry = json.loads(line)
             texts = entry["text"] if isinstance(entry["text"], list) else [entry["text"]]
             (self.data / entry["file_name"]).with_suffix(".txt").write_text("\n".join(texts) + "\n")
@@ -215,10 +247,13 @@ class TextToImageTest(unittest.TestCase):
             ({"canvas": 32}, "--canvas"),
             ({"stage": "vae", "sample-steps": 3}, "--sample-steps"),
             ({"dropout": 0.1}, "dropout"),
+            ({"cap-snr": -1}, "--cap-snr is -1"),
             ({"sigma-data": 0.7}, "--sigma-data needs the objective edm, but this run has the objective"),
             ({"stage": "vae", "min-snr": 5}, "but this run has stage vae; leave it out"),
             ({"stage": "vae", "freeze-text": "true"}, "--freeze-text needs stage diffusion"),
             ({"kl-weight": 1}, "--kl-weight needs stage vae"),
+            ({"stage": "vae", "kl-weight": -1}, "--kl-weight is -1; use a finite number of at least 0"),
+            ({"stage": "vae", "edge-weight": "nan"}, "--edge-weight is nan"),
             ({"stage": "vae", "prompt": "lines"},
              "--prompt needs stage diffusion, but this run has stage vae; leave it out"),
             ({"null-class": 1}, "--null-class needs a --network with classes and --class-dropout"),
@@ -227,12 +262,18 @@ class TextToImageTest(unittest.TestCase):
             with self.subTest(flags=flags):
                 self.assertIn(message, self.train("refused", rc=2, **flags))
         for part, field, value in [("unet", "dropout", 0.1), ("scheduler", "rescale_betas_zero_snr", True),
+                                   ("scheduler", "num_train_timesteps", "500"),
+                                   ("scheduler", "num_train_timesteps", 0),
+                                   ("scheduler", "beta_start", 0.5),
                                    ("unet", "cross_attention_dim", 24)]:  # fmt: skip
             file = pipeline / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
             before = file.read_text()
             file.write_text(json.dumps({**json.loads(before), field: value}))
             self.assertIn(field, self.train("refused", rc=2, pipeline=pipeline))
             file.write_text(before)
+        self.metadata.write_text('{"file_name": "0.png"}\n')
+        self.assertIn('0.png: has no caption. Give it "text" in metadata.jsonl, or a .txt of its name if '
+                      "there is no metadata.jsonl", self.train("broken", rc=2))  # fmt: skip
         self.metadata.write_text('{"file_name": "0.png", "text": 3}\n')
         self.assertIn("metadata.jsonl, line 1", self.train("broken", rc=2))
         self.metadata.write_text('{"file_name": "0.png", "text": "a", "text": "b"}\n')

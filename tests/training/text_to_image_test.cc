@@ -325,6 +325,20 @@ TEST(TextToImage, RefusesWhatDoesNotBelongTogether) {
   refused(vae, PictureOptions(), Pictures(), "edge of 20");
 }
 
+TEST(TextToImage, PlanCountsAFrozenTextEncoder) {
+  const auto backend = OpenCpuBackend();
+  ASSERT_TRUE(backend.ok());
+  const auto bytes = [&](const TextToImageConfig& config) {
+    const auto plan = Trainer::Plan(**backend, config, Options(), Captioned(), 1);
+    EXPECT_TRUE(plan.ok()) << plan.status();
+    return plan->weight_bytes;
+  };
+  TextToImageConfig larger = TextToImage(false);
+  larger.text.vocab_size += 64;
+  EXPECT_EQ(bytes(larger) - bytes(TextToImage(false)),
+            4 * 64 * static_cast<size_t>(larger.text.hidden_size));
+}
+
 absl::StatusOr<AutoencoderWeights> VaeWeights() {
   DENOISED_ASSIGN_OR_RETURN(Safetensors tensors,
                             Safetensors::OpenDirectory(Part("vae"), "diffusion_pytorch_model"));

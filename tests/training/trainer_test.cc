@@ -501,6 +501,36 @@ TEST_P(TrainerBits, SkipsAndCountsWhatIsNotFinite) {
   EXPECT_EQ((*trainer)->State()->skipped_in_row, 0);
 }
 
+TEST_P(TrainerBits, SkippedStepsDoNotAgeTheMoments) {
+  const TrainerOptions options = Options();
+  const auto backend = OpenForTest(GetParam());
+  const auto exchange = NewSoleExchange();
+  auto trainer = Trainer::Make(*backend, *exchange, TinyConfig(), options, Stripes());
+  ASSERT_TRUE(trainer.ok()) << trainer.status();
+  (*trainer)->ScaleNextGradient(NAN);
+  ASSERT_TRUE((*trainer)->Step()->skipped);
+  const TrainerState before = *(*trainer)->State();
+  const double rate = (*trainer)->Step()->rate;
+  const TrainerState after = *(*trainer)->State();
+  // Adam's first update.
+  double error = 0, moved = 0;
+  for (int64_t i = 0; i < after.trained.elements(); ++i) {
+    const double w = before.trained.as<float>()[i], m = after.m.as<float>()[i],
+                 v = after.v.as<float>()[i];
+    const double expected =
+        -rate * (options.weight_decay * w +
+                 m / (1 - options.beta1) / (std::sqrt(v / (1 - options.beta2)) + options.eps));
+    error += std::pow(after.trained.as<float>()[i] - w - expected, 2);
+    moved += std::pow(expected, 2);
+  }
+  EXPECT_GT(moved, 0);
+  EXPECT_LT(std::sqrt(error / moved), 1e-3);
+  // A resumed run counts alike.
+  ASSERT_TRUE((*trainer)->Step().ok());
+  const Trained resumed = Train(on(), options, 1, &after);
+  ExpectSameBits((*trainer)->State()->trained, resumed.state.trained, "weights");
+}
+
 TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   auto backend = OpenCpuBackend();
   ASSERT_TRUE(backend.ok());
@@ -513,16 +543,16 @@ TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   };
   TrainerOptions options = Options();
   options.chunks = 3;
-  refused(TinyConfig(), options, Stripes(), "chunks is 3");
+  refused(TinyConfig(), options, Stripes(), "--chunks is 3");
   options = Options();
   options.accumulation = 3;
-  refused(TinyConfig(), options, Stripes(), "accumulation is 3");
+  refused(TinyConfig(), options, Stripes(), "--accumulation is 3");
   options = Options();
   options.null_class = 4;
-  refused(TinyConfig(), options, Stripes(), "null_class");
+  refused(TinyConfig(), options, Stripes(), "--null-class");
   options = Options();
   options.rate.rate = NAN;
-  refused(TinyConfig(), options, Stripes(), "rate is nan");
+  refused(TinyConfig(), options, Stripes(), "--learning-rate is nan");
   Dataset dataset = Stripes();
   dataset.labels[3] = 9;
   refused(TinyConfig(), Options(), dataset, "label 9");
@@ -543,7 +573,7 @@ TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   options.objective.kind = ObjectiveOptions::Kind::kEpsilon;
   refused(TinyConfig(), options, Stripes(), "out_channels is 1");
   options.objective.variance_weight = 0;
-  refused(config, options, Stripes(), "variance_weight is 0");
+  refused(config, options, Stripes(), "--variance-weight is 0");
   config = TinyConfig();
   config.time_embedding_type = UNet2DConfig::Time::kLearned;
   config.num_train_timesteps = 10;
@@ -566,6 +596,27 @@ TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   options = Options();
   options.augment = 1.5;
   refused(TinyConfig(), options, Stripes(), "augment is 1.5");
+  options.augment = 0.5;
+  refused(TinyConfig(), options, Stripes(), "--flip cannot be given with --augment");
+  options.flip = false;
+  EXPECT_TRUE(Trainer::Make(**backend, *exchange, TinyConfig(), options, Stripes()).ok());
+}
+
+TEST(Trainer, RefusesPassesThatNoGridOfCudaHolds) {
+  EXPECT_TRUE(CheckPassRows(denoised::Device::kCpu, 1 << 24).ok());
+  EXPECT_TRUE(CheckPassRows(denoised::Device::kCuda, 65535).ok());
+  const std::string message(CheckPassRows(denoised::Device::kCuda, 65536).message());
+  EXPECT_NE(message.find("65536 samples"), std::string::npos) << message;
+  EXPECT_NE(message.find("--batch, or a larger --accumulation"), std::string::npos) << message;
+}
+
+TEST_P(TrainerBits, PassesAreCheckedWhereTheyArePlanned) {
+  const auto backend = OpenForTest(GetParam());
+  TrainerOptions options = Options();
+  options.batch = 1 << 17;
+  EXPECT_EQ(Trainer::Plan(*backend, TinyConfig(), options, Stripes(), 1).ok(), GetParam() == "cpu");
+  options.accumulation = 4;
+  EXPECT_TRUE(Trainer::Plan(*backend, TinyConfig(), options, Stripes(), 1).ok());
 }
 
 TEST(Trainer, PlanCountsTheWork) {
@@ -582,6 +633,39 @@ TEST(Trainer, PlanCountsTheWork) {
   twice.recompute_norms = true;
   EXPECT_LT(Trainer::Plan(**backend, TinyConfig(), twice, Stripes(), 1)->activation_bytes,
             larger->activation_bytes);
+}
+
+TEST(Trainer, PlanCountsTheMemory) {
+  const auto backend = OpenCpuBackend();
+  ASSERT_TRUE(backend.ok());
+  TrainerOptions options = Options();
+  options.flip = false;
+  const Dataset dataset = Stripes();
+  Parameters parameters;
+  ASSERT_TRUE(UNet2D::Make(**backend, parameters, TinyConfig(), 0).ok());
+  // oneDNN has kernels of its own layout, for both directions. 1×1 convolutions are linear layers.
+  int64_t kernels = 0;
+  for (const Parameter& parameter : parameters.all())
+    if (parameter.shape.rank() == 4 && parameter.shape[2] > 1)
+      kernels += parameter.shape.elements();
+  ASSERT_GT(kernels, 0);
+  // Weights, two moments, two averages; the gradients of each worker and of four levels of sums.
+  const int64_t copies = 5 + std::min((*backend)->workers(), 8) - 1 + 4;
+  const auto plan = Trainer::Plan(**backend, TinyConfig(), options, dataset, 1);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->weight_bytes, 4 * (parameters.trained_elements() * copies +
+                                     parameters.fixed_elements() + 2 * kernels));
+  EXPECT_EQ(plan->dataset_bytes, dataset.images.bytes());
+
+  // Augmented, they stay in memory beside the batches of three steps: in use, ready, and next.
+  options.augment = 0.5;
+  const size_t batches = 3 * 16 * 100;
+  const auto augmented = Trainer::Plan(**backend, TinyConfig(), options, dataset, 1);
+  ASSERT_TRUE(augmented.ok()) << augmented.status();
+  EXPECT_EQ(augmented->dataset_bytes, dataset.images.bytes() + batches);
+  Dataset on_disk = dataset;
+  on_disk.on_disk = true;
+  EXPECT_EQ(Trainer::Plan(**backend, TinyConfig(), options, on_disk, 1)->dataset_bytes, batches);
 }
 
 TEST(Schedule, Rates) {

@@ -236,8 +236,9 @@ absl::StatusOr<std::string> ZipArchive::Read(const Entry& entry, uint64_t limit)
     return InvalidArgument("{}: packed by method {}; only stored and deflated files can be read",
                            where, entry.method);
   }
-  if (out.size() != entry.unpacked || crc32(0, reinterpret_cast<const Bytef*>(out.data()),
-                                            static_cast<uInt>(out.size())) != entry.crc)
+  // crc32() itself takes fewer than 4 GiB.
+  if (out.size() != entry.unpacked ||
+      crc32_z(0, reinterpret_cast<const Bytef*>(out.data()), out.size()) != entry.crc)
     return InvalidArgument("{}: its checksum is wrong", where);
   return out;
 }

@@ -11,6 +11,7 @@
 #include <new>
 #include <optional>
 #include <set>
+#include <sstream>
 
 #include "engine/core/config_reader.h"
 #include "engine/images/formats.h"
@@ -85,7 +86,7 @@ void Fit(Tensor image, const PictureOptions& options, uint8_t* to) {
 absl::Status AllocateImages(int64_t count, const PictureOptions& options, Pictures* pictures) {
   const Shape shape{count, options.height, options.width, options.channels};
   const auto bytes = static_cast<size_t>(shape.elements());
-  pictures->on_disk = bytes > options.memory;
+  pictures->on_disk = pictures->dataset.on_disk = bytes > options.memory;
   if (pictures->on_disk) {
     DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<void> file, MapScratch(options.scratch, bytes));
     pictures->dataset.images = Tensor(file.get(), shape, DType::kU8, Device::kCpu, file);
@@ -177,6 +178,16 @@ std::string LabelKind(bool vector) {
                 : fmt::format("a name or a number from 0 to {}", kMaxLabel);
 }
 
+/// Numbers classes in the order of their names.
+void Number(const std::map<std::string, std::vector<std::string>>& files_of_name,
+            std::vector<std::string>* names, Labels* labels) {
+  for (const auto& [name, files] : files_of_name) {
+    for (const std::string& file : files)
+      (*labels)[file].number = static_cast<int32_t>(names->size());
+    names->push_back(name);
+  }
+}
+
 /// Labels, all files that have a line, and the weights of those pictures that have one.
 absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
                                     std::vector<std::string>* names, std::set<std::string>* files,
@@ -185,13 +196,9 @@ absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
   Labels labels;
   std::map<std::string, std::vector<std::string>> files_of_name;
   int line_number = 0;
-  for (size_t begin = 0; begin < text.size();) {
-    size_t end = text.find('\n', begin);
-    if (end == std::string::npos) end = text.size();
-    const std::string line = text.substr(begin, end - begin);
-    begin = end + 1;
+  for (const std::string& line : LinesOf(text)) {
     ++line_number;
-    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    if (line.empty()) continue;
     DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json,
                               ParseMetadataLine(line, file.string(), line_number));
     const std::string name = PictureName(json["file_name"]);
@@ -216,10 +223,7 @@ absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
   if (!labels.empty() && !files_of_name.empty())
     return InvalidArgument("{}: some labels are names and some are numbers; use one kind",
                            file.string());
-  for (const auto& [name, its_files] : files_of_name) {
-    for (const std::string& of : its_files) labels[of].number = static_cast<int32_t>(names->size());
-    names->push_back(name);
-  }
+  Number(files_of_name, names, &labels);
   return labels;
 }
 
@@ -253,13 +257,12 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
         "{{\"file_name\": …, \"label\": [numbers]}}",
         path);
   } else {
-    for (const std::string& file : files) {
-      const size_t slash = file.find('/');
-      if (slash == std::string::npos) continue;
-      const std::string folder = file.substr(0, slash);
-      if (names.empty() || names.back() != folder) names.push_back(folder);
-      labels[file].number = static_cast<int32_t>(names.size()) - 1;
-    }
+    // Not in the order of whole paths, in which "cat-small/a.png" comes before "cat/a.png".
+    std::map<std::string, std::vector<std::string>> files_of_folder;
+    for (const std::string& file : files)
+      if (const size_t slash = file.find('/'); slash != std::string::npos)
+        files_of_folder[file.substr(0, slash)].push_back(file);
+    Number(files_of_folder, &names, &labels);
   }
   std::vector<Candidate> candidates;
   for (const std::string& file : files) {
@@ -414,6 +417,16 @@ bool EndsWith(const std::string& text, std::string_view ending) {
 }
 
 }  // namespace
+
+std::vector<std::string> LinesOf(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    line.resize(line.find_last_not_of(" \t\r") + 1);  // npos + 1 is 0
+    lines.push_back(line);
+  }
+  return lines;
+}
 
 absl::StatusOr<nlohmann::json> ParseMetadataLine(const std::string& line, const std::string& file,
                                                  int number) {

@@ -51,6 +51,9 @@ struct Pictures {
 absl::StatusOr<Pictures> ReadPictures(const std::string& path, const std::string& labels_path,
                                       const PictureOptions& options);
 
+/// The lines of a text, without white space at their ends.
+std::vector<std::string> LinesOf(const std::string& text);
+
 /// A line of metadata.jsonl: an object with a "file_name". InvalidArgument names file and line.
 absl::StatusOr<nlohmann::json> ParseMetadataLine(const std::string& line, const std::string& file,
                                                  int number);

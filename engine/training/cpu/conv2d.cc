@@ -24,33 +24,6 @@ dnnl::primitive_attr Attributes() {
   return attributes;
 }
 
-/// x doubled by nearest neighbour, `rows` of [height, width, channels].
-void Double(const float* x, int64_t rows, int64_t height, int64_t width, int64_t channels,
-            float* to) {
-  for (int64_t line = 0; line < rows * 2 * height; ++line) {
-    const float* from = x + line / (2 * height) * height * width * channels +
-                        line % (2 * height) / 2 * width * channels;
-    for (int64_t w = 0; w < 2 * width; ++w, to += channels)
-      std::memcpy(to, from + w / 2 * channels, channels * sizeof(float));
-  }
-}
-
-/// Its backward op: the sums of each group of four pixels.
-void SumFours(const float* d, int64_t rows, int64_t height, int64_t width, int64_t channels,
-              float* to) {
-  const int64_t line = 2 * width * channels;
-  for (int64_t h = 0; h < rows * height; ++h) {
-    const float* top = d + h * 2 * line;
-    for (int64_t w = 0; w < width; ++w, to += channels) {
-      const float* a = top + 2 * w * channels;
-      const float* b = a + line;
-#pragma omp simd
-      for (int64_t c = 0; c < channels; ++c)
-        to[c] = (a[c] + a[channels + c]) + (b[c] + b[channels + c]);
-    }
-  }
-}
-
 CpuConv2d::Size SizeOf(const Tensor& x, const PackedConv2d& weight, const Conv2dGeometry& g,
                        int64_t rows) {
   const int up = weight.upsample2x ? 2 : 1;
@@ -198,7 +171,7 @@ void Conv2d(const Conv2dArgs& args, int64_t chunk_rows) {
     const float* x = args.x.as<float>() + begin * in;
     if (weight.upsample2x) {
       float* doubled = ThreadScratch(kDoubled, rows * in * 4);
-      Double(x, rows, args.x.dim(1), args.x.dim(2), args.x.dim(3), doubled);
+      Double(x, 1, rows * args.x.dim(1), args.x.dim(2), args.x.dim(3), doubled);
       x = doubled;
     }
     float* to = args.out.as<float>() + begin * out;
@@ -231,7 +204,7 @@ void Conv2dBackward(const Conv2dBackwardArgs& args, int64_t chunk_rows) {
       const float* from = args.x.as<float>() + begin * in;
       if (weight.upsample2x) {
         float* doubled = ThreadScratch(kDoubled, rows * in * 4);
-        Double(from, rows, x.dim(1), x.dim(2), x.dim(3), doubled);
+        Double(from, 1, rows * x.dim(1), x.dim(2), x.dim(3), doubled);
         from = doubled;
       }
       float* packed = ThreadScratch(kPackedGradient, plan.weight_gradient.get_size() / 4 + 1);
@@ -260,7 +233,7 @@ void Conv2dBackward(const Conv2dBackwardArgs& args, int64_t chunk_rows) {
         .Add(DNNL_ARG_DIFF_SRC, plan.source, at)
         .Add(DNNL_ARG_SCRATCHPAD, plan.scratch[1], Scratchpad(plan.scratch[1]))
         .Run(plan.backward_data);
-    if (weight.upsample2x) SumFours(at, rows, x.dim(1), x.dim(2), x.dim(3), to);
+    if (weight.upsample2x) SumFours(at, 1, rows * x.dim(1), x.dim(2), x.dim(3), to);
   }
 }
 

@@ -170,13 +170,11 @@ class CpuBackend final : public Backend {
     MultiplyByDerivative(activation, x.as<float>(), dx.as<float>(), dx.elements());
   }
 
-  void Upsample2x(const Tensor& x, const Tensor& out) override {
-    Resample(x, out, [](const float* small, float* large) { *large = *small; });
-  }
-  void Upsample2xBackward(const Tensor& dout, const Tensor& dx) override { Pool(dout, 1.0f, dx); }
+  void Upsample2x(const Tensor& x, const Tensor& out) override { Resample(x, 1, out); }
+  void Upsample2xBackward(const Tensor& dout, const Tensor& dx) override { Pool(dout, 1, dx); }
   void AveragePool2x(const Tensor& x, const Tensor& out) override { Pool(x, 0.25f, out); }
   void AveragePool2xBackward(const Tensor& dout, const Tensor& dx) override {
-    Resample(dout, dx, [](const float* small, float* large) { *large = 0.25f * *small; });
+    Resample(dout, 0.25f, dx);
   }
 
   void Concat(const Tensor& a, const Tensor& b, const Tensor& out) override {
@@ -455,31 +453,14 @@ class CpuBackend final : public Backend {
     if (status_.ok()) status_ = failure;
   }
 
-  /// Calls each(small, large) for every element of `large` [N, 2H, 2W, C].
-  template <typename Each>
-  static void Resample(const Tensor& small, const Tensor& large, const Each& each) {
-    const int64_t height = large.dim(1), width = large.dim(2), channels = large.dim(3);
-    for (int64_t line = 0; line < large.dim(0) * height; ++line) {
-      const float* from = small.as<float>() + (line / height * (height / 2) + line % height / 2) *
-                                                  (width / 2) * channels;
-      float* to = large.as<float>() + line * width * channels;
-      for (int64_t w = 0; w < width; ++w)
-        for (int64_t c = 0; c < channels; ++c)
-          each(from + w / 2 * channels + c, to + w * channels + c);
-    }
+  /// Between [N, H, W, C] and [N, 2H, 2W, C].
+  static void Resample(const Tensor& small, float scale, const Tensor& large) {
+    Double(small.as<float>(), scale, small.dim(0) * small.dim(1), small.dim(2), small.dim(3),
+           large.as<float>());
   }
-  /// small = scale · the sums of each group of four pixels of large.
   static void Pool(const Tensor& large, float scale, const Tensor& small) {
-    const int64_t width = small.dim(2), channels = small.dim(3), line = 2 * width * channels;
-    for (int64_t h = 0; h < small.dim(0) * small.dim(1); ++h) {
-      for (int64_t w = 0; w < width; ++w) {
-        const float* a = large.as<float>() + 2 * h * line + 2 * w * channels;
-        const float* b = a + line;
-        float* to = small.as<float>() + (h * width + w) * channels;
-        for (int64_t c = 0; c < channels; ++c)
-          to[c] = ((a[c] + a[channels + c]) + (b[c] + b[channels + c])) * scale;
-      }
-    }
+    SumFours(large.as<float>(), scale, small.dim(0) * small.dim(1), small.dim(2), small.dim(3),
+             small.as<float>());
   }
 
   const dnnl::engine engine_{dnnl::engine::kind::cpu, 0};

@@ -134,6 +134,34 @@ void Finish(float* y, const float* add, const float* residual, float scale, int6
 }
 
 DENOISED_EACH_ISA
+void Double(const float* small, float scale, int64_t lines, int64_t width, int64_t channels,
+            float* large) {
+  for (int64_t line = 0; line < 2 * lines; ++line) {
+    const float* from = small + line / 2 * width * channels;
+    for (int64_t w = 0; w < 2 * width; ++w, large += channels) {
+      const float* pixel = from + w / 2 * channels;
+#pragma omp simd
+      for (int64_t c = 0; c < channels; ++c) large[c] = pixel[c] * scale;
+    }
+  }
+}
+
+DENOISED_EACH_ISA
+void SumFours(const float* large, float scale, int64_t lines, int64_t width, int64_t channels,
+              float* small) {
+  const int64_t line = 2 * width * channels;
+  for (int64_t h = 0; h < lines; ++h) {
+    for (int64_t w = 0; w < width; ++w, small += channels) {
+      const float* a = large + 2 * h * line + 2 * w * channels;
+      const float* b = a + line;
+#pragma omp simd
+      for (int64_t c = 0; c < channels; ++c)
+        small[c] = ((a[c] + a[channels + c]) + (b[c] + b[channels + c])) * scale;
+    }
+  }
+}
+
+DENOISED_EACH_ISA
 void AddTo(float* a, const float* b, int64_t count) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) a[i] += b[i];

@@ -29,6 +29,15 @@ void SumColumns(const float* x, int64_t pixels, int64_t channels, int64_t stride
 void Finish(float* y, const float* add, const float* residual, float scale, int64_t pixels,
             int64_t channels);
 
+/// large = scale · small, doubled by nearest neighbour. small has `lines` lines of [width,
+/// channels], those of all pictures together.
+void Double(const float* small, float scale, int64_t lines, int64_t width, int64_t channels,
+            float* large);
+
+/// Its backward op: small = scale · the sum of each group of four pixels of large.
+void SumFours(const float* large, float scale, int64_t lines, int64_t width, int64_t channels,
+              float* small);
+
 /// a += b
 void AddTo(float* a, const float* b, int64_t count);
 

@@ -86,14 +86,13 @@ void Geglu(const Tensor& x, const Tensor& out) {
 
 void GegluBackward(const Tensor& x, const Tensor& dout, const Tensor& dx) {
   const int64_t width = dout.dim(-1), tokens = dout.elements() / width;
-  std::vector<float> activated(width);
+  std::vector<float> activated(width), scaled(width);
   for (int64_t token = 0; token < tokens; ++token) {
     const float* value = x.as<float>() + token * 2 * width;
     const float* gate = value + width;
     const float* d = dout.as<float>() + token * width;
     float* dvalue = dx.as<float>() + token * 2 * width;
     float* dgate = dvalue + width;
-    std::vector<float> scaled(width);
     std::copy_n(gate, width, activated.data());
     denoised::cpu::Activate(Activation::kGelu, activated.data(), width);
     for (int64_t c = 0; c < width; ++c) scaled[c] = d[c] * value[c];
