@@ -62,15 +62,32 @@ constexpr double kRankSeconds = 300;
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
 
-/// What two configurations that must be the same differ in.
-absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
+/// In what two configurations differ, each as `format`: field, one value, the other. Empty: in
+/// nothing.
+std::string Differences(
+    const nlohmann::json& one, const nlohmann::json& other,
+    fmt::format_string<const std::string&, const std::string&, const std::string&> format) {
+  nlohmann::json fields = one;
+  fields.update(other);
+  const auto text = [](const nlohmann::json& value) {
+    return value.is_null() ? "not set" : value.dump();
+  };
   std::string differences;
-  for (const auto& [field, value] : now.items()) {
-    const nlohmann::json before = saved.value(field, nlohmann::json());
-    if (before != value)
-      differences += fmt::format("{}{} was {} and is {}", differences.empty() ? "" : "; ", field,
-                                 before.dump(), value.dump());
+  for (const auto& item : fields.items()) {
+    const std::string& field = item.key();
+    const nlohmann::json a = one.value(field, nlohmann::json()),
+                         b = other.value(field, nlohmann::json());
+    if (a == b) continue;
+    const std::string first = text(a), second = text(b);
+    if (!differences.empty()) differences += "; ";
+    differences += fmt::format(format, field, first, second);
   }
+  return differences;
+}
+
+absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
+  if (!saved.is_object()) return DataLoss("--resume: the checkpoint's run.json has no settings");
+  const std::string differences = Differences(saved, now, "{} was {} and is {}");
   if (differences.empty()) return absl::OkStatus();
   return InvalidArgument(
       "--resume: the checkpoint is of another run: {}. Give the same settings, or start anew in "

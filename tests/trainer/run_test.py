@@ -393,6 +393,14 @@ class RunTest(unittest.TestCase):
         self.assertNotIn(b"map_augment", weights)
         said = self.train("a", rc=2, resume="latest", augment=0.25)
         self.assertIn("augment was 0.5 and is 0.25", said)
+        said = self.train("a", rc=2, resume="latest")
+        self.assertIn("augment was 0.5 and is not set", said)
+
+    def test_a_setting_that_is_dropped_is_noticed(self):
+        self.train("a", objective="v", steps=4, **{"cap-snr": 5})
+        said = self.train("a", rc=2, objective="v", resume="latest")
+        self.assertIn("cap-snr was 5.0 and is not set", said)
+        self.train("a", objective="v", resume="latest", **{"cap-snr": 5})
 
     def test_metrics(self):
         process = subprocess.Popen(
