@@ -115,6 +115,7 @@ class Session {
   absl::Status DryRun();
   absl::Status Begin();
   absl::Status Resume();
+  absl::Status CheckRanks();
   absl::Status Loop();
   absl::Status Save();
   absl::Status WriteModels(const TrainerState& state) const;
@@ -367,6 +368,7 @@ absl::Status Session::Begin() {
     DENOISED_RETURN_IF_ERROR(trainer_->LoadWeights(Weights(std::move(tensors), weights)));
   }
   if (!config_.resume.empty()) DENOISED_RETURN_IF_ERROR(Resume());
+  DENOISED_RETURN_IF_ERROR(CheckRanks());
   if (!first()) return absl::OkStatus();
   DENOISED_ASSIGN_OR_RETURN(
       const training::TrainerPlan plan,
@@ -404,6 +406,29 @@ absl::Status Session::Resume() {
   skipped_ = checkpoint->state.skipped;
   skipped_in_row_ = checkpoint->state.skipped_in_row;
   if (first()) Say("resumed at step {}", step_);
+  return absl::OkStatus();
+}
+
+/// Ranks that train different things would add gradients of different networks, and those that save
+/// at different steps would wait for each other.
+absl::Status Session::CheckRanks() {
+  nlohmann::json mine = fingerprint_;
+  mine["step"] = step_;
+  mine["steps"] = config_.trainer.steps;
+  mine["checkpoint-steps"] = config_.checkpoint_steps;
+  mine["sample-steps"] = config_.sample_steps;
+  mine["init-from"] = !config_.init_from.empty();  // folders may have other names elsewhere
+  DENOISED_ASSIGN_OR_RETURN(const std::vector<std::string> all,
+                            training::GatherTexts(mine.dump(), exchange_->host()));
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    const std::string differences = Differences(
+        nlohmann::json::parse(all[0]), nlohmann::json::parse(all[rank]), "{} is {} and {}");
+    if (!differences.empty())
+      return InvalidArgument(
+          "ranks 0 and {} do not train the same: {}. Give all ranks the same settings and --data, "
+          "and, if they resume, the first's --output",
+          rank, differences);
+  }
   return absl::OkStatus();
 }
 

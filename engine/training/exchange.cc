@@ -8,6 +8,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -294,6 +296,34 @@ absl::Status TcpExchange::Connect(const std::string& host, const std::string& po
 }
 
 }  // namespace
+
+absl::Status GatherRows(const Tensor& all, Exchange& host) {
+  const int rank = host.rank(), ranks = host.ranks();
+  DENOISED_CHECK(std::has_single_bit(static_cast<unsigned>(ranks)), "{} ranks", ranks);
+  // As gradients are exchanged: after a level, each has the rows of twice as many ranks.
+  for (int width = 1; width < ranks; width *= 2) {
+    const int partner = rank ^ width, group = ~(width - 1);
+    DENOISED_RETURN_IF_ERROR(
+        host.Swap(all.Slice(rank & group, width), all.Slice(partner & group, width), partner));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<std::string>> GatherTexts(const std::string& mine, Exchange& host) {
+  const Tensor sizes = Tensor::Host({host.ranks()}, DType::kI64);
+  auto* const size = sizes.as<int64_t>();
+  size[host.rank()] = static_cast<int64_t>(mine.size());
+  DENOISED_RETURN_IF_ERROR(GatherRows(sizes, host));
+  const int64_t longest = *std::max_element(size, size + host.ranks());
+  const Tensor all = Tensor::Host({host.ranks(), longest}, DType::kU8);
+  std::memset(all.data(), 0, all.bytes());
+  std::copy_n(mine.data(), mine.size(), all.as<char>() + host.rank() * longest);
+  DENOISED_RETURN_IF_ERROR(GatherRows(all, host));
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < host.ranks(); ++rank)
+    texts.emplace_back(all.as<char>() + rank * longest, static_cast<size_t>(size[rank]));
+  return texts;
+}
 
 std::unique_ptr<Exchange> NewSoleExchange() { return std::make_unique<SoleExchange>(); }
 

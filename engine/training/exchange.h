@@ -26,7 +26,16 @@ class Exchange {
   virtual absl::Status Swap(const Tensor& mine, const Tensor& theirs, int partner) = 0;
   /// Unavailable if `other` has ended, as far as is known without waiting.
   virtual absl::Status CheckRank(int /*other*/) { return absl::OkStatus(); }
+  /// The same ranks, for tensors of the host.
+  virtual Exchange& host() { return *this; }
 };
+
+/// All ranks call this with a tensor [ranks, …] of the host, in which each has filled its own row,
+/// and get the rows of the others. `ranks` is a power of two.
+absl::Status GatherRows(const Tensor& all, Exchange& host);
+
+/// All ranks call this with their own text and get those of all, by rank.
+absl::StatusOr<std::vector<std::string>> GatherTexts(const std::string& mine, Exchange& host);
 
 /// One rank.
 std::unique_ptr<Exchange> NewSoleExchange();

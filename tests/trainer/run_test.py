@@ -10,6 +10,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -77,6 +78,34 @@ class RunTest(unittest.TestCase):
         )  # fmt: skip
         self.assertEqual(done.returncode, rc, done.stderr)
         return done.stderr + done.stdout
+
+    def train_ranks(self, rc, port=None, env=None, limit=None, **flags):
+        """Two ranks; values that are tuples have one for each, also rc. What each says."""
+        port = port or free_port()
+
+        def of(rank, value):
+            return value[rank] if isinstance(value, tuple) else value
+
+        def prepare(rank):
+            if of(rank, limit):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (of(rank, limit), of(rank, limit)))
+
+        processes = [
+            subprocess.Popen(
+                self.arguments(**{key: of(rank, value) for key, value in flags.items()}),
+                stderr=subprocess.PIPE, text=True, preexec_fn=lambda rank=rank: prepare(rank),
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port),
+                     "OMP_NUM_THREADS": "1", **(env or {})})
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            said = [process.communicate(timeout=120)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        for rank, process in enumerate(processes):
+            self.assertEqual(process.returncode, of(rank, rc), said)
+        return said
 
     def state(self, output, step=12):
         folder = self.root / output / "checkpoints" / f"step-{step:09}"
@@ -155,6 +184,25 @@ class RunTest(unittest.TestCase):
                 said += errors
             self.assertIn(f"{ranks} ranks over TCP: rank", said)
             self.assertEqual(self.state("one"), self.state(f"{ranks}"))
+
+    def test_ranks_that_train_different_things_are_refused(self):
+        other = self.root / "other"
+        shutil.copytree(self.data, other)
+        (other / "down/0.png").write_bytes(png(lambda x, y: 9))
+        self.train("saved", steps=4)
+        for flags, message in [
+            ({"learning-rate": (2e-3, 1e-3)}, "learning-rate is 0.002 and 0.001"),
+            ({"augment": (None, 0.1)}, "augment is not set and 0.1"),
+            ({"steps": (4, 5)}, "steps is 4 and 5"),
+            ({"checkpoint-steps": (4, 2)}, "checkpoint-steps is 4 and 2"),
+            ({"data": (self.data, other)}, 'data is {"crc32":'),
+            ({"output": ("saved", "elsewhere"), "resume": "latest"}, "step is 4 and 0"),
+        ]:
+            with self.subTest(flags=flags):
+                for said in self.train_ranks(2, **{"output": "a", "steps": 8, **flags}):
+                    self.assertIn(f"ranks 0 and 1 do not train the same: {message}", said)
+                    self.assertIn("Give all ranks the same settings and --data", said)
+        self.train_ranks(0, output="saved", steps=8, resume="latest")
 
     def test_nccl_needs_a_gpu_for_each_rank(self):
         port = free_port()

@@ -137,6 +137,17 @@ Exchanges OverTcp(int ranks) {
   return exchanges;
 }
 
+TEST(Exchange, AllRanksHaveTheTextsOfAll) {
+  for (const bool tcp : {false, true}) {
+    const Exchanges exchanges = tcp ? OverTcp(4) : NewLoopbackExchanges(4);
+    OnRanks(4, [&](int rank) {
+      const auto texts = GatherTexts(std::string(3 * rank, 'a' + rank), exchanges[rank]->host());
+      ASSERT_TRUE(texts.ok()) << texts.status();
+      EXPECT_THAT(*texts, testing::ElementsAre("", "bbb", "cccccc", "ddddddddd"));
+    });
+  }
+}
+
 class NcclTest : public testing::Test {
  protected:
   void SetUp() override {
