@@ -608,6 +608,7 @@ absl::Status Session::Loop() {
     if (step_ % config_.checkpoint_steps == 0 || last || sample) {
       DENOISED_RETURN_IF_ERROR(Save());
       if (first() && (sample || (config_.sample_steps > 0 && last && !stopped))) Sample();
+      DENOISED_RETURN_IF_ERROR(exchange_->WaitForFirst());
       since = Clock::now();
       logged = step_;
     }

@@ -29,6 +29,7 @@ class SoleExchange final : public Exchange {
   absl::Status Swap(const Tensor&, const Tensor&, int partner) override {
     return Internal("there is no rank {} to exchange with", partner);
   }
+  absl::Status WaitForFirst() override { return absl::OkStatus(); }
 };
 
 /// Two threads exchange tensors: each leaves its own and takes the other's.
@@ -69,6 +70,14 @@ class LoopbackExchange final : public Exchange {
     (*meetings_)[low * ranks_ + high]->Swap(rank_ == low ? 0 : 1, mine, theirs);
     return absl::OkStatus();
   }
+  absl::Status WaitForFirst() override {
+    const Tensor mine = Tensor::HostF32({1}, std::vector<float>(1)),
+                 theirs = Tensor::Host({1}, DType::kF32);
+    if (rank_ != 0) return Swap(mine, theirs, 0);
+    for (int other = 1; other < ranks_; ++other)
+      DENOISED_RETURN_IF_ERROR(Swap(mine, theirs, other));
+    return absl::OkStatus();
+  }
 
  private:
   const int rank_, ranks_;
@@ -103,6 +112,19 @@ int MillisecondsUntil(Clock::time_point deadline) {
   return static_cast<int>(std::max<int64_t>(0, left.count()));
 }
 
+/// No delays, since ranks wait for each other. A rank whose machine is gone sends nothing, not even
+/// an end: without data the connection then fails after 60 + 8 · 30 s.
+void SetOptions(const Socket& socket) {
+  const auto set = [&](int level, int option, int value) {
+    setsockopt(socket.fd(), level, option, &value, sizeof value);
+  };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, 60);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, 30);
+  set(IPPROTO_TCP, TCP_KEEPCNT, 8);
+}
+
 class TcpExchange final : public Exchange {
  public:
   TcpExchange(int rank, int ranks, double timeout)
@@ -111,30 +133,16 @@ class TcpExchange final : public Exchange {
   int ranks() const override { return ranks_; }
 
   absl::Status Swap(const Tensor& mine, const Tensor& theirs, int partner) override {
-    const auto* out = static_cast<const char*>(mine.data());
-    auto* in = static_cast<char*>(theirs.data());
-    size_t to_send = mine.bytes(), to_receive = theirs.bytes();
-    const int fd = peers_[partner].fd();
-    while (to_send > 0 || to_receive > 0) {
-      pollfd poll_for{
-          fd, static_cast<short>((to_send > 0 ? POLLOUT : 0) | (to_receive > 0 ? POLLIN : 0)), 0};
-      const int ready = poll(&poll_for, 1, static_cast<int>(timeout_ * 1000));
-      if (ready < 0 && errno == EINTR) continue;
-      if (ready == 0) return Unavailable("rank {} has sent nothing for {} s", partner, timeout_);
-      if (poll_for.revents & POLLOUT) {
-        const ssize_t sent = send(fd, out, to_send, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent > 0) out += sent, to_send -= static_cast<size_t>(sent);
-        if (sent < 0 && errno != EAGAIN && errno != EINTR)
-          return Unavailable("rank {} is lost: {}", partner, LastError());
-      }
-      if (poll_for.revents & (POLLIN | POLLHUP | POLLERR)) {
-        const ssize_t got = recv(fd, in, to_receive, MSG_DONTWAIT);
-        if (got == 0) return Unavailable("rank {} has ended", partner);
-        if (got > 0) in += got, to_receive -= static_cast<size_t>(got);
-        if (got < 0 && errno != EAGAIN && errno != EINTR)
-          return Unavailable("rank {} is lost: {}", partner, LastError());
-      }
-    }
+    return Transfer(mine.data(), mine.bytes(), theirs.data(), theirs.bytes(), partner,
+                    static_cast<int>(timeout_ * 1000));
+  }
+
+  absl::Status WaitForFirst() override {
+    char byte = 0;
+    if (rank_ != 0) return Transfer(nullptr, 0, &byte, 1, 0, /*milliseconds=*/-1);
+    for (int other = 1; other < ranks_; ++other)
+      DENOISED_RETURN_IF_ERROR(
+          Transfer(&byte, 1, nullptr, 0, other, static_cast<int>(timeout_ * 1000)));
     return absl::OkStatus();
   }
 
@@ -154,6 +162,9 @@ class TcpExchange final : public Exchange {
   struct Hello {
     uint32_t magic = 0x64656e31, rank = 0, ranks = 0, port = 0, address = 0;
   };
+  /// Waits at most `milliseconds` for a part of the data; -1: without a limit.
+  absl::Status Transfer(const void* mine, size_t to_send, void* theirs, size_t to_receive,
+                        int partner, int milliseconds) const;
   absl::Status Send(const Socket& socket, const void* data, size_t size) const;
   absl::Status Receive(const Socket& socket, void* data, size_t size) const;
   absl::StatusOr<Socket> Listen(const sockaddr_in& address, sockaddr_in* bound) const;
@@ -165,6 +176,34 @@ class TcpExchange final : public Exchange {
   Clock::time_point deadline_;
   std::vector<Socket> peers_;
 };
+
+absl::Status TcpExchange::Transfer(const void* mine, size_t to_send, void* theirs,
+                                   size_t to_receive, int partner, int milliseconds) const {
+  const auto* out = static_cast<const char*>(mine);
+  auto* in = static_cast<char*>(theirs);
+  const int fd = peers_[partner].fd();
+  while (to_send > 0 || to_receive > 0) {
+    pollfd poll_for{
+        fd, static_cast<short>((to_send > 0 ? POLLOUT : 0) | (to_receive > 0 ? POLLIN : 0)), 0};
+    const int ready = poll(&poll_for, 1, milliseconds);
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready == 0) return Unavailable("rank {} has sent nothing for {} s", partner, timeout_);
+    if (poll_for.revents & POLLOUT) {
+      const ssize_t sent = send(fd, out, to_send, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (sent > 0) out += sent, to_send -= static_cast<size_t>(sent);
+      if (sent < 0 && errno != EAGAIN && errno != EINTR)
+        return Unavailable("rank {} is lost: {}", partner, LastError());
+    }
+    if (poll_for.revents & (POLLIN | POLLHUP | POLLERR)) {
+      const ssize_t got = recv(fd, in, to_receive, MSG_DONTWAIT);
+      if (got == 0) return Unavailable("rank {} has ended", partner);
+      if (got > 0) in += got, to_receive -= static_cast<size_t>(got);
+      if (got < 0 && errno != EAGAIN && errno != EINTR)
+        return Unavailable("rank {} is lost: {}", partner, LastError());
+    }
+  }
+  return absl::OkStatus();
+}
 
 absl::Status TcpExchange::Send(const Socket& socket, const void* data, size_t size) const {
   const auto* at = static_cast<const char*>(data);
@@ -209,8 +248,7 @@ absl::StatusOr<Socket> TcpExchange::Dial(const sockaddr_in& address,
   while (true) {
     Socket socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) {
-      const int on = 1;
-      setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+      SetOptions(socket);
       return socket;
     }
     if (Clock::now() >= deadline_)
@@ -228,8 +266,7 @@ absl::StatusOr<Socket> TcpExchange::Accept(const Socket& listener, Hello* hello,
     socklen_t size = sizeof *from;
     Socket socket(accept4(listener.fd(), reinterpret_cast<sockaddr*>(from), &size, SOCK_CLOEXEC));
     if (!socket.open()) continue;
-    const int on = 1;
-    setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    SetOptions(socket);
     if (!Receive(socket, hello, sizeof *hello).ok() || hello->magic != Hello().magic)
       continue;  // not a rank of this run
     if (hello->ranks != static_cast<uint32_t>(ranks_) ||

@@ -26,6 +26,9 @@ class Exchange {
   virtual absl::Status Swap(const Tensor& mine, const Tensor& theirs, int partner) = 0;
   /// Unavailable if `other` has ended, as far as is known without waiting.
   virtual absl::Status CheckRank(int /*other*/) { return absl::OkStatus(); }
+  /// All ranks call this. The others wait until rank 0 has, without a time limit, since its disk
+  /// may be slow. Unavailable if it is lost.
+  virtual absl::Status WaitForFirst() = 0;
   /// The same ranks, for tensors of the host.
   virtual Exchange& host() { return *this; }
 };

@@ -30,6 +30,7 @@ class NcclExchange final : public Exchange {
   int ranks() const override { return host_->ranks(); }
   denoised::Device device() const override { return backend_.device(); }
   absl::Status CheckRank(int other) override { return host_->CheckRank(other); }
+  absl::Status WaitForFirst() override { return host_->WaitForFirst(); }
   Exchange& host() override { return *host_; }
 
   absl::Status Open(const Nccl::UniqueId& id) {

@@ -204,6 +204,11 @@ class RunTest(unittest.TestCase):
                     self.assertIn("Give all ranks the same settings and --data", said)
         self.train_ranks(0, output="saved", steps=8, resume="latest")
 
+    def test_ranks_wait_for_the_last_checkpoint(self):
+        first, second = self.train_ranks((1, 1), limit=(4096, None), output="a", steps=4)
+        self.assertIn("Free some space", first)
+        self.assertIn("rank 0 has ended", second)
+
     def test_nccl_needs_a_gpu_for_each_rank(self):
         port = free_port()
         processes = [

@@ -125,16 +125,20 @@ void OnRanks(int ranks, const Body& body) {
 
 using Exchanges = std::vector<std::unique_ptr<Exchange>>;
 
-Exchanges OverTcp(int ranks) {
+Exchanges OverTcp(int ranks, double timeout = 30) {
   static int used = 0;
   const std::string address = fmt::format("127.0.0.1:{}", 20000 + (getpid() + 7 * ++used) % 12000);
   Exchanges exchanges(ranks);
   OnRanks(ranks, [&](int rank) {
-    auto exchange = ConnectExchange(rank, ranks, address, 30);
+    auto exchange = ConnectExchange(rank, ranks, address, timeout);
     ASSERT_TRUE(exchange.ok()) << exchange.status();
     exchanges[rank] = *std::move(exchange);
   });
   return exchanges;
+}
+
+double SecondsSince(std::chrono::steady_clock::time_point then) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - then).count();
 }
 
 TEST(Exchange, AllRanksHaveTheTextsOfAll) {
@@ -146,6 +150,36 @@ TEST(Exchange, AllRanksHaveTheTextsOfAll) {
       EXPECT_THAT(*texts, testing::ElementsAre("", "bbb", "cccccc", "ddddddddd"));
     });
   }
+}
+
+TEST(Exchange, RanksWaitForTheFirstBeyondTheTimeout) {
+  constexpr double kTimeout = 2;
+  for (const bool tcp : {false, true}) {
+    const Exchanges exchanges = tcp ? OverTcp(4, kTimeout) : NewLoopbackExchanges(4);
+    OnRanks(4, [&](int rank) {
+      const auto start = std::chrono::steady_clock::now();
+      if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+      const absl::Status status = exchanges[rank]->WaitForFirst();
+      EXPECT_TRUE(status.ok()) << status;
+      EXPECT_GT(SecondsSince(start), kTimeout);
+      // What follows is not disturbed.
+      const auto texts = GatherTexts(std::to_string(rank), *exchanges[rank]);
+      ASSERT_TRUE(texts.ok()) << texts.status();
+      EXPECT_THAT(*texts, testing::ElementsAre("0", "1", "2", "3"));
+    });
+  }
+}
+
+TEST(Exchange, RanksThatWaitNoticeThatTheFirstEnds) {
+  Exchanges exchanges = OverTcp(2);
+  OnRanks(2, [&](int rank) {
+    if (rank == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      exchanges[0].reset();
+    } else {
+      EXPECT_EQ(exchanges[1]->WaitForFirst().message(), "rank 0 has ended");
+    }
+  });
 }
 
 class NcclTest : public testing::Test {
