@@ -2,6 +2,7 @@
 #include "engine/training/exchange.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -165,6 +166,8 @@ class TcpExchange final : public Exchange {
   /// Waits at most `milliseconds` for a part of the data; -1: without a limit.
   absl::Status Transfer(const void* mine, size_t to_send, void* theirs, size_t to_receive,
                         int partner, int milliseconds) const;
+  absl::StatusOr<sockaddr_in> Resolve(const std::string& host, const std::string& port) const;
+  bool ConnectInTime(const Socket& socket, const sockaddr_in& address) const;
   absl::Status Send(const Socket& socket, const void* data, size_t size) const;
   absl::Status Receive(const Socket& socket, void* data, size_t size) const;
   absl::StatusOr<Socket> Listen(const sockaddr_in& address, sockaddr_in* bound) const;
@@ -243,11 +246,32 @@ absl::StatusOr<Socket> TcpExchange::Listen(const sockaddr_in& address, sockaddr_
   return socket;
 }
 
+/// connect() alone would wait minutes for a machine that does not answer. Else errno says why.
+bool TcpExchange::ConnectInTime(const Socket& socket, const sockaddr_in& address) const {
+  const int flags = fcntl(socket.fd(), F_GETFL);
+  fcntl(socket.fd(), F_SETFL, flags | O_NONBLOCK);
+  if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) {
+    if (errno != EINPROGRESS) return false;
+    pollfd poll_for{socket.fd(), POLLOUT, 0};
+    const int ready = poll(&poll_for, 1, MillisecondsUntil(deadline_));
+    if (ready < 0) return false;
+    int error = ETIMEDOUT;
+    socklen_t size = sizeof error;
+    if (ready > 0) getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error != 0) {
+      errno = error;
+      return false;
+    }
+  }
+  fcntl(socket.fd(), F_SETFL, flags);
+  return true;
+}
+
 absl::StatusOr<Socket> TcpExchange::Dial(const sockaddr_in& address,
                                          const std::string& whom) const {
   while (true) {
     Socket socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) {
+    if (ConnectInTime(socket, address)) {
       SetOptions(socket);
       return socket;
     }
@@ -279,17 +303,32 @@ absl::StatusOr<Socket> TcpExchange::Accept(const Socket& listener, Hello* hello,
   }
 }
 
-absl::Status TcpExchange::Connect(const std::string& host, const std::string& port) {
-  deadline_ = Clock::now() + std::chrono::milliseconds(static_cast<int64_t>(timeout_ * 1000));
+absl::StatusOr<sockaddr_in> TcpExchange::Resolve(const std::string& host,
+                                                 const std::string& port) const {
   addrinfo hints{};
   hints.ai_family = AF_INET;
   hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &found); error != 0)
-    return InvalidArgument("{}:{} is no address: {}", host, port, gai_strerror(error));
-  sockaddr_in first = *reinterpret_cast<sockaddr_in*>(found->ai_addr);
-  freeaddrinfo(found);
+  while (true) {
+    addrinfo* found = nullptr;
+    const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &found);
+    if (error == 0) {
+      const sockaddr_in address = *reinterpret_cast<sockaddr_in*>(found->ai_addr);
+      freeaddrinfo(found);
+      return address;
+    }
+    // In a cluster, a name is known only when its pod has started.
+    if (error != EAI_AGAIN && error != EAI_NONAME && error != EAI_NODATA)
+      return InvalidArgument("{}:{} is no address: {}", host, port, gai_strerror(error));
+    if (Clock::now() >= deadline_)
+      return Unavailable("the host of rank 0, {}, is not known within {} s: {}; check MASTER_ADDR",
+                         host, timeout_, gai_strerror(error));
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+}
 
+absl::Status TcpExchange::Connect(const std::string& host, const std::string& port) {
+  deadline_ = Clock::now() + std::chrono::milliseconds(static_cast<int64_t>(timeout_ * 1000));
+  DENOISED_ASSIGN_OR_RETURN(const sockaddr_in first, Resolve(host, port));
   sockaddr_in bound{}, from{};
   Hello hello{.rank = static_cast<uint32_t>(rank_), .ranks = static_cast<uint32_t>(ranks_)};
   std::vector<Hello> all(ranks_);

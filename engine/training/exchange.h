@@ -48,9 +48,9 @@ std::vector<std::unique_ptr<Exchange>> NewLoopbackExchanges(int ranks);
 
 /// Several processes, over TCP. Rank 0 listens on `address` ("host:port"); the others connect to
 /// it, learn each other's addresses and connect to each other. Waits `timeout_seconds` for all of
-/// them, and as long for a partner in Swap(). The connections are neither encrypted nor
-/// authenticated: use a private network. InvalidArgument, Unavailable. nccl.h has what replaces it
-/// between GPUs.
+/// them, and for the host's name to be known, and as long for a partner in Swap(). The connections
+/// are neither encrypted nor authenticated: use a private network. InvalidArgument, Unavailable.
+/// nccl.h has what replaces it between GPUs.
 absl::StatusOr<std::unique_ptr<Exchange>> ConnectExchange(int rank, int ranks,
                                                           const std::string& address,
                                                           double timeout_seconds);

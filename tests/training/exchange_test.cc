@@ -3,6 +3,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -180,6 +182,42 @@ TEST(Exchange, RanksThatWaitNoticeThatTheFirstEnds) {
       EXPECT_EQ(exchanges[1]->WaitForFirst().message(), "rank 0 has ended");
     }
   });
+}
+
+TEST(Exchange, AHostMayBecomeKnownUntilTheTimeout) {
+  const auto start = std::chrono::steady_clock::now();
+  const absl::Status status = ConnectExchange(1, 2, "no-such-host.invalid:29500", 0.5).status();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("no-such-host.invalid, is not known within 0.5 s"));
+  EXPECT_GE(SecondsSince(start), 0.5);
+  // Waiting does not help here.
+  EXPECT_TRUE(
+      absl::IsInvalidArgument(ConnectExchange(1, 2, "127.0.0.1:no-such-service", 30).status()));
+}
+
+TEST(Exchange, AMachineThatDoesNotAnswerIsLeftAtTheTimeout) {
+  // Connections beyond a listener's queue get no answer.
+  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  socklen_t size = sizeof address;
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  ASSERT_EQ(bind(listener, generic, size), 0);
+  ASSERT_EQ(listen(listener, 0), 0);
+  ASSERT_EQ(getsockname(listener, generic, &size), 0);
+  std::vector<int> waiting(4);
+  for (int& fd : waiting) {
+    fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    connect(fd, generic, size);
+  }
+  const auto start = std::chrono::steady_clock::now();
+  const absl::Status status =
+      ConnectExchange(1, 2, fmt::format("127.0.0.1:{}", ntohs(address.sin_port)), 0.5).status();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("does not answer within 0.5 s"));
+  EXPECT_LT(SecondsSince(start), 20);  // connect() alone: over two minutes
+  for (const int fd : waiting) close(fd);
+  close(listener);
 }
 
 class NcclTest : public testing::Test {
