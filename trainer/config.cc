@@ -127,10 +127,17 @@ absl::Status ReadEnvironment(RunConfig* config) {
   }
   DENOISED_ASSIGN_OR_RETURN(const int port,
                             IntOf(FirstSet({"MASTER_PORT", "PET_MASTER_PORT"}), 29500, 1, 65535));
+  // torchrun itself then listens on MASTER_PORT.
+  const std::optional<Variable> agent = FirstSet({"TORCHELASTIC_USE_AGENT_STORE"});
+  const bool taken = config->ranks > 1 && agent && agent->value == "True";
+  if (taken && port == 65535)
+    return InvalidArgument(
+        "the environment's MASTER_PORT is 65535, but torchrun listens there and ranks on the next; "
+        "use at most 65534");
   const std::optional<Variable> host = FirstSet({"MASTER_ADDR", "PET_MASTER_ADDR"});
   const std::optional<Variable> local = FirstSet({"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"});
   DENOISED_ASSIGN_OR_RETURN(config->cuda_options.number, IntOf(local, 0, 0, 1 << 16));
-  config->address = fmt::format("{}:{}", host ? host->value : "127.0.0.1", port);
+  config->address = fmt::format("{}:{}", host ? host->value : "127.0.0.1", taken ? port + 1 : port);
   return absl::OkStatus();
 }
 

@@ -209,6 +209,22 @@ class RunTest(unittest.TestCase):
         self.assertIn("Free some space", first)
         self.assertIn("rank 0 has ended", second)
 
+    def test_torchrun_listens_on_its_port(self):
+        while True:
+            port = free_port()
+            with socket.socket() as probe:
+                try:
+                    probe.bind(("127.0.0.1", port + 1))
+                except OSError:
+                    continue
+            break
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        with socket.create_server(("127.0.0.1", port)):
+            self.train_ranks(0, port=port, env=env, output="a", steps=4)
+        self.assertIn("use at most 65534", self.train(
+            "b", rc=2, env={**env, "RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65535"}))  # fmt: skip
+        self.train_ranks(0, env={"TORCHELASTIC_USE_AGENT_STORE": "False"}, output="c", steps=4)
+
     def test_nccl_needs_a_gpu_for_each_rank(self):
         port = free_port()
         processes = [
