@@ -603,7 +603,15 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   AddRunFlags(app, &flags);
 
   std::vector<std::string> given(argv + 1, argv + argc);
-  const auto parse = [&](std::vector<std::string> arguments) -> absl::Status {
+  const auto parse = [&](const std::vector<std::string>& settings) -> absl::Status {
+    std::vector<std::string> arguments;
+    for (const std::string& text : settings) {
+      // CLI11 takes the next argument as the value of "--prompt=", but not of "--prompt" and "".
+      const bool empty =
+          text.size() > 3 && text.starts_with("--") && text.find('=') + 1 == text.size();
+      arguments.push_back(empty ? text.substr(0, text.size() - 1) : text);
+      if (empty) arguments.emplace_back();
+    }
     std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
     try {
       app.parse(arguments);

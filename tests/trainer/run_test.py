@@ -559,6 +559,11 @@ class RunTest(unittest.TestCase):
         kept = activations()  # a small network
         self.assertEqual(activations(**{"keep-norms": "true"}), kept)
         self.assertLess(activations(**{"recompute-norms": "true"}), kept)
+        config.write_text('{"metrics-listen": "", "steps": 3}')
+        for metrics in ({}, {"metrics-listen": ""}):
+            said = self.train(f"empty{len(metrics)}", steps=None, config=config, **metrics)
+            self.assertIn("step 3/3", said)
+            self.assertNotIn("metrics on port", said)
         config.write_text('{"stepps": 3}')
         self.assertIn("stepps", self.train("c", rc=2, config=config))
         config.write_text('{"steps": 3, "batch": 16, "steps": 4}')
