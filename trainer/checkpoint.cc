@@ -55,7 +55,10 @@ absl::StatusOr<uint32_t> ChecksumOf(const std::string& path) {
   uLong checksum = crc32(0, nullptr, 0);
   while (const size_t got = std::fread(block.data(), 1, block.size(), file))
     checksum = crc32(checksum, block.data(), static_cast<uInt>(got));
+  const int failed = std::ferror(file) != 0 ? errno : 0;
   std::fclose(file);
+  if (failed != 0)
+    return DataLoss("{}: cannot be read: {}", path, std::generic_category().message(failed));
   return static_cast<uint32_t>(checksum);
 }
 
@@ -81,23 +84,41 @@ std::vector<int64_t> StepsIn(const std::string& folder) {
   return steps;
 }
 
-absl::Status CheckDone(const std::string& directory) {
+/// Removes what processes left that were killed while they saved.
+void RemovePartials(const std::string& folder) {
+  std::vector<fs::path> partials;
+  std::error_code error;
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error))
+    if (at->path().extension() == ".partial" && StepOf(at->path().stem()) >= 0)
+      partials.push_back(at->path());
+  for (const fs::path& partial : partials) fs::remove_all(partial, error);
+}
+
+/// Compares the sizes of the files with DONE, and with `contents` their checksums, too.
+absl::Status CheckDone(const std::string& directory, bool contents) {
   const std::string path = directory + "/DONE";
   if (!fs::exists(path))
     return DataLoss("{}: has no DONE; it was not written to its end", directory);
   const auto done = ReadJsonFile(path);
   if (!done.ok()) return DataLoss("{}: is damaged: {}", path, std::string(done.status().message()));
   for (const char* const file : kFiles) {
-    const nlohmann::json entry = done->value(file, nlohmann::json::object());
+    const nlohmann::json entry = done->value(file, nlohmann::json());
+    const auto field = [&](const char* name) {
+      return entry.is_object() ? entry.value(name, nlohmann::json()) : nlohmann::json();
+    };
+    const nlohmann::json bytes = field("bytes"), crc = field("crc32");
+    if (!bytes.is_number_unsigned() || !crc.is_number_unsigned())
+      return DataLoss("{}: is damaged: it does not say bytes and crc32 of {}", path, file);
     const std::string whole = directory + "/" + file;
     std::error_code error;
     const auto size = fs::file_size(whole, error);
     if (error) return DataLoss("{}: is missing", whole);
-    if (!entry.is_object() || entry.value("bytes", uint64_t{0}) != size)
+    if (bytes != size)
       return DataLoss("{}: has {} bytes where DONE says {}; it was cut off", whole, size,
-                      entry.value("bytes", uint64_t{0}));
+                      bytes.dump());
+    if (!contents) continue;
     DENOISED_ASSIGN_OR_RETURN(const uint32_t checksum, ChecksumOf(whole));
-    if (entry.value("crc32", uint64_t{0}) != checksum)
+    if (crc != checksum)
       return DataLoss("{}: its checksum is not the one in DONE; it is damaged", whole);
   }
   return absl::OkStatus();
@@ -199,9 +220,13 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
   int whole_ones = 0;
   for (const int64_t step : StepsIn(folder)) {
     const std::string directory = folder + "/" + NameOf(step);
-    whole_ones += fs::exists(directory + "/DONE");
-    if (step < state.step && whole_ones > keep) fs::remove_all(directory, ignored);
+    if (step < state.step && whole_ones >= keep) {
+      fs::remove_all(directory, ignored);
+    } else {
+      whole_ones += CheckDone(directory, /*contents=*/false).ok();  // to read all would take long
+    }
   }
+  RemovePartials(folder);
   return absl::OkStatus();
 }
 
@@ -212,7 +237,7 @@ absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
         "{}: is not the folder of a checkpoint, such as run/checkpoints/step-000001000; or pass "
         "--resume latest",
         directory);
-  DENOISED_RETURN_IF_ERROR(CheckDone(directory));
+  DENOISED_RETURN_IF_ERROR(CheckDone(directory, /*contents=*/true));
   DENOISED_ASSIGN_OR_RETURN(const nlohmann::json run, ReadJsonFile(directory + "/run.json"));
   DENOISED_ASSIGN_OR_RETURN(const Safetensors file,
                             Safetensors::Open(directory + "/state.safetensors"));
