@@ -192,7 +192,6 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
     if (const absl::Status written = WriteSafetensors(weights, tensors, {}); !written.ok())
       return errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? Refused(weights, errno)
                                                                   : written;
-    DENOISED_RETURN_IF_ERROR(Sync(weights));
     const nlohmann::json run = {{"step", state.step},
                                 {"skipped", state.skipped},
                                 {"skipped_in_row", state.skipped_in_row},
@@ -306,7 +305,6 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
             WriteSafetensors(path, half ? ToHalf(part.weights) : part.weights, {{"format", "pt"}});
         !written.ok())
       return errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? Refused(path, errno) : written;
-    DENOISED_RETURN_IF_ERROR(Sync(path));
     DENOISED_RETURN_IF_ERROR(Sync(folder));
   }
   return absl::OkStatus();

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -19,6 +20,20 @@ namespace {
 
 namespace fs = std::filesystem;
 using testing::HasSubstr;
+
+std::vector<std::string>* synced = nullptr;  // paths, while a test wants them
+
+}  // namespace
+
+/// Instead of libc's.
+extern "C" int fsync(int fd) {
+  std::error_code error;
+  if (synced != nullptr)
+    synced->push_back(fs::read_symlink(fmt::format("/proc/self/fd/{}", fd), error));
+  return static_cast<int>(syscall(SYS_fsync, fd));
+}
+
+namespace {
 
 class FilesTest : public testing::Test {
  protected:
@@ -137,6 +152,22 @@ TEST_F(FilesTest, ADamagedDoneIsNamed) {
   const absl::Status status = load(json);
   EXPECT_TRUE(absl::IsDataLoss(status)) << status;
   EXPECT_EQ(status.message(), directory + "/run.json: cannot be read: Input/output error");
+}
+
+TEST_F(FilesTest, WeightsAreSyncedBeforeTheyGetTheirName) {
+  Pipeline pipeline;
+  pipeline.index = nlohmann::json::object();
+  pipeline.parts = {{"unet",
+                     nlohmann::json::object(),
+                     "weights",
+                     {{"w", Tensor::HostF32({1}, std::vector<float>{1})}}}};
+  std::vector<std::string> paths;
+  synced = &paths;
+  const absl::Status status = WritePipeline(folder_, pipeline);
+  synced = nullptr;
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_THAT(paths, testing::Contains(folder_ / "unet/weights.safetensors.partial"));
+  EXPECT_EQ(paths.back(), folder_ / "unet");  // the name
 }
 
 TEST_F(FilesTest, ModelsMayHaveHalfPrecision) {
