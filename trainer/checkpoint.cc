@@ -32,6 +32,12 @@ absl::Status Refused(const std::string& path, int error) {
   return Internal("{}: cannot be written: {}", path, why);
 }
 
+/// False also for what cannot be looked at.
+bool IsThere(const std::string& path) {
+  std::error_code error;
+  return fs::exists(path, error);
+}
+
 /// Makes what was written or renamed in a folder, or into a file, survive a power cut.
 absl::Status Sync(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -97,8 +103,7 @@ void RemovePartials(const std::string& folder) {
 /// Compares the sizes of the files with DONE, and with `contents` their checksums, too.
 absl::Status CheckDone(const std::string& directory, bool contents) {
   const std::string path = directory + "/DONE";
-  if (!fs::exists(path))
-    return DataLoss("{}: has no DONE; it was not written to its end", directory);
+  if (!IsThere(path)) return DataLoss("{}: has no DONE; it was not written to its end", directory);
   const auto done = ReadJsonFile(path);
   if (!done.ok()) return DataLoss("{}: is damaged: {}", path, std::string(done.status().message()));
   for (const char* const file : kFiles) {
@@ -129,9 +134,10 @@ absl::Status CopyFolder(const std::string& from, const std::string& to) {
   DENOISED_RETURN_IF_ERROR(MakeFolder(to));
   std::error_code error;
   for (fs::directory_iterator at(from, error), end; !error && at != end; at.increment(error)) {
-    if (!at->is_regular_file()) continue;
+    std::error_code ignored;
+    if (!at->is_regular_file(ignored)) continue;
     const std::string path = to + "/" + at->path().filename().string(), partial = path + ".partial";
-    if (fs::exists(path)) continue;
+    if (IsThere(path)) continue;
     fs::copy_file(at->path(), partial, fs::copy_options::overwrite_existing, error);
     if (error) return Refused(partial, error.value());
     DENOISED_RETURN_IF_ERROR(Sync(partial));
@@ -202,7 +208,10 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
     for (const char* const file : kFiles) {
       const std::string path = partial + "/" + file;
       DENOISED_ASSIGN_OR_RETURN(const uint32_t checksum, ChecksumOf(path));
-      done[file] = {{"bytes", fs::file_size(path)}, {"crc32", checksum}};
+      std::error_code error;
+      const uint64_t bytes = fs::file_size(path, error);
+      if (error) return Refused(path, error.value());
+      done[file] = {{"bytes", bytes}, {"crc32", checksum}};
     }
     DENOISED_RETURN_IF_ERROR(Sync(partial));
     fs::remove_all(whole, ignored);  // one of the same step that is not whole
@@ -213,7 +222,7 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
   };
   if (absl::Status status = write(); !status.ok()) {
     fs::remove_all(partial, ignored);
-    if (!fs::exists(whole + "/DONE")) fs::remove_all(whole, ignored);
+    if (!IsThere(whole + "/DONE")) fs::remove_all(whole, ignored);
     return status;
   }
   int whole_ones = 0;
@@ -230,8 +239,10 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
 }
 
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
-  if (!fs::is_directory(directory)) return NotFound("{}: there is no such checkpoint", directory);
-  if (!fs::exists(directory + "/run.json") && !fs::exists(directory + "/DONE"))
+  std::error_code error;
+  if (!fs::is_directory(directory, error))
+    return NotFound("{}: there is no such checkpoint", directory);
+  if (!IsThere(directory + "/run.json") && !IsThere(directory + "/DONE"))
     return NotFound(
         "{}: is not the folder of a checkpoint, such as run/checkpoints/step-000001000; or pass "
         "--resume latest",

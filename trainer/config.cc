@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <system_error>
 
 #include "engine/core/address.h"
 #include "engine/core/config_reader.h"
@@ -179,7 +180,8 @@ absl::Status ReadNetwork(const std::string& path, RunConfig* config) {
     std::string from = path;
     if (from.empty() && !config->init_from.empty()) {
       from = config->init_from + "/unet/config.json";
-      if (!std::filesystem::exists(from)) from = config->init_from + "/config.json";
+      std::error_code error;
+      if (!std::filesystem::exists(from, error)) from = config->init_from + "/config.json";
     }
     if (from.empty())
       return InvalidArgument(

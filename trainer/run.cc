@@ -163,7 +163,14 @@ absl::Status Session::ReadData() {
   options.skip_bad = config_.skip_bad_files;
   options.memory = config_.data_memory > 0 ? static_cast<size_t>(config_.data_memory) << 20
                                            : training::FreeHostMemory() / 2;
-  options.scratch = config_.dry_run ? fs::temp_directory_path().string() : config_.output;
+  options.scratch = config_.output;
+  if (config_.dry_run) {
+    std::error_code error;
+    options.scratch = fs::temp_directory_path(error).string();
+    if (error)
+      return InvalidArgument("the folder for temporary files cannot be used: {}; set TMPDIR to one",
+                             error.message());
+  }
   DENOISED_ASSIGN_OR_RETURN(pictures_, ReadPictures(config_.data, config_.labels, options));
   for (const std::string& bad : pictures_.bad) Say("skipped {}", bad);
   const Tensor& images = pictures_.dataset.images;
@@ -226,7 +233,8 @@ absl::Status Session::NameClasses() {
 }
 
 absl::Status Session::ReadTexts(uLong* checksum) {
-  if (!fs::is_directory(config_.data))
+  std::error_code error;
+  if (!fs::is_directory(config_.data, error))
     return InvalidArgument("--data {}: pictures with captions are a folder; unpack it",
                            config_.data);
   DENOISED_ASSIGN_OR_RETURN(const Captions captions, ReadCaptions(config_.data, pictures_.files));
@@ -329,7 +337,9 @@ absl::Status Session::OpenOutput() {
           config_.output);
   }
   const std::string checkpoints = Output("checkpoints");
-  const bool used = fs::is_directory(checkpoints) && !fs::is_empty(checkpoints);
+  const bool used = fs::is_directory(checkpoints, error) && !fs::is_empty(checkpoints, error);
+  if (error && error != std::errc::no_such_file_or_directory)
+    return InvalidArgument("--output {}: cannot be read: {}", config_.output, error.message());
   if (used && config_.resume.empty())
     return InvalidArgument(
         "--output {} has checkpoints of an earlier run; pass --resume latest, or choose another "
@@ -362,7 +372,8 @@ absl::Status Session::Begin() {
         LoadParts(*config_.pipeline, config_.stage, config_.init_from, trainer_.get()));
   } else if (!config_.init_from.empty()) {
     std::string weights = config_.init_from + "/unet";
-    if (!fs::is_directory(weights)) weights = config_.init_from;
+    std::error_code error;
+    if (!fs::is_directory(weights, error)) weights = config_.init_from;
     DENOISED_ASSIGN_OR_RETURN(Safetensors tensors,
                               Safetensors::OpenDirectory(weights, "diffusion_pytorch_model"));
     DENOISED_RETURN_IF_ERROR(trainer_->LoadWeights(Weights(std::move(tensors), weights)));

@@ -284,6 +284,19 @@ class RunTest(unittest.TestCase):
         self.assertIn("step 60/60", said)  # after which the checkpoint does not fit
         self.assertIn("Free some space", said)
 
+    def test_paths_that_cannot_be_looked_at(self):
+        long = "x" * 300
+        for flags, message in [
+            ({"resume": long}, f"{long}: there is no such checkpoint"),
+            ({"init-from": long}, long),
+            ({"init-from": long, "network": None}, long),
+            ({"output": long}, "File name too long"),
+        ]:
+            with self.subTest(flags=flags):
+                self.assertIn(message, self.train(**{"output": "a", "rc": 2, **flags}))
+        said = self.train("a", rc=2, env={"TMPDIR": str(self.root / "none")}, **{"dry-run": "true"})
+        self.assertIn("set TMPDIR", said)
+
     def test_a_run_that_diverges_ends_with_a_message(self):
         said = self.train("a", rc=1, **{
             "learning-rate": 1000, "max-skipped": 3, "steps": 200, "clip": 0,
