@@ -386,8 +386,9 @@ absl::Status Session::Begin() {
       Trainer::Plan(*backend_, config_.network, config_.trainer, pictures_.dataset, 1));
   step_flops_ = plan.step_flops;
   ShortenLog(step_);
-  DENOISED_ASSIGN_OR_RETURN(EventFile events, EventFile::Create(Output("events")));
-  events_.emplace(std::move(events));
+  absl::StatusOr<EventFile> events = EventFile::Create(Output("events"));
+  SayLost(events.status());
+  if (events.ok()) events_.emplace(*std::move(events));
   if (step_ >= config_.trainer.steps) return absl::OkStatus();
   const std::string ranks =
       config_.ranks == 1 ? "1 rank"
@@ -477,6 +478,7 @@ void Session::Log(const StepReport& report, double images_per_second) {
   if (!(log << entry.dump() << "\n" << std::flush) && !std::exchange(log_failed_, true))
     Say("{}: cannot be written from step {} on: {}. The run goes on", Output("log.jsonl"),
         report.step, std::generic_category().message(errno));
+  if (!events_) return;
   SayLost(events_->Scalars(report.step, {{"loss", report.loss},
                                          {"gradient_norm", report.gradient_norm},
                                          {"rate", report.rate},
@@ -585,7 +587,8 @@ void Session::Sample() {
   const std::string path = Output(fmt::format("samples/step-{:09}.png", step_));
   if (const absl::Status status = WriteFileWhole(path, grid->png); !status.ok())
     return Say("no samples: {}", std::string(status.message()));
-  SayLost(events_->Image(step_, "samples", grid->png, grid->width, grid->height, grid->channels));
+  if (events_)
+    SayLost(events_->Image(step_, "samples", grid->png, grid->width, grid->height, grid->channels));
   Say("drew {}", path);
 }
 

@@ -284,6 +284,15 @@ class RunTest(unittest.TestCase):
         self.assertIn("step 60/60", said)  # after which the checkpoint does not fit
         self.assertIn("Free some space", said)
 
+    def test_events_that_cannot_be_created_are_said_once(self):
+        (self.root / "a").mkdir()
+        (self.root / "a/events").write_text("a file")
+        said = self.train("a", **{"sample-steps": 12, "sample-count": 4})
+        self.assertEqual(said.count("The run goes on"), 1, said)
+        self.assertIn("cannot be created: Not a directory. The run goes on", said)
+        self.assertTrue((self.root / "a/model/model_index.json").exists())
+        self.assertTrue((self.root / "a/samples/step-000000012.png").exists())
+
     def test_paths_that_cannot_be_looked_at(self):
         long = "x" * 300
         for flags, message in [
