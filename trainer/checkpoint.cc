@@ -214,7 +214,8 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
       done[file] = {{"bytes", bytes}, {"crc32", checksum}};
     }
     DENOISED_RETURN_IF_ERROR(Sync(partial));
-    fs::remove_all(whole, ignored);  // one of the same step that is not whole
+    // One of the same step is there if it was not whole, or if the run resumed from an earlier one.
+    fs::remove_all(whole, ignored);
     if (std::rename(partial.c_str(), whole.c_str()) != 0) return Refused(whole, errno);
     DENOISED_RETURN_IF_ERROR(Sync(folder));
     DENOISED_RETURN_IF_ERROR(WriteFileWhole(whole + "/DONE", done.dump(2) + "\n"));
