@@ -32,6 +32,12 @@ absl::Status Refused(const std::string& path, int error) {
   return Internal("{}: cannot be written: {}", path, why);
 }
 
+/// False also for what cannot be looked at.
+bool IsThere(const std::string& path) {
+  std::error_code error;
+  return fs::exists(path, error);
+}
+
 /// Makes what was written or renamed in a folder, or into a file, survive a power cut.
 absl::Status Sync(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -55,7 +61,10 @@ absl::StatusOr<uint32_t> ChecksumOf(const std::string& path) {
   uLong checksum = crc32(0, nullptr, 0);
   while (const size_t got = std::fread(block.data(), 1, block.size(), file))
     checksum = crc32(checksum, block.data(), static_cast<uInt>(got));
+  const int failed = std::ferror(file) != 0 ? errno : 0;
   std::fclose(file);
+  if (failed != 0)
+    return DataLoss("{}: cannot be read: {}", path, std::generic_category().message(failed));
   return static_cast<uint32_t>(checksum);
 }
 
@@ -81,23 +90,40 @@ std::vector<int64_t> StepsIn(const std::string& folder) {
   return steps;
 }
 
-absl::Status CheckDone(const std::string& directory) {
+/// Removes what processes left that were killed while they saved.
+void RemovePartials(const std::string& folder) {
+  std::vector<fs::path> partials;
+  std::error_code error;
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error))
+    if (at->path().extension() == ".partial" && StepOf(at->path().stem()) >= 0)
+      partials.push_back(at->path());
+  for (const fs::path& partial : partials) fs::remove_all(partial, error);
+}
+
+/// Compares the sizes of the files with DONE, and with `contents` their checksums, too.
+absl::Status CheckDone(const std::string& directory, bool contents) {
   const std::string path = directory + "/DONE";
-  if (!fs::exists(path))
-    return DataLoss("{}: has no DONE; it was not written to its end", directory);
+  if (!IsThere(path)) return DataLoss("{}: has no DONE; it was not written to its end", directory);
   const auto done = ReadJsonFile(path);
   if (!done.ok()) return DataLoss("{}: is damaged: {}", path, std::string(done.status().message()));
   for (const char* const file : kFiles) {
-    const nlohmann::json entry = done->value(file, nlohmann::json::object());
+    const nlohmann::json entry = done->value(file, nlohmann::json());
+    const auto field = [&](const char* name) {
+      return entry.is_object() ? entry.value(name, nlohmann::json()) : nlohmann::json();
+    };
+    const nlohmann::json bytes = field("bytes"), crc = field("crc32");
+    if (!bytes.is_number_unsigned() || !crc.is_number_unsigned())
+      return DataLoss("{}: is damaged: it does not say bytes and crc32 of {}", path, file);
     const std::string whole = directory + "/" + file;
     std::error_code error;
     const auto size = fs::file_size(whole, error);
     if (error) return DataLoss("{}: is missing", whole);
-    if (!entry.is_object() || entry.value("bytes", uint64_t{0}) != size)
+    if (bytes != size)
       return DataLoss("{}: has {} bytes where DONE says {}; it was cut off", whole, size,
-                      entry.value("bytes", uint64_t{0}));
+                      bytes.dump());
+    if (!contents) continue;
     DENOISED_ASSIGN_OR_RETURN(const uint32_t checksum, ChecksumOf(whole));
-    if (entry.value("crc32", uint64_t{0}) != checksum)
+    if (crc != checksum)
       return DataLoss("{}: its checksum is not the one in DONE; it is damaged", whole);
   }
   return absl::OkStatus();
@@ -108,9 +134,10 @@ absl::Status CopyFolder(const std::string& from, const std::string& to) {
   DENOISED_RETURN_IF_ERROR(MakeFolder(to));
   std::error_code error;
   for (fs::directory_iterator at(from, error), end; !error && at != end; at.increment(error)) {
-    if (!at->is_regular_file()) continue;
+    std::error_code ignored;
+    if (!at->is_regular_file(ignored)) continue;
     const std::string path = to + "/" + at->path().filename().string(), partial = path + ".partial";
-    if (fs::exists(path)) continue;
+    if (IsThere(path)) continue;
     fs::copy_file(at->path(), partial, fs::copy_options::overwrite_existing, error);
     if (error) return Refused(partial, error.value());
     DENOISED_RETURN_IF_ERROR(Sync(partial));
@@ -171,7 +198,6 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
     if (const absl::Status written = WriteSafetensors(weights, tensors, {}); !written.ok())
       return errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? Refused(weights, errno)
                                                                   : written;
-    DENOISED_RETURN_IF_ERROR(Sync(weights));
     const nlohmann::json run = {{"step", state.step},
                                 {"skipped", state.skipped},
                                 {"skipped_in_row", state.skipped_in_row},
@@ -182,10 +208,14 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
     for (const char* const file : kFiles) {
       const std::string path = partial + "/" + file;
       DENOISED_ASSIGN_OR_RETURN(const uint32_t checksum, ChecksumOf(path));
-      done[file] = {{"bytes", fs::file_size(path)}, {"crc32", checksum}};
+      std::error_code error;
+      const uint64_t bytes = fs::file_size(path, error);
+      if (error) return Refused(path, error.value());
+      done[file] = {{"bytes", bytes}, {"crc32", checksum}};
     }
     DENOISED_RETURN_IF_ERROR(Sync(partial));
-    fs::remove_all(whole, ignored);  // one of the same step that is not whole
+    // One of the same step is there if it was not whole, or if the run resumed from an earlier one.
+    fs::remove_all(whole, ignored);
     if (std::rename(partial.c_str(), whole.c_str()) != 0) return Refused(whole, errno);
     DENOISED_RETURN_IF_ERROR(Sync(folder));
     DENOISED_RETURN_IF_ERROR(WriteFileWhole(whole + "/DONE", done.dump(2) + "\n"));
@@ -193,26 +223,32 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
   };
   if (absl::Status status = write(); !status.ok()) {
     fs::remove_all(partial, ignored);
-    if (!fs::exists(whole + "/DONE")) fs::remove_all(whole, ignored);
+    if (!IsThere(whole + "/DONE")) fs::remove_all(whole, ignored);
     return status;
   }
   int whole_ones = 0;
   for (const int64_t step : StepsIn(folder)) {
     const std::string directory = folder + "/" + NameOf(step);
-    whole_ones += fs::exists(directory + "/DONE");
-    if (step < state.step && whole_ones > keep) fs::remove_all(directory, ignored);
+    if (step < state.step && whole_ones >= keep) {
+      fs::remove_all(directory, ignored);
+    } else {
+      whole_ones += CheckDone(directory, /*contents=*/false).ok();  // to read all would take long
+    }
   }
+  RemovePartials(folder);
   return absl::OkStatus();
 }
 
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
-  if (!fs::is_directory(directory)) return NotFound("{}: there is no such checkpoint", directory);
-  if (!fs::exists(directory + "/run.json") && !fs::exists(directory + "/DONE"))
+  std::error_code error;
+  if (!fs::is_directory(directory, error))
+    return NotFound("{}: there is no such checkpoint", directory);
+  if (!IsThere(directory + "/run.json") && !IsThere(directory + "/DONE"))
     return NotFound(
         "{}: is not the folder of a checkpoint, such as run/checkpoints/step-000001000; or pass "
         "--resume latest",
         directory);
-  DENOISED_RETURN_IF_ERROR(CheckDone(directory));
+  DENOISED_RETURN_IF_ERROR(CheckDone(directory, /*contents=*/true));
   DENOISED_ASSIGN_OR_RETURN(const nlohmann::json run, ReadJsonFile(directory + "/run.json"));
   DENOISED_ASSIGN_OR_RETURN(const Safetensors file,
                             Safetensors::Open(directory + "/state.safetensors"));
@@ -281,7 +317,6 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
             WriteSafetensors(path, half ? ToHalf(part.weights) : part.weights, {{"format", "pt"}});
         !written.ok())
       return errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? Refused(path, errno) : written;
-    DENOISED_RETURN_IF_ERROR(Sync(path));
     DENOISED_RETURN_IF_ERROR(Sync(folder));
   }
   return absl::OkStatus();

@@ -24,7 +24,8 @@ struct Checkpoint {
   nlohmann::json run;  // run.json's "configuration"
 };
 
-/// Writes `checkpoint` below `folder` and then removes all but the `keep` newest whole ones.
+/// Writes `checkpoint` below `folder`, and then removes what is older than the `keep` newest whole
+/// ones (their sizes are right), and what killed processes left.
 /// ResourceExhausted or Internal when the disk refuses; nothing older is touched then.
 absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpoint, int keep);
 

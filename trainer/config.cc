@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <system_error>
 
 #include "engine/core/address.h"
 #include "engine/core/config_reader.h"
@@ -128,10 +129,17 @@ absl::Status ReadEnvironment(RunConfig* config) {
   }
   DENOISED_ASSIGN_OR_RETURN(const int port,
                             IntOf(FirstSet({"MASTER_PORT", "PET_MASTER_PORT"}), 29500, 1, 65535));
+  // torchrun itself then listens on MASTER_PORT.
+  const std::optional<Variable> agent = FirstSet({"TORCHELASTIC_USE_AGENT_STORE"});
+  const bool taken = config->ranks > 1 && agent && agent->value == "True";
+  if (taken && port == 65535)
+    return InvalidArgument(
+        "the environment's MASTER_PORT is 65535, but torchrun listens there and ranks on the next; "
+        "use at most 65534");
   const std::optional<Variable> host = FirstSet({"MASTER_ADDR", "PET_MASTER_ADDR"});
   const std::optional<Variable> local = FirstSet({"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"});
   DENOISED_ASSIGN_OR_RETURN(config->cuda_options.number, IntOf(local, 0, 0, 1 << 16));
-  config->address = fmt::format("{}:{}", host ? host->value : "127.0.0.1", port);
+  config->address = fmt::format("{}:{}", host ? host->value : "127.0.0.1", taken ? port + 1 : port);
   return absl::OkStatus();
 }
 
@@ -177,7 +185,8 @@ absl::Status ReadNetwork(const std::string& path, RunConfig* config) {
     std::string from = path;
     if (from.empty() && !config->init_from.empty()) {
       from = config->init_from + "/unet/config.json";
-      if (!std::filesystem::exists(from)) from = config->init_from + "/config.json";
+      std::error_code error;
+      if (!std::filesystem::exists(from, error)) from = config->init_from + "/config.json";
     }
     if (from.empty())
       return InvalidArgument(
@@ -604,7 +613,15 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   AddRunFlags(app, &flags);
 
   std::vector<std::string> given(argv + 1, argv + argc);
-  const auto parse = [&](std::vector<std::string> arguments) -> absl::Status {
+  const auto parse = [&](const std::vector<std::string>& settings) -> absl::Status {
+    std::vector<std::string> arguments;
+    for (const std::string& text : settings) {
+      // CLI11 takes the next argument as the value of "--prompt=", but not of "--prompt" and "".
+      const bool empty =
+          text.size() > 3 && text.starts_with("--") && text.find('=') + 1 == text.size();
+      arguments.push_back(empty ? text.substr(0, text.size() - 1) : text);
+      if (empty) arguments.emplace_back();
+    }
     std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
     try {
       app.parse(arguments);

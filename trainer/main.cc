@@ -6,6 +6,8 @@
 #include <atomic>
 #include <csignal>
 #include <cstdio>
+#include <exception>
+#include <new>
 #include <optional>
 #include <string>
 
@@ -44,6 +46,14 @@ int main(int argc, char** argv) {
   std::signal(SIGTERM, OnSignal);
   std::signal(SIGINT, OnSignal);
   std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error of write()
-  const absl::Status status = denoised::trainer::Run(*config, stop);
-  return status.ok() ? 0 : Fail(status);
+  // Libraries and containers throw what Run() does not expect, above all when memory runs out.
+  try {
+    const absl::Status status = denoised::trainer::Run(*config, stop);
+    return status.ok() ? 0 : Fail(status);
+  } catch (const std::bad_alloc&) {
+    return Fail(denoised::ResourceExhausted(
+        "the memory of this machine does not suffice; lower --batch or --data-memory"));
+  } catch (const std::exception& error) {
+    return Fail(denoised::Internal("{}", error.what()));
+  }
 }

@@ -62,15 +62,32 @@ constexpr double kRankSeconds = 300;
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
 
-/// What two configurations that must be the same differ in.
-absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
+/// In what two configurations differ, each as `format`: field, one value, the other. Empty: in
+/// nothing.
+std::string Differences(
+    const nlohmann::json& one, const nlohmann::json& other,
+    fmt::format_string<const std::string&, const std::string&, const std::string&> format) {
+  nlohmann::json fields = one;
+  fields.update(other);
+  const auto text = [](const nlohmann::json& value) {
+    return value.is_null() ? "not set" : value.dump();
+  };
   std::string differences;
-  for (const auto& [field, value] : now.items()) {
-    const nlohmann::json before = saved.value(field, nlohmann::json());
-    if (before != value)
-      differences += fmt::format("{}{} was {} and is {}", differences.empty() ? "" : "; ", field,
-                                 before.dump(), value.dump());
+  for (const auto& item : fields.items()) {
+    const std::string& field = item.key();
+    const nlohmann::json a = one.value(field, nlohmann::json()),
+                         b = other.value(field, nlohmann::json());
+    if (a == b) continue;
+    const std::string first = text(a), second = text(b);
+    if (!differences.empty()) differences += "; ";
+    differences += fmt::format(format, field, first, second);
   }
+  return differences;
+}
+
+absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
+  if (!saved.is_object()) return DataLoss("--resume: the checkpoint's run.json has no settings");
+  const std::string differences = Differences(saved, now, "{} was {} and is {}");
   if (differences.empty()) return absl::OkStatus();
   return InvalidArgument(
       "--resume: the checkpoint is of another run: {}. Give the same settings, or start anew in "
@@ -98,6 +115,7 @@ class Session {
   absl::Status DryRun();
   absl::Status Begin();
   absl::Status Resume();
+  absl::Status CheckRanks();
   absl::Status Loop();
   absl::Status Save();
   absl::Status WriteModels(const TrainerState& state) const;
@@ -145,7 +163,14 @@ absl::Status Session::ReadData() {
   options.skip_bad = config_.skip_bad_files;
   options.memory = config_.data_memory > 0 ? static_cast<size_t>(config_.data_memory) << 20
                                            : training::FreeHostMemory() / 2;
-  options.scratch = config_.dry_run ? fs::temp_directory_path().string() : config_.output;
+  options.scratch = config_.output;
+  if (config_.dry_run) {
+    std::error_code error;
+    options.scratch = fs::temp_directory_path(error).string();
+    if (error)
+      return InvalidArgument("the folder for temporary files cannot be used: {}; set TMPDIR to one",
+                             error.message());
+  }
   DENOISED_ASSIGN_OR_RETURN(pictures_, ReadPictures(config_.data, config_.labels, options));
   for (const std::string& bad : pictures_.bad) Say("skipped {}", bad);
   const Tensor& images = pictures_.dataset.images;
@@ -208,7 +233,8 @@ absl::Status Session::NameClasses() {
 }
 
 absl::Status Session::ReadTexts(uLong* checksum) {
-  if (!fs::is_directory(config_.data))
+  std::error_code error;
+  if (!fs::is_directory(config_.data, error))
     return InvalidArgument("--data {}: pictures with captions are a folder; unpack it",
                            config_.data);
   DENOISED_ASSIGN_OR_RETURN(const Captions captions, ReadCaptions(config_.data, pictures_.files));
@@ -311,7 +337,9 @@ absl::Status Session::OpenOutput() {
           config_.output);
   }
   const std::string checkpoints = Output("checkpoints");
-  const bool used = fs::is_directory(checkpoints) && !fs::is_empty(checkpoints);
+  const bool used = fs::is_directory(checkpoints, error) && !fs::is_empty(checkpoints, error);
+  if (error && error != std::errc::no_such_file_or_directory)
+    return InvalidArgument("--output {}: cannot be read: {}", config_.output, error.message());
   if (used && config_.resume.empty())
     return InvalidArgument(
         "--output {} has checkpoints of an earlier run; pass --resume latest, or choose another "
@@ -344,20 +372,23 @@ absl::Status Session::Begin() {
         LoadParts(*config_.pipeline, config_.stage, config_.init_from, trainer_.get()));
   } else if (!config_.init_from.empty()) {
     std::string weights = config_.init_from + "/unet";
-    if (!fs::is_directory(weights)) weights = config_.init_from;
+    std::error_code error;
+    if (!fs::is_directory(weights, error)) weights = config_.init_from;
     DENOISED_ASSIGN_OR_RETURN(Safetensors tensors,
                               Safetensors::OpenDirectory(weights, "diffusion_pytorch_model"));
     DENOISED_RETURN_IF_ERROR(trainer_->LoadWeights(Weights(std::move(tensors), weights)));
   }
   if (!config_.resume.empty()) DENOISED_RETURN_IF_ERROR(Resume());
+  DENOISED_RETURN_IF_ERROR(CheckRanks());
   if (!first()) return absl::OkStatus();
   DENOISED_ASSIGN_OR_RETURN(
       const training::TrainerPlan plan,
       Trainer::Plan(*backend_, config_.network, config_.trainer, pictures_.dataset, 1));
   step_flops_ = plan.step_flops;
   ShortenLog(step_);
-  DENOISED_ASSIGN_OR_RETURN(EventFile events, EventFile::Create(Output("events")));
-  events_.emplace(std::move(events));
+  absl::StatusOr<EventFile> events = EventFile::Create(Output("events"));
+  SayLost(events.status());
+  if (events.ok()) events_.emplace(*std::move(events));
   if (step_ >= config_.trainer.steps) return absl::OkStatus();
   const std::string ranks =
       config_.ranks == 1 ? "1 rank"
@@ -387,6 +418,29 @@ absl::Status Session::Resume() {
   skipped_ = checkpoint->state.skipped;
   skipped_in_row_ = checkpoint->state.skipped_in_row;
   if (first()) Say("resumed at step {}", step_);
+  return absl::OkStatus();
+}
+
+/// Ranks that train different things would add gradients of different networks, and those that save
+/// at different steps would wait for each other.
+absl::Status Session::CheckRanks() {
+  nlohmann::json mine = fingerprint_;
+  mine["step"] = step_;
+  mine["steps"] = config_.trainer.steps;
+  mine["checkpoint-steps"] = config_.checkpoint_steps;
+  mine["sample-steps"] = config_.sample_steps;
+  mine["init-from"] = !config_.init_from.empty();  // folders may have other names elsewhere
+  DENOISED_ASSIGN_OR_RETURN(const std::vector<std::string> all,
+                            training::GatherTexts(mine.dump(), exchange_->host()));
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    const std::string differences = Differences(
+        nlohmann::json::parse(all[0]), nlohmann::json::parse(all[rank]), "{} is {} and {}");
+    if (!differences.empty())
+      return InvalidArgument(
+          "ranks 0 and {} do not train the same: {}. Give all ranks the same settings and --data, "
+          "and, if they resume, the first's --output",
+          rank, differences);
+  }
   return absl::OkStatus();
 }
 
@@ -424,6 +478,7 @@ void Session::Log(const StepReport& report, double images_per_second) {
   if (!(log << entry.dump() << "\n" << std::flush) && !std::exchange(log_failed_, true))
     Say("{}: cannot be written from step {} on: {}. The run goes on", Output("log.jsonl"),
         report.step, std::generic_category().message(errno));
+  if (!events_) return;
   SayLost(events_->Scalars(report.step, {{"loss", report.loss},
                                          {"gradient_norm", report.gradient_norm},
                                          {"rate", report.rate},
@@ -532,7 +587,8 @@ void Session::Sample() {
   const std::string path = Output(fmt::format("samples/step-{:09}.png", step_));
   if (const absl::Status status = WriteFileWhole(path, grid->png); !status.ok())
     return Say("no samples: {}", std::string(status.message()));
-  SayLost(events_->Image(step_, "samples", grid->png, grid->width, grid->height, grid->channels));
+  if (events_)
+    SayLost(events_->Image(step_, "samples", grid->png, grid->width, grid->height, grid->channels));
   Say("drew {}", path);
 }
 
@@ -566,6 +622,7 @@ absl::Status Session::Loop() {
     if (step_ % config_.checkpoint_steps == 0 || last || sample) {
       DENOISED_RETURN_IF_ERROR(Save());
       if (first() && (sample || (config_.sample_steps > 0 && last && !stopped))) Sample();
+      DENOISED_RETURN_IF_ERROR(exchange_->WaitForFirst());
       since = Clock::now();
       logged = step_;
     }

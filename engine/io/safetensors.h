@@ -43,8 +43,8 @@ class Safetensors {
 };
 
 /// Writes tensors (host, contiguous) as one file whose data is aligned for its types. `path`
-/// appears whole or not at all. InvalidArgument for the reserved name __metadata__, Internal when
-/// the disk refuses.
+/// appears whole or not at all, also after a power cut. InvalidArgument for the reserved name
+/// __metadata__, Internal when the disk refuses.
 absl::Status WriteSafetensors(const std::string& path, const std::map<std::string, Tensor>& tensors,
                               const std::map<std::string, std::string>& metadata);
 

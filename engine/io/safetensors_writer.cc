@@ -110,6 +110,8 @@ absl::Status WriteSafetensors(const std::string& path,
     others.emplace_back(work);
   work();
   for (std::thread& other : others) other.join();
+  // Synced first: after a power cut the name must not stand for a file without its data.
+  if (!failed && fsync(file) != 0 && errno != EINVAL) failed = true;
   if (file >= 0 && close(file) != 0) failed = true;
   if (failed) {
     std::remove(partial.c_str());

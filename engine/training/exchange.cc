@@ -2,12 +2,15 @@
 #include "engine/training/exchange.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -27,6 +30,7 @@ class SoleExchange final : public Exchange {
   absl::Status Swap(const Tensor&, const Tensor&, int partner) override {
     return Internal("there is no rank {} to exchange with", partner);
   }
+  absl::Status WaitForFirst() override { return absl::OkStatus(); }
 };
 
 /// Two threads exchange tensors: each leaves its own and takes the other's.
@@ -67,6 +71,14 @@ class LoopbackExchange final : public Exchange {
     (*meetings_)[low * ranks_ + high]->Swap(rank_ == low ? 0 : 1, mine, theirs);
     return absl::OkStatus();
   }
+  absl::Status WaitForFirst() override {
+    const Tensor mine = Tensor::HostF32({1}, std::vector<float>(1)),
+                 theirs = Tensor::Host({1}, DType::kF32);
+    if (rank_ != 0) return Swap(mine, theirs, 0);
+    for (int other = 1; other < ranks_; ++other)
+      DENOISED_RETURN_IF_ERROR(Swap(mine, theirs, other));
+    return absl::OkStatus();
+  }
 
  private:
   const int rank_, ranks_;
@@ -101,6 +113,19 @@ int MillisecondsUntil(Clock::time_point deadline) {
   return static_cast<int>(std::max<int64_t>(0, left.count()));
 }
 
+/// No delays, since ranks wait for each other. A rank whose machine is gone sends nothing, not even
+/// an end: without data the connection then fails after 60 + 8 · 30 s.
+void SetOptions(const Socket& socket) {
+  const auto set = [&](int level, int option, int value) {
+    setsockopt(socket.fd(), level, option, &value, sizeof value);
+  };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, 60);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, 30);
+  set(IPPROTO_TCP, TCP_KEEPCNT, 8);
+}
+
 class TcpExchange final : public Exchange {
  public:
   TcpExchange(int rank, int ranks, double timeout)
@@ -109,30 +134,16 @@ class TcpExchange final : public Exchange {
   int ranks() const override { return ranks_; }
 
   absl::Status Swap(const Tensor& mine, const Tensor& theirs, int partner) override {
-    const auto* out = static_cast<const char*>(mine.data());
-    auto* in = static_cast<char*>(theirs.data());
-    size_t to_send = mine.bytes(), to_receive = theirs.bytes();
-    const int fd = peers_[partner].fd();
-    while (to_send > 0 || to_receive > 0) {
-      pollfd poll_for{
-          fd, static_cast<short>((to_send > 0 ? POLLOUT : 0) | (to_receive > 0 ? POLLIN : 0)), 0};
-      const int ready = poll(&poll_for, 1, static_cast<int>(timeout_ * 1000));
-      if (ready < 0 && errno == EINTR) continue;
-      if (ready == 0) return Unavailable("rank {} has sent nothing for {} s", partner, timeout_);
-      if (poll_for.revents & POLLOUT) {
-        const ssize_t sent = send(fd, out, to_send, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent > 0) out += sent, to_send -= static_cast<size_t>(sent);
-        if (sent < 0 && errno != EAGAIN && errno != EINTR)
-          return Unavailable("rank {} is lost: {}", partner, LastError());
-      }
-      if (poll_for.revents & (POLLIN | POLLHUP | POLLERR)) {
-        const ssize_t got = recv(fd, in, to_receive, MSG_DONTWAIT);
-        if (got == 0) return Unavailable("rank {} has ended", partner);
-        if (got > 0) in += got, to_receive -= static_cast<size_t>(got);
-        if (got < 0 && errno != EAGAIN && errno != EINTR)
-          return Unavailable("rank {} is lost: {}", partner, LastError());
-      }
-    }
+    return Transfer(mine.data(), mine.bytes(), theirs.data(), theirs.bytes(), partner,
+                    static_cast<int>(timeout_ * 1000));
+  }
+
+  absl::Status WaitForFirst() override {
+    char byte = 0;
+    if (rank_ != 0) return Transfer(nullptr, 0, &byte, 1, 0, /*milliseconds=*/-1);
+    for (int other = 1; other < ranks_; ++other)
+      DENOISED_RETURN_IF_ERROR(
+          Transfer(&byte, 1, nullptr, 0, other, static_cast<int>(timeout_ * 1000)));
     return absl::OkStatus();
   }
 
@@ -152,6 +163,11 @@ class TcpExchange final : public Exchange {
   struct Hello {
     uint32_t magic = 0x64656e31, rank = 0, ranks = 0, port = 0, address = 0;
   };
+  /// Waits at most `milliseconds` for a part of the data; -1: without a limit.
+  absl::Status Transfer(const void* mine, size_t to_send, void* theirs, size_t to_receive,
+                        int partner, int milliseconds) const;
+  absl::StatusOr<sockaddr_in> Resolve(const std::string& host, const std::string& port) const;
+  bool ConnectInTime(const Socket& socket, const sockaddr_in& address) const;
   absl::Status Send(const Socket& socket, const void* data, size_t size) const;
   absl::Status Receive(const Socket& socket, void* data, size_t size) const;
   absl::StatusOr<Socket> Listen(const sockaddr_in& address, sockaddr_in* bound) const;
@@ -163,6 +179,34 @@ class TcpExchange final : public Exchange {
   Clock::time_point deadline_;
   std::vector<Socket> peers_;
 };
+
+absl::Status TcpExchange::Transfer(const void* mine, size_t to_send, void* theirs,
+                                   size_t to_receive, int partner, int milliseconds) const {
+  const auto* out = static_cast<const char*>(mine);
+  auto* in = static_cast<char*>(theirs);
+  const int fd = peers_[partner].fd();
+  while (to_send > 0 || to_receive > 0) {
+    pollfd poll_for{
+        fd, static_cast<short>((to_send > 0 ? POLLOUT : 0) | (to_receive > 0 ? POLLIN : 0)), 0};
+    const int ready = poll(&poll_for, 1, milliseconds);
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready == 0) return Unavailable("rank {} has sent nothing for {} s", partner, timeout_);
+    if (poll_for.revents & POLLOUT) {
+      const ssize_t sent = send(fd, out, to_send, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (sent > 0) out += sent, to_send -= static_cast<size_t>(sent);
+      if (sent < 0 && errno != EAGAIN && errno != EINTR)
+        return Unavailable("rank {} is lost: {}", partner, LastError());
+    }
+    if (poll_for.revents & (POLLIN | POLLHUP | POLLERR)) {
+      const ssize_t got = recv(fd, in, to_receive, MSG_DONTWAIT);
+      if (got == 0) return Unavailable("rank {} has ended", partner);
+      if (got > 0) in += got, to_receive -= static_cast<size_t>(got);
+      if (got < 0 && errno != EAGAIN && errno != EINTR)
+        return Unavailable("rank {} is lost: {}", partner, LastError());
+    }
+  }
+  return absl::OkStatus();
+}
 
 absl::Status TcpExchange::Send(const Socket& socket, const void* data, size_t size) const {
   const auto* at = static_cast<const char*>(data);
@@ -202,13 +246,33 @@ absl::StatusOr<Socket> TcpExchange::Listen(const sockaddr_in& address, sockaddr_
   return socket;
 }
 
+/// connect() alone would wait minutes for a machine that does not answer. Else errno says why.
+bool TcpExchange::ConnectInTime(const Socket& socket, const sockaddr_in& address) const {
+  const int flags = fcntl(socket.fd(), F_GETFL);
+  fcntl(socket.fd(), F_SETFL, flags | O_NONBLOCK);
+  if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) {
+    if (errno != EINPROGRESS) return false;
+    pollfd poll_for{socket.fd(), POLLOUT, 0};
+    const int ready = poll(&poll_for, 1, MillisecondsUntil(deadline_));
+    if (ready < 0) return false;
+    int error = ETIMEDOUT;
+    socklen_t size = sizeof error;
+    if (ready > 0) getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error != 0) {
+      errno = error;
+      return false;
+    }
+  }
+  fcntl(socket.fd(), F_SETFL, flags);
+  return true;
+}
+
 absl::StatusOr<Socket> TcpExchange::Dial(const sockaddr_in& address,
                                          const std::string& whom) const {
   while (true) {
     Socket socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) {
-      const int on = 1;
-      setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    if (ConnectInTime(socket, address)) {
+      SetOptions(socket);
       return socket;
     }
     if (Clock::now() >= deadline_)
@@ -226,8 +290,7 @@ absl::StatusOr<Socket> TcpExchange::Accept(const Socket& listener, Hello* hello,
     socklen_t size = sizeof *from;
     Socket socket(accept4(listener.fd(), reinterpret_cast<sockaddr*>(from), &size, SOCK_CLOEXEC));
     if (!socket.open()) continue;
-    const int on = 1;
-    setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    SetOptions(socket);
     if (!Receive(socket, hello, sizeof *hello).ok() || hello->magic != Hello().magic)
       continue;  // not a rank of this run
     if (hello->ranks != static_cast<uint32_t>(ranks_) ||
@@ -240,17 +303,32 @@ absl::StatusOr<Socket> TcpExchange::Accept(const Socket& listener, Hello* hello,
   }
 }
 
-absl::Status TcpExchange::Connect(const std::string& host, const std::string& port) {
-  deadline_ = Clock::now() + std::chrono::milliseconds(static_cast<int64_t>(timeout_ * 1000));
+absl::StatusOr<sockaddr_in> TcpExchange::Resolve(const std::string& host,
+                                                 const std::string& port) const {
   addrinfo hints{};
   hints.ai_family = AF_INET;
   hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &found); error != 0)
-    return InvalidArgument("{}:{} is no address: {}", host, port, gai_strerror(error));
-  sockaddr_in first = *reinterpret_cast<sockaddr_in*>(found->ai_addr);
-  freeaddrinfo(found);
+  while (true) {
+    addrinfo* found = nullptr;
+    const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &found);
+    if (error == 0) {
+      const sockaddr_in address = *reinterpret_cast<sockaddr_in*>(found->ai_addr);
+      freeaddrinfo(found);
+      return address;
+    }
+    // In a cluster, a name is known only when its pod has started.
+    if (error != EAI_AGAIN && error != EAI_NONAME && error != EAI_NODATA)
+      return InvalidArgument("{}:{} is no address: {}", host, port, gai_strerror(error));
+    if (Clock::now() >= deadline_)
+      return Unavailable("the host of rank 0, {}, is not known within {} s: {}; check MASTER_ADDR",
+                         host, timeout_, gai_strerror(error));
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+}
 
+absl::Status TcpExchange::Connect(const std::string& host, const std::string& port) {
+  deadline_ = Clock::now() + std::chrono::milliseconds(static_cast<int64_t>(timeout_ * 1000));
+  DENOISED_ASSIGN_OR_RETURN(const sockaddr_in first, Resolve(host, port));
   sockaddr_in bound{}, from{};
   Hello hello{.rank = static_cast<uint32_t>(rank_), .ranks = static_cast<uint32_t>(ranks_)};
   std::vector<Hello> all(ranks_);
@@ -294,6 +372,34 @@ absl::Status TcpExchange::Connect(const std::string& host, const std::string& po
 }
 
 }  // namespace
+
+absl::Status GatherRows(const Tensor& all, Exchange& host) {
+  const int rank = host.rank(), ranks = host.ranks();
+  DENOISED_CHECK(std::has_single_bit(static_cast<unsigned>(ranks)), "{} ranks", ranks);
+  // As gradients are exchanged: after a level, each has the rows of twice as many ranks.
+  for (int width = 1; width < ranks; width *= 2) {
+    const int partner = rank ^ width, group = ~(width - 1);
+    DENOISED_RETURN_IF_ERROR(
+        host.Swap(all.Slice(rank & group, width), all.Slice(partner & group, width), partner));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<std::string>> GatherTexts(const std::string& mine, Exchange& host) {
+  const Tensor sizes = Tensor::Host({host.ranks()}, DType::kI64);
+  auto* const size = sizes.as<int64_t>();
+  size[host.rank()] = static_cast<int64_t>(mine.size());
+  DENOISED_RETURN_IF_ERROR(GatherRows(sizes, host));
+  const int64_t longest = *std::max_element(size, size + host.ranks());
+  const Tensor all = Tensor::Host({host.ranks(), longest}, DType::kU8);
+  std::memset(all.data(), 0, all.bytes());
+  std::copy_n(mine.data(), mine.size(), all.as<char>() + host.rank() * longest);
+  DENOISED_RETURN_IF_ERROR(GatherRows(all, host));
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < host.ranks(); ++rank)
+    texts.emplace_back(all.as<char>() + rank * longest, static_cast<size_t>(size[rank]));
+  return texts;
+}
 
 std::unique_ptr<Exchange> NewSoleExchange() { return std::make_unique<SoleExchange>(); }
 

@@ -26,7 +26,19 @@ class Exchange {
   virtual absl::Status Swap(const Tensor& mine, const Tensor& theirs, int partner) = 0;
   /// Unavailable if `other` has ended, as far as is known without waiting.
   virtual absl::Status CheckRank(int /*other*/) { return absl::OkStatus(); }
+  /// All ranks call this. The others wait until rank 0 has, without a time limit, since its disk
+  /// may be slow. Unavailable if it is lost.
+  virtual absl::Status WaitForFirst() = 0;
+  /// The same ranks, for tensors of the host.
+  virtual Exchange& host() { return *this; }
 };
+
+/// All ranks call this with a tensor [ranks, …] of the host, in which each has filled its own row,
+/// and get the rows of the others. `ranks` is a power of two.
+absl::Status GatherRows(const Tensor& all, Exchange& host);
+
+/// All ranks call this with their own text and get those of all, by rank.
+absl::StatusOr<std::vector<std::string>> GatherTexts(const std::string& mine, Exchange& host);
 
 /// One rank.
 std::unique_ptr<Exchange> NewSoleExchange();
@@ -36,9 +48,9 @@ std::vector<std::unique_ptr<Exchange>> NewLoopbackExchanges(int ranks);
 
 /// Several processes, over TCP. Rank 0 listens on `address` ("host:port"); the others connect to
 /// it, learn each other's addresses and connect to each other. Waits `timeout_seconds` for all of
-/// them, and as long for a partner in Swap(). The connections are neither encrypted nor
-/// authenticated: use a private network. InvalidArgument, Unavailable. nccl.h has what replaces it
-/// between GPUs.
+/// them, and for the host's name to be known, and as long for a partner in Swap(). The connections
+/// are neither encrypted nor authenticated: use a private network. InvalidArgument, Unavailable.
+/// nccl.h has what replaces it between GPUs.
 absl::StatusOr<std::unique_ptr<Exchange>> ConnectExchange(int rank, int ranks,
                                                           const std::string& address,
                                                           double timeout_seconds);

@@ -4,7 +4,6 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -31,6 +30,8 @@ class NcclExchange final : public Exchange {
   int ranks() const override { return host_->ranks(); }
   denoised::Device device() const override { return backend_.device(); }
   absl::Status CheckRank(int other) override { return host_->CheckRank(other); }
+  absl::Status WaitForFirst() override { return host_->WaitForFirst(); }
+  Exchange& host() override { return *host_; }
 
   absl::Status Open(const Nccl::UniqueId& id) {
     stream_ = backend_.Stream();
@@ -194,17 +195,10 @@ absl::StatusOr<std::unique_ptr<Exchange>> NewNcclExchange(const Nccl& nccl,
 }
 
 absl::StatusOr<std::vector<NcclOffer>> GatherOffers(const NcclOffer& mine, Exchange& host) {
-  const int rank = host.rank(), ranks = host.ranks();
-  DENOISED_CHECK(std::has_single_bit(static_cast<unsigned>(ranks)), "{} ranks", ranks);
-  const Tensor all = Tensor::Host({ranks, sizeof(NcclOffer)}, DType::kU8);
-  std::memcpy(all.Slice(rank, 1).data(), &mine, sizeof mine);
-  // As gradients are exchanged: after a level, each has the offers of twice as many ranks.
-  for (int width = 1; width < ranks; width *= 2) {
-    const int partner = rank ^ width, group = ~(width - 1);
-    DENOISED_RETURN_IF_ERROR(
-        host.Swap(all.Slice(rank & group, width), all.Slice(partner & group, width), partner));
-  }
-  std::vector<NcclOffer> offers(ranks);
+  const Tensor all = Tensor::Host({host.ranks(), sizeof(NcclOffer)}, DType::kU8);
+  std::memcpy(all.Slice(host.rank(), 1).data(), &mine, sizeof mine);
+  DENOISED_RETURN_IF_ERROR(GatherRows(all, host));
+  std::vector<NcclOffer> offers(host.ranks());
   std::memcpy(offers.data(), all.data(), all.bytes());
   return offers;
 }

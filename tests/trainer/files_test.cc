@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -19,6 +20,20 @@ namespace {
 
 namespace fs = std::filesystem;
 using testing::HasSubstr;
+
+std::vector<std::string>* synced = nullptr;  // paths, while a test wants them
+
+}  // namespace
+
+/// Instead of libc's.
+extern "C" int fsync(int fd) {
+  std::error_code error;
+  if (synced != nullptr)
+    synced->push_back(fs::read_symlink(fmt::format("/proc/self/fd/{}", fd), error));
+  return static_cast<int>(syscall(SYS_fsync, fd));
+}
+
+namespace {
 
 class FilesTest : public testing::Test {
  protected:
@@ -81,9 +96,78 @@ TEST_F(FilesTest, UnfinishedAndDamagedCheckpointsArePassedOver) {
   EXPECT_THAT(broken[0], HasSubstr("has no DONE"));
   EXPECT_THAT(broken[1], HasSubstr("cut off"));
   EXPECT_THAT(broken[2], HasSubstr("checksum"));
-  // Unfinished ones do not count among those that are kept, and go when they are old.
+}
+
+TEST_F(FilesTest, DamagedCheckpointsAreNotAmongThoseThatAreKept) {
+  for (const int64_t step : {10, 20, 30, 40, 50})
+    ASSERT_TRUE(SaveCheckpoint(folder_, At(step), 9).ok());
+  fs::remove(folder_ / "step-000000050/DONE");
+  fs::resize_file(folder_ / "step-000000040/state.safetensors", 100);
+  std::ofstream(folder_ / "step-000000030/DONE") << "{}";
   ASSERT_TRUE(SaveCheckpoint(folder_, At(60), 2).ok());
-  EXPECT_TRUE(fs::exists(folder_ / "step-000000060/DONE"));
+  EXPECT_THAT(Names(), testing::ElementsAre("step-000000020", "step-000000030", "step-000000040",
+                                            "step-000000050", "step-000000060"));
+  // They go when they are old.
+  ASSERT_TRUE(SaveCheckpoint(folder_, At(70), 2).ok());
+  EXPECT_THAT(Names(), testing::ElementsAre("step-000000060", "step-000000070"));
+}
+
+TEST_F(FilesTest, WhatKilledProcessesLeftIsRemoved) {
+  fs::create_directories(folder_ / "step-000000005.partial");
+  fs::create_directories(folder_ / "step-000000050.partial");
+  std::ofstream(folder_ / "step-000000050.partial/state.safetensors") << "part";
+  std::ofstream(folder_ / "notes.partial") << "not of the trainer";
+  ASSERT_TRUE(SaveCheckpoint(folder_, At(10), 2).ok());
+  EXPECT_THAT(Names(), testing::ElementsAre("notes.partial", "step-000000010"));
+}
+
+TEST_F(FilesTest, ADamagedDoneIsNamed) {
+  ASSERT_TRUE(SaveCheckpoint(folder_, At(10), 2).ok());
+  const std::string directory = folder_ / "step-000000010", done = directory + "/DONE";
+  const auto whole = nlohmann::json::parse(*ReadFile(done));
+  const auto load = [&](const nlohmann::json& json) {
+    std::ofstream(done) << json.dump();
+    return LoadCheckpoint(directory).status();
+  };
+  EXPECT_TRUE(load(whole).ok());
+  for (const auto& [pointer, value] : std::initializer_list<std::pair<const char*, nlohmann::json>>{
+           {"/run.json", 3},
+           {"/run.json", nullptr},
+           {"/run.json", nlohmann::json::array()},
+           {"/run.json/bytes", "many"},
+           {"/run.json/bytes", nullptr},
+           {"/run.json/crc32", -1},
+           {"/run.json/crc32", 0.5}}) {
+    nlohmann::json json = whole;
+    json[nlohmann::json::json_pointer(pointer)] = value;
+    const absl::Status status = load(json);
+    EXPECT_TRUE(absl::IsDataLoss(status)) << json << status;
+    EXPECT_EQ(status.message(), done + ": is damaged: it does not say bytes and crc32 of run.json");
+  }
+  // A file that can be opened and not be read.
+  fs::remove(directory + "/run.json");
+  fs::create_symlink("/proc/self/mem", directory + "/run.json");
+  nlohmann::json json = whole;
+  json["run.json"] = {{"bytes", 0}, {"crc32", 0}};
+  const absl::Status status = load(json);
+  EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+  EXPECT_EQ(status.message(), directory + "/run.json: cannot be read: Input/output error");
+}
+
+TEST_F(FilesTest, WeightsAreSyncedBeforeTheyGetTheirName) {
+  Pipeline pipeline;
+  pipeline.index = nlohmann::json::object();
+  pipeline.parts = {{"unet",
+                     nlohmann::json::object(),
+                     "weights",
+                     {{"w", Tensor::HostF32({1}, std::vector<float>{1})}}}};
+  std::vector<std::string> paths;
+  synced = &paths;
+  const absl::Status status = WritePipeline(folder_, pipeline);
+  synced = nullptr;
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_THAT(paths, testing::Contains(folder_ / "unet/weights.safetensors.partial"));
+  EXPECT_EQ(paths.back(), folder_ / "unet");  // the name
 }
 
 TEST_F(FilesTest, ModelsMayHaveHalfPrecision) {

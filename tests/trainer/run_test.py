@@ -10,6 +10,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -77,6 +78,34 @@ class RunTest(unittest.TestCase):
         )  # fmt: skip
         self.assertEqual(done.returncode, rc, done.stderr)
         return done.stderr + done.stdout
+
+    def train_ranks(self, rc, port=None, env=None, limit=None, **flags):
+        """Two ranks; values that are tuples have one for each, also rc. What each says."""
+        port = port or free_port()
+
+        def of(rank, value):
+            return value[rank] if isinstance(value, tuple) else value
+
+        def prepare(rank):
+            if of(rank, limit):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (of(rank, limit), of(rank, limit)))
+
+        processes = [
+            subprocess.Popen(
+                self.arguments(**{key: of(rank, value) for key, value in flags.items()}),
+                stderr=subprocess.PIPE, text=True, preexec_fn=lambda rank=rank: prepare(rank),
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port),
+                     "OMP_NUM_THREADS": "1", **(env or {})})
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            said = [process.communicate(timeout=120)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        for rank, process in enumerate(processes):
+            self.assertEqual(process.returncode, of(rank, rc), said)
+        return said
 
     def state(self, output, step=12):
         folder = self.root / output / "checkpoints" / f"step-{step:09}"
@@ -156,6 +185,46 @@ class RunTest(unittest.TestCase):
             self.assertIn(f"{ranks} ranks over TCP: rank", said)
             self.assertEqual(self.state("one"), self.state(f"{ranks}"))
 
+    def test_ranks_that_train_different_things_are_refused(self):
+        other = self.root / "other"
+        shutil.copytree(self.data, other)
+        (other / "down/0.png").write_bytes(png(lambda x, y: 9))
+        self.train("saved", steps=4)
+        for flags, message in [
+            ({"learning-rate": (2e-3, 1e-3)}, "learning-rate is 0.002 and 0.001"),
+            ({"augment": (None, 0.1)}, "augment is not set and 0.1"),
+            ({"steps": (4, 5)}, "steps is 4 and 5"),
+            ({"checkpoint-steps": (4, 2)}, "checkpoint-steps is 4 and 2"),
+            ({"data": (self.data, other)}, 'data is {"crc32":'),
+            ({"output": ("saved", "elsewhere"), "resume": "latest"}, "step is 4 and 0"),
+        ]:
+            with self.subTest(flags=flags):
+                for said in self.train_ranks(2, **{"output": "a", "steps": 8, **flags}):
+                    self.assertIn(f"ranks 0 and 1 do not train the same: {message}", said)
+                    self.assertIn("Give all ranks the same settings and --data", said)
+        self.train_ranks(0, output="saved", steps=8, resume="latest")
+
+    def test_ranks_wait_for_the_last_checkpoint(self):
+        first, second = self.train_ranks((1, 1), limit=(4096, None), output="a", steps=4)
+        self.assertIn("Free some space", first)
+        self.assertIn("rank 0 has ended", second)
+
+    def test_torchrun_listens_on_its_port(self):
+        while True:
+            port = free_port()
+            with socket.socket() as probe:
+                try:
+                    probe.bind(("127.0.0.1", port + 1))
+                except OSError:
+                    continue
+            break
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        with socket.create_server(("127.0.0.1", port)):
+            self.train_ranks(0, port=port, env=env, output="a", steps=4)
+        self.assertIn("use at most 65534", self.train(
+            "b", rc=2, env={**env, "RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65535"}))  # fmt: skip
+        self.train_ranks(0, env={"TORCHELASTIC_USE_AGENT_STORE": "False"}, output="c", steps=4)
+
     def test_nccl_needs_a_gpu_for_each_rank(self):
         port = free_port()
         processes = [
@@ -214,6 +283,28 @@ class RunTest(unittest.TestCase):
             self.assertEqual(len(found), 1, said)
         self.assertIn("step 60/60", said)  # after which the checkpoint does not fit
         self.assertIn("Free some space", said)
+
+    def test_events_that_cannot_be_created_are_said_once(self):
+        (self.root / "a").mkdir()
+        (self.root / "a/events").write_text("a file")
+        said = self.train("a", **{"sample-steps": 12, "sample-count": 4})
+        self.assertEqual(said.count("The run goes on"), 1, said)
+        self.assertIn("cannot be created: Not a directory. The run goes on", said)
+        self.assertTrue((self.root / "a/model/model_index.json").exists())
+        self.assertTrue((self.root / "a/samples/step-000000012.png").exists())
+
+    def test_paths_that_cannot_be_looked_at(self):
+        long = "x" * 300
+        for flags, message in [
+            ({"resume": long}, f"{long}: there is no such checkpoint"),
+            ({"init-from": long}, long),
+            ({"init-from": long, "network": None}, long),
+            ({"output": long}, "File name too long"),
+        ]:
+            with self.subTest(flags=flags):
+                self.assertIn(message, self.train(**{"output": "a", "rc": 2, **flags}))
+        said = self.train("a", rc=2, env={"TMPDIR": str(self.root / "none")}, **{"dry-run": "true"})
+        self.assertIn("set TMPDIR", said)
 
     def test_a_run_that_diverges_ends_with_a_message(self):
         said = self.train("a", rc=1, **{
@@ -393,6 +484,14 @@ class RunTest(unittest.TestCase):
         self.assertNotIn(b"map_augment", weights)
         said = self.train("a", rc=2, resume="latest", augment=0.25)
         self.assertIn("augment was 0.5 and is 0.25", said)
+        said = self.train("a", rc=2, resume="latest")
+        self.assertIn("augment was 0.5 and is not set", said)
+
+    def test_a_setting_that_is_dropped_is_noticed(self):
+        self.train("a", objective="v", steps=4, **{"cap-snr": 5})
+        said = self.train("a", rc=2, objective="v", resume="latest")
+        self.assertIn("cap-snr was 5.0 and is not set", said)
+        self.train("a", objective="v", resume="latest", **{"cap-snr": 5})
 
     def test_metrics(self):
         process = subprocess.Popen(
@@ -482,6 +581,11 @@ class RunTest(unittest.TestCase):
         kept = activations()  # a small network
         self.assertEqual(activations(**{"keep-norms": "true"}), kept)
         self.assertLess(activations(**{"recompute-norms": "true"}), kept)
+        config.write_text('{"metrics-listen": "", "steps": 3}')
+        for metrics in ({}, {"metrics-listen": ""}):
+            said = self.train(f"empty{len(metrics)}", steps=None, config=config, **metrics)
+            self.assertIn("step 3/3", said)
+            self.assertNotIn("metrics on port", said)
         config.write_text('{"stepps": 3}')
         self.assertIn("stepps", self.train("c", rc=2, config=config))
         config.write_text('{"steps": 3, "batch": 16, "steps": 4}')

@@ -145,6 +145,12 @@ class TextToImageTest(unittest.TestCase):
         self.assertIn(f"its tokenizer lies beside model_index.json; move the files to {pipeline}/tokenizer",
                       said)
 
+    def test_a_prompt_may_be_empty(self):
+        config = self.root / "run.json"
+        config.write_text(json.dumps({"prompt": ["lines", ""], "sample-steps": 3}))
+        said = self.train("a", steps=3, config=config, **{"sample-count": 2})
+        self.assertIn("drew", said)  # CLI11 took --sample-steps=3 as the second prompt
+
     def test_bits_depend_on_the_settings_alone(self):
         self.train("whole")
         self.train("threads", accumulation=4, env={"OMP_NUM_THREADS": "1"})

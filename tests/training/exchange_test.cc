@@ -3,6 +3,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -125,16 +127,97 @@ void OnRanks(int ranks, const Body& body) {
 
 using Exchanges = std::vector<std::unique_ptr<Exchange>>;
 
-Exchanges OverTcp(int ranks) {
+Exchanges OverTcp(int ranks, double timeout = 30) {
   static int used = 0;
   const std::string address = fmt::format("127.0.0.1:{}", 20000 + (getpid() + 7 * ++used) % 12000);
   Exchanges exchanges(ranks);
   OnRanks(ranks, [&](int rank) {
-    auto exchange = ConnectExchange(rank, ranks, address, 30);
+    auto exchange = ConnectExchange(rank, ranks, address, timeout);
     ASSERT_TRUE(exchange.ok()) << exchange.status();
     exchanges[rank] = *std::move(exchange);
   });
   return exchanges;
+}
+
+double SecondsSince(std::chrono::steady_clock::time_point then) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - then).count();
+}
+
+TEST(Exchange, AllRanksHaveTheTextsOfAll) {
+  for (const bool tcp : {false, true}) {
+    const Exchanges exchanges = tcp ? OverTcp(4) : NewLoopbackExchanges(4);
+    OnRanks(4, [&](int rank) {
+      const auto texts = GatherTexts(std::string(3 * rank, 'a' + rank), exchanges[rank]->host());
+      ASSERT_TRUE(texts.ok()) << texts.status();
+      EXPECT_THAT(*texts, testing::ElementsAre("", "bbb", "cccccc", "ddddddddd"));
+    });
+  }
+}
+
+TEST(Exchange, RanksWaitForTheFirstBeyondTheTimeout) {
+  constexpr double kTimeout = 2;
+  for (const bool tcp : {false, true}) {
+    const Exchanges exchanges = tcp ? OverTcp(4, kTimeout) : NewLoopbackExchanges(4);
+    OnRanks(4, [&](int rank) {
+      const auto start = std::chrono::steady_clock::now();
+      if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+      const absl::Status status = exchanges[rank]->WaitForFirst();
+      EXPECT_TRUE(status.ok()) << status;
+      EXPECT_GT(SecondsSince(start), kTimeout);
+      // What follows is not disturbed.
+      const auto texts = GatherTexts(std::to_string(rank), *exchanges[rank]);
+      ASSERT_TRUE(texts.ok()) << texts.status();
+      EXPECT_THAT(*texts, testing::ElementsAre("0", "1", "2", "3"));
+    });
+  }
+}
+
+TEST(Exchange, RanksThatWaitNoticeThatTheFirstEnds) {
+  Exchanges exchanges = OverTcp(2);
+  OnRanks(2, [&](int rank) {
+    if (rank == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      exchanges[0].reset();
+    } else {
+      EXPECT_EQ(exchanges[1]->WaitForFirst().message(), "rank 0 has ended");
+    }
+  });
+}
+
+TEST(Exchange, AHostMayBecomeKnownUntilTheTimeout) {
+  const auto start = std::chrono::steady_clock::now();
+  const absl::Status status = ConnectExchange(1, 2, "no-such-host.invalid:29500", 0.5).status();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("no-such-host.invalid, is not known within 0.5 s"));
+  EXPECT_GE(SecondsSince(start), 0.5);
+  // Waiting does not help here.
+  EXPECT_TRUE(
+      absl::IsInvalidArgument(ConnectExchange(1, 2, "127.0.0.1:no-such-service", 30).status()));
+}
+
+TEST(Exchange, AMachineThatDoesNotAnswerIsLeftAtTheTimeout) {
+  // Connections beyond a listener's queue get no answer.
+  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  socklen_t size = sizeof address;
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  ASSERT_EQ(bind(listener, generic, size), 0);
+  ASSERT_EQ(listen(listener, 0), 0);
+  ASSERT_EQ(getsockname(listener, generic, &size), 0);
+  std::vector<int> waiting(4);
+  for (int& fd : waiting) {
+    fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    connect(fd, generic, size);
+  }
+  const auto start = std::chrono::steady_clock::now();
+  const absl::Status status =
+      ConnectExchange(1, 2, fmt::format("127.0.0.1:{}", ntohs(address.sin_port)), 0.5).status();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("does not answer within 0.5 s"));
+  EXPECT_LT(SecondsSince(start), 20);  // connect() alone: over two minutes
+  for (const int fd : waiting) close(fd);
+  close(listener);
 }
 
 class NcclTest : public testing::Test {
