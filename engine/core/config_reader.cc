@@ -187,6 +187,10 @@ std::string WithoutBareWords(std::string_view text) {
 
 absl::StatusOr<nlohmann::json> ParseJsonObject(std::string_view text, const std::string& file,
                                                int max_depth) {
+  // The parser takes it for the end of the text.
+  if (text.find('\0') != std::string_view::npos)
+    return InvalidArgument("{}: is not valid JSON, since it has a zero byte; write the file again",
+                           file);
   // The parser bounds no depth, and of two equal keys it silently keeps the last.
   std::vector<std::set<std::string>> keys;  // of the objects that have not ended
   std::optional<std::string> twice;

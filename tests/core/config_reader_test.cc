@@ -78,7 +78,8 @@ TEST(ParseJsonObject, PythonsInfinitiesStandForNull) {
 TEST(ParseJsonObject, RefusesWhatIsNoConfig) {
   for (const std::string& text :
        {std::string(), std::string("[1]"), std::string("{\"a\": "), std::string("{\"a\": 1} x"),
-        std::string("\xff\xfe"), std::string(100000, '[')}) {
+        std::string("\xff\xfe"), std::string(100000, '['), std::string("{\"a\": 1}\0", 9),
+        std::string("{\"a\": 1}\0{}", 11)}) {
     const auto parsed = ParseJsonObject(text, "bad.json");
     ASSERT_FALSE(parsed.ok());
     EXPECT_THAT(std::string(parsed.status().message()), HasSubstr("bad.json"));
