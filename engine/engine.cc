@@ -242,7 +242,7 @@ std::string WrongWithSteps(const SchedulerConfig& scheduler, int steps, int max_
 }
 
 /// Steps of a request that names neither sampler nor steps. They must be valid, since the client
-/// did not choose them.
+/// did not choose them. This may compile many plans, so no device waits for it.
 absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations) {
   const ModelDirectory& directory = files.directory;
   const SchedulerConfig& scheduler = files.scheduler;
@@ -251,8 +251,12 @@ absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations
       directory.default_steps ? directory.default_steps : std::min(files.default_steps, most);
   const std::string wrong = WrongWithSteps(scheduler, wanted, max_evaluations);
   if (wrong.empty()) return wanted;
-  int steps = std::min(wanted, most);
-  while (steps > 0 && !WrongWithSteps(scheduler, steps, max_evaluations).empty()) --steps;
+  const auto can_do = [&](int count) {
+    const auto plan = scheduler.Compile({.steps = count});
+    return plan.ok() && static_cast<int>(plan->evaluations.size()) <= max_evaluations;
+  };
+  int steps = std::min({wanted, most, max_evaluations});  // each takes an evaluation or more
+  while (steps > 0 && !can_do(steps)) --steps;
   // The sampler itself is at fault: a request may name another.
   if (steps == 0) return std::min(wanted, most);
   if (directory.default_steps == 0) return steps;
@@ -267,6 +271,7 @@ absl::Status DeviceEngine::Load(const std::string& path, std::optional<Precision
   DENOISED_ASSIGN_OR_RETURN(PipelineFiles files, PipelineFiles::Read(path));
   files.precision = precision.value_or(files.precision);
   files.calibrations = options_.calibrations;
+  DENOISED_ASSIGN_OR_RETURN(files.default_steps, DefaultSteps(files, options_.max_evaluations));
   // On all devices at the same time. Each thread writes to its own element.
   struct Loaded {
     ModelInfo info;
@@ -491,7 +496,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   info->samplers = scheduler.samplers();
   info->schedules = scheduler.schedules(info->default_sampler);
   info->max_steps = scheduler.max_steps(info->default_sampler);
-  DENOISED_ASSIGN_OR_RETURN(info->default_steps, DefaultSteps(files, options_.max_evaluations));
+  info->default_steps = files.default_steps;
   info->default_guidance_scale =
       info->guidance || info->guidance_input
           ? directory.default_guidance_scale.value_or(files.default_guidance_scale)

@@ -889,6 +889,14 @@ TEST_F(BadModel, DefaultStepsAreThoseThatTheSamplerCanDo) {
   const nlohmann::json heun = {{"_class_name", "HeunDiscreteScheduler"}};
   scheduler("HeunDiscreteScheduler", heun, 26);
   EXPECT_THAT(Refusal(), HasSubstr("takes 51 evaluations; at most 50 are allowed; set it to 25"));
+  // Not every count below is tried, which would take hours.
+  const nlohmann::json many = {{"_class_name", "HeunDiscreteScheduler"},
+                               {"num_train_timesteps", 20000},
+                               {"beta_start", 5e-7},
+                               {"beta_end", 1e-3}};
+  scheduler("HeunDiscreteScheduler", many, 20000);
+  EXPECT_THAT(Refusal(),
+              HasSubstr("takes 39999 evaluations; at most 50 are allowed; set it to 25"));
   scheduler("HeunDiscreteScheduler", heun, 0);
   EXPECT_EQ(steps_of("heun"), 25) << "each but the last takes two evaluations";
   scheduler("HeunDiscreteScheduler", heun, 7);
