@@ -419,13 +419,12 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
     model.null_label = directory.null_class;
   }
   if (traits.text_features > 0) {
-    PromptReader::Rules rules{
-        .zeros_without_negative = directory.index.value("force_zeros_for_empty_prompt", false),
-        .skip_layers = pipeline.skip_layers,
-        .layers = std::numeric_limits<int>::max(),
-        .size_numbers = traits.size_numbers,
-        .guidance = traits.guidance_embedding,
-        .max_chunks = options_.max_prompt_chunks};
+    PromptReader::Rules rules{.zeros_without_negative = pipeline.zeros_without_negative,
+                              .skip_layers = pipeline.skip_layers,
+                              .layers = std::numeric_limits<int>::max(),
+                              .size_numbers = traits.size_numbers,
+                              .guidance = traits.guidance_embedding,
+                              .max_chunks = options_.max_prompt_chunks};
     for (const auto& encoder : pipeline.text_encoders) {
       rules.layers = std::min(rules.layers, encoder->traits().layers);
       rules.encoders.push_back(encoder->traits());

@@ -179,6 +179,8 @@ class Loader {
     if (known && known->xl) {
       pipeline_.final_norm = false;
       pipeline_.skip_layers = 1;
+      // The default of diffusers' constructors. Pipelines of other families do not read the field.
+      pipeline_.zeros_without_negative = directory_.force_zeros_for_empty_prompt.value_or(true);
     }
     for (const char* name : {"text_encoder", "text_encoder_2"}) {
       const auto found = directory_.components.find(name);

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -514,6 +515,59 @@ TEST_F(TextToImage, ASizeWithoutSetsHoldsUpNoOther) {
     while (job->progress() < 1 && !job->done()) std::this_thread::yield();
   submit("c", 32);
   for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok()) << job->Wait();
+}
+
+/// A family's directory that a test changes.
+class FamilyCopy {
+ public:
+  explicit FamilyCopy(const std::string& family)
+      : path(fs::path(::testing::TempDir()) / "family_copy") {
+    fs::remove_all(path);
+    fs::copy(Latent(family), path, fs::copy_options::recursive);
+    for (const auto& entry : fs::recursive_directory_iterator(path))
+      fs::permissions(entry.path(), fs::perms::owner_write, fs::perm_options::add);
+  }
+  ~FamilyCopy() { fs::remove_all(path); }
+  FamilyCopy(const FamilyCopy&) = delete;
+  FamilyCopy& operator=(const FamilyCopy&) = delete;
+
+  void Change(const char* file, const std::function<void(nlohmann::json&)>& change) {
+    auto json = ReadJsonFile(path / file);
+    ASSERT_TRUE(json.ok()) << json.status();
+    change(*json);
+    std::ofstream(path / file) << json->dump();
+  }
+  std::string Refusal() {
+    auto engine = Engine::Create({.device = "cpu"});
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    const absl::Status status = (*engine)->Open("model", path);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    return std::string(status.message());
+  }
+
+  const fs::path path;
+};
+
+/// Without the field diffusers' classes of SDXL have true. Other classes do not read it.
+TEST_F(TextToImage, ZerosWithoutANegativeTextAreTheDefaultOfXlAlone) {
+  JobSpec spec = Spec({"a red apple"}, 5);
+  spec.guidance_scale = 4;
+  const auto drawn_with = [&](const char* family, const nlohmann::json& zeros) {
+    FamilyCopy copy(family);
+    copy.Change("model_index.json", [&](nlohmann::json& index) {
+      index.erase("force_zeros_for_empty_prompt");
+      if (!zeros.is_null()) index["force_zeros_for_empty_prompt"] = zeros;
+    });
+    auto engine = Engine::Create({.device = "cpu"});
+    engine_ = *std::move(engine);
+    const absl::Status opened = engine_->Open("model", copy.path);
+    EXPECT_TRUE(opened.ok()) << opened;
+    return Draw(spec);
+  };
+  const auto xl = drawn_with("sdxl", nullptr);
+  EXPECT_EQ(drawn_with("sdxl", true), xl);
+  EXPECT_NE(drawn_with("sdxl", false), xl);
+  EXPECT_EQ(drawn_with("sd1", true), drawn_with("sd1", nullptr));
 }
 
 /// It would end the process at the first prompt.
