@@ -190,6 +190,15 @@ class Loader {
       DENOISED_ASSIGN_OR_RETURN(const Weights weights, Open(found->second));
       DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<const TextEncoder> encoder,
                                 encoder_class->load(ops_, found->second, weights));
+      // Their states lie side by side.
+      if (const int tokens = encoder->traits().max_tokens;
+          !pipeline_.text_encoders.empty() &&
+          tokens != pipeline_.text_encoders.front()->traits().max_tokens)
+        return InvalidArgument(
+            "{}: field 'max_position_embeddings' is {}, but the first text encoder has {}; take "
+            "both from one model",
+            found->second.config_file, tokens,
+            pipeline_.text_encoders.front()->traits().max_tokens);
       pipeline_.text_encoders.push_back(std::move(encoder));
     }
     return absl::OkStatus();

@@ -570,6 +570,28 @@ TEST_F(TextToImage, ZerosWithoutANegativeTextAreTheDefaultOfXlAlone) {
   EXPECT_EQ(drawn_with("sd1", true), drawn_with("sd1", nullptr));
 }
 
+/// Their states lie side by side, so it would end the process at the first prompt.
+TEST_F(TextToImage, RefusesTextEncodersThatReadDifferentLengths) {
+  FamilyCopy copy("sdxl");
+  copy.Change("text_encoder_2/config.json",
+              [](nlohmann::json& config) { config["max_position_embeddings"] = 40; });
+  const fs::path file = copy.path / "text_encoder_2/model.safetensors";
+  const auto weights = Safetensors::Open(file);
+  ASSERT_TRUE(weights.ok()) << weights.status();
+  std::map<std::string, Tensor> tensors;
+  for (const auto& [name, tensor] : weights->tensors()) {
+    const bool positions = name.ends_with("position_embedding.weight");
+    const Tensor kept = positions ? tensor.Slice(0, 40) : tensor;
+    if (!name.ends_with("position_ids"))
+      tensors[name] = Tensor::HostF32(kept.shape(), kept.ToFloats());
+  }
+  const absl::Status written = WriteSafetensors(file, tensors, weights->metadata());
+  ASSERT_TRUE(written.ok()) << written;
+  EXPECT_THAT(copy.Refusal(),
+              ::testing::HasSubstr("text_encoder_2/config.json: field 'max_position_embeddings' is "
+                                   "40, but the first text encoder has 77"));
+}
+
 /// It would end the process at the first prompt.
 TEST_F(TextToImage, RefusesATokenizerOfAnotherModel) {
   const fs::path copy = fs::path(::testing::TempDir()) / "another_tokenizer";
