@@ -75,6 +75,11 @@ absl::Status CheckComponents(const ModelDirectory& directory, bool reads_text) {
           "{}: there is no 'vae', which a {} needs; give the whole directory as diffusers saves it",
           directory.root, directory.unet().class_name);
   }
+  if (directory.components.contains("vae") && directory.components.contains("vqvae"))
+    return InvalidArgument(
+        "{}: there are a 'vae' and a 'vqvae', but a pipeline has one autoencoder; remove from "
+        "model_index.json the one that the model was not trained with",
+        directory.root);
   for (const auto& [name, component] : directory.components)
     if (!known.contains(name))
       return InvalidArgument(

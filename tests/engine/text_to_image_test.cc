@@ -592,6 +592,15 @@ TEST_F(TextToImage, RefusesTextEncodersThatReadDifferentLengths) {
                                    "40, but the first text encoder has 77"));
 }
 
+TEST_F(TextToImage, RefusesTwoAutoencoders) {
+  FamilyCopy copy("sd1");
+  fs::copy(copy.path / "vae", copy.path / "vqvae");
+  copy.Change("model_index.json", [](nlohmann::json& index) {
+    index["vqvae"] = {"diffusers", "VQModel"};
+  });
+  EXPECT_THAT(copy.Refusal(), ::testing::HasSubstr("there are a 'vae' and a 'vqvae'"));
+}
+
 /// It would end the process at the first prompt.
 TEST_F(TextToImage, RefusesATokenizerOfAnotherModel) {
   const fs::path copy = fs::path(::testing::TempDir()) / "another_tokenizer";
