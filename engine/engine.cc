@@ -412,12 +412,14 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   progress();
   DENOISED_RETURN_IF_ERROR(backend->Synchronize());
   progress();
-  if (traits.condition == ClassCondition::kLabel) {
-    if (directory.null_class >= traits.class_embeddings)
-      return InvalidArgument("{}: null_class is {}, but the model has {} classes", directory.root,
-                             directory.null_class, traits.class_embeddings);
-    model.null_label = directory.null_class;
-  }
+  const int classes = traits.condition == ClassCondition::kLabel ? traits.class_embeddings : 0;
+  if (directory.null_class >= classes)
+    return InvalidArgument(
+        "{}/model_index.json, _denoised: field 'null_class' is {}, but the model has {} classes; "
+        "{}leave it out",
+        directory.root, directory.null_class, classes,
+        classes > 0 ? fmt::format("name one from 0 to {}, or ", classes - 1) : "");
+  model.null_label = directory.null_class;
   if (traits.text_features > 0) {
     PromptReader::Rules rules{.zeros_without_negative = pipeline.zeros_without_negative,
                               .skip_layers = pipeline.skip_layers,

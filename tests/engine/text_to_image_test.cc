@@ -601,6 +601,16 @@ TEST_F(TextToImage, RefusesTwoAutoencoders) {
   EXPECT_THAT(copy.Refusal(), ::testing::HasSubstr("there are a 'vae' and a 'vqvae'"));
 }
 
+TEST_F(TextToImage, RefusesANullClassWithoutClasses) {
+  FamilyCopy copy("sd1");
+  copy.Change("model_index.json", [](nlohmann::json& index) {
+    index["_denoised"] = {{"null_class", 3}};
+  });
+  EXPECT_THAT(copy.Refusal(),
+              ::testing::HasSubstr("model_index.json, _denoised: field 'null_class' is 3, but the "
+                                   "model has 0 classes; leave it out"));
+}
+
 /// It would end the process at the first prompt.
 TEST_F(TextToImage, RefusesATokenizerOfAnotherModel) {
   const fs::path copy = fs::path(::testing::TempDir()) / "another_tokenizer";
