@@ -23,11 +23,6 @@ constexpr int kMaxChannels = 1 << 16;
 /// LCM's pipelines embed 1000 · (guidance scale − 1).
 constexpr float kGuidanceFactor = 1000;
 
-void CheckRange(ConfigReader& reader, const char* field, double value, double low, double high) {
-  if (!(value >= low && value <= high))
-    reader.Complain(field, fmt::format("must be between {} and {}", low, high));
-}
-
 /// One number for all levels, or a list with one for each.
 void ReadPerLevel(ConfigReader& reader, const nlohmann::json& json, const char* field,
                   size_t levels, int most, std::vector<int>* values) {
@@ -40,7 +35,7 @@ void ReadPerLevel(ConfigReader& reader, const nlohmann::json& json, const char* 
   if (values->size() != levels)
     reader.Complain(field,
                     fmt::format("needs one number, or one for each of the {} levels", levels));
-  for (const int value : *values) CheckRange(reader, field, value, 1, most);
+  for (const int value : *values) reader.CheckRange(field, value, 1, most);
   values->resize(levels, 1);
 }
 
@@ -86,7 +81,7 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   if (channels.empty() || channels.size() > 16)
     reader.Complain("block_out_channels", "needs 1 to 16 entries");
   const size_t levels = std::clamp<size_t>(channels.size(), 1, 16);
-  for (const int c : channels) CheckRange(reader, "block_out_channels", c, 1, kMaxChannels);
+  for (const int c : channels) reader.CheckRange("block_out_channels", c, 1, kMaxChannels);
   reader.Read("down_block_types", &config.down_block_types);
   reader.Read("up_block_types", &config.up_block_types);
   CheckBlockTypes(reader, "down_block_types", config.down_block_types, "DownBlock2D",
@@ -126,7 +121,7 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   if (config.time_embedding_dim == 0 && !channels.empty())
     config.time_embedding_dim = 4 * channels[0];
   reader.Read("time_cond_proj_dim", &config.time_cond_proj_dim);
-  CheckRange(reader, "time_cond_proj_dim", config.time_cond_proj_dim, 0, kMaxChannels);
+  reader.CheckRange("time_cond_proj_dim", config.time_cond_proj_dim, 0, kMaxChannels);
   std::string addition;
   reader.Read("addition_embed_type", &addition);
   config.text_time = addition == "text_time";
@@ -136,9 +131,9 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   reader.Read("projection_class_embeddings_input_dim",
               &config.projection_class_embeddings_input_dim);
   if (config.text_time) {
-    CheckRange(reader, "addition_time_embed_dim", config.addition_time_embed_dim, 2, kMaxChannels);
-    CheckRange(reader, "projection_class_embeddings_input_dim",
-               config.projection_class_embeddings_input_dim, 1, kMaxChannels);
+    reader.CheckRange("addition_time_embed_dim", config.addition_time_embed_dim, 2, kMaxChannels);
+    reader.CheckRange("projection_class_embeddings_input_dim",
+                      config.projection_class_embeddings_input_dim, 1, kMaxChannels);
   }
 
   reader.Refuse("only_cross_attention", false);
@@ -163,14 +158,14 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   // Softmax is in fp32 anyway; dropout is for training; the last is for a type that is refused.
   reader.Ignore({"upcast_attention", "dropout", "addition_embed_type_num_heads"});
 
-  CheckRange(reader, "sample_size", std::min(config.sample_height, config.sample_width), 0, 8192);
-  CheckRange(reader, "sample_size", std::max(config.sample_height, config.sample_width), 0, 8192);
-  CheckRange(reader, "in_channels", config.in_channels, 1, kMaxChannels);
-  CheckRange(reader, "out_channels", config.out_channels, 1, kMaxChannels);
-  CheckRange(reader, "downsample_padding", config.downsample_padding, 0, 1);
-  CheckRange(reader, "norm_num_groups", config.norm_num_groups, 1, kMaxChannels);
-  CheckRange(reader, "cross_attention_dim", config.cross_attention_dim, 1, kMaxChannels);
-  CheckRange(reader, "time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
+  reader.CheckRange("sample_size", std::min(config.sample_height, config.sample_width), 0, 8192);
+  reader.CheckRange("sample_size", std::max(config.sample_height, config.sample_width), 0, 8192);
+  reader.CheckRange("in_channels", config.in_channels, 1, kMaxChannels);
+  reader.CheckRange("out_channels", config.out_channels, 1, kMaxChannels);
+  reader.CheckRange("downsample_padding", config.downsample_padding, 0, 1);
+  reader.CheckRange("norm_num_groups", config.norm_num_groups, 1, kMaxChannels);
+  reader.CheckRange("cross_attention_dim", config.cross_attention_dim, 1, kMaxChannels);
+  reader.CheckRange("time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
   if (!channels.empty() &&
       (channels[0] < 2 || static_cast<double>(channels[0] / 2) == config.freq_shift))
     reader.Complain("block_out_channels",
