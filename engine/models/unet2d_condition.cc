@@ -225,8 +225,7 @@ class UNet2DCondition : public Denoiser {
   nn::TimestepEmbedding time_embedding_;
   std::optional<nn::TimestepEmbedding> add_embedding_;  // text_time
   std::optional<nn::Linear> guidance_linear_;           // time_cond_proj_dim
-  nn::TimeProjections resnet_projections_;
-  nn::KeyValueProjections key_values_;
+  nn::LinearColumns resnet_projections_, key_values_;
   Conv2d conv_in_, conv_out_;
   nn::GroupNorm conv_norm_out_;
   std::vector<Level> down_, up_;
@@ -375,7 +374,7 @@ absl::Status UNet2DCondition::LoadMidBlock(NetworkOps& ops, const Weights& weigh
 
 void UNet2DCondition::Condition(Context& context, const Prompts& prompts,
                                 const ConditionSets& sets) const {
-  if (prompts.states) key_values_(context, prompts.states, sets.keys_values);
+  if (prompts.states) key_values_(context, {.x = prompts.states, .out = sets.keys_values});
   if (guidance_linear_) {
     const Tensor scaled = context.NewF32(prompts.guidance.shape());
     context.ops.Add(prompts.guidance, kGuidanceFactor, Tensor(), -kGuidanceFactor,
@@ -416,7 +415,7 @@ Tensor UNet2DCondition::Embed(Context& context, const DenoiserInput& input) cons
 Tensor UNet2DCondition::Forward(Context& context, const DenoiserInput& input) const {
   const Tensor embedding = Embed(context, input);
   context.Trace("emb", embedding);
-  const Tensor time = resnet_projections_(context, embedding);
+  const Tensor time = resnet_projections_(context, {.x = embedding});
   const CrossAttentionInput text{.keys_values = input.sets.keys_values,
                                  .key_counts = input.sets.key_counts,
                                  .set = input.label};
