@@ -121,7 +121,9 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   if (config.time_embedding_dim == 0 && !channels.empty())
     config.time_embedding_dim = 4 * channels[0];
   reader.Read("time_cond_proj_dim", &config.time_cond_proj_dim);
-  reader.CheckRange("time_cond_proj_dim", config.time_cond_proj_dim, 0, kMaxChannels);
+  // Half as many frequencies, less one, divide.
+  if (config.time_cond_proj_dim != 0)
+    reader.CheckRange("time_cond_proj_dim", config.time_cond_proj_dim, 4, kMaxChannels);
   std::string addition;
   reader.Read("addition_embed_type", &addition);
   config.text_time = addition == "text_time";
@@ -132,6 +134,10 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
               &config.projection_class_embeddings_input_dim);
   if (config.text_time) {
     reader.CheckRange("addition_time_embed_dim", config.addition_time_embed_dim, 2, kMaxChannels);
+    if (static_cast<double>(config.addition_time_embed_dim / 2) == config.freq_shift)
+      reader.Complain(
+          "addition_time_embed_dim",
+          fmt::format("half of it must not be the freq_shift of {}", config.freq_shift));
     reader.CheckRange("projection_class_embeddings_input_dim",
                       config.projection_class_embeddings_input_dim, 1, kMaxChannels);
   }

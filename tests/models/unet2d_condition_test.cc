@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/models/unet2d_condition.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <map>
@@ -187,6 +188,31 @@ TEST_P(UNet2DConditionParity, AWrongConfigIsSeen) {
   wrong = config_;
   for (int& heads : wrong.attention_head_dim) heads *= 2;
   EXPECT_GT(Error(Run(wrong).at("unet.output"), "unet.output"), target_.tolerance);
+}
+
+nlohmann::json ConfigOf(const std::string& directory) {
+  const auto config =
+      ReadJsonFile(DENOISED_SOURCE_DIR "/tests/models/" + directory + "/config.json");
+  EXPECT_TRUE(config.ok()) << config.status();
+  return *config;
+}
+
+TEST(UNet2DConditionConfigTest, RefusesByName) {
+  const auto refused = [](const std::string& directory, const nlohmann::json& changes,
+                          const std::string& message) {
+    nlohmann::json json = ConfigOf("configs/" + directory);
+    EXPECT_TRUE(UNet2DConditionConfig::Parse(json, "config.json").ok()) << directory;
+    json.update(changes);
+    const absl::Status status = UNet2DConditionConfig::Parse(json, "config.json").status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << changes;
+    EXPECT_EQ(status.message(), "config.json: field " + message);
+  };
+  // Fewer have no frequencies, or divide by zero.
+  for (const int features : {-1, 1, 2, 3})
+    refused("sdxl-lcm-unet", {{"time_cond_proj_dim", features}},
+            fmt::format("'time_cond_proj_dim' is {}: must be between 4 and 65536", features));
+  refused("sdxl-unet", {{"freq_shift", 128}},
+          "'addition_time_embed_dim' is 256: half of it must not be the freq_shift of 128");
 }
 
 const Target kTargets[] = {
