@@ -89,6 +89,9 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   CheckBlockTypes(reader, "up_block_types", config.up_block_types, "UpBlock2D",
                   "CrossAttnUpBlock2D", levels);
   reader.Refuse("mid_block_type", "UNetMidBlock2DCrossAttn");
+  // In diffusers no mid block, which is not what a file without the field has.
+  if (json.contains("mid_block_type") && json["mid_block_type"].is_null())
+    reader.Complain("mid_block_type", "not supported; only UNetMidBlock2DCrossAttn is");
   reader.Read("mid_block_scale_factor", &config.mid_block_scale_factor);
   if (!(config.mid_block_scale_factor > 0))
     reader.Complain("mid_block_scale_factor", "must be greater than 0");

@@ -213,6 +213,8 @@ TEST(UNet2DConditionConfigTest, RefusesByName) {
             fmt::format("'time_cond_proj_dim' is {}: must be between 4 and 65536", features));
   refused("sdxl-unet", {{"freq_shift", 128}},
           "'addition_time_embed_dim' is 256: half of it must not be the freq_shift of 128");
+  refused("sd15-unet", {{"mid_block_type", nullptr}},
+          "'mid_block_type' is null: not supported; only UNetMidBlock2DCrossAttn is");
 }
 
 const Target kTargets[] = {
