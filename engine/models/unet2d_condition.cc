@@ -23,6 +23,12 @@ constexpr int kMaxChannels = 1 << 16;
 /// LCM's pipelines embed 1000 · (guidance scale − 1).
 constexpr float kGuidanceFactor = 1000;
 
+/// Without padding an odd size is halved downwards, and the way up, which doubles, would not meet
+/// it again.
+int SizeMultiple(const UNet2DConditionConfig& config) {
+  return config.downsample_padding == 0 ? 1 << (config.block_out_channels.size() - 1) : 1;
+}
+
 /// One number for all levels, or a list with one for each.
 void ReadPerLevel(ConfigReader& reader, const nlohmann::json& json, const char* field,
                   size_t levels, int most, std::vector<int>* values) {
@@ -172,6 +178,13 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   reader.CheckRange("in_channels", config.in_channels, 1, kMaxChannels);
   reader.CheckRange("out_channels", config.out_channels, 1, kMaxChannels);
   reader.CheckRange("downsample_padding", config.downsample_padding, 0, 1);
+  if (!channels.empty() && channels.size() <= 16)
+    if (const int multiple = SizeMultiple(config);
+        config.sample_height % multiple != 0 || config.sample_width % multiple != 0)
+      reader.Complain("sample_size",
+                      fmt::format("must be a multiple of {}, since {} blocks halve it without "
+                                  "padding",
+                                  multiple, channels.size() - 1));
   reader.CheckRange("norm_num_groups", config.norm_num_groups, 1, kMaxChannels);
   reader.CheckRange("cross_attention_dim", config.cross_attention_dim, 1, kMaxChannels);
   reader.CheckRange("time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
@@ -288,7 +301,7 @@ absl::Status UNet2DCondition::Load(NetworkOps& ops, int pooled_features, const W
   const int levels = static_cast<int>(channels.size());
   traits_.height = config_.sample_height;
   traits_.width = config_.sample_width;
-  traits_.size_multiple = 1;
+  traits_.size_multiple = SizeMultiple(config_);
   // Input channels beyond those that are predicted are not noise, but a mask or an image.
   traits_.channels = std::min(config_.in_channels, config_.out_channels);
   traits_.extra_channels = config_.in_channels - traits_.channels;

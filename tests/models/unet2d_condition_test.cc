@@ -215,6 +215,28 @@ TEST(UNet2DConditionConfigTest, RefusesByName) {
           "'addition_time_embed_dim' is 256: half of it must not be the freq_shift of 128");
   refused("sd15-unet", {{"mid_block_type", nullptr}},
           "'mid_block_type' is null: not supported; only UNetMidBlock2DCrossAttn is");
+  refused("sd15-unet", {{"downsample_padding", 0}, {"sample_size", 60}},
+          "'sample_size' is 60: must be a multiple of 8, since 3 blocks halve it without padding");
+}
+
+/// Without padding an odd size is halved downwards, which the way up does not meet again.
+TEST(UNet2DConditionConfigTest, WithoutPaddingSizesMustHalve) {
+  const auto backend = OpenBackend({.device = "cpu"}).value();
+  const std::string directory = "latent/sd1/unet", path = DENOISED_SOURCE_DIR "/tests/models/";
+  nlohmann::json json = ConfigOf(directory);
+  for (const int padding : {0, 1}) {
+    json["downsample_padding"] = padding;
+    const auto config = UNet2DConditionConfig::Parse(json, "config.json");
+    ASSERT_TRUE(config.ok()) << config.status();
+    const auto tensors = Safetensors::OpenDirectory(path + directory, "diffusion_pytorch_model");
+    ASSERT_TRUE(tensors.ok()) << tensors.status();
+    const auto model =
+        LoadUNet2DCondition(*backend, *config, 0, Weights(*tensors, path + directory));
+    ASSERT_TRUE(model.ok()) << model.status();
+    ASSERT_GE(config->block_out_channels.size(), 2u);
+    EXPECT_EQ((*model)->traits().size_multiple,
+              padding == 0 ? 1 << (config->block_out_channels.size() - 1) : 1);
+  }
 }
 
 const Target kTargets[] = {
