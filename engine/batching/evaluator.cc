@@ -165,7 +165,6 @@ absl::StatusOr<size_t> Evaluator::PlanActivations() {
     Arena measuring = Arena::Measuring(backend_.device());
     const Tensor output = Predict(counting, measuring, 0, rows);
     counting.Advance({.state = state_, .rows = rows_.Slice(0, rows), .model_output = output});
-    flops_per_row_ = counting.work().flops / rows;
     return measured[rows] = measuring.peak();
   };
   // Fewer rows may fragment the arena more than more rows do, so every number of rows is measured.

@@ -127,8 +127,6 @@ class Evaluator {
   /// the images in flight.
   size_t activation_bytes() const { return activation_bytes_; }
   size_t slot_bytes() const { return slot_bytes_; }
-  /// Floating-point operations of one row, as counted by the dry run.
-  double flops_per_row() const { return flops_per_row_; }
 
  private:
   Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options);
@@ -184,7 +182,6 @@ class Evaluator {
   bool preview_warm_ = false;
   WarmRuns warm_runs_;  // of what WarmUp() measures
   size_t activation_bytes_ = 0, slot_bytes_ = 0;
-  double flops_per_row_ = 0;
 };
 
 }  // namespace denoised
