@@ -95,8 +95,9 @@ class Evaluator {
   /// The slot may be used again at once.
   std::unique_ptr<Parked> Park(int slot);
   /// Puts a parked image into `slot`, with the Start that it began with. Its bits are the same as
-  /// without the break. It must have arrived, and may come from another device.
-  void Resume(int slot, const Start& start, int evaluations_done, const Parked& parked);
+  /// without the break. It must have arrived, and may come from another device. Returns whether the
+  /// init image was read, and encoded, once more.
+  bool Resume(int slot, const Start& start, int evaluations_done, const Parked& parked);
 
   /// One evaluation of these rows, at most max_rows. Returns the bucket that they were padded to.
   absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows);

@@ -524,15 +524,16 @@ void StepBatcher::Begin(Batch& batch, int slot, std::shared_ptr<Image> image) {
   StageRun run{.stage = Stage::kEncode, .count = 1};
   const bool encodes = start.source && batch.model.codec;
   if (encodes) run.begin = BackendOf(batch.model).Mark();
+  bool reads_source = true;
   if (const auto parked = std::move(image->parked)) {
-    batch.evaluator->Resume(slot, start, image->evaluation, *parked);
+    reads_source = batch.evaluator->Resume(slot, start, image->evaluation, *parked);
   } else {
     batch.evaluator->Begin(slot, start);
-    if (encodes) {
-      run.end = BackendOf(batch.model).Mark();
-      run.images.push_back(image);
-      batch.runs.push_back(std::move(run));
-    }
+  }
+  if (encodes && reads_source) {
+    run.end = BackendOf(batch.model).Mark();
+    run.images.push_back(image);
+    batch.runs.push_back(std::move(run));
   }
   queue_.Began(job);
   batch.Take(slot, std::move(image));

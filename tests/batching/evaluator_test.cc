@@ -74,7 +74,7 @@ TEST(Evaluator, ParkedImagesKeepWhenTheyWereNotFinite) {
   evaluator->Begin(0, start);
   evaluator->Begin(1, start);
   ASSERT_TRUE(parked->Arrive().ok());
-  evaluator->Resume(1, start, /*evaluations_done=*/1, *parked);
+  EXPECT_FALSE(evaluator->Resume(1, start, /*evaluations_done=*/1, *parked)) << "no init image";
   const auto nonfinite = evaluator->DownloadNonfinite()->Wait().value();
   EXPECT_EQ(nonfinite.as<int32_t>()[0], 0);
   EXPECT_EQ(nonfinite.as<int32_t>()[1], 1);

@@ -406,6 +406,47 @@ INSTANTIATE_TEST_SUITE_P(Families, InCompany,
                                               std::get<1>(info.param).name);
                          });
 
+/// What an engine tells for metrics.
+class Observed : public EngineObserver {
+ public:
+  void OnEvaluation(const std::string&, const std::string&, int, int, double) override {}
+  void OnStage(const std::string&, const std::string&, Stage stage, int count,
+               double seconds) override {
+    std::lock_guard lock(mutex);
+    EXPECT_GE(seconds, 0);
+    runs[stage].push_back(count);
+  }
+  void OnPrompts(const std::string&, const std::string&, int hits, int misses) override {
+    std::lock_guard lock(mutex);
+    known += hits;
+    made += misses;
+  }
+  std::mutex mutex;
+  std::map<Stage, std::vector<int>> runs;
+  int known = 0, made = 0;
+};
+
+/// A masked image that lost its slot needs its init image once more, and pays for it.
+TEST_F(TextToImage, EncodingAgainIsCounted) {
+  Open("sd1", {.device = "cpu", .max_rows = 2, .max_slots = 1, .keep_evaluations = 0});
+  Observed observed;
+  engine_->SetObserver(&observed);
+  JobSpec slow = Spec({"a red apple"}, 5);
+  slow.sampler.steps = 60;
+  slow.init_image = Picture(16, 1);
+  slow.mask = HalfMask(16, 3);
+  const auto masked = Submit(*engine_, slow);
+  while (masked->progress() < 1 && !masked->done()) std::this_thread::yield();
+  JobSpec quick = Spec({"thin threads"}, 6);
+  quick.priority = Priority::kInteractive;
+  ASSERT_TRUE(Submit(*engine_, quick)->Wait().ok());
+  ASSERT_TRUE(masked->Wait().ok()) << masked->Wait();
+  const uint64_t parked = engine_->Stats()[0].parked_images;
+  ASSERT_GT(parked, 0u);
+  std::lock_guard lock(observed.mutex);
+  EXPECT_EQ(observed.runs[Stage::kEncode].size(), 1 + parked);
+}
+
 /// Where the mask keeps the picture, the image is what the autoencoder makes of it: that of a mask
 /// that keeps all.
 TEST_F(TextToImage, AMaskKeepsTheRest) {
@@ -649,26 +690,6 @@ TEST_F(TextToImage, PreviewsHaveTheSizeOfLatents) {
   ASSERT_FALSE(job->preview_shapes().empty());
   for (const Shape& shape : job->preview_shapes()) EXPECT_EQ(shape, (Shape{8, 8, 3}));
 }
-
-/// What an engine tells for metrics.
-class Observed : public EngineObserver {
- public:
-  void OnEvaluation(const std::string&, const std::string&, int, int, double) override {}
-  void OnStage(const std::string&, const std::string&, Stage stage, int count,
-               double seconds) override {
-    std::lock_guard lock(mutex);
-    EXPECT_GE(seconds, 0);
-    runs[stage].push_back(count);
-  }
-  void OnPrompts(const std::string&, const std::string&, int hits, int misses) override {
-    std::lock_guard lock(mutex);
-    known += hits;
-    made += misses;
-  }
-  std::mutex mutex;
-  std::map<Stage, std::vector<int>> runs;
-  int known = 0, made = 0;
-};
 
 TEST_F(TextToImage, EveryStageIsCounted) {
   Open("sd1");
