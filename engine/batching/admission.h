@@ -142,7 +142,6 @@ class Admission {
   struct Client;
   struct Model;
 
-  Lane& LaneOf(Model& model, int height, int width) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Expected seconds of one image's stages other than evaluations.
   static double StagesOfImage(const Lane& lane, bool encodes);
   void WaitAgain(Ticket& ticket, int evaluations_left) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
