@@ -205,8 +205,11 @@ void Admission::SetDevices(const std::string& model, int devices) {
     found->second->devices = std::max(1, devices);
 }
 
-void Admission::Close(const std::string& model) {
+void Admission::Close(const std::string& name, bool keeps_lanes) {
   MutexLock lock(&mutex_);
+  const auto model = models_.find(name);
+  if (model == models_.end()) return;
+  if (keeps_lanes) closed_.push_back(std::move(model->second));
   models_.erase(model);
 }
 

@@ -153,10 +153,10 @@ void JobQueue::RemoveModel(const std::string& name, int device) {
   }
   std::erase_if(queues_, [](const auto& entry) { return !entry.second.needed(); });
   admission_.SetDevices(name, static_cast<int>(model->second.devices.size()));
-  if (!model->second.devices.empty() || model->second.lost) return;
+  if (!model->second.devices.empty()) return;
   std::erase_if(queues_, [&](const auto& entry) { return entry.second.size.model == name; });
+  admission_.Close(name, model->second.lost);
   models_.erase(model);
-  admission_.Close(name);
 }
 
 void JobQueue::Lose(int device) {

@@ -173,7 +173,7 @@ class JobQueue {
  private:
   struct Model {
     std::set<int> devices;  // those that draw it
-    bool lost = false;      // a lost device may have it, and may still return from a hang
+    bool lost = false;      // a lost device has it, and may still return from a hang
   };
   /// A walk over the waiting jobs of a lane that tells them their places: a few after each
   /// evaluation, so that it takes no longer the more jobs wait.
