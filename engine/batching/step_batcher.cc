@@ -244,7 +244,7 @@ absl::StatusOr<bool> StepBatcher::OpenSizes() {
     batch = MakeBatch(model, size->height, size->width, SlotsOfNewSize(*size));
   DENOISED_RETURN_IF_ERROR(this->status());
   const absl::Status status = batch.status();
-  if (status.ok()) batches_.push_front(*std::move(batch));
+  if (status.ok()) batches_.push_back(*std::move(batch));
   queue_.Opened(*size, options_.device, status);
   return true;
 }
