@@ -329,13 +329,21 @@ bool StepBatcher::EvictIdleBatch(const std::string* model) {
   return false;
 }
 
-/// Evicts sizes that were not used for long.
+std::optional<JobQueue::Clock::time_point> StepBatcher::NextEviction() const {
+  std::optional<JobQueue::Clock::time_point> next;
+  for (const auto& batch : batches_)
+    if (!batch->first_size && batch->active == 0)
+      next = std::min(next.value_or(batch->used + kUnused), batch->used + kUnused);
+  return next;
+}
+
 void StepBatcher::EvictUnused() {
   const auto before = queue_.Now() - kUnused;
   for (const auto& batch : batches_) {
     if (batch->first_size || batch->active > 0 || batch->used > before) continue;
-    // The list is in the order of use, so this evicts that batch or another one as old.
-    EvictIdleBatch(&batch->model.name);
+    // The list is in the order of use, so this evicts that batch or another one as old. If jobs
+    // wait for all of them, they are about to be used.
+    if (!EvictIdleBatch(&batch->model.name)) batch->used = queue_.Now();
     return;
   }
 }
