@@ -306,16 +306,25 @@ absl::Status DeviceEngine::LoadOn(DeviceWorker& worker, const PipelineFiles& fil
     BatchedModel model;
     ModelInfo info;
   };
-  DENOISED_ASSIGN_OR_RETURN(
-      const Packed packed,
-      worker.RunBeside([this, &worker, files, info = *info](
-                           const std::function<void()>& progress) -> absl::StatusOr<Packed> {
-        Packed result{.info = info};
-        DENOISED_ASSIGN_OR_RETURN(result.model, Pack(worker, files, progress, &result.info));
-        return result;
-      }));
-  const BatchedModel& model = packed.model;
-  *info = packed.info;
+  const auto pack = [&] {
+    return worker.RunBeside([this, &worker, files, info = *info](
+                                const std::function<void()>& progress) -> absl::StatusOr<Packed> {
+      Packed result{.info = info};
+      DENOISED_ASSIGN_OR_RETURN(result.model, Pack(worker, files, progress, &result.info));
+      return result;
+    });
+  };
+  absl::StatusOr<Packed> packed = pack();
+  if (absl::IsResourceExhausted(packed.status())) {
+    DENOISED_ASSIGN_OR_RETURN(const bool evicted,
+                              worker.Run([](StepBatcher& batcher) -> absl::StatusOr<bool> {
+                                return batcher.EvictIdle();
+                              }));
+    if (evicted) packed = pack();
+  }
+  DENOISED_RETURN_IF_ERROR(packed.status());
+  const BatchedModel& model = packed->model;
+  *info = packed->info;
   DENOISED_RETURN_IF_ERROR(
       worker.Run([model, height = info->height, width = info->width](StepBatcher& batcher) {
         return batcher.AddModel(model, height, width);

@@ -171,16 +171,27 @@ absl::Status StepBatcher::status() const {
   return status;
 }
 
+/// What `take` returns, which takes memory. While there is too little, idle sizes of any model are
+/// evicted.
+template <typename Take>
+auto StepBatcher::MakingRoom(Take take) -> decltype(take()) {
+  auto taken = take();
+  while (absl::IsResourceExhausted(taken.status()) && EvictIdleBatch(nullptr)) taken = take();
+  return taken;
+}
+
 absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int width) {
   if (!model.text_encoders.models.empty()) {
     // A row has one set, so max_rows sets suffice for the images in flight at one size. The rest is
     // cache.
-    DENOISED_ASSIGN_OR_RETURN(
-        auto conditioner, Conditioner::Create(BackendOf(model), model.denoiser, model.text_encoders,
-                                              model.max_rows + kCachedPrompts));
+    DENOISED_ASSIGN_OR_RETURN(auto conditioner, MakingRoom([&] {
+                                return Conditioner::Create(BackendOf(model), model.denoiser,
+                                                           model.text_encoders,
+                                                           model.max_rows + kCachedPrompts);
+                              }));
     conditioners_[model.name] = std::move(conditioner);
   }
-  auto batch = MakeBatch(model, height, width, model.slots);
+  auto batch = MakingRoom([&] { return MakeBatch(model, height, width, model.slots); });
   if (!batch.ok()) {
     conditioners_.erase(model.name);
     return batch.status();
@@ -238,10 +249,8 @@ absl::StatusOr<bool> StepBatcher::OpenSizes() {
   const auto size = queue_.ToOpen(options_.device);
   if (!size) return false;
   const BatchedModel& model = models_.at(size->model);
-  auto batch = MakeBatch(model, size->height, size->width, SlotsOfNewSize(*size));
-  // Evict idle sizes of any model and start again.
-  while (absl::IsResourceExhausted(batch.status()) && EvictIdleBatch(nullptr))
-    batch = MakeBatch(model, size->height, size->width, SlotsOfNewSize(*size));
+  auto batch = MakingRoom(
+      [&] { return MakeBatch(model, size->height, size->width, SlotsOfNewSize(*size)); });
   DENOISED_RETURN_IF_ERROR(this->status());
   const absl::Status status = batch.status();
   if (status.ok()) batches_.push_back(*std::move(batch));
@@ -327,6 +336,12 @@ bool StepBatcher::EvictIdleBatch(const std::string* model) {
     return true;
   }
   return false;
+}
+
+bool StepBatcher::EvictIdle() {
+  bool any = false;
+  while (EvictIdleBatch(nullptr)) any = true;
+  return any;
 }
 
 std::optional<JobQueue::Clock::time_point> StepBatcher::NextEviction() const {

@@ -83,6 +83,8 @@ class StepBatcher {
   size_t SlotBytes(const std::string& model) const;
   size_t PromptBytes(const std::string& model) const;
 
+  /// Frees the memory of all idle sizes. False if there are none.
+  bool EvictIdle();
   /// When the next idle size will have been unused for kUnused.
   std::optional<JobQueue::Clock::time_point> NextEviction() const;
   /// Evicts a size that has been unused for kUnused, if there is one. Step() does it too.
@@ -109,6 +111,8 @@ class StepBatcher {
                                                    int slots);
   Batch& OwnSizeOf(const std::string& model);
   int SlotsOfNewSize(const JobQueue::Size& size);
+  template <typename Take>
+  auto MakingRoom(Take take) -> decltype(take());
   bool EvictIdleBatch(const std::string* model);
   bool EvaluationsWait() const;
   absl::Status Decode(Batch& batch, Evaluated* evaluated);

@@ -736,6 +736,26 @@ TEST(Sizes, OneThatIsLongUnusedIsGivenUpByAnIdleDevice) {
   EXPECT_EQ(backend.allocated(), before);
 }
 
+/// Memory that idle sizes hold is there for a model that is loaded.
+TEST(Sizes, IdleOnesMakeRoomForAModel) {
+  Simulation simulation({});
+  SimulatedBackend& backend = *simulation.devices[0].backend;
+  const size_t without = backend.allocated();
+  simulation.Add("plain", 0);
+  const size_t model = backend.allocated() - without;
+  for (int size = 5; size < 9; ++size) {
+    simulation.Submit({.steps = 2, .model = "plain", .size = size});
+    simulation.RunAll();
+  }
+  ASSERT_GE(backend.allocated(), without + 2 * model) << "else this tests nothing";
+  backend.memory_limit = backend.allocated() + model / 2;
+  simulation.Add("another", 0);
+  EXPECT_LE(backend.allocated(), backend.memory_limit);
+  EXPECT_TRUE(simulation.devices[0].batcher->EvictIdle());
+  EXPECT_EQ(backend.allocated(), without + 2 * model);
+  EXPECT_FALSE(simulation.devices[0].batcher->EvictIdle());
+}
+
 /// Images that are drawn at the same time, with the rest of the queue given.
 std::vector<int> DecodedTogether(std::function<double(int)> cost, bool others_wait,
                                  std::map<int, std::vector<float>>* images = nullptr) {
