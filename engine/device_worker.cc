@@ -60,11 +60,19 @@ void DeviceWorker::Main(std::promise<absl::Status> started) {
 void DeviceWorker::Loop() {
   while (true) {
     const bool busy = batcher_->busy();
+    const auto eviction = batcher_->NextEviction();
     std::shared_ptr<PendingCommand> command;
     {
       MutexLock lock(&mutex_);
-      while (!stop_ && (!health_.ok() || !(busy || woken_ || !commands_.empty())))
-        wake_.Wait(&mutex_);
+      while (!stop_ && (!health_.ok() || !(busy || woken_ || !commands_.empty()))) {
+        if (!health_.ok() || !eviction) {
+          wake_.Wait(&mutex_);
+        } else if (Clock::now() < *eviction) {
+          wake_.WaitUntil(&mutex_, *eviction);
+        } else {
+          break;
+        }
+      }
       if (stop_) return;
       woken_ = false;
       if (!commands_.empty()) {
@@ -81,9 +89,14 @@ void DeviceWorker::Loop() {
       if (!health_.ok()) continue;
     }
     // One command, one step: neither holds up the other for longer.
-    if (!batcher_->busy()) continue;
     WatchFrom(Clock::now());
-    const absl::Status status = batcher_->Step();
+    absl::Status status;
+    if (batcher_->busy()) {
+      status = batcher_->Step();
+    } else {
+      batcher_->EvictUnused();
+      status = batcher_->status();
+    }
     WatchFrom(std::nullopt);
     if (!status.ok()) Lose(status);
   }

@@ -242,7 +242,7 @@ std::string WrongWithSteps(const SchedulerConfig& scheduler, int steps, int max_
 }
 
 /// Steps of a request that names neither sampler nor steps. They must be valid, since the client
-/// did not choose them.
+/// did not choose them. This may compile many plans, so no device waits for it.
 absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations) {
   const ModelDirectory& directory = files.directory;
   const SchedulerConfig& scheduler = files.scheduler;
@@ -251,8 +251,12 @@ absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations
       directory.default_steps ? directory.default_steps : std::min(files.default_steps, most);
   const std::string wrong = WrongWithSteps(scheduler, wanted, max_evaluations);
   if (wrong.empty()) return wanted;
-  int steps = std::min(wanted, most);
-  while (steps > 0 && !WrongWithSteps(scheduler, steps, max_evaluations).empty()) --steps;
+  const auto can_do = [&](int count) {
+    const auto plan = scheduler.Compile({.steps = count});
+    return plan.ok() && static_cast<int>(plan->evaluations.size()) <= max_evaluations;
+  };
+  int steps = std::min({wanted, most, max_evaluations});  // each takes an evaluation or more
+  while (steps > 0 && !can_do(steps)) --steps;
   // The sampler itself is at fault: a request may name another.
   if (steps == 0) return std::min(wanted, most);
   if (directory.default_steps == 0) return steps;
@@ -267,6 +271,7 @@ absl::Status DeviceEngine::Load(const std::string& path, std::optional<Precision
   DENOISED_ASSIGN_OR_RETURN(PipelineFiles files, PipelineFiles::Read(path));
   files.precision = precision.value_or(files.precision);
   files.calibrations = options_.calibrations;
+  DENOISED_ASSIGN_OR_RETURN(files.default_steps, DefaultSteps(files, options_.max_evaluations));
   // On all devices at the same time. Each thread writes to its own element.
   struct Loaded {
     ModelInfo info;
@@ -301,16 +306,25 @@ absl::Status DeviceEngine::LoadOn(DeviceWorker& worker, const PipelineFiles& fil
     BatchedModel model;
     ModelInfo info;
   };
-  DENOISED_ASSIGN_OR_RETURN(
-      const Packed packed,
-      worker.RunBeside([this, &worker, files, info = *info](
-                           const std::function<void()>& progress) -> absl::StatusOr<Packed> {
-        Packed result{.info = info};
-        DENOISED_ASSIGN_OR_RETURN(result.model, Pack(worker, files, progress, &result.info));
-        return result;
-      }));
-  const BatchedModel& model = packed.model;
-  *info = packed.info;
+  const auto pack = [&] {
+    return worker.RunBeside([this, &worker, files, info = *info](
+                                const std::function<void()>& progress) -> absl::StatusOr<Packed> {
+      Packed result{.info = info};
+      DENOISED_ASSIGN_OR_RETURN(result.model, Pack(worker, files, progress, &result.info));
+      return result;
+    });
+  };
+  absl::StatusOr<Packed> packed = pack();
+  if (absl::IsResourceExhausted(packed.status())) {
+    DENOISED_ASSIGN_OR_RETURN(const bool evicted,
+                              worker.Run([](StepBatcher& batcher) -> absl::StatusOr<bool> {
+                                return batcher.EvictIdle();
+                              }));
+    if (evicted) packed = pack();
+  }
+  DENOISED_RETURN_IF_ERROR(packed.status());
+  const BatchedModel& model = packed->model;
+  *info = packed->info;
   DENOISED_RETURN_IF_ERROR(
       worker.Run([model, height = info->height, width = info->width](StepBatcher& batcher) {
         return batcher.AddModel(model, height, width);
@@ -407,20 +421,21 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   progress();
   DENOISED_RETURN_IF_ERROR(backend->Synchronize());
   progress();
-  if (traits.condition == ClassCondition::kLabel) {
-    if (directory.null_class >= traits.class_embeddings)
-      return InvalidArgument("{}: null_class is {}, but the model has {} classes", directory.root,
-                             directory.null_class, traits.class_embeddings);
-    model.null_label = directory.null_class;
-  }
+  const int classes = traits.condition == ClassCondition::kLabel ? traits.class_embeddings : 0;
+  if (directory.null_class >= classes)
+    return InvalidArgument(
+        "{}/model_index.json, _denoised: field 'null_class' is {}, but the model has {} classes; "
+        "{}leave it out",
+        directory.root, directory.null_class, classes,
+        classes > 0 ? fmt::format("name one from 0 to {}, or ", classes - 1) : "");
+  model.null_label = directory.null_class;
   if (traits.text_features > 0) {
-    PromptReader::Rules rules{
-        .zeros_without_negative = directory.index.value("force_zeros_for_empty_prompt", false),
-        .skip_layers = pipeline.skip_layers,
-        .layers = std::numeric_limits<int>::max(),
-        .size_numbers = traits.size_numbers,
-        .guidance = traits.guidance_embedding,
-        .max_chunks = options_.max_prompt_chunks};
+    PromptReader::Rules rules{.zeros_without_negative = pipeline.zeros_without_negative,
+                              .skip_layers = pipeline.skip_layers,
+                              .layers = std::numeric_limits<int>::max(),
+                              .size_numbers = traits.size_numbers,
+                              .guidance = traits.guidance_embedding,
+                              .max_chunks = options_.max_prompt_chunks};
     for (const auto& encoder : pipeline.text_encoders) {
       rules.layers = std::min(rules.layers, encoder->traits().layers);
       rules.encoders.push_back(encoder->traits());
@@ -491,7 +506,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   info->samplers = scheduler.samplers();
   info->schedules = scheduler.schedules(info->default_sampler);
   info->max_steps = scheduler.max_steps(info->default_sampler);
-  DENOISED_ASSIGN_OR_RETURN(info->default_steps, DefaultSteps(files, options_.max_evaluations));
+  info->default_steps = files.default_steps;
   info->default_guidance_scale =
       info->guidance || info->guidance_input
           ? directory.default_guidance_scale.value_or(files.default_guidance_scale)

@@ -32,8 +32,9 @@ constexpr int kGuidanceNumbers = sizeof(Guidance) / sizeof(float);
 
 /// One row of an evaluation. Uploaded as I32 [rows, kRowNumbers].
 struct EvaluationRow {
-  int32_t slot;                // −1: padding, computes zeros and affects no other row
-  int32_t label;               // class index, when the model has a table of classes
+  int32_t slot;   // −1: padding, computes zeros and affects no other row
+  int32_t label;  // class index, when the model has a table of classes; the number of the condition
+                  // set, when it reads text
   int32_t unconditional_row;   // guidance: the row with the unconditional output; −1 without
   int32_t advances;            // 1: this row advances its slot; 0: it is only an unconditional row
   int32_t imageless_row = -1;  // guidance by an image: the unconditional row with no_extra set

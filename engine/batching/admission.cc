@@ -192,16 +192,11 @@ Admission::Lane* Admission::Open(const std::string& name, int height, int width,
   MutexLock lock(&mutex_);
   std::unique_ptr<Model>& model = models_[name];
   if (!model) model = std::make_unique<Model>();
-  Lane& lane = LaneOf(*model, height, width);
-  lane.room = room;
-  return &lane;
-}
-
-Admission::Lane& Admission::LaneOf(Model& model, int height, int width) {
-  std::unique_ptr<Lane>& lane = model.lanes[{height, width}];
-  if (!lane) lane = std::make_unique<Lane>(&model, int64_t{height} * width);
-  if (!model.own_size) model.own_size = lane.get();
-  return *lane;
+  std::unique_ptr<Lane>& lane = model->lanes[{height, width}];
+  if (!lane) lane = std::make_unique<Lane>(model.get(), int64_t{height} * width);
+  if (!model->own_size) model->own_size = lane.get();
+  lane->room = room;
+  return lane.get();
 }
 
 void Admission::SetDevices(const std::string& model, int devices) {
@@ -210,8 +205,11 @@ void Admission::SetDevices(const std::string& model, int devices) {
     found->second->devices = std::max(1, devices);
 }
 
-void Admission::Close(const std::string& model) {
+void Admission::Close(const std::string& name, bool keeps_lanes) {
   MutexLock lock(&mutex_);
+  const auto model = models_.find(name);
+  if (model == models_.end()) return;
+  if (keeps_lanes) closed_.push_back(std::move(model->second));
   models_.erase(model);
 }
 
@@ -235,7 +233,12 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   const auto found = models_.find(spec.model);
   if (found == models_.end()) return NotFound("model '{}' is not on this device", spec.model);
   Model& model = *found->second;
-  Lane& lane = LaneOf(model, spec.height, spec.width);
+  const std::pair<int, int> size(spec.height, spec.width);
+  const auto known = model.lanes.find(size);
+  std::unique_ptr<Lane> new_lane;  // the model's only if the job is let in
+  if (known == model.lanes.end())
+    new_lane = std::make_unique<Lane>(&model, int64_t{spec.height} * spec.width);
+  Lane& lane = new_lane ? *new_lane : *known->second;
   Client& client = ClientOf(lane, spec);
   auto ticket = std::make_shared<Ticket>();
   ticket->id = id;
@@ -308,6 +311,7 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   if (estimate) *estimate = expected;
   if (!refusal.ok()) return refusal;
 
+  if (new_lane) model.lanes[size] = std::move(new_lane);
   if (lane.jobs++ == 0) {
     // It goes next, but does not catch up on what others received while it was idle.
     std::optional<double> first;

@@ -71,8 +71,9 @@ class Admission {
   Lane* Open(const std::string& model, int height, int width, const Room& room);
   /// How many devices draw the model from now on; 1 before the first call.
   void SetDevices(const std::string& model, int devices);
-  /// Forgets a model that has no jobs.
-  void Close(const std::string& model);
+  /// Forgets a model that has no jobs. Its lanes stay if `keeps_lanes`, because a lost device may
+  /// return from a hang and report on them.
+  void Close(const std::string& model, bool keeps_lanes = false);
 
   /// Lets a job into the queue, or says which limit it would exceed (ResourceExhausted), that its
   /// deadline cannot be met (DeadlineExceeded) or that there is no such model (NotFound).
@@ -142,7 +143,6 @@ class Admission {
   struct Client;
   struct Model;
 
-  Lane& LaneOf(Model& model, int height, int width) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Expected seconds of one image's stages other than evaluations.
   static double StagesOfImage(const Lane& lane, bool encodes);
   void WaitAgain(Ticket& ticket, int evaluations_left) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -157,6 +157,8 @@ class Admission {
   // Also guards lanes and tickets.
   mutable Mutex mutex_;
   std::map<std::string, std::unique_ptr<Model>> models_ ABSL_GUARDED_BY(mutex_);
+  /// Those that were closed and keep their lanes.
+  std::vector<std::unique_ptr<Model>> closed_ ABSL_GUARDED_BY(mutex_);
   /// Lanes with unfinished jobs. There are few, however many sizes were ever requested.
   std::set<const Lane*> busy_ ABSL_GUARDED_BY(mutex_);
   int queued_requests_ ABSL_GUARDED_BY(mutex_) = 0, queued_images_ ABSL_GUARDED_BY(mutex_) = 0;

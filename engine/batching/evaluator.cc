@@ -165,7 +165,6 @@ absl::StatusOr<size_t> Evaluator::PlanActivations() {
     Arena measuring = Arena::Measuring(backend_.device());
     const Tensor output = Predict(counting, measuring, 0, rows);
     counting.Advance({.state = state_, .rows = rows_.Slice(0, rows), .model_output = output});
-    flops_per_row_ = counting.work().flops / rows;
     return measured[rows] = measuring.peak();
   };
   // Fewer rows may fragment the arena more than more rows do, so every number of rows is measured.
@@ -443,9 +442,10 @@ absl::Status Evaluator::Parked::Arrive() {
   return absl::OkStatus();
 }
 
-void Evaluator::Resume(int slot, const Start& start, int evaluations_done, const Parked& parked) {
+bool Evaluator::Resume(int slot, const Start& start, int evaluations_done, const Parked& parked) {
   // What is prepared from an init image has the same bits each time.
-  if (start.source && (state_.extra || start.mask)) {
+  const bool reads_source = start.source && (state_.extra || start.mask);
+  if (reads_source) {
     Begin(slot, start);
   } else {
     UploadStart(slot, start);
@@ -457,6 +457,7 @@ void Evaluator::Resume(int slot, const Start& start, int evaluations_done, const
                   SlotOf(state_.nonfinite, slot));
   const int32_t next = evaluations_done;
   backend_.Upload(&next, sizeof(next), SlotOf(state_.evaluation, slot));
+  return reads_source;
 }
 
 absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {

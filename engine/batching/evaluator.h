@@ -95,8 +95,9 @@ class Evaluator {
   /// The slot may be used again at once.
   std::unique_ptr<Parked> Park(int slot);
   /// Puts a parked image into `slot`, with the Start that it began with. Its bits are the same as
-  /// without the break. It must have arrived, and may come from another device.
-  void Resume(int slot, const Start& start, int evaluations_done, const Parked& parked);
+  /// without the break. It must have arrived, and may come from another device. Returns whether the
+  /// init image was read, and encoded, once more.
+  bool Resume(int slot, const Start& start, int evaluations_done, const Parked& parked);
 
   /// One evaluation of these rows, at most max_rows. Returns the bucket that they were padded to.
   absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows);
@@ -127,8 +128,6 @@ class Evaluator {
   /// the images in flight.
   size_t activation_bytes() const { return activation_bytes_; }
   size_t slot_bytes() const { return slot_bytes_; }
-  /// Floating-point operations of one row, as counted by the dry run.
-  double flops_per_row() const { return flops_per_row_; }
 
  private:
   Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options);
@@ -184,7 +183,6 @@ class Evaluator {
   bool preview_warm_ = false;
   WarmRuns warm_runs_;  // of what WarmUp() measures
   size_t activation_bytes_ = 0, slot_bytes_ = 0;
-  double flops_per_row_ = 0;
 };
 
 }  // namespace denoised

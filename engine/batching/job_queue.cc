@@ -49,10 +49,7 @@ absl::StatusOr<JobId> JobQueue::Submit(EffectiveJob effective,
     const std::shared_ptr<Job> job(
         new Job(id, std::move(effective), now, std::move(ticket), std::move(listener)));
     job->told = *estimate;
-    const JobSpec& spec = job->effective.spec;
-    Admission::Lane* const lane = Admission::LaneOf(*job->ticket);
-    queues_[lane].size = {lane, spec.model, spec.height, spec.width};
-    if (spec.deadline) deadlines_.emplace(*spec.deadline, id);
+    if (const auto& deadline = job->effective.spec.deadline) deadlines_.emplace(*deadline, id);
     jobs_.emplace(id, job);
     Wait(job);
   }
@@ -61,14 +58,21 @@ absl::StatusOr<JobId> JobQueue::Submit(EffectiveJob effective,
 }
 
 void JobQueue::Wait(const std::shared_ptr<Job>& job) {
-  QueueOf(*job).waiting.emplace(job->key(), job);
+  const JobSpec& spec = job->effective.spec;
+  Admission::Lane* const lane = Admission::LaneOf(*job->ticket);
+  LaneQueue& queue = queues_[lane];
+  queue.size = {lane, spec.model, spec.height, spec.width};
+  queue.waiting.emplace(job->key(), job);
 }
 
 void JobQueue::StopWaiting(const Job& job) {
-  LaneQueue& queue = QueueOf(job);
+  const auto found = queues_.find(Admission::LaneOf(*job.ticket));
+  if (found == queues_.end()) return;
+  LaneQueue& queue = found->second;
   queue.waiting.erase(job.key());
   // A device that has no memory for the size now may have some for later jobs.
   if (queue.waiting.empty()) queue.refused.clear();
+  if (!queue.needed()) queues_.erase(found);
 }
 
 /// From now on no device takes an image of the job.
@@ -147,11 +151,12 @@ void JobQueue::RemoveModel(const std::string& name, int device) {
     queue.open.erase(device);
     if (queue.opening == device) queue.opening.reset();
   }
+  std::erase_if(queues_, [](const auto& entry) { return !entry.second.needed(); });
   admission_.SetDevices(name, static_cast<int>(model->second.devices.size()));
-  if (!model->second.devices.empty() || model->second.lost) return;
+  if (!model->second.devices.empty()) return;
   std::erase_if(queues_, [&](const auto& entry) { return entry.second.size.model == name; });
+  admission_.Close(name, model->second.lost);
   models_.erase(model);
-  admission_.Close(name);
 }
 
 void JobQueue::Lose(int device) {
@@ -168,6 +173,7 @@ void JobQueue::Lose(int device) {
       queue.refused.clear();  // these devices try again: they may be the only ones left
       if (queue.opening == device) queue.opening.reset();
     }
+    std::erase_if(queues_, [](const auto& entry) { return !entry.second.needed(); });
     for (const auto& [id, job] : jobs_)
       std::erase_if(job->devices, [&](const auto& entry) {
         if (entry.second == device) images.push_back(entry.first);
@@ -283,6 +289,8 @@ void JobQueue::Opened(const Size& size, int device, const absl::Status& status) 
       if (queue.open.empty() &&
           std::includes(queue.refused.begin(), queue.refused.end(), devices.begin(), devices.end()))
         for (const auto& [key, job] : queue.waiting) hopeless.push_back(job);
+      // Its jobs may all have ended while it was being opened.
+      if (!queue.needed()) queues_.erase(size.lane);
       for (const std::shared_ptr<Job>& job : hopeless) StartEnding(*job);
     }
   }
@@ -292,9 +300,12 @@ void JobQueue::Opened(const Size& size, int device, const absl::Status& status) 
 
 bool JobQueue::Close(Admission::Lane* lane, int device) {
   MutexLock lock(&mutex_);
-  LaneQueue& queue = queues_.at(lane);
+  const auto found = queues_.find(lane);
+  if (found == queues_.end()) return true;  // the device is lost
+  LaneQueue& queue = found->second;
   if (!queue.waiting.empty()) return false;
   queue.open.erase(device);
+  if (!queue.needed()) queues_.erase(found);
   return true;
 }
 
@@ -312,8 +323,9 @@ std::shared_ptr<JobQueue::Job> JobQueue::First(Admission::Lane* lane, int device
 
 std::shared_ptr<JobQueue::Image> JobQueue::Take(const std::shared_ptr<Job>& job, int device) {
   MutexLock lock(&mutex_);
-  if (job->over || job->ending || job->waiting() == 0 || !QueueOf(*job).open.count(device))
-    return nullptr;
+  if (job->over || job->ending || job->waiting() == 0) return nullptr;
+  const auto queue = queues_.find(Admission::LaneOf(*job->ticket));
+  if (queue == queues_.end() || !queue->second.open.count(device)) return nullptr;
   std::shared_ptr<Image> image;
   if (!job->again.empty()) {
     image = job->again.front();

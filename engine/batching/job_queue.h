@@ -173,7 +173,7 @@ class JobQueue {
  private:
   struct Model {
     std::set<int> devices;  // those that draw it
-    bool lost = false;      // a lost device may have it, and may still return from a hang
+    bool lost = false;      // a lost device has it, and may still return from a hang
   };
   /// A walk over the waiting jobs of a lane that tells them their places: a few after each
   /// evaluation, so that it takes no longer the more jobs wait.
@@ -189,6 +189,7 @@ class JobQueue {
     std::set<int> open, refused;  // devices that have memory for the size; that could not get it
     std::optional<int> opening;   // the device that is taking it
     Round round;
+    bool needed() const { return !waiting.empty() || !open.empty() || opening; }
   };
   struct Ending {
     std::shared_ptr<Job> job;
@@ -196,9 +197,6 @@ class JobQueue {
     EndReason reason;
   };
 
-  LaneQueue& QueueOf(const Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return queues_.at(Admission::LaneOf(*job.ticket));
-  }
   bool MayOpen(const LaneQueue& queue, int device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wait(const std::shared_ptr<Job>& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StopWaiting(const Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -221,6 +219,7 @@ class JobQueue {
   std::set<std::pair<Clock::time_point, JobId>> deadlines_ ABSL_GUARDED_BY(mutex_);
   std::vector<Ending> endings_ ABSL_GUARDED_BY(mutex_);  // for the next EndDueJobs()
   std::map<std::string, Model> models_ ABSL_GUARDED_BY(mutex_);
+  /// Those that are needed(). So there are few, however many sizes were ever requested.
   std::map<Admission::Lane*, LaneQueue> queues_ ABSL_GUARDED_BY(mutex_);
 };
 

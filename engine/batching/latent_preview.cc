@@ -16,7 +16,6 @@ absl::StatusOr<LatentPreview> LatentPreview::Fit(Backend& backend, const Codec& 
   const CodecTraits& traits = codec.traits();
   const int channels = traits.latent_channels;
   LatentPreview preview;
-  preview.image_channels = traits.image_channels;
   preview.colours.resize(channels);
   DENOISED_ASSIGN_OR_RETURN(
       const Tensor latents,
@@ -31,7 +30,7 @@ absl::StatusOr<LatentPreview> LatentPreview::Fit(Backend& backend, const Codec& 
                             backend.Allocate({static_cast<int64_t>(measuring.peak())}, DType::kU8,
                                              "activations for a preview"));
   Arena arena(std::move(block));
-  const auto colour = [&](int channel, float value) -> absl::StatusOr<std::array<float, 3>> {
+  const auto colour = [&](int channel, float value) -> absl::StatusOr<std::vector<float>> {
     std::vector<float> flat(latents.elements());
     for (int64_t i = channel; channel >= 0 && i < latents.elements(); i += channels)
       flat[i] = value;
@@ -41,33 +40,35 @@ absl::StatusOr<LatentPreview> LatentPreview::Fit(Backend& backend, const Codec& 
     DENOISED_ASSIGN_OR_RETURN(const Tensor pixels, backend.BeginDownload(decoded)->Wait());
     const int64_t edge = pixels.dim(1), first = edge / 4, last = edge - first;
     const int64_t image_channels = pixels.dim(3);
-    std::array<double, 3> sums = {};
+    std::vector<double> sums(image_channels);
     for (int64_t y = first; y < last; ++y)
       for (int64_t x = first; x < last; ++x)
-        for (int64_t c = 0; c < 3; ++c)
-          sums[c] +=
-              pixels.as<float>()[(y * edge + x) * image_channels + std::min(c, image_channels - 1)];
-    std::array<float, 3> mean;
-    for (int c = 0; c < 3; ++c)
-      mean[c] = static_cast<float>(sums[c] / static_cast<double>((last - first) * (last - first)));
+        for (int64_t c = 0; c < image_channels; ++c)
+          sums[c] += pixels.as<float>()[(y * edge + x) * image_channels + c];
+    std::vector<float> mean;
+    for (const double sum : sums)
+      mean.push_back(
+          static_cast<float>(sum / static_cast<double>((last - first) * (last - first))));
     return mean;
   };
   DENOISED_ASSIGN_OR_RETURN(preview.grey, colour(-1, 0));
   for (int channel = 0; channel < channels; ++channel) {
     DENOISED_ASSIGN_OR_RETURN(const auto above, colour(channel, 1));
     DENOISED_ASSIGN_OR_RETURN(const auto below, colour(channel, -1));
-    for (int c = 0; c < 3; ++c) preview.colours[channel][c] = (above[c] - below[c]) / 2;
+    for (size_t c = 0; c < above.size(); ++c)
+      preview.colours[channel].push_back((above[c] - below[c]) / 2);
   }
   return preview;
 }
 
 Tensor LatentPreview::Draw(const Tensor& latents) const {
   const int64_t pixels = latents.dim(0) * latents.dim(1), channels = latents.dim(2);
+  const auto image_channels = static_cast<int64_t>(grey.size());
   Tensor picture = Tensor::Host({latents.dim(0), latents.dim(1), image_channels}, DType::kF32);
   for (int64_t p = 0; p < pixels; ++p) {
     const float* from = latents.as<float>() + p * channels;
     float* to = picture.as<float>() + p * image_channels;
-    for (int c = 0; c < image_channels; ++c) {
+    for (int64_t c = 0; c < image_channels; ++c) {
       float value = grey[c];
       for (int64_t l = 0; l < channels; ++l) value += from[l] * colours[l][c];
       to[c] = value;

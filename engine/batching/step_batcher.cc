@@ -171,16 +171,27 @@ absl::Status StepBatcher::status() const {
   return status;
 }
 
+/// What `take` returns, which takes memory. While there is too little, idle sizes of any model are
+/// evicted.
+template <typename Take>
+auto StepBatcher::MakingRoom(Take take) -> decltype(take()) {
+  auto taken = take();
+  while (absl::IsResourceExhausted(taken.status()) && EvictIdleBatch(nullptr)) taken = take();
+  return taken;
+}
+
 absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int width) {
   if (!model.text_encoders.models.empty()) {
     // A row has one set, so max_rows sets suffice for the images in flight at one size. The rest is
     // cache.
-    DENOISED_ASSIGN_OR_RETURN(
-        auto conditioner, Conditioner::Create(BackendOf(model), model.denoiser, model.text_encoders,
-                                              model.max_rows + kCachedPrompts));
+    DENOISED_ASSIGN_OR_RETURN(auto conditioner, MakingRoom([&] {
+                                return Conditioner::Create(BackendOf(model), model.denoiser,
+                                                           model.text_encoders,
+                                                           model.max_rows + kCachedPrompts);
+                              }));
     conditioners_[model.name] = std::move(conditioner);
   }
-  auto batch = MakeBatch(model, height, width, model.slots);
+  auto batch = MakingRoom([&] { return MakeBatch(model, height, width, model.slots); });
   if (!batch.ok()) {
     conditioners_.erase(model.name);
     return batch.status();
@@ -238,13 +249,11 @@ absl::StatusOr<bool> StepBatcher::OpenSizes() {
   const auto size = queue_.ToOpen(options_.device);
   if (!size) return false;
   const BatchedModel& model = models_.at(size->model);
-  auto batch = MakeBatch(model, size->height, size->width, SlotsOfNewSize(*size));
-  // Evict idle sizes of any model and start again.
-  while (absl::IsResourceExhausted(batch.status()) && EvictIdleBatch(nullptr))
-    batch = MakeBatch(model, size->height, size->width, SlotsOfNewSize(*size));
+  auto batch = MakingRoom(
+      [&] { return MakeBatch(model, size->height, size->width, SlotsOfNewSize(*size)); });
   DENOISED_RETURN_IF_ERROR(this->status());
   const absl::Status status = batch.status();
-  if (status.ok()) batches_.push_front(*std::move(batch));
+  if (status.ok()) batches_.push_back(*std::move(batch));
   queue_.Opened(*size, options_.device, status);
   return true;
 }
@@ -329,13 +338,27 @@ bool StepBatcher::EvictIdleBatch(const std::string* model) {
   return false;
 }
 
-/// Evicts sizes that were not used for long.
+bool StepBatcher::EvictIdle() {
+  bool any = false;
+  while (EvictIdleBatch(nullptr)) any = true;
+  return any;
+}
+
+std::optional<JobQueue::Clock::time_point> StepBatcher::NextEviction() const {
+  std::optional<JobQueue::Clock::time_point> next;
+  for (const auto& batch : batches_)
+    if (!batch->first_size && batch->active == 0)
+      next = std::min(next.value_or(batch->used + kUnused), batch->used + kUnused);
+  return next;
+}
+
 void StepBatcher::EvictUnused() {
   const auto before = queue_.Now() - kUnused;
   for (const auto& batch : batches_) {
     if (batch->first_size || batch->active > 0 || batch->used > before) continue;
-    // The list is in the order of use, so this evicts that batch or another one as old.
-    EvictIdleBatch(&batch->model.name);
+    // The list is in the order of use, so this evicts that batch or another one as old. If jobs
+    // wait for all of them, they are about to be used.
+    if (!EvictIdleBatch(&batch->model.name)) batch->used = queue_.Now();
     return;
   }
 }
@@ -524,15 +547,16 @@ void StepBatcher::Begin(Batch& batch, int slot, std::shared_ptr<Image> image) {
   StageRun run{.stage = Stage::kEncode, .count = 1};
   const bool encodes = start.source && batch.model.codec;
   if (encodes) run.begin = BackendOf(batch.model).Mark();
+  bool reads_source = true;
   if (const auto parked = std::move(image->parked)) {
-    batch.evaluator->Resume(slot, start, image->evaluation, *parked);
+    reads_source = batch.evaluator->Resume(slot, start, image->evaluation, *parked);
   } else {
     batch.evaluator->Begin(slot, start);
-    if (encodes) {
-      run.end = BackendOf(batch.model).Mark();
-      run.images.push_back(image);
-      batch.runs.push_back(std::move(run));
-    }
+  }
+  if (encodes && reads_source) {
+    run.end = BackendOf(batch.model).Mark();
+    run.images.push_back(image);
+    batch.runs.push_back(std::move(run));
   }
   queue_.Began(job);
   batch.Take(slot, std::move(image));

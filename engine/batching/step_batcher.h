@@ -7,6 +7,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -82,6 +83,13 @@ class StepBatcher {
   size_t SlotBytes(const std::string& model) const;
   size_t PromptBytes(const std::string& model) const;
 
+  /// Frees the memory of all idle sizes. False if there are none.
+  bool EvictIdle();
+  /// When the next idle size will have been unused for kUnused.
+  std::optional<JobQueue::Clock::time_point> NextEviction() const;
+  /// Evicts a size that has been unused for kUnused, if there is one. Step() does it too.
+  void EvictUnused();
+
   /// Whether Step() has anything to do.
   bool busy() const;
   /// Ends jobs that are due to end, takes memory for a size that is requested for the first time,
@@ -103,8 +111,9 @@ class StepBatcher {
                                                    int slots);
   Batch& OwnSizeOf(const std::string& model);
   int SlotsOfNewSize(const JobQueue::Size& size);
+  template <typename Take>
+  auto MakingRoom(Take take) -> decltype(take());
   bool EvictIdleBatch(const std::string* model);
-  void EvictUnused();
   bool EvaluationsWait() const;
   absl::Status Decode(Batch& batch, Evaluated* evaluated);
   absl::Status DecodeNext(Batch& batch, int count, Evaluated* evaluated);

@@ -159,7 +159,9 @@ absl::Status ConfigReader::Finish() {
 namespace {
 
 /// Python's json module, and so diffusers, writes infinities and NaN as bare words, which are not
-/// JSON. Where they appear they stand for "no limit", as null does.
+/// JSON. In published files only -Infinity appears: lambda_min_clipped without a limit, as null.
+/// The others become values of a type that no field has, so that whoever reads the field refuses
+/// it.
 std::string WithoutBareWords(std::string_view text) {
   std::string cleaned;
   cleaned.reserve(text.size());
@@ -173,7 +175,7 @@ std::string WithoutBareWords(std::string_view text) {
     bool replaced = false;
     for (const std::string_view word : {"-Infinity", "Infinity", "NaN"}) {
       if (in_string || text.compare(i, word.size(), word) != 0) continue;
-      cleaned += "null";
+      cleaned += word == "-Infinity" ? "null" : fmt::format("[\"{}\"]", word);
       i += word.size() - 1;
       replaced = true;
       break;
@@ -187,6 +189,10 @@ std::string WithoutBareWords(std::string_view text) {
 
 absl::StatusOr<nlohmann::json> ParseJsonObject(std::string_view text, const std::string& file,
                                                int max_depth) {
+  // The parser takes it for the end of the text.
+  if (text.find('\0') != std::string_view::npos)
+    return InvalidArgument("{}: is not valid JSON, since it has a zero byte; write the file again",
+                           file);
   // The parser bounds no depth, and of two equal keys it silently keeps the last.
   std::vector<std::set<std::string>> keys;  // of the objects that have not ended
   std::optional<std::string> twice;

@@ -88,6 +88,7 @@ absl::Status ModelDirectory::ParseIndex(const json& json_index, const std::strin
   if (json_index.contains("scheduler") && ComponentClass(json_index["scheduler"]).empty())
     reader.Complain("scheduler", "expected [\"diffusers\", \"<class>\"]");
   reader.Read("_class_name", &pipeline_class);
+  reader.Read("force_zeros_for_empty_prompt", &force_zeros_for_empty_prompt);
   ReadLabels(reader.Raw("id2label"), &labels, &reader);
 
   const json ours = json_index.value("_denoised", json::object());

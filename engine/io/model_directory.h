@@ -50,6 +50,10 @@ struct ModelDirectory {
   /// model_index.json's id2label: class → text, contiguous from 0; empty when there is none.
   std::map<int, std::string> labels;
 
+  /// Of Stable Diffusion XL's pipelines: without a negative text, zeros take the place of its
+  /// states.
+  std::optional<bool> force_zeros_for_empty_prompt;
+
   // model_index.json's "_denoised", our own object; diffusers ignores fields that begin with '_'.
   int null_class = -1;    // the class that stands for "no condition"; −1: none, so no guidance
   int default_steps = 0;  // 0: the sampler's own default

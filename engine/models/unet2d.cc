@@ -329,7 +329,7 @@ class UNet2D : public Denoiser {
   nn::TimestepEmbedding time_embedding_;
   Tensor class_table_;                                    // kLabel
   std::optional<nn::TimestepEmbedding> class_embedding_;  // kValue
-  nn::TimeProjections resnet_projections_;
+  nn::LinearColumns resnet_projections_;
   Conv2d conv_in_, conv_out_;
   nn::GroupNorm conv_norm_out_;
   std::vector<Level> down_, up_;
@@ -574,7 +574,7 @@ Tensor UNet2D::Embed(Context& context, const DenoiserInput& input) const {
 Tensor UNet2D::Forward(Context& context, const DenoiserInput& input) const {
   const Tensor embedding = Embed(context, input);
   context.Trace("emb", embedding);
-  const Tensor time = resnet_projections_(context, embedding);
+  const Tensor time = resnet_projections_(context, {.x = embedding});
 
   Tensor x = input.x;
   if (config_.center_input_sample) {

@@ -23,9 +23,10 @@ constexpr int kMaxChannels = 1 << 16;
 /// LCM's pipelines embed 1000 · (guidance scale − 1).
 constexpr float kGuidanceFactor = 1000;
 
-void CheckRange(ConfigReader& reader, const char* field, double value, double low, double high) {
-  if (!(value >= low && value <= high))
-    reader.Complain(field, fmt::format("must be between {} and {}", low, high));
+/// Without padding an odd size is halved downwards, and the way up, which doubles, would not meet
+/// it again.
+int SizeMultiple(const UNet2DConditionConfig& config) {
+  return config.downsample_padding == 0 ? 1 << (config.block_out_channels.size() - 1) : 1;
 }
 
 /// One number for all levels, or a list with one for each.
@@ -40,7 +41,7 @@ void ReadPerLevel(ConfigReader& reader, const nlohmann::json& json, const char* 
   if (values->size() != levels)
     reader.Complain(field,
                     fmt::format("needs one number, or one for each of the {} levels", levels));
-  for (const int value : *values) CheckRange(reader, field, value, 1, most);
+  for (const int value : *values) reader.CheckRange(field, value, 1, most);
   values->resize(levels, 1);
 }
 
@@ -86,7 +87,7 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   if (channels.empty() || channels.size() > 16)
     reader.Complain("block_out_channels", "needs 1 to 16 entries");
   const size_t levels = std::clamp<size_t>(channels.size(), 1, 16);
-  for (const int c : channels) CheckRange(reader, "block_out_channels", c, 1, kMaxChannels);
+  for (const int c : channels) reader.CheckRange("block_out_channels", c, 1, kMaxChannels);
   reader.Read("down_block_types", &config.down_block_types);
   reader.Read("up_block_types", &config.up_block_types);
   CheckBlockTypes(reader, "down_block_types", config.down_block_types, "DownBlock2D",
@@ -94,6 +95,9 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   CheckBlockTypes(reader, "up_block_types", config.up_block_types, "UpBlock2D",
                   "CrossAttnUpBlock2D", levels);
   reader.Refuse("mid_block_type", "UNetMidBlock2DCrossAttn");
+  // In diffusers no mid block, which is not what a file without the field has.
+  if (json.contains("mid_block_type") && json["mid_block_type"].is_null())
+    reader.Complain("mid_block_type", "not supported; only UNetMidBlock2DCrossAttn is");
   reader.Read("mid_block_scale_factor", &config.mid_block_scale_factor);
   if (!(config.mid_block_scale_factor > 0))
     reader.Complain("mid_block_scale_factor", "must be greater than 0");
@@ -126,7 +130,9 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   if (config.time_embedding_dim == 0 && !channels.empty())
     config.time_embedding_dim = 4 * channels[0];
   reader.Read("time_cond_proj_dim", &config.time_cond_proj_dim);
-  CheckRange(reader, "time_cond_proj_dim", config.time_cond_proj_dim, 0, kMaxChannels);
+  // Half as many frequencies, less one, divide.
+  if (config.time_cond_proj_dim != 0)
+    reader.CheckRange("time_cond_proj_dim", config.time_cond_proj_dim, 4, kMaxChannels);
   std::string addition;
   reader.Read("addition_embed_type", &addition);
   config.text_time = addition == "text_time";
@@ -136,9 +142,13 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   reader.Read("projection_class_embeddings_input_dim",
               &config.projection_class_embeddings_input_dim);
   if (config.text_time) {
-    CheckRange(reader, "addition_time_embed_dim", config.addition_time_embed_dim, 2, kMaxChannels);
-    CheckRange(reader, "projection_class_embeddings_input_dim",
-               config.projection_class_embeddings_input_dim, 1, kMaxChannels);
+    reader.CheckRange("addition_time_embed_dim", config.addition_time_embed_dim, 2, kMaxChannels);
+    if (static_cast<double>(config.addition_time_embed_dim / 2) == config.freq_shift)
+      reader.Complain(
+          "addition_time_embed_dim",
+          fmt::format("half of it must not be the freq_shift of {}", config.freq_shift));
+    reader.CheckRange("projection_class_embeddings_input_dim",
+                      config.projection_class_embeddings_input_dim, 1, kMaxChannels);
   }
 
   reader.Refuse("only_cross_attention", false);
@@ -163,14 +173,21 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   // Softmax is in fp32 anyway; dropout is for training; the last is for a type that is refused.
   reader.Ignore({"upcast_attention", "dropout", "addition_embed_type_num_heads"});
 
-  CheckRange(reader, "sample_size", std::min(config.sample_height, config.sample_width), 0, 8192);
-  CheckRange(reader, "sample_size", std::max(config.sample_height, config.sample_width), 0, 8192);
-  CheckRange(reader, "in_channels", config.in_channels, 1, kMaxChannels);
-  CheckRange(reader, "out_channels", config.out_channels, 1, kMaxChannels);
-  CheckRange(reader, "downsample_padding", config.downsample_padding, 0, 1);
-  CheckRange(reader, "norm_num_groups", config.norm_num_groups, 1, kMaxChannels);
-  CheckRange(reader, "cross_attention_dim", config.cross_attention_dim, 1, kMaxChannels);
-  CheckRange(reader, "time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
+  reader.CheckRange("sample_size", std::min(config.sample_height, config.sample_width), 0, 8192);
+  reader.CheckRange("sample_size", std::max(config.sample_height, config.sample_width), 0, 8192);
+  reader.CheckRange("in_channels", config.in_channels, 1, kMaxChannels);
+  reader.CheckRange("out_channels", config.out_channels, 1, kMaxChannels);
+  reader.CheckRange("downsample_padding", config.downsample_padding, 0, 1);
+  if (!channels.empty() && channels.size() <= 16)
+    if (const int multiple = SizeMultiple(config);
+        config.sample_height % multiple != 0 || config.sample_width % multiple != 0)
+      reader.Complain("sample_size",
+                      fmt::format("must be a multiple of {}, since {} blocks halve it without "
+                                  "padding",
+                                  multiple, channels.size() - 1));
+  reader.CheckRange("norm_num_groups", config.norm_num_groups, 1, kMaxChannels);
+  reader.CheckRange("cross_attention_dim", config.cross_attention_dim, 1, kMaxChannels);
+  reader.CheckRange("time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
   if (!channels.empty() &&
       (channels[0] < 2 || static_cast<double>(channels[0] / 2) == config.freq_shift))
     reader.Complain("block_out_channels",
@@ -230,8 +247,7 @@ class UNet2DCondition : public Denoiser {
   nn::TimestepEmbedding time_embedding_;
   std::optional<nn::TimestepEmbedding> add_embedding_;  // text_time
   std::optional<nn::Linear> guidance_linear_;           // time_cond_proj_dim
-  nn::TimeProjections resnet_projections_;
-  nn::KeyValueProjections key_values_;
+  nn::LinearColumns resnet_projections_, key_values_;
   Conv2d conv_in_, conv_out_;
   nn::GroupNorm conv_norm_out_;
   std::vector<Level> down_, up_;
@@ -285,7 +301,7 @@ absl::Status UNet2DCondition::Load(NetworkOps& ops, int pooled_features, const W
   const int levels = static_cast<int>(channels.size());
   traits_.height = config_.sample_height;
   traits_.width = config_.sample_width;
-  traits_.size_multiple = 1;
+  traits_.size_multiple = SizeMultiple(config_);
   // Input channels beyond those that are predicted are not noise, but a mask or an image.
   traits_.channels = std::min(config_.in_channels, config_.out_channels);
   traits_.extra_channels = config_.in_channels - traits_.channels;
@@ -380,7 +396,7 @@ absl::Status UNet2DCondition::LoadMidBlock(NetworkOps& ops, const Weights& weigh
 
 void UNet2DCondition::Condition(Context& context, const Prompts& prompts,
                                 const ConditionSets& sets) const {
-  if (prompts.states) key_values_(context, prompts.states, sets.keys_values);
+  if (prompts.states) key_values_(context, {.x = prompts.states, .out = sets.keys_values});
   if (guidance_linear_) {
     const Tensor scaled = context.NewF32(prompts.guidance.shape());
     context.ops.Add(prompts.guidance, kGuidanceFactor, Tensor(), -kGuidanceFactor,
@@ -421,7 +437,7 @@ Tensor UNet2DCondition::Embed(Context& context, const DenoiserInput& input) cons
 Tensor UNet2DCondition::Forward(Context& context, const DenoiserInput& input) const {
   const Tensor embedding = Embed(context, input);
   context.Trace("emb", embedding);
-  const Tensor time = resnet_projections_(context, embedding);
+  const Tensor time = resnet_projections_(context, {.x = embedding});
   const CrossAttentionInput text{.keys_values = input.sets.keys_values,
                                  .key_counts = input.sets.key_counts,
                                  .set = input.label};

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/nn/layers.h"
 
+#include <utility>
+
 namespace denoised::nn {
 namespace {
 
@@ -189,6 +191,24 @@ Tensor Linear::operator()(Context& context, LinearArgs args) const {
   if (weight_->gated) args.epilogue.ungated = NewRows(context, args.x.shape(), outputs);
   context.ops.Linear(args);
   return args.out;
+}
+
+int LinearColumns::Add(const Weights& layer, int in_features, int out_features) {
+  DENOISED_CHECK(in_features_ == 0 || in_features_ == in_features);
+  in_features_ = in_features;
+  layers_.push_back(layer);
+  out_features_.push_back(out_features);
+  return std::exchange(columns_, columns_ + out_features);
+}
+
+absl::Status LinearColumns::Pack(NetworkOps& ops) {
+  DENOISED_ASSIGN_OR_RETURN(linear_, Linear::LoadFused(ops, layers_, in_features_, out_features_));
+  layers_.clear();
+  return absl::OkStatus();
+}
+
+Tensor LinearColumns::operator()(Context& context, LinearArgs args) const {
+  return linear_(context, std::move(args));
 }
 
 absl::StatusOr<GroupNorm> GroupNorm::Load(NetworkOps& ops, const Weights& weights, int channels,

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "engine/backend/network_ops.h"
 #include "engine/core/arena.h"
@@ -98,6 +99,25 @@ class Linear {
 
  private:
   std::shared_ptr<const PackedLinear> weight_;
+};
+
+/// Linear layers of a model that read the same input, as one. Layers register while they load and
+/// get their columns of its output.
+class LinearColumns {
+ public:
+  /// Returns the first of this layer's `out_features` columns.
+  int Add(const Weights& layer, int in_features, int out_features);
+  /// Call once, after all layers were loaded.
+  absl::Status Pack(NetworkOps& ops);
+  int columns() const { return columns_; }
+  /// Of the packed layer, once for all that registered.
+  Tensor operator()(Context& context, LinearArgs args) const;
+
+ private:
+  std::vector<Weights> layers_;
+  std::vector<int> out_features_;
+  int in_features_ = 0, columns_ = 0;
+  Linear linear_;
 };
 
 /// torch.nn.GroupNorm, optionally over the concatenation of two tensors.

@@ -4,13 +4,12 @@
 namespace denoised::nn {
 absl::StatusOr<ResnetBlock> ResnetBlock::Load(NetworkOps& ops, const Weights& weights,
                                               const ResnetOptions& options,
-                                              TimeProjections& projections) {
+                                              LinearColumns& time_projections) {
   ResnetBlock block;
   block.options_ = options;
-  DENOISED_ASSIGN_OR_RETURN(
-      block.time_column_,
-      projections.Add(weights / "time_emb_proj", options.time_channels,
-                      options.scale_shift ? 2 * options.out_channels : options.out_channels));
+  block.time_column_ =
+      time_projections.Add(weights / "time_emb_proj", options.time_channels,
+                           options.scale_shift ? 2 * options.out_channels : options.out_channels);
   DENOISED_RETURN_IF_ERROR(block.LoadLayers(ops, weights));
   return block;
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "engine/nn/layers.h"
-#include "engine/nn/timestep.h"
 
 namespace denoised::nn {
 
@@ -25,14 +24,16 @@ struct ResnetOptions {
 /// diffusers' ResnetBlock2D: norm, act, conv, time embedding, norm, act, conv, plus the input.
 class ResnetBlock {
  public:
+  /// `time_projections` gets its time_emb_proj, since those of all blocks read the same activated
+  /// embedding.
   static absl::StatusOr<ResnetBlock> Load(NetworkOps& ops, const Weights& weights,
                                           const ResnetOptions& options,
-                                          TimeProjections& projections);
+                                          LinearColumns& time_projections);
   /// A block that reads no time.
   static absl::StatusOr<ResnetBlock> Load(NetworkOps& ops, const Weights& weights,
                                           const ResnetOptions& options);
   /// x [N, H, W, C] and `skip` (undefined, or [N, H, W, C2] to be concatenated) → [N, H', W',
-  /// Cout]. `time` is the output of the model's TimeProjections, undefined for a block without.
+  /// Cout]. `time` is the output of the model's time projections, undefined for a block without.
   Tensor operator()(Context& context, const Tensor& x, const Tensor& skip,
                     const Tensor& time) const;
 

@@ -50,25 +50,4 @@ Tensor TimestepEmbedding::operator()(Context& context, const Tensor& x, const Te
                    {.x = hidden, .epilogue = {.residual = residual, .activation = activation}});
 }
 
-absl::StatusOr<int> TimeProjections::Add(const Weights& time_emb_proj, int in_features,
-                                         int out_features) {
-  DENOISED_CHECK(in_features_ == 0 || in_features_ == in_features);
-  in_features_ = in_features;
-  layers_.push_back(time_emb_proj);
-  out_features_.push_back(out_features);
-  const int column = columns_;
-  columns_ += out_features;
-  return column;
-}
-
-absl::Status TimeProjections::Pack(NetworkOps& ops) {
-  DENOISED_ASSIGN_OR_RETURN(linear_, Linear::LoadFused(ops, layers_, in_features_, out_features_));
-  layers_.clear();
-  return absl::OkStatus();
-}
-
-Tensor TimeProjections::operator()(Context& context, const Tensor& embedding) const {
-  return linear_(context, {.x = embedding});
-}
-
 }  // namespace denoised::nn

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <vector>
-
 #include "engine/nn/layers.h"
 
 namespace denoised::nn {
@@ -38,24 +36,6 @@ class TimestepEmbedding {
 
  private:
   Linear linear_1_, linear_2_;
-};
-
-/// The time_emb_proj of all resnet blocks of a model, which read the same activated embedding, as
-/// one linear layer: blocks register while they load and get their columns of its output.
-class TimeProjections {
- public:
-  /// Returns the first column of this block's `out_features` outputs.
-  absl::StatusOr<int> Add(const Weights& time_emb_proj, int in_features, int out_features);
-  /// Call once, after all blocks were loaded.
-  absl::Status Pack(NetworkOps& ops);
-  /// The activated embedding [N, in_features] → [N, all outputs].
-  Tensor operator()(Context& context, const Tensor& embedding) const;
-
- private:
-  std::vector<Weights> layers_;
-  std::vector<int> out_features_;
-  int in_features_ = 0, columns_ = 0;
-  Linear linear_;
 };
 
 }  // namespace denoised::nn

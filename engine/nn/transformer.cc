@@ -13,33 +13,9 @@ constexpr int kFeedForwardFactor = 4;
 
 }  // namespace
 
-absl::StatusOr<int> KeyValueProjections::Add(const Weights& to_k, const Weights& to_v,
-                                             int text_features, int features) {
-  DENOISED_CHECK(text_features_ == 0 || text_features_ == text_features);
-  text_features_ = text_features;
-  layers_.push_back(to_k);
-  layers_.push_back(to_v);
-  out_features_.insert(out_features_.end(), 2, features);
-  const int column = columns_;
-  columns_ += 2 * features;
-  return column;
-}
-
-absl::Status KeyValueProjections::Pack(NetworkOps& ops) {
-  DENOISED_ASSIGN_OR_RETURN(linear_,
-                            Linear::LoadFused(ops, layers_, text_features_, out_features_));
-  layers_.clear();
-  return absl::OkStatus();
-}
-
-void KeyValueProjections::operator()(Context& context, const Tensor& states,
-                                     const Tensor& out) const {
-  linear_(context, {.x = states, .out = out});
-}
-
 absl::StatusOr<Transformer2D> Transformer2D::Load(NetworkOps& ops, const Weights& weights,
                                                   const TransformerOptions& options,
-                                                  KeyValueProjections& projections) {
+                                                  LinearColumns& key_values) {
   const int channels = options.channels;
   if (options.heads < 1 || channels % options.heads != 0)
     return InvalidArgument(
@@ -61,15 +37,16 @@ absl::StatusOr<Transformer2D> Transformer2D::Load(NetworkOps& ops, const Weights
   DENOISED_ASSIGN_OR_RETURN(transformer.proj_in_, projection("proj_in"));
   for (int i = 0; i < options.depth; ++i) {
     DENOISED_ASSIGN_OR_RETURN(
-        Block block, transformer.LoadBlock(ops, weights / "transformer_blocks" / i, projections));
+        Block block, transformer.LoadBlock(ops, weights / "transformer_blocks" / i, key_values));
     transformer.blocks_.push_back(std::move(block));
   }
   DENOISED_ASSIGN_OR_RETURN(transformer.proj_out_, projection("proj_out"));
   return transformer;
 }
 
-absl::StatusOr<Transformer2D::Block> Transformer2D::LoadBlock(
-    NetworkOps& ops, const Weights& weights, KeyValueProjections& projections) const {
+absl::StatusOr<Transformer2D::Block> Transformer2D::LoadBlock(NetworkOps& ops,
+                                                              const Weights& weights,
+                                                              LinearColumns& key_values) const {
   const int channels = options_.channels, hidden = kFeedForwardFactor * channels;
   const Weights self = weights / "attn1", cross = weights / "attn2", feed = weights / "ff" / "net";
   Block block;
@@ -86,8 +63,8 @@ absl::StatusOr<Transformer2D::Block> Transformer2D::LoadBlock(
                                                          channels, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(
       block.cross_q, Linear::Load(ops, cross / "to_q", channels, channels, Products::kOfModel));
-  DENOISED_ASSIGN_OR_RETURN(block.key_column, projections.Add(cross / "to_k", cross / "to_v",
-                                                              options_.text_features, channels));
+  block.key_column = key_values.Add(cross / "to_k", options_.text_features, channels);
+  key_values.Add(cross / "to_v", options_.text_features, channels);
   DENOISED_ASSIGN_OR_RETURN(block.cross_out, Linear::Load(ops, cross / "to_out" / 0, channels,
                                                           channels, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(block.feed_in, Linear::LoadGated(ops, feed / 0 / "proj", channels,

@@ -7,30 +7,9 @@
 
 namespace denoised::nn {
 
-/// The to_k and to_v of all cross-attention layers of a model as one linear layer. They read
-/// nothing but the prompt, so one call per prompt computes them for all steps and all layers.
-/// Layers register while they load and get their columns of the output.
-class KeyValueProjections {
- public:
-  /// Returns the first of this layer's 2 · `features` columns: keys, then values.
-  absl::StatusOr<int> Add(const Weights& to_k, const Weights& to_v, int text_features,
-                          int features);
-  /// Call once, after all layers were loaded.
-  absl::Status Pack(NetworkOps& ops);
-  int columns() const { return columns_; }
-  /// Text states [N, tokens, text_features] → `out` [N, tokens, columns].
-  void operator()(Context& context, const Tensor& states, const Tensor& out) const;
-
- private:
-  std::vector<Weights> layers_;
-  std::vector<int> out_features_;
-  int text_features_ = 0, columns_ = 0;
-  Linear linear_;
-};
-
 /// Which keys and values the rows of an evaluation attend to.
 struct CrossAttentionInput {
-  Tensor keys_values;  // [S, tokens, columns of KeyValueProjections]
+  Tensor keys_values;  // [S, tokens, columns of the key and value projections]
   Tensor key_counts;   // I32 [S]
   Tensor set;          // I32 [N]: each row's set, in [0, S)
 };
@@ -49,9 +28,11 @@ struct TransformerOptions {
 /// residual), projection, residual.
 class Transformer2D {
  public:
+  /// `key_values` gets to_k and to_v of all cross-attention layers. They read nothing but the
+  /// prompt, so one call for each prompt computes them for all steps and all layers.
   static absl::StatusOr<Transformer2D> Load(NetworkOps& ops, const Weights& weights,
                                             const TransformerOptions& options,
-                                            KeyValueProjections& projections);
+                                            LinearColumns& key_values);
   /// [N, H, W, C] → the same.
   Tensor operator()(Context& context, const Tensor& x, const CrossAttentionInput& text) const;
 
@@ -60,12 +41,12 @@ class Transformer2D {
     LayerNorm norm1, norm2, norm3;
     Linear self_qkv, self_out;
     Linear cross_q, cross_out;
-    int key_column = 0;
+    int key_column = 0;  // the first of its keys; then come its values
     Linear feed_in, feed_out;
   };
 
   absl::StatusOr<Block> LoadBlock(NetworkOps& ops, const Weights& weights,
-                                  KeyValueProjections& projections) const;
+                                  LinearColumns& key_values) const;
   Tensor Run(Context& context, const Block& block, Tensor x, const CrossAttentionInput& text) const;
   AttentionArgs Heads(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out) const;
 

@@ -75,6 +75,11 @@ absl::Status CheckComponents(const ModelDirectory& directory, bool reads_text) {
           "{}: there is no 'vae', which a {} needs; give the whole directory as diffusers saves it",
           directory.root, directory.unet().class_name);
   }
+  if (directory.components.contains("vae") && directory.components.contains("vqvae"))
+    return InvalidArgument(
+        "{}: there are a 'vae' and a 'vqvae', but a pipeline has one autoencoder; remove from "
+        "model_index.json the one that the model was not trained with",
+        directory.root);
   for (const auto& [name, component] : directory.components)
     if (!known.contains(name))
       return InvalidArgument(
@@ -179,6 +184,8 @@ class Loader {
     if (known && known->xl) {
       pipeline_.final_norm = false;
       pipeline_.skip_layers = 1;
+      // The default of diffusers' constructors. Pipelines of other families do not read the field.
+      pipeline_.zeros_without_negative = directory_.force_zeros_for_empty_prompt.value_or(true);
     }
     for (const char* name : {"text_encoder", "text_encoder_2"}) {
       const auto found = directory_.components.find(name);
@@ -188,6 +195,15 @@ class Loader {
       DENOISED_ASSIGN_OR_RETURN(const Weights weights, Open(found->second));
       DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<const TextEncoder> encoder,
                                 encoder_class->load(ops_, found->second, weights));
+      // Their states lie side by side.
+      if (const int tokens = encoder->traits().max_tokens;
+          !pipeline_.text_encoders.empty() &&
+          tokens != pipeline_.text_encoders.front()->traits().max_tokens)
+        return InvalidArgument(
+            "{}: field 'max_position_embeddings' is {}, but the first text encoder has {}; take "
+            "both from one model",
+            found->second.config_file, tokens,
+            pipeline_.text_encoders.front()->traits().max_tokens);
       pipeline_.text_encoders.push_back(std::move(encoder));
     }
     return absl::OkStatus();

@@ -48,6 +48,8 @@ struct Pipeline {
   std::vector<std::shared_ptr<const TextEncoder>> text_encoders;  // none: it reads no text
   bool final_norm = true;                                         // of the text encoders' states
   int skip_layers = 0;  // of the text encoders, before a request's clip_skip
+  /// Without a negative text, zeros take the place of the states of an empty one.
+  bool zeros_without_negative = false;
   int64_t parameters = 0;
 };
 

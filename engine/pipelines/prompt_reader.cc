@@ -2,8 +2,20 @@
 #include "engine/pipelines/prompt_reader.h"
 
 #include <algorithm>
+#include <span>
 
 namespace denoised {
+namespace {
+
+/// The token of a chunk that is pooled, as transformers' CLIPTextModel finds it.
+int PooledToken(std::span<const int32_t> ids, int end_token) {
+  if (end_token < 0)
+    return static_cast<int>(std::max_element(ids.begin(), ids.end()) - ids.begin());
+  const auto end = std::find(ids.begin(), ids.end(), end_token);
+  return end == ids.end() ? 0 : static_cast<int>(end - ids.begin());
+}
+
+}  // namespace
 
 absl::StatusOr<PromptReader> PromptReader::Load(const ModelDirectory& directory,
                                                 const Rules& rules) {
@@ -103,9 +115,9 @@ TokenizedPrompt PromptReader::Read(const std::array<Text, 2>& texts, const Reque
   for (size_t i = 0; i < tokenizers_.size(); ++i) {
     const ClipTokenizer& tokenizer = tokenizers_[i];
     std::vector<int32_t>& ids = tokens.ids.emplace_back(std::move(encoded[i].ids));
-    // Pooled is the first end token, which is also the largest id where a config asks for that.
     tokens.ends.push_back(
-        static_cast<int>(std::find(ids.begin(), ids.end(), tokenizer.end()) - ids.begin()));
+        PooledToken(std::span(ids).first(tokenizer.max_length()),
+                    i < rules_.encoders.size() ? rules_.encoders[i].end_token : tokenizer.end()));
     // The states of both encoders lie side by side, so the shorter text gets empty chunks.
     for (int chunk = encoded[i].chunks; chunk < tokens.chunks; ++chunk) {
       ids.push_back(tokenizer.begin());

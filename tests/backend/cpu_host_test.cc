@@ -40,6 +40,17 @@ TEST_F(HostTest, AControlGroupsMemory) {
   EXPECT_EQ(memory.free, 250000u);
 }
 
+TEST_F(HostTest, AGroupAboveMayHaveLessFreeThoughItsLimitIsHigher) {
+  Write("proc/self/cgroup", "0::/pod/container\n");
+  Write("sys/fs/cgroup/pod/container/memory.max", "400000\n");
+  Write("sys/fs/cgroup/pod/container/memory.current", "100000\n");
+  Write("sys/fs/cgroup/pod/memory.max", "500000\n");
+  Write("sys/fs/cgroup/pod/memory.current", "450000\n");
+  const BackendMemory memory = cpu::ReadMemory(root_);
+  EXPECT_EQ(memory.total, 400000u);
+  EXPECT_EQ(memory.free, 50000u);
+}
+
 TEST_F(HostTest, InsideAContainerTheMemoryLimitIsAtTheRoot) {
   Write("proc/self/cgroup", "0::/\n");
   Write("sys/fs/cgroup/memory.max", "400000\n");

@@ -326,6 +326,34 @@ TEST(Devices, OnThreadsOfTheirOwnOneMayBeLostInTheMiddleOfAStep) {
   EXPECT_EQ(admission.RoomToPark(1), size_t{1} << 30);
 }
 
+/// A lost device may return from a hang and report what it did, though its model is gone.
+TEST(Devices, AModelThatIsOpenedAgainAfterALossBeginsAnew) {
+  Admission admission({});
+  JobQueue queue(admission);
+  const auto open = [&] { return admission.Open("model", 4, 4, {.rows = 4, .slots = 4}); };
+  const auto seconds = [&] {
+    return admission.StageSeconds("model")[static_cast<size_t>(Stage::kDenoise)];
+  };
+  Admission::Lane* const old_lane = open();
+  for (const int device : {0, 1}) {
+    queue.AddModel("model", device);
+    queue.Opened({old_lane, "model", 4, 4}, device, absl::OkStatus());
+  }
+  admission.Measured(*old_lane, 1, 0.5);
+  queue.Lose(1);
+  queue.RemoveModel("model", 0);
+  EXPECT_EQ(seconds(), 0) << "the costs are forgotten";
+  admission.Measured(*old_lane, 1, 0.25);
+  EXPECT_TRUE(queue.Close(old_lane, 1));
+  Admission::Lane* const lane = open();
+  EXPECT_NE(lane, old_lane);
+  queue.AddModel("model", 0);
+  queue.Opened({lane, "model", 4, 4}, 0, absl::OkStatus());
+  admission.Measured(*lane, 1, 0.125);
+  admission.Measured(*old_lane, 1, 0.25);
+  EXPECT_EQ(seconds(), 0.125);
+}
+
 TEST(Devices, AnImageThatWasDrawnButNotToldIsDrawnAgain) {
   Simulation requests({});
   Admission admission({});

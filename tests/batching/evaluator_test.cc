@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/backend/counting.h"
+#include "engine/batching/latent_preview.h"
 #include "tests/batching/fake_codec.h"
 #include "tests/batching/fake_denoiser.h"
 
@@ -73,7 +74,7 @@ TEST(Evaluator, ParkedImagesKeepWhenTheyWereNotFinite) {
   evaluator->Begin(0, start);
   evaluator->Begin(1, start);
   ASSERT_TRUE(parked->Arrive().ok());
-  evaluator->Resume(1, start, /*evaluations_done=*/1, *parked);
+  EXPECT_FALSE(evaluator->Resume(1, start, /*evaluations_done=*/1, *parked)) << "no init image";
   const auto nonfinite = evaluator->DownloadNonfinite()->Wait().value();
   EXPECT_EQ(nonfinite.as<int32_t>()[0], 0);
   EXPECT_EQ(nonfinite.as<int32_t>()[1], 1);
@@ -120,6 +121,21 @@ TEST(Evaluator, DecodesPreviews) {
       for (int x = 0; x < 2 * kSize; ++x)
         EXPECT_EQ(preview.as<float>()[y * 2 * kSize + x],
                   scale * from.as<float>()[y / 2 * kSize + x / 2]);
+  }
+}
+
+/// Of as many channels as the codec's images have.
+TEST(LatentPreview, HasTheChannelsOfImages) {
+  const auto backend = OpenBackend({.device = "cpu"}).value();
+  for (const int channels : {1, 2, 3, 5}) {
+    const auto preview = LatentPreview::Fit(*backend, FakeCodec(channels));
+    ASSERT_TRUE(preview.ok()) << preview.status();
+    Tensor latents = Tensor::Host({2, 3, channels}, DType::kF32);
+    for (int64_t i = 0; i < latents.elements(); ++i)
+      latents.as<float>()[i] = static_cast<float>(i) / 8 - 1;
+    const Tensor picture = preview->Draw(latents);
+    ASSERT_EQ(picture.shape(), latents.shape());
+    EXPECT_EQ(picture.ToFloats(), latents.ToFloats()) << "this codec only makes them larger";
   }
 }
 

@@ -708,6 +708,54 @@ TEST(Sizes, OneThatIsLongUnusedIsGivenUp) {
   EXPECT_TRUE(again->done->ok());
 }
 
+/// Nothing steps a device that has nothing to draw, so it asks when to look.
+TEST(Sizes, OneThatIsLongUnusedIsGivenUpByAnIdleDevice) {
+  Simulation simulation({});
+  simulation.Add("plain", 0);
+  StepBatcher& batcher = *simulation.devices[0].batcher;
+  const SimulatedBackend& backend = *simulation.devices[0].backend;
+  const size_t before = backend.allocated();
+  EXPECT_FALSE(batcher.NextEviction().has_value()) << "models keep their own sizes";
+  const auto began = simulation.clock.now;
+  for (const int size : {5, 6}) simulation.Submit({.steps = 2, .model = "plain", .size = size});
+  simulation.RunAll();
+  const size_t taken = backend.allocated();
+  const auto next = batcher.NextEviction();
+  ASSERT_TRUE(next.has_value());
+  EXPECT_GE(*next, began + StepBatcher::kUnused);
+  EXPECT_LE(*next, simulation.clock.now + StepBatcher::kUnused);
+  batcher.EvictUnused();
+  EXPECT_EQ(backend.allocated(), taken) << "too early";
+  simulation.clock.now += StepBatcher::kUnused;
+  EXPECT_FALSE(simulation.busy());
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_LE(batcher.NextEviction().value(), simulation.clock.now);
+    batcher.EvictUnused();
+  }
+  EXPECT_FALSE(batcher.NextEviction().has_value());
+  EXPECT_EQ(backend.allocated(), before);
+}
+
+/// Memory that idle sizes hold is there for a model that is loaded.
+TEST(Sizes, IdleOnesMakeRoomForAModel) {
+  Simulation simulation({});
+  SimulatedBackend& backend = *simulation.devices[0].backend;
+  const size_t without = backend.allocated();
+  simulation.Add("plain", 0);
+  const size_t model = backend.allocated() - without;
+  for (int size = 5; size < 9; ++size) {
+    simulation.Submit({.steps = 2, .model = "plain", .size = size});
+    simulation.RunAll();
+  }
+  ASSERT_GE(backend.allocated(), without + 2 * model) << "else this tests nothing";
+  backend.memory_limit = backend.allocated() + model / 2;
+  simulation.Add("another", 0);
+  EXPECT_LE(backend.allocated(), backend.memory_limit);
+  EXPECT_TRUE(simulation.devices[0].batcher->EvictIdle());
+  EXPECT_EQ(backend.allocated(), without + 2 * model);
+  EXPECT_FALSE(simulation.devices[0].batcher->EvictIdle());
+}
+
 /// Images that are drawn at the same time, with the rest of the queue given.
 std::vector<int> DecodedTogether(std::function<double(int)> cost, bool others_wait,
                                  std::map<int, std::vector<float>>* images = nullptr) {

@@ -353,6 +353,32 @@ TEST(ConditionerMemory, SufficesWhereLayersAreSkipped) {
   EXPECT_TRUE((*conditioner)->Encode().ok());
 }
 
+/// transformers pools at the first token that the encoder's config names, or at the largest id.
+TEST(PromptReader, PoolsTheTokenThatTheEncoderNames) {
+  const auto files = PipelineFiles::Read(DENOISED_SOURCE_DIR "/tests/models/latent/sdxl");
+  ASSERT_TRUE(files.ok()) << files.status();
+  TokenizedPrompt tokens;
+  const auto pooled = [&](int end_token) {
+    const TextEncoderTraits encoder{
+        .max_tokens = 77, .layers = 3, .vocabulary = 1 << 20, .end_token = end_token};
+    const auto reader = PromptReader::Load(
+        files->directory, {.layers = 3, .max_chunks = 1, .encoders = {encoder, encoder}});
+    DENOISED_CHECK(reader.ok(), "{}", reader.status().ToString());
+    PromptRead read;
+    std::vector<FieldViolation> violations;
+    tokens = reader->Condition({.text = "a red apple"}, {.height = 16, .width = 16}, "prompts",
+                               &violations, &read);
+    return tokens.ends[1];
+  };
+  const int largest = pooled(-1);
+  const std::vector<int32_t> ids = tokens.ids[1];
+  EXPECT_EQ(largest, std::max_element(ids.begin(), ids.end()) - ids.begin());
+  EXPECT_GT(largest, 2);
+  EXPECT_EQ(pooled(ids[largest]), largest);
+  EXPECT_EQ(pooled(ids[2]), 2) << "a token of the text";
+  EXPECT_EQ(pooled(1 << 19), 0) << "no such token";
+}
+
 /// What is read and what is cut off is told, of each text.
 TEST(PromptReader, TellsWhatIsReadOfLongTexts) {
   Prompted prompted("sdxl", "cpu", 2);

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -405,6 +406,47 @@ INSTANTIATE_TEST_SUITE_P(Families, InCompany,
                                               std::get<1>(info.param).name);
                          });
 
+/// What an engine tells for metrics.
+class Observed : public EngineObserver {
+ public:
+  void OnEvaluation(const std::string&, const std::string&, int, int, double) override {}
+  void OnStage(const std::string&, const std::string&, Stage stage, int count,
+               double seconds) override {
+    std::lock_guard lock(mutex);
+    EXPECT_GE(seconds, 0);
+    runs[stage].push_back(count);
+  }
+  void OnPrompts(const std::string&, const std::string&, int hits, int misses) override {
+    std::lock_guard lock(mutex);
+    known += hits;
+    made += misses;
+  }
+  std::mutex mutex;
+  std::map<Stage, std::vector<int>> runs;
+  int known = 0, made = 0;
+};
+
+/// A masked image that lost its slot needs its init image once more, and pays for it.
+TEST_F(TextToImage, EncodingAgainIsCounted) {
+  Open("sd1", {.device = "cpu", .max_rows = 2, .max_slots = 1, .keep_evaluations = 0});
+  Observed observed;
+  engine_->SetObserver(&observed);
+  JobSpec slow = Spec({"a red apple"}, 5);
+  slow.sampler.steps = 60;
+  slow.init_image = Picture(16, 1);
+  slow.mask = HalfMask(16, 3);
+  const auto masked = Submit(*engine_, slow);
+  while (masked->progress() < 1 && !masked->done()) std::this_thread::yield();
+  JobSpec quick = Spec({"thin threads"}, 6);
+  quick.priority = Priority::kInteractive;
+  ASSERT_TRUE(Submit(*engine_, quick)->Wait().ok());
+  ASSERT_TRUE(masked->Wait().ok()) << masked->Wait();
+  const uint64_t parked = engine_->Stats()[0].parked_images;
+  ASSERT_GT(parked, 0u);
+  std::lock_guard lock(observed.mutex);
+  EXPECT_EQ(observed.runs[Stage::kEncode].size(), 1 + parked);
+}
+
 /// Where the mask keeps the picture, the image is what the autoencoder makes of it: that of a mask
 /// that keeps all.
 TEST_F(TextToImage, AMaskKeepsTheRest) {
@@ -516,6 +558,100 @@ TEST_F(TextToImage, ASizeWithoutSetsHoldsUpNoOther) {
   for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok()) << job->Wait();
 }
 
+/// A family's directory that a test changes.
+class FamilyCopy {
+ public:
+  explicit FamilyCopy(const std::string& family)
+      : path(fs::path(::testing::TempDir()) / "family_copy") {
+    fs::remove_all(path);
+    fs::copy(Latent(family), path, fs::copy_options::recursive);
+    for (const auto& entry : fs::recursive_directory_iterator(path))
+      fs::permissions(entry.path(), fs::perms::owner_write, fs::perm_options::add);
+  }
+  ~FamilyCopy() { fs::remove_all(path); }
+  FamilyCopy(const FamilyCopy&) = delete;
+  FamilyCopy& operator=(const FamilyCopy&) = delete;
+
+  void Change(const char* file, const std::function<void(nlohmann::json&)>& change) {
+    auto json = ReadJsonFile(path / file);
+    ASSERT_TRUE(json.ok()) << json.status();
+    change(*json);
+    std::ofstream(path / file) << json->dump();
+  }
+  std::string Refusal() {
+    auto engine = Engine::Create({.device = "cpu"});
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    const absl::Status status = (*engine)->Open("model", path);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    return std::string(status.message());
+  }
+
+  const fs::path path;
+};
+
+/// Without the field diffusers' classes of SDXL have true. Other classes do not read it.
+TEST_F(TextToImage, ZerosWithoutANegativeTextAreTheDefaultOfXlAlone) {
+  JobSpec spec = Spec({"a red apple"}, 5);
+  spec.guidance_scale = 4;
+  const auto drawn_with = [&](const char* family, const nlohmann::json& zeros) {
+    FamilyCopy copy(family);
+    copy.Change("model_index.json", [&](nlohmann::json& index) {
+      index.erase("force_zeros_for_empty_prompt");
+      if (!zeros.is_null()) index["force_zeros_for_empty_prompt"] = zeros;
+    });
+    auto engine = Engine::Create({.device = "cpu"});
+    engine_ = *std::move(engine);
+    const absl::Status opened = engine_->Open("model", copy.path);
+    EXPECT_TRUE(opened.ok()) << opened;
+    return Draw(spec);
+  };
+  const auto xl = drawn_with("sdxl", nullptr);
+  EXPECT_EQ(drawn_with("sdxl", true), xl);
+  EXPECT_NE(drawn_with("sdxl", false), xl);
+  EXPECT_EQ(drawn_with("sd1", true), drawn_with("sd1", nullptr));
+}
+
+/// Their states lie side by side, so it would end the process at the first prompt.
+TEST_F(TextToImage, RefusesTextEncodersThatReadDifferentLengths) {
+  FamilyCopy copy("sdxl");
+  copy.Change("text_encoder_2/config.json",
+              [](nlohmann::json& config) { config["max_position_embeddings"] = 40; });
+  const fs::path file = copy.path / "text_encoder_2/model.safetensors";
+  const auto weights = Safetensors::Open(file);
+  ASSERT_TRUE(weights.ok()) << weights.status();
+  std::map<std::string, Tensor> tensors;
+  for (const auto& [name, tensor] : weights->tensors()) {
+    const bool positions = name.ends_with("position_embedding.weight");
+    const Tensor kept = positions ? tensor.Slice(0, 40) : tensor;
+    if (!name.ends_with("position_ids"))
+      tensors[name] = Tensor::HostF32(kept.shape(), kept.ToFloats());
+  }
+  const absl::Status written = WriteSafetensors(file, tensors, weights->metadata());
+  ASSERT_TRUE(written.ok()) << written;
+  EXPECT_THAT(copy.Refusal(),
+              ::testing::HasSubstr("text_encoder_2/config.json: field 'max_position_embeddings' is "
+                                   "40, but the first text encoder has 77"));
+}
+
+TEST_F(TextToImage, RefusesTwoAutoencoders) {
+  FamilyCopy copy("sd1");
+  fs::copy(copy.path / "vae", copy.path / "vqvae");
+  copy.Change("model_index.json", [](nlohmann::json& index) {
+    index["vqvae"] = {"diffusers", "VQModel"};
+  });
+  EXPECT_THAT(copy.Refusal(), ::testing::HasSubstr("there are a 'vae' and a 'vqvae'"));
+}
+
+TEST_F(TextToImage, RefusesANullClassWithoutClasses) {
+  FamilyCopy copy("sd1");
+  copy.Change("model_index.json", [](nlohmann::json& index) {
+    index["_denoised"] = {{"null_class", 3}};
+  });
+  EXPECT_THAT(copy.Refusal(),
+              ::testing::HasSubstr("model_index.json, _denoised: field 'null_class' is 3, but the "
+                                   "model has 0 classes; leave it out"));
+}
+
 /// It would end the process at the first prompt.
 TEST_F(TextToImage, RefusesATokenizerOfAnotherModel) {
   const fs::path copy = fs::path(::testing::TempDir()) / "another_tokenizer";
@@ -554,26 +690,6 @@ TEST_F(TextToImage, PreviewsHaveTheSizeOfLatents) {
   ASSERT_FALSE(job->preview_shapes().empty());
   for (const Shape& shape : job->preview_shapes()) EXPECT_EQ(shape, (Shape{8, 8, 3}));
 }
-
-/// What an engine tells for metrics.
-class Observed : public EngineObserver {
- public:
-  void OnEvaluation(const std::string&, const std::string&, int, int, double) override {}
-  void OnStage(const std::string&, const std::string&, Stage stage, int count,
-               double seconds) override {
-    std::lock_guard lock(mutex);
-    EXPECT_GE(seconds, 0);
-    runs[stage].push_back(count);
-  }
-  void OnPrompts(const std::string&, const std::string&, int hits, int misses) override {
-    std::lock_guard lock(mutex);
-    known += hits;
-    made += misses;
-  }
-  std::mutex mutex;
-  std::map<Stage, std::vector<int>> runs;
-  int known = 0, made = 0;
-};
 
 TEST_F(TextToImage, EveryStageIsCounted) {
   Open("sd1");

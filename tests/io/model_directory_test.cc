@@ -182,6 +182,8 @@ const IndexCase kRefused[] = {
     {"LabelKeyHuge", "{" UNET R"(,"id2label":{"99999999999":"zero"}})", "id2label"},
     {"LabelNotAText", "{" UNET R"(,"id2label":{"0":0}})", "id2label"},
     {"LabelGap", "{" UNET R"(,"id2label":{"0":"zero","2":"two"}})", "highest class is 2"},
+    {"ForceZerosNotABool", "{" UNET R"(,"force_zeros_for_empty_prompt":"no"})",
+     "'force_zeros_for_empty_prompt' is \"no\": expected true or false"},
     {"DenoisedNotAnObject", "{" UNET R"(,"_denoised":[]})", "_denoised"},
     {"UnknownDefault", "{" UNET R"(,"_denoised":{"steps":3}})", "field 'steps'"},
     {"NullClassTooLow", "{" UNET R"(,"_denoised":{"null_class":-2}})", "'null_class' is -2"},

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/models/unet2d_condition.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <map>
@@ -187,6 +188,55 @@ TEST_P(UNet2DConditionParity, AWrongConfigIsSeen) {
   wrong = config_;
   for (int& heads : wrong.attention_head_dim) heads *= 2;
   EXPECT_GT(Error(Run(wrong).at("unet.output"), "unet.output"), target_.tolerance);
+}
+
+nlohmann::json ConfigOf(const std::string& directory) {
+  const auto config =
+      ReadJsonFile(DENOISED_SOURCE_DIR "/tests/models/" + directory + "/config.json");
+  EXPECT_TRUE(config.ok()) << config.status();
+  return *config;
+}
+
+TEST(UNet2DConditionConfigTest, RefusesByName) {
+  const auto refused = [](const std::string& directory, const nlohmann::json& changes,
+                          const std::string& message) {
+    nlohmann::json json = ConfigOf("configs/" + directory);
+    EXPECT_TRUE(UNet2DConditionConfig::Parse(json, "config.json").ok()) << directory;
+    json.update(changes);
+    const absl::Status status = UNet2DConditionConfig::Parse(json, "config.json").status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << changes;
+    EXPECT_EQ(status.message(), "config.json: field " + message);
+  };
+  // Fewer have no frequencies, or divide by zero.
+  for (const int features : {-1, 1, 2, 3})
+    refused("sdxl-lcm-unet", {{"time_cond_proj_dim", features}},
+            fmt::format("'time_cond_proj_dim' is {}: must be between 4 and 65536", features));
+  refused("sdxl-unet", {{"freq_shift", 128}},
+          "'addition_time_embed_dim' is 256: half of it must not be the freq_shift of 128");
+  refused("sd15-unet", {{"mid_block_type", nullptr}},
+          "'mid_block_type' is null: not supported; only UNetMidBlock2DCrossAttn is");
+  refused("sd15-unet", {{"downsample_padding", 0}, {"sample_size", 60}},
+          "'sample_size' is 60: must be a multiple of 8, since 3 blocks halve it without padding");
+}
+
+/// Without padding an odd size is halved downwards, which the way up does not meet again.
+TEST(UNet2DConditionConfigTest, WithoutPaddingSizesMustHalve) {
+  const auto backend = OpenBackend({.device = "cpu"}).value();
+  const std::string directory = "latent/sd1/unet", path = DENOISED_SOURCE_DIR "/tests/models/";
+  nlohmann::json json = ConfigOf(directory);
+  for (const int padding : {0, 1}) {
+    json["downsample_padding"] = padding;
+    const auto config = UNet2DConditionConfig::Parse(json, "config.json");
+    ASSERT_TRUE(config.ok()) << config.status();
+    const auto tensors = Safetensors::OpenDirectory(path + directory, "diffusion_pytorch_model");
+    ASSERT_TRUE(tensors.ok()) << tensors.status();
+    const auto model =
+        LoadUNet2DCondition(*backend, *config, 0, Weights(*tensors, path + directory));
+    ASSERT_TRUE(model.ok()) << model.status();
+    ASSERT_GE(config->block_out_channels.size(), 2u);
+    EXPECT_EQ((*model)->traits().size_multiple,
+              padding == 0 ? 1 << (config->block_out_channels.size() - 1) : 1);
+  }
 }
 
 const Target kTargets[] = {

@@ -34,8 +34,8 @@ struct Band {
 };
 
 int64_t BandLines(const Convolution& convolution, int64_t out_height, int64_t out_width) {
-  const int64_t pixel_flops =
-      2 * convolution.out() * convolution.in() * convolution.kernel() * convolution.kernel();
+  const int64_t pixel_flops = int64_t{2} * convolution.out() * convolution.in() *
+                              convolution.kernel() * convolution.kernel();
   const int64_t pixels = std::max(kBandPixels, kBandFlops / pixel_flops);
   const int64_t lines = std::clamp<int64_t>(pixels / out_width, 1, out_height);
   const int64_t bands = (out_height + lines - 1) / lines;

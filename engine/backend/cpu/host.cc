@@ -31,12 +31,13 @@ std::optional<size_t> ReadField(const std::string& path, std::string_view key) {
   return std::nullopt;
 }
 
-/// Lowers `memory` to the limit of the group at `directory` and what is free of it.
+/// Lowers `memory` to the limit of the group at `directory` and to what is free of it. Less may be
+/// free in a group than in a group below it that has a lower limit, since other groups use it too.
 void ApplyLimit(const std::string& directory, const char* limit_file, const char* usage_file,
                 const char* cache_field, BackendMemory* memory) {
   const std::optional<size_t> limit = ReadNumber(directory + limit_file);
-  if (!limit || *limit >= memory->total) return;
-  memory->total = *limit;
+  if (!limit) return;
+  memory->total = std::min(memory->total, *limit);
   const size_t usage = ReadNumber(directory + usage_file).value_or(0);
   const size_t cache = ReadField(directory + "/memory.stat", cache_field).value_or(0);
   const size_t held = usage - std::min(usage, cache);
