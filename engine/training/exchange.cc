@@ -396,6 +396,7 @@ absl::StatusOr<std::vector<std::string>> GatherTexts(const std::string& mine, Ex
   std::copy_n(mine.data(), mine.size(), all.as<char>() + host.rank() * longest);
   DENOISED_RETURN_IF_ERROR(GatherRows(all, host));
   std::vector<std::string> texts;
+  texts.reserve(host.ranks());
   for (int rank = 0; rank < host.ranks(); ++rank)
     texts.emplace_back(all.as<char>() + rank * longest, static_cast<size_t>(size[rank]));
   return texts;
