@@ -45,10 +45,9 @@ absl::StatusOr<LatentPreview> LatentPreview::Fit(Backend& backend, const Codec& 
       for (int64_t x = first; x < last; ++x)
         for (int64_t c = 0; c < image_channels; ++c)
           sums[c] += pixels.as<float>()[(y * edge + x) * image_channels + c];
-    std::vector<float> mean;
-    for (const double sum : sums)
-      mean.push_back(
-          static_cast<float>(sum / static_cast<double>((last - first) * (last - first))));
+    std::vector<float> mean(image_channels);
+    for (int64_t c = 0; c < image_channels; ++c)
+      mean[c] = static_cast<float>(sums[c] / static_cast<double>((last - first) * (last - first)));
     return mean;
   };
   DENOISED_ASSIGN_OR_RETURN(preview.grey, colour(-1, 0));
