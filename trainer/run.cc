@@ -174,12 +174,10 @@ absl::Status Session::ReadData() {
   DENOISED_ASSIGN_OR_RETURN(pictures_, ReadPictures(config_.data, config_.labels, options));
   for (const std::string& bad : pictures_.bad) Say("skipped {}", bad);
   const Tensor& images = pictures_.dataset.images;
-  int& threads = config_.trainer.prefetch_threads;
-  if (threads == 0 && (pictures_.on_disk || config_.trainer.augment > 0)) threads = 2;
   if (first())
     Say("{} pictures of {} × {} × {}, {} MiB{}, {} skipped, read in {:.1f} s", images.dim(0),
         images.dim(2), images.dim(1), images.dim(3), images.bytes() >> 20,
-        pictures_.on_disk ? " on disk" : "", pictures_.bad.size(), Since(start));
+        pictures_.dataset.on_disk ? " on disk" : "", pictures_.bad.size(), Since(start));
   const std::vector<int32_t>& labels = pictures_.dataset.labels;
   if (!config_.class_names.empty() && !labels.empty()) {
     const int32_t largest = *std::max_element(labels.begin(), labels.end());

@@ -19,8 +19,8 @@ namespace {
 /// to stop, and padding.
 constexpr int64_t kLossElements = 16;
 constexpr int kMaxAverages = 8;
-/// Threads that read pictures ahead because they do not fit the device's memory.
-constexpr int kDefaultPrefetchThreads = 2;
+/// Threads that prepare pictures ahead where none were asked for.
+constexpr int kPrefetchThreads = 2;
 
 bool RecomputesNorms(const TrainerOptions& options, const Parameters& parameters) {
   return options.recompute_norms.value_or(parameters.trained_elements() >= 100'000'000);
@@ -38,7 +38,8 @@ const Tensor& PicturesOf(const Dataset& dataset) {
 
 /// Augmented pictures differ in every step. Posteriors are small and stay in memory.
 bool Prefetches(const TrainerOptions& options, const Dataset& dataset) {
-  return !dataset.posteriors && (options.prefetch_threads > 0 || options.augment > 0);
+  return !dataset.posteriors &&
+         (options.prefetch_threads > 0 || options.augment > 0 || dataset.on_disk);
 }
 
 int AugmentLabels(const TrainerOptions& options) {
@@ -203,8 +204,7 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
           (options.null_class < 0 || options.null_class >= config.num_class_embeds))
         return InvalidArgument(
             "--class-dropout needs a --null-class from 0 to {}; it is {}. Give the network one "
-            "class "
-            "more than the pictures have",
+            "class more than the pictures have",
             config.num_class_embeds - 1, options.null_class);
       break;
     }
@@ -544,7 +544,6 @@ absl::Status Trainer::Allocate() {
 
 absl::Status Trainer::AllocatePictures() {
   const Tensor& all = PicturesOf(dataset_);
-  int threads = options_.prefetch_threads;
   if (!Prefetches(options_, dataset_)) {
     images_ = all;
     if (backend_.device() == denoised::Device::kCpu) return absl::OkStatus();
@@ -557,15 +556,15 @@ absl::Status Trainer::AllocatePictures() {
     }
     if (dataset_.posteriors || !absl::IsResourceExhausted(resident.status()))
       return resident.status();
-    threads = kDefaultPrefetchThreads;
   }
   const int64_t bytes = static_cast<int64_t>(all.bytes()) / all.dim(0);
   DENOISED_ASSIGN_OR_RETURN(
       images_, backend_.Allocate({local_samples(), all.dim(1), all.dim(2), all.dim(3)}, DType::kU8,
                                  "the pictures of a step"));
-  prefetcher_.emplace(
-      std::max(1, threads), local_samples(), bytes,
-      [this](int64_t step, int64_t sample, uint8_t* to) { PreparePicture(step, sample, to); });
+  prefetcher_.emplace(options_.prefetch_threads > 0 ? options_.prefetch_threads : kPrefetchThreads,
+                      local_samples(), bytes, [this](int64_t step, int64_t sample, uint8_t* to) {
+                        PreparePicture(step, sample, to);
+                      });
   return absl::OkStatus();
 }
 

@@ -30,9 +30,9 @@ struct TrainerOptions {
   int null_class = -1;
   bool flip = false;   // half of the samples are mirrored; not with augment, which does so itself
   double augment = 0;  // probability of each of EDM's augmentations (augment.h); 0: none
-  /// This many threads prepare the pictures of the next step during the current one. 0: none, and
-  /// all pictures are in the device's memory; some all the same if they do not fit it, or with
-  /// augment. The bits do not depend on it.
+  /// This many threads prepare the pictures of the next step during the current one. 0: two if the
+  /// pictures are on disk, do not fit the device's memory, or are augmented; else none, and all
+  /// pictures are in that memory. The bits do not depend on it.
   int prefetch_threads = 0;
   /// Whether the backward pass computes the outputs of norms again: less memory, a little slower,
   /// the same bits. Default: from 100 million parameters on, where it costs about 2 % of a step.

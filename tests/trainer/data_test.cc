@@ -234,19 +234,18 @@ TEST_F(DataTest, WhatDoesNotFitIsKeptInAFileWithoutAName) {
   PictureOptions options = Options(64);
   const auto resident = ReadPictures(folder_ / "pictures", "", options);
   ASSERT_TRUE(resident.ok()) << resident.status();
-  EXPECT_FALSE(resident->on_disk);
+  EXPECT_FALSE(resident->dataset.on_disk);
   options.memory = 2 * 64 * 64 - 1;
   options.scratch = folder_ / "scratch";
   const auto on_disk = ReadPictures(folder_ / "pictures", "", options);
   ASSERT_TRUE(on_disk.ok()) << on_disk.status();
-  EXPECT_TRUE(on_disk->on_disk);
   EXPECT_TRUE(on_disk->dataset.on_disk);
   EXPECT_TRUE(fs::is_empty(folder_ / "scratch"));
   EXPECT_THAT(on_disk->dataset.labels, ElementsAre(0, 1));
   EXPECT_EQ(
       std::memcmp(on_disk->dataset.images.data(), resident->dataset.images.data(), 2 * 64 * 64), 0);
   ++options.memory;
-  EXPECT_FALSE(ReadPictures(folder_ / "pictures", "", options)->on_disk);
+  EXPECT_FALSE(ReadPictures(folder_ / "pictures", "", options)->dataset.on_disk);
   // A folder that cannot be written.
   options.memory = 1;
   options.scratch = folder_ / "pictures/cats/b.png";

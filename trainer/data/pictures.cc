@@ -86,8 +86,8 @@ void Fit(Tensor image, const PictureOptions& options, uint8_t* to) {
 absl::Status AllocateImages(int64_t count, const PictureOptions& options, Pictures* pictures) {
   const Shape shape{count, options.height, options.width, options.channels};
   const auto bytes = static_cast<size_t>(shape.elements());
-  pictures->on_disk = pictures->dataset.on_disk = bytes > options.memory;
-  if (pictures->on_disk) {
+  pictures->dataset.on_disk = bytes > options.memory;
+  if (pictures->dataset.on_disk) {
     DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<void> file, MapScratch(options.scratch, bytes));
     pictures->dataset.images = Tensor(file.get(), shape, DType::kU8, Device::kCpu, file);
     return absl::OkStatus();

@@ -19,7 +19,8 @@ struct PictureOptions {
   bool wants_labels = false;
   bool wants_vectors = false;  // of numbers as labels: a class vector for each picture
   bool skip_bad = false;       // otherwise the first bad file is an error
-  /// What takes more bytes than this is kept in a file below `scratch`, which has no name.
+  /// What takes more bytes than this is kept in a file below `scratch`, which has no name
+  /// (Dataset::on_disk).
   size_t memory = SIZE_MAX;
   std::string scratch;
 };
@@ -29,7 +30,6 @@ struct Pictures {
   std::vector<std::string> class_names;  // by label, of folders; else empty
   std::vector<std::string> bad;          // what was skipped: file and reason
   std::vector<std::string> files;        // of a folder, by picture: its path below the folder
-  bool on_disk = false;                  // see PictureOptions::memory
 };
 
 /// Reads all pictures of `path` into uint8 once:
