@@ -94,7 +94,8 @@ void CopyOthers(const ModelDirectory& from, Pipeline* pipeline) {
         value.size() != 2 || !value[1].is_string())
       continue;
     const fs::path folder = fs::path(from.root) / item.key();
-    if (fs::is_directory(folder)) {
+    std::error_code error;
+    if (fs::is_directory(folder, error)) {
       pipeline->copied.push_back(folder.string());
     } else {
       pipeline->index[item.key()] = {nullptr, nullptr};
@@ -156,10 +157,11 @@ absl::StatusOr<Captions> ReadCaptions(const std::string& folder,
                                       const std::vector<std::string>& files) {
   Captions captions;
   const fs::path metadata = fs::path(folder) / "metadata.jsonl";
-  if (!fs::exists(metadata)) {
+  std::error_code error;
+  if (!fs::exists(metadata, error)) {
     for (const std::string& name : files) {
       const fs::path path = (fs::path(folder) / name).replace_extension(".txt");
-      if (!fs::exists(path)) continue;
+      if (!fs::exists(path, error)) continue;
       DENOISED_ASSIGN_OR_RETURN(const std::string text, ReadFile(path));
       for (const std::string& line : LinesOf(text))
         if (!line.empty()) captions[name].push_back(line);
@@ -206,8 +208,7 @@ absl::Status Tokenize(const PipelineParts& parts, const std::vector<std::string>
     if (found == captions.end() || found->second.empty())
       return InvalidArgument(
           "{}: has no caption. Give it \"text\" in metadata.jsonl, or a .txt of its name if there "
-          "is no "
-          "metadata.jsonl",
+          "is no metadata.jsonl",
           name);
     for (const std::string& text : found->second) DENOISED_RETURN_IF_ERROR(add(name, text));
   }
