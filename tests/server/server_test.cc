@@ -456,12 +456,20 @@ TEST_F(ServerTest, AJobThatWasStreamedMayBeTooLargeForOneReply) {
 }
 
 TEST_F(ServerTest, IncludeTimingsTellsWhatWasSentToo) {
-  Start();
+  Start({.max_slots = 1});
   v1::StreamGenerateRequest stream;
   stream.mutable_params()->set_count(2);
+  stream.mutable_params()->set_steps(3);
   stream.mutable_params()->set_include_timings(true);
+  engine_->PauseAfter(3);  // so that the first image is sent before the second is drawn
   std::vector<Event> events;
-  ASSERT_TRUE(Stream(stream, &events).ok());
+  grpc::ClientContext context;
+  auto reader = stub_->StreamGenerate(&context, stream);
+  for (Event event; reader->Read(&event);) {
+    if (event.has_image()) engine_->Pause(false);
+    events.push_back(std::move(event));
+  }
+  ASSERT_TRUE(reader->Finish().ok());
   int sent = 0;
   double last = 0;
   for (const v1::TimelineEntry& entry : events.back().completed().timeline().entries()) {
