@@ -16,6 +16,10 @@
 // warps share their tokens: each computes all scores and a part of the gradients' columns. Other
 // dimensions than those listed are padded with zeros in shared memory.
 //
+// Few tokens: if the queries and the keys of a head fit one tile, one kernel computes all three
+// gradients, with five products instead of seven, and reads each operand once. Its warps own keys,
+// so Pᵀ and dSᵀ are left operands in registers. dSᵀ also goes through shared memory, for dQ.
+//
 // Plain, in fp32 arithmetic, for any element type and any dimension up to kMaxHeadDim: a warp owns
 // one token. Each lane computes the score of one other token, then some columns of the gradients.
 
@@ -63,7 +67,7 @@ struct Shape {
   static constexpr int kStage = 2 * kOthers * kLine;
   // Behind the two stages: log-sum-exp and Δ of their queries, if the block owns keys.
   static constexpr int kSharedBytes = (2 * kOwn * kLine + 2 * kStage) * 2 + 2 * 2 * kOthers * 4;
-  static_assert(kColumns % 16 == 0 && kOthers % kChunk == 0 && kChunk % 16 == 0);
+  static_assert(kColumns % 32 == 0 && kOthers % kChunk == 0 && kChunk % 16 == 0);
   static_assert(kSharedBytes <= 99 * 1024, "what consumer chips have");
 };
 
@@ -71,21 +75,82 @@ struct Shape {
 template <typename S, int kCount>
 __device__ inline void CopyTokens(const Rows& from, int row, int begin, int count, int column,
                                   int dim, __nv_bfloat16* to) {
-  constexpr int kVectors = S::kDim / 8;
+  constexpr int kVectors = S::kDim / 8, kLines = S::kThreads / kVectors;
+  static_assert(S::kThreads % kVectors == 0 && kCount % kLines == 0);
   const auto* data = static_cast<const __nv_bfloat16*>(from.data);
+  const int c = threadIdx.x % kVectors * 8;
 #pragma unroll
-  for (int i = threadIdx.x; i < kCount * kVectors; i += S::kThreads) {
-    const int token = begin + i / kVectors, c = i % kVectors * 8;
+  for (int i = 0; i < kCount; i += kLines) {
+    const int line = i + threadIdx.x / kVectors, token = begin + line;
     const bool valid = token < count && c < dim;
-    CopyAsync16(to + i / kVectors * S::kLine + c,
+    CopyAsync16(to + line * S::kLine + c,
                 valid ? data + int64_t{row + token} * from.stride + column + c : data, valid);
   }
 }
 
-/// Stores a warp's part of one gradient: [kTiles · 16 tokens, kColumns].
+/// Two accumulators of 8 columns, rounded, are one left operand of 16.
+__device__ inline void PackOperand(const float (&low)[4], const float (&high)[4],
+                                   uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float(&from)[4] = i < 2 ? low : high;
+    a[i] = PackBf16(from[i % 2 * 2], from[i % 2 * 2 + 1]);
+  }
+}
+
+/// Adds the products of the warp's tokens with kChunk others. The arguments are this lane's
+/// addresses for ldmatrix.
 template <typename S>
-__device__ inline void StoreGradient(const Gradient& gradient, const Rows& to, int token, int row,
-                                     int column, int end, float scale,
+__device__ inline void MultiplyTokens(uint32_t own, uint32_t others,
+                                      float (&to)[S::kTiles][S::kChunk / 8][4]) {
+#pragma unroll
+  for (int d = 0; d < S::kDim; d += 16) {
+    uint32_t a[S::kTiles][4];
+#pragma unroll
+    for (int t = 0; t < S::kTiles; ++t) LoadMatrices(a[t], own + (t * 16 * S::kLine + d) * 2);
+#pragma unroll
+    for (int j = 0; j < S::kChunk / 8; j += 2) {
+      uint32_t b[4];
+      LoadMatrices(b, others + (j * 8 * S::kLine + d) * 2);
+#pragma unroll
+      for (int t = 0; t < S::kTiles; ++t) {
+        Multiply(to[t][j], a[t], b[0], b[1]);
+        Multiply(to[t][j + 1], a[t], b[2], b[3]);
+      }
+    }
+  }
+}
+
+/// Adds the product of weights with 16 others to a gradient. `others` likewise.
+template <typename S>
+__device__ inline void AddTokens(const uint32_t (&weights)[S::kTiles][4], uint32_t others,
+                                 float (&sums)[S::kTiles][S::kColumns / 8][4]) {
+#pragma unroll
+  for (int c = 0; c < S::kColumns / 8; c += 2) {
+    uint32_t b[4];
+    LoadMatricesTransposed(b, others + c * 8 * 2);
+#pragma unroll
+    for (int t = 0; t < S::kTiles; ++t) {
+      Multiply(sums[t][c], weights[t], b[0], b[1]);
+      Multiply(sums[t][c + 1], weights[t], b[2], b[3]);
+    }
+  }
+}
+
+/// Stores 16 bytes if `wanted`. nvcc splits some assignments of uint4 into words.
+__device__ inline void StoreVectorIf(bool wanted, void* to, const uint32_t (&words)[4]) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
+      "@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(to),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
+/// Stores a warp's part of one gradient: [kTiles · 16 tokens, kColumns]. A quad of lanes has eight
+/// neighbouring columns of a row; after the exchange each lane has a vector of 16 bytes.
+template <typename S>
+__device__ inline void StoreGradient(const Rows& to, int token, int count, int row, int column,
+                                     int end, float scale,
                                      const float (&sums)[S::kTiles][S::kColumns / 8][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -93,14 +158,18 @@ __device__ inline void StoreGradient(const Gradient& gradient, const Rows& to, i
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = token + t * 16 + half * 8 + lane / 4;
-      if (at >= gradient.own.count) continue;
       auto* line = static_cast<__nv_bfloat16*>(to.data) + int64_t{row + at} * to.stride + column;
 #pragma unroll
-      for (int c = 0; c < S::kColumns / 8; ++c) {
-        if (c * 8 < end) {
-          *reinterpret_cast<uint32_t*>(line + c * 8 + lane % 4 * 2) =
-              PackBf16(sums[t][c][2 * half] * scale, sums[t][c][2 * half + 1] * scale);
+      for (int c = 0; c < S::kColumns / 8; c += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float(&from)[4] = sums[t][c + i];
+          words[i] = PackBf16(from[2 * half] * scale, from[2 * half + 1] * scale);
         }
+        ExchangeInQuad(words);
+        const int first = (c + lane % 4) * 8;
+        StoreVectorIf(at < count && first < end, line + first, words);
       }
     }
   }
@@ -208,27 +277,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 #pragma unroll 1
     for (int chunk = 0; chunk < S::kOthers; chunk += S::kChunk, other += S::kChunk * S::kLine * 2) {
       float s[S::kTiles][kFragments][4] = {}, dp[S::kTiles][kFragments][4] = {};
-      const auto multiply = [&](uint32_t lines, uint32_t columns, auto& to) {
-#pragma unroll
-        for (int d = 0; d < S::kDim; d += 16) {
-          uint32_t a[S::kTiles][4];
-#pragma unroll
-          for (int t = 0; t < S::kTiles; ++t)
-            LoadMatrices(a[t], lines + (t * 16 * S::kLine + d) * 2);
-#pragma unroll
-          for (int j = 0; j < kFragments; j += 2) {
-            uint32_t b[4];
-            LoadMatrices(b, columns + (j * 8 * S::kLine + d) * 2);
-#pragma unroll
-            for (int t = 0; t < S::kTiles; ++t) {
-              Multiply(to[t][j], a[t], b[0], b[1]);
-              Multiply(to[t][j + 1], a[t], b[2], b[3]);
-            }
-          }
-        }
-      };
-      multiply(own, other + other_line, s);
-      multiply(own + kOwnBytes, other + kOthersBytes + other_line, dp);
+      MultiplyTokens<S>(own, other + other_line, s);
+      MultiplyTokens<S>(own + kOwnBytes, other + kOthersBytes + other_line, dp);
 
       // s becomes P, dp becomes dS.
 #pragma unroll
@@ -258,28 +308,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
         }
       }
 
-      // Two accumulator fragments of 8 columns, rounded, are one operand fragment of 16.
 #pragma unroll
       for (int j = 0; j < kFragments; j += 2) {
-        const auto add = [&](const auto& weights, uint32_t lines, auto& sums) {
+        const auto add = [&](const auto& weights, uint32_t others, auto& sums) {
           uint32_t a[S::kTiles][4];
 #pragma unroll
-          for (int t = 0; t < S::kTiles; ++t) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              a[t][i] =
-                  PackBf16(weights[t][j + i / 2][i % 2 * 2], weights[t][j + i / 2][i % 2 * 2 + 1]);
-          }
-#pragma unroll
-          for (int c = 0; c < S::kColumns / 8; c += 2) {
-            uint32_t b[4];
-            LoadMatricesTransposed(b, lines + (j * 8 * S::kLine + c * 8) * 2);
-#pragma unroll
-            for (int t = 0; t < S::kTiles; ++t) {
-              Multiply(sums[t][c], a[t], b[0], b[1]);
-              Multiply(sums[t][c + 1], a[t], b[2], b[3]);
-            }
-          }
+          for (int t = 0; t < S::kTiles; ++t) PackOperand(weights[t][j], weights[t][j + 1], a[t]);
+          AddTokens<S>(a, others + j * 8 * S::kLine * 2, sums);
         };
         if constexpr (kOfKeys) add(s, other + kOthersBytes + other_column, sums_second);
         add(dp, other + other_column, sums_first);
@@ -289,12 +324,143 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 
   ReleaseDependents();
   const int end = gradient.dim - warp_column;
-  StoreGradient<S>(gradient, gradient.d_first, begin + warp_token, own_row, column + warp_column,
-                   end, gradient.scale, sums_first);
-  if constexpr (kOfKeys) {
-    StoreGradient<S>(gradient, gradient.d_second, begin + warp_token, own_row, column + warp_column,
-                     end, 1, sums_second);
+  const auto store = [&](const Rows& to, float scale, const auto& sums) {
+    StoreGradient<S>(to, begin + warp_token, gradient.own.count, own_row, column + warp_column, end,
+                     scale, sums);
+  };
+  store(gradient.d_first, gradient.scale, sums_first);
+  if constexpr (kOfKeys) store(gradient.d_second, 1, sums_second);
+}
+
+// Tensor cores, few tokens.
+
+constexpr int kFusedTokens = 64, kMaxFusedDim = 64;
+
+/// Four warps with 16 keys each, then 16 queries each.
+template <int kDim_>
+struct FusedShape {
+  static constexpr int kDim = kDim_, kTiles = 1, kChunk = 32, kColumns = kDim;
+  static constexpr int kThreads = 32 * kFusedTokens / 16;
+  static constexpr int kBlocks = 4;       // hide each other's copies
+  static constexpr int kLine = kDim + 8;  // as above
+  static constexpr int kTileBytes = kFusedTokens * kLine * 2;
+  // K, V, Q, dO, then O, which dSᵀ [keys, queries] overwrites, log-sum-exp · log₂ e and Δ.
+  static constexpr int kScoreLine = kFusedTokens + 8, kScores = 4 * kTileBytes;
+  static constexpr int kNumbers = kScores + kFusedTokens * kScoreLine * 2;
+  static constexpr int kSharedBytes = kNumbers + 2 * kFusedTokens * 4;
+  static_assert(kLine <= kScoreLine);
+};
+
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    FusedGradientKernel(const __grid_constant__ Gradient gradient) {
+  WaitForPredecessors();
+  constexpr int kVectors = S::kDim / 8, kLines = S::kThreads / kVectors;
+  constexpr int kSteps = kFusedTokens / 16, kStepBytes = 16 * S::kLine * 2;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const auto tile = [&](int i) {
+    return reinterpret_cast<__nv_bfloat16*>(shared + i * S::kTileBytes);
+  };
+  auto* const log2 = reinterpret_cast<float*>(shared + S::kNumbers);
+  float* const delta = log2 + kFusedTokens;
+
+  const Tokens &keys = gradient.own, &queries = gradient.others;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int head = blockIdx.y, image = blockIdx.z, column = head * gradient.dim;
+  const int key_row = image * keys.count, query_row = image * queries.count;
+  const auto load = [&](const Rows& from, int row, int count, int i) {
+    CopyTokens<S, kFusedTokens>(from, row, 0, count, column, gradient.dim, tile(i));
+  };
+  load(keys.first, key_row, keys.count, 0);
+  load(keys.second, key_row, keys.count, 1);
+  load(queries.first, query_row, queries.count, 2);
+  load(queries.second, query_row, queries.count, 3);
+  load(gradient.out, query_row, queries.count, 4);
+  CommitCopies();
+  if (const int query = threadIdx.x; query < kFusedTokens) {
+    const int64_t first = (int64_t{image} * gradient.heads + head) * queries.count;
+    log2[query] = query < queries.count ? gradient.log_sum_exp[first + query] * kLog2E : 0;
   }
+  WaitCopies<0>();
+  // Δ: a thread multiplies the vectors that it copied itself, so it needs no barrier.
+#pragma unroll
+  for (int i = 0; i < kFusedTokens; i += kLines) {
+    const int token = i + threadIdx.x / kVectors, c = threadIdx.x % kVectors * 8;
+    const auto unpack = [&](int tensor, float(&to)[8]) {
+      UnpackBf16(*reinterpret_cast<const uint4*>(tile(tensor) + token * S::kLine + c), to);
+    };
+    float a[8], b[8], sum = 0;
+    unpack(3, a);
+    unpack(4, b);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum = fmaf(a[j], b[j], sum);
+#pragma unroll
+    for (int bit = 1; bit < kVectors; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+    if (c == 0) delta[token] = sum;
+  }
+  __syncthreads();
+  ReleaseDependents();
+
+  // This lane's addresses for ldmatrix, as in GradientKernel.
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t own = address + ((warp * 16 + lane % 16) * S::kLine + lane / 16 * 8) * 2;
+  const uint32_t other = address + ((lane % 8 + lane / 16 * 8) * S::kLine + lane / 8 % 2 * 8) * 2;
+  const uint32_t transposed = address + (lane % 16 * S::kLine + lane / 16 * 8) * 2;
+
+  const float scale_log2 = gradient.scale * kLog2E;
+  uint32_t p[kSteps][1][4], ds[kSteps][1][4];  // Pᵀ and dSᵀ as left operands
+#pragma unroll
+  for (int first = 0; first < kFusedTokens; first += S::kChunk) {
+    float s[1][S::kChunk / 8][4] = {}, dp[1][S::kChunk / 8][4] = {};
+    const uint32_t others = other + 2 * S::kTileBytes + first * S::kLine * 2;
+    MultiplyTokens<S>(own, others, s);
+    MultiplyTokens<S>(own + S::kTileBytes, others + S::kTileBytes, dp);
+#pragma unroll
+    for (int j = 0; j < S::kChunk / 8; ++j) {
+      const int query = first + j * 8 + lane % 4 * 2;
+      const float2 l = *reinterpret_cast<const float2*>(log2 + query);
+      const float2 d = *reinterpret_cast<const float2*>(delta + query);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int key = warp * 16 + e / 2 * 8 + lane / 4;
+        const int last = gradient.causal ? min(query + e % 2, keys.count - 1) : keys.count - 1;
+        // Missing queries need no mask, as above. Missing keys do: dQ adds their dS times zeros,
+        // and infinity times zero is not zero.
+        const float weight = Exp2(fmaf(s[0][j][e], scale_log2, -(e % 2 == 0 ? l.x : l.y)));
+        s[0][j][e] = key <= last ? weight : 0;
+        dp[0][j][e] = s[0][j][e] * (dp[0][j][e] - (e % 2 == 0 ? d.x : d.y));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < S::kChunk / 8; j += 2) {
+      PackOperand(s[0][j], s[0][j + 1], p[first / 16 + j / 2][0]);
+      PackOperand(dp[0][j], dp[0][j + 1], ds[first / 16 + j / 2][0]);
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < kSteps * 4; ++i) {
+    const int key = warp * 16 + i % 2 * 8 + lane / 4, query = i / 2 * 8 + lane % 4 * 2;
+    *reinterpret_cast<uint32_t*>(shared + S::kScores + (key * S::kScoreLine + query) * 2) =
+        ds[i / 4][0][i % 4];
+  }
+  const auto product = [&](const Rows& to, int row, int count, float scale, int i,
+                           const auto& weights) {
+    float sums[1][S::kColumns / 8][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      AddTokens<S>(weights[step], transposed + i * S::kTileBytes + step * kStepBytes, sums);
+    StoreGradient<S>(to, warp * 16, count, row, column, gradient.dim, scale, sums);
+  };
+  product(gradient.d_second, key_row, keys.count, 1, 3, p);
+  product(gradient.d_first, key_row, keys.count, gradient.scale, 2, ds);
+  __syncthreads();  // dSᵀ is complete
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int key = step * 16 + lane % 8 + lane / 16 * 8, query = warp * 16 + lane / 8 % 2 * 8;
+    LoadMatricesTransposed(ds[step][0], address + S::kScores + (key * S::kScoreLine + query) * 2);
+  }
+  product(gradient.d_others, query_row, queries.count, gradient.scale, 0, ds);
 }
 
 // Plain.
@@ -410,6 +576,12 @@ cudaError_t LaunchShape(const Gradient& gradient, int images, const Queue& queue
                 queue);
 }
 
+template <typename S>
+cudaError_t LaunchFused(const Gradient& gradient, int images, const Queue& queue) {
+  return Launch(FusedGradientKernel<S>, gradient, kFusedTokens, S::kThreads, S::kSharedBytes,
+                images, queue);
+}
+
 /// Uses the smaller block if half of the last larger block would idle.
 template <typename Half, typename Whole, bool kOfKeys>
 cudaError_t LaunchFitting(const Gradient& gradient, int images, const Queue& queue) {
@@ -458,8 +630,8 @@ cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, con
   if (!suits) kernels = Kernels::kPlain;
   const Tokens queries = {forward.q, backward.dout, forward.tokens};
   const Tokens keys = {forward.k, forward.v, forward.key_tokens};
-  Gradient gradient = {.own = queries,
-                       .others = keys,
+  Gradient gradient = {.own = keys,
+                       .others = queries,
                        .heads = forward.heads,
                        .dim = forward.dim,
                        .scale = forward.scale,
@@ -467,14 +639,21 @@ cudaError_t LaunchAttentionBackward(const AttentionBackwardLaunch& backward, con
                        .out = forward.out,
                        .log_sum_exp = forward.log_sum_exp,
                        .delta = backward.delta,
-                       .d_first = backward.dq,
-                       .d_second = {}};
-  if (cudaError_t error = LaunchGradient<false>(gradient, kernels, forward.images, queue);
+                       .d_first = backward.dk,
+                       .d_second = backward.dv,
+                       .d_others = backward.dq};
+  if (kernels != Kernels::kPlain && forward.dim <= kMaxFusedDim &&
+      std::max(forward.tokens, forward.key_tokens) <= kFusedTokens) {
+    return forward.dim <= 32 ? LaunchFused<FusedShape<32>>(gradient, forward.images, queue)
+                             : LaunchFused<FusedShape<64>>(gradient, forward.images, queue);
+  }
+  Gradient of_queries = gradient;
+  of_queries.own = queries, of_queries.others = keys;
+  of_queries.d_first = backward.dq;
+  if (cudaError_t error = LaunchGradient<false>(of_queries, kernels, forward.images, queue);
       error != cudaSuccess) {
     return error;
   }
-  gradient.own = keys, gradient.others = queries;
-  gradient.d_first = backward.dk, gradient.d_second = backward.dv;
   return LaunchGradient<true>(gradient, kernels, forward.images, queue);
 }
 

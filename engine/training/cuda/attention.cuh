@@ -25,6 +25,7 @@ struct Gradient {
   const float* log_sum_exp = nullptr;  // [images, heads, queries]
   float* delta = nullptr;              // likewise; written if queries are owned, else read
   Rows d_first, d_second;              // of own.first and own.second; d_second: of values only
+  Rows d_others;                       // of others.first, if one kernel computes all gradients
 };
 
 /// The kernels for Hopper; they need bf16 in aligned vectors. With few own tokens, a warpgroup
