@@ -606,6 +606,8 @@ TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
   struct Case {
     int in, out, images, height, width, chunk, kernel = 3;
     bool upsample = false;
+    int stride = 1;
+    bool before = true;  // padding at the top and on the left; always at the other edges
   };
   for (const Case& c :
        {Case{64, 64, 8, 8, 8, 1}, Case{64, 64, 1, 8, 8, 1}, Case{96, 128, 2, 16, 16, 1},
@@ -616,12 +618,22 @@ TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
         Case{256, 136, 8, 16, 16, 1, 1}, Case{200, 384, 2, 12, 20, 1, 1},
         Case{128, 64, 4, 32, 32, 1, 1},
         // More tiles than are computed at a time; more chunks than are added side by side.
-        Case{512, 512, 8, 8, 8, 1}, Case{64, 64, 32, 8, 8, 1}}) {
-    SCOPED_TRACE(fmt::format("{} to {}, {} images of {}x{}, chunks of {}, kernel {}", c.in, c.out,
-                             c.images, c.height, c.width, c.chunk, c.kernel));
-    const int edge = c.kernel / 2, up = c.upsample ? 2 : 1;
+        Case{512, 512, 8, 8, 8, 1}, Case{64, 64, 32, 8, 8, 1},
+        // Stride 2: odd edges, two images at a time, a chunk of one image, few pixels.
+        Case{128, 128, 16, 32, 32, 2, 3, false, 2},
+        Case{128, 64, 16, 32, 32, 2, 3, false, 2, false}, Case{64, 64, 8, 16, 16, 1, 3, false, 2},
+        Case{72, 136, 4, 17, 33, 2, 3, false, 2}, Case{72, 136, 4, 17, 33, 2, 3, false, 2, false},
+        Case{72, 136, 4, 18, 35, 2, 3, false, 2, false}, Case{96, 72, 4, 8, 8, 2, 3, false, 2},
+        Case{96, 72, 4, 8, 8, 2, 3, false, 2, false}, Case{96, 72, 4, 7, 9, 4, 3, false, 2},
+        Case{3, 64, 8, 16, 20, 1, 3, false, 2}, Case{64, 3, 8, 16, 20, 1, 3, false, 2, false},
+        Case{64, 64, 2, 2, 3, 1, 3, false, 2}, Case{8, 8, 2, 1, 5, 1, 3, false, 2}}) {
+    SCOPED_TRACE(fmt::format("{} to {}, {} images of {}x{}, chunks of {}, kernel {}, stride {}{}",
+                             c.in, c.out, c.images, c.height, c.width, c.chunk, c.kernel, c.stride,
+                             c.before ? "" : ", not padded before"));
+    const int edge = c.kernel / 2, before = c.before ? edge : 0, up = c.upsample ? 2 : 1;
+    const auto extent = [&](int in) { return (up * in + before + edge - c.kernel) / c.stride + 1; };
     const Shape x_shape{c.images, c.height, c.width, c.in},
-        out_shape{c.images, up * c.height, up * c.width, c.out},
+        out_shape{c.images, extent(c.height), extent(c.width), c.out},
         weight_shape{c.out, c.in, c.kernel, c.kernel};
     const auto x = Normal(x_shape), d = Normal(out_shape);
     std::vector<std::vector<float>> gradients, of_biases;
@@ -632,7 +644,7 @@ TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
       const Tensor dweight = Floats(*backend, weight_shape), dbias = Floats(*backend, {c.out});
       backend->Conv2dBackward({.x = Activations(*backend, x_shape, x),
                                .weight = packed.get(),
-                               .geometry = {1, edge, edge, edge, edge},
+                               .geometry = {c.stride, before, before, edge, edge},
                                .dout = Activations(*backend, out_shape, d),
                                .dweight = dweight,
                                .dbias = dbias});
@@ -692,21 +704,22 @@ TEST_P(LargeOpTest, WeightGradientsOfLinears) {
 TEST_P(LargeOpTest, WeightGradientsAddAsATree) {
   constexpr int kChunks = 8, kIn = 72, kOut = 136;
   for (const int size : {4, 8, 32}) {
-    for (const int kernel : {1, 3}) {
-      SCOPED_TRACE(fmt::format("{} pixels, kernel {}", size, kernel));
-      const Shape x_shape{kChunks, size, size, kIn}, out_shape{kChunks, size, size, kOut},
+    for (const auto& [kernel, stride] : {std::pair{1, 1}, std::pair{3, 1}, std::pair{3, 2}}) {
+      SCOPED_TRACE(fmt::format("{} pixels, kernel {}, stride {}", size, kernel, stride));
+      const Shape x_shape{kChunks, size, size, kIn},
+          out_shape{kChunks, size / stride, size / stride, kOut},
           weight_shape{kOut, kIn, kernel, kernel};
       const Tensor x = Activations(*cuda_, x_shape, Normal(x_shape)),
                    d = Activations(*cuda_, out_shape, Normal(out_shape));
       const auto packed = cuda_->NewConv2d(kIn, kOut, kernel, false);
       cuda_->PackConv2d(Floats(*cuda_, weight_shape), Tensor(), packed.get());
       cuda_->SetChunkRows(1);
+      const Conv2dGeometry geometry{stride, kernel / 2, kernel / 2, kernel / 2, kernel / 2};
       const auto gradient = [&](int first, int count) {
         const Tensor dweight = Floats(*cuda_, weight_shape);
-        const int edge = kernel / 2;
         cuda_->Conv2dBackward({.x = x.Slice(first, count),
                                .weight = packed.get(),
-                               .geometry = {1, edge, edge, edge, edge},
+                               .geometry = geometry,
                                .dout = d.Slice(first, count),
                                .dweight = dweight});
         return dweight;

@@ -803,15 +803,22 @@ class CudaBackend final : public Backend {
                                      .height = dout.elements() / dout.dim(-1) / dout.dim(0)};
     bool doubled = false;
     if (patches != nullptr) {
-      doubled = patches->upsample2x;
-      gradient.height = patches->out_height;
-      gradient.width = patches->out_width;
-      gradient.taps = patches->kernel * patches->kernel;
-      const int up = doubled ? 2 : 1, edge = patches->kernel / 2;
-      if ((patches->kernel != 1 && patches->kernel != 3) || patches->stride != 1 ||
-          patches->pad_top != edge || patches->pad_left != edge ||
-          patches->out_height != up * patches->height || patches->out_width != up * patches->width)
-        return false;
+      const Patches& of = *patches;
+      doubled = of.upsample2x;
+      const int up = doubled ? 2 : 1;
+      gradient.height = of.out_height;
+      gradient.width = of.out_width;
+      gradient.taps = of.kernel * of.kernel;
+      gradient.x_height = up * of.height;
+      gradient.x_width = up * of.width;
+      gradient.stride = of.stride;
+      gradient.pad_top = of.pad_top;
+      gradient.pad_left = of.pad_left;
+      const bool lines = of.kernel == 1 && of.stride == 1 && of.pad_top == 0 && of.pad_left == 0 &&
+                         of.out_height == gradient.x_height && of.out_width == gradient.x_width;
+      const bool window = of.kernel == 3 && of.stride <= 2 && gradient.x_height >= of.stride &&
+                          gradient.x_width >= of.stride;
+      if (!lines && !window) return false;
     }
     if (!queue_.hopper || first_output % 8 != 0) return false;
     DENOISED_CHECK(dout.contiguous() && x.contiguous());
