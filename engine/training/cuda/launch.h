@@ -173,15 +173,18 @@ cudaError_t LaunchLayerNormBackward(const LayerNormBackwardLaunch& norm, const Q
 /// Rounds a master weight [outputs, channels, taps] and its bias into the layouts that serving's
 /// convolutions read (engine/backend/cuda/weights.h). Forward: [outputs, taps, channels], starting
 /// at row first_output, or in four phases. Backward, for the gradient of the input: [channels,
-/// taps, outputs] with the taps rotated by 180°, starting at column first_output.
+/// taps, outputs] with the taps rotated by 180°, starting at column first_output. Backward in
+/// phases: of a 3×3 convolution of stride 2 with padding 0 or 1, [4 phases, channels, 2×2 taps,
+/// outputs], as of a convolution of dout after doubling; taps that a phase lacks are zeros.
 struct PackLaunch {
   const float* weight = nullptr;
   const float* bias = nullptr;  // or null
   int outputs = 0, channels = 0, taps = 1, first_output = 0;
   int all_outputs = 0;  // of all fused layers
-  bool phases = false;
-  Rows forward, backward;
-  float* packed_bias = nullptr;  // of all fused layers
+  bool phases = false, backward_phases = false;
+  bool pad_top = false, pad_left = false;  // with backward_phases
+  Rows forward, backward;                  // forward: or null
+  float* packed_bias = nullptr;            // of all fused layers
 };
 cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, const Queue& queue);
 

@@ -406,8 +406,8 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, int64_t d1, in
                               of(CountOf(d2 - plane.line, plane.stride)), of(d3)};
   const cuuint64_t strides[3] = {of(pixel_bytes * plane.stride),
                                  of(pixel_bytes * d1 * plane.stride), of(pixel_bytes * d1 * d2)};
-  char* const first = static_cast<char*>(const_cast<void*>(static_cast<const void*>(rows.data))) +
-                      (plane.line * d1 + plane.column) * pixel_bytes;
+  char* const first =
+      static_cast<char*>(rows.data) + (plane.line * d1 + plane.column) * pixel_bytes;
   const cuuint32_t box[4] = {kLine, static_cast<cuuint32_t>(box1), static_cast<cuuint32_t>(box2),
                              static_cast<cuuint32_t>(box3)};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
