@@ -7,6 +7,8 @@ namespace denoised::training {
 namespace {
 
 constexpr double kNormEps = 1e-6;  // for all norms; not in the config
+// An encoder pads on the right and at the bottom.
+constexpr Conv2dGeometry kDown = {2, 0, 0, 1, 1};
 
 }  // namespace
 
@@ -60,7 +62,8 @@ VaeHalf::VaeHalf(const Declare& declare, const VaeConfig& config, bool encoder, 
     }
     if (i + 1 < channels.size())
       level.resample.emplace(block / (encoder ? "downsamplers" : "upsamplers") / 0 / "conv", out,
-                             out, 3, /*upsample2x=*/!encoder);
+                             out, 3, /*upsample2x=*/!encoder,
+                             encoder ? std::optional<Conv2dGeometry>(kDown) : std::nullopt);
     levels_.push_back(std::move(level));
   }
   const Declare mid = declare / "mid_block";
@@ -87,8 +90,7 @@ void VaeHalf::Pack(const Masters& masters) const {
 }
 
 Conv2dGeometry VaeHalf::Geometry(const Conv2d& resample) const {
-  // An encoder pads on the right and at the bottom.
-  return encoder_ ? Conv2dGeometry{2, 0, 0, 1, 1} : resample.Same();
+  return encoder_ ? kDown : resample.Same();
 }
 
 Tensor VaeHalf::Middle(Pass& pass, Tensor x, Kept* kept) const {

@@ -329,8 +329,10 @@ class Backend {
   virtual std::string uuid() const { return ""; }
 
   // Weights.
+  /// `geometry`: of its ops. Those with another one may take longer.
   virtual std::unique_ptr<PackedConv2d> NewConv2d(int in_channels, int out_channels, int kernel,
-                                                  bool upsample2x) = 0;
+                                                  bool upsample2x,
+                                                  const Conv2dGeometry& geometry) = 0;
   virtual std::unique_ptr<PackedLinear> NewLinear(int in_features,
                                                   const std::vector<int>& parts) = 0;
   /// Fills the packed weights from masters, which must stay where they are. `bias` may be

@@ -30,7 +30,8 @@ class CountingBackend final : public Backend {
   }
   absl::Status status() override { return absl::OkStatus(); }
 
-  std::unique_ptr<PackedConv2d> NewConv2d(int in, int out, int kernel, bool upsample2x) override {
+  std::unique_ptr<PackedConv2d> NewConv2d(int in, int out, int kernel, bool upsample2x,
+                                          const Conv2dGeometry& /*geometry*/) override {
     auto conv = std::make_unique<PackedConv2d>();
     conv->in_channels = in;
     conv->out_channels = out;

@@ -36,9 +36,10 @@ Declare Declare::operator/(std::string_view name) const {
 }
 
 Conv2d::Conv2d(const Declare& declare, int in_channels, int out_channels, int kernel,
-               bool upsample2x)
+               bool upsample2x, const std::optional<Conv2dGeometry>& geometry)
     : pad_(kernel / 2),
-      packed_(declare.backend().NewConv2d(in_channels, out_channels, kernel, upsample2x)) {
+      packed_(declare.backend().NewConv2d(in_channels, out_channels, kernel, upsample2x,
+                                          geometry.value_or(Same()))) {
   const Initial initial = Initial::Uniform(int64_t{in_channels} * kernel * kernel);
   weight_ = declare.Add("weight", {out_channels, in_channels, kernel, kernel}, initial);
   bias_ = declare.Add("bias", {out_channels}, initial);

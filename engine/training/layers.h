@@ -91,8 +91,9 @@ struct Masters {
 class Conv2d {
  public:
   Conv2d() = default;
+  /// `geometry`: with which it is used; Same() if not given.
   Conv2d(const Declare& declare, int in_channels, int out_channels, int kernel,
-         bool upsample2x = false);
+         bool upsample2x = false, const std::optional<Conv2dGeometry>& geometry = {});
   void Pack(const Masters& masters) const;
   /// "Same" padding and stride 1.
   Conv2dGeometry Same() const { return {1, pad_, pad_, pad_, pad_}; }

@@ -187,7 +187,8 @@ void UNet2D::BuildLevel(const Declare& declare, const UNet2DBlock& kind,
     level->resample_resnet.emplace(resampler, options);
   } else {
     level->resample_conv.emplace(resampler / "conv", out_channels, out_channels, 3,
-                                 /*upsample2x=*/!down);
+                                 /*upsample2x=*/!down,
+                                 down ? std::optional<Conv2dGeometry>(Down()) : std::nullopt);
   }
 }
 

@@ -100,7 +100,8 @@ void UNet2DCondition::Build(const Declare& declare) {
     BuildLevel(block, i, config_.down_block_types[i] == "CrossAttnDownBlock2D", inputs, &down_[i]);
     skips.insert(skips.end(), config_.layers_per_block[i], channels[i]);
     if (i == levels - 1) continue;
-    down_[i].resample.emplace(block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3);
+    down_[i].resample.emplace(block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3,
+                              /*upsample2x=*/false, Down());
     skips.push_back(channels[i]);
   }
   const Declare mid = declare / "mid_block";

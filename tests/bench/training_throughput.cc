@@ -161,14 +161,14 @@ absl::StatusOr<Work> ConvolutionGradient(Backend& backend, const Arguments& argu
     };
     return work;
   }
+  const Conv2dGeometry geometry = {static_cast<int>(stride), 1, 1, 1, 1};
   const std::shared_ptr<PackedConv2d> packed =
       backend.NewConv2d(static_cast<int>(in), static_cast<int>(out), static_cast<int>(kernel),
-                        /*upsample2x=*/false);
+                        /*upsample2x=*/false, geometry);
   backend.PackConv2d(master, Tensor(), packed.get());
   work.enqueue = [=, &backend](int64_t i) {
-    Conv2dBackwardArgs args{.weight = packed.get(),
-                            .geometry = {static_cast<int>(stride), 1, 1, 1, 1},
-                            .dout = Copy(douts, i, y)};
+    Conv2dBackwardArgs args{
+        .weight = packed.get(), .geometry = geometry, .dout = Copy(douts, i, y)};
     if (of_weights) {
       args.x = Copy(xs, i, x);
       args.dweight = Copy(dweights, i, weight);

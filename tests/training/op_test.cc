@@ -30,11 +30,11 @@ TEST_P(OpTest, Conv2d) {
       "conv2d",
       [&](const nlohmann::json& golden) {
         const Tensor weight = Parameter("weight"), bias = Parameter("bias");
-        const auto packed = backend_->NewConv2d(weight.dim(1), weight.dim(0), weight.dim(2),
-                                                golden["upsample"].get<bool>());
-        backend_->PackConv2d(weight, bias, packed.get());
         const auto pads = golden["pads"].get<std::vector<int>>();
         const Conv2dGeometry geometry{golden["stride"], pads[0], pads[1], pads[2], pads[3]};
+        const auto packed = backend_->NewConv2d(weight.dim(1), weight.dim(0), weight.dim(2),
+                                                golden["upsample"].get<bool>(), geometry);
+        backend_->PackConv2d(weight, bias, packed.get());
         const float scale = golden["scale"];
         backend_->Conv2d({.x = In("x"),
                           .weight = packed.get(),
@@ -59,7 +59,7 @@ TEST_P(OpTest, Conv2d) {
 
 TEST_P(OpTest, Conv2dFollowsNewWeights) {
   const Tensor x = Activations({1, 2, 2, 1}, {1, 2, 3, 4});
-  const auto packed = backend_->NewConv2d(1, 1, 1, false);
+  const auto packed = backend_->NewConv2d(1, 1, 1, false, {});
   const Tensor weight = NewF32({1, 1, 1, 1});
   Tensor out = New({1, 2, 2, 1}), dx = New({1, 2, 2, 1});
   for (const float value : {2.0f, -3.0f}) {
@@ -516,26 +516,30 @@ INSTANTIATE_TEST_SUITE_P(Backends, LargeOpTest, testing::Values("cuda_fp32", "cu
 TEST_P(LargeOpTest, Conv2d) {
   struct Case {
     int in, out, height, width, stride, kernel;
-    bool upsample;
+    bool upsample = false;
+    bool before = true;  // padding at the top and on the left; always at the other edges
   };
   for (const Case& c : {Case{72, 136, 17, 16, 1, 3, false}, Case{40, 64, 16, 20, 2, 3, false},
                         Case{24, 72, 8, 8, 1, 3, true}, Case{3, 64, 16, 16, 1, 3, false},
-                        Case{64, 3, 16, 16, 1, 3, false}, Case{80, 64, 24, 24, 1, 1, false}}) {
-    SCOPED_TRACE(testing::Message() << c.in << " to " << c.out);
-    const int pad = c.kernel / 2, up = c.upsample ? 2 : 1;
-    const int64_t out_height = (up * c.height - 1) / c.stride + 1,
-                  out_width = (up * c.width - 1) / c.stride + 1;
+                        Case{64, 3, 16, 16, 1, 3, false}, Case{80, 64, 24, 24, 1, 1, false},
+                        Case{72, 136, 12, 10, 2, 3, false, false}, Case{72, 136, 17, 15, 2, 3},
+                        Case{72, 136, 17, 16, 2, 3, false, false}, Case{128, 128, 32, 32, 2, 3},
+                        Case{12, 20, 16, 20, 2, 3, false, false}}) {
+    SCOPED_TRACE(fmt::format("{} to {}, {}x{}, stride {}{}", c.in, c.out, c.height, c.width,
+                             c.stride, c.before ? "" : ", not padded before"));
+    const int edge = c.kernel / 2, before = c.before ? edge : 0, up = c.upsample ? 2 : 1;
+    const auto extent = [&](int in) { return (up * in + before + edge - c.kernel) / c.stride + 1; };
     const Shape x_shape{kRows, c.height, c.width, c.in};
-    const Shape out_shape{kRows, out_height, out_width, c.out};
+    const Shape out_shape{kRows, extent(c.height), extent(c.width), c.out};
     const Shape weight_shape{c.out, c.in, c.kernel, c.kernel};
     const auto x = Normal(x_shape), weight = Normal(weight_shape), bias = Normal({c.out});
     const auto add = Normal({kRows, c.out}), residual = Normal(out_shape), d = Normal(out_shape);
     Compare([&](Backend& backend) {
-      const auto packed = backend.NewConv2d(c.in, c.out, c.kernel, c.upsample);
+      const Conv2dGeometry geometry{c.stride, before, before, edge, edge};
+      const auto packed = backend.NewConv2d(c.in, c.out, c.kernel, c.upsample, geometry);
       const Tensor master = Floats(backend, weight_shape, weight),
                    master_bias = Floats(backend, {c.out}, bias);
       backend.PackConv2d(master, master_bias, packed.get());
-      const Conv2dGeometry geometry{c.stride, pad, pad, pad, pad};
       const Tensor in = Activations(backend, x_shape, x), out = Activations(backend, out_shape),
                    dx = Activations(backend, x_shape), dweight = Floats(backend, weight_shape),
                    dbias = Floats(backend, {c.out});
@@ -606,6 +610,8 @@ TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
   struct Case {
     int in, out, images, height, width, chunk, kernel = 3;
     bool upsample = false;
+    int stride = 1;
+    bool before = true;  // padding at the top and on the left; always at the other edges
   };
   for (const Case& c :
        {Case{64, 64, 8, 8, 8, 1}, Case{64, 64, 1, 8, 8, 1}, Case{96, 128, 2, 16, 16, 1},
@@ -616,23 +622,34 @@ TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
         Case{256, 136, 8, 16, 16, 1, 1}, Case{200, 384, 2, 12, 20, 1, 1},
         Case{128, 64, 4, 32, 32, 1, 1},
         // More tiles than are computed at a time; more chunks than are added side by side.
-        Case{512, 512, 8, 8, 8, 1}, Case{64, 64, 32, 8, 8, 1}}) {
-    SCOPED_TRACE(fmt::format("{} to {}, {} images of {}x{}, chunks of {}, kernel {}", c.in, c.out,
-                             c.images, c.height, c.width, c.chunk, c.kernel));
-    const int edge = c.kernel / 2, up = c.upsample ? 2 : 1;
+        Case{512, 512, 8, 8, 8, 1}, Case{64, 64, 32, 8, 8, 1},
+        // Stride 2: odd edges, two images at a time, a chunk of one image, few pixels.
+        Case{128, 128, 16, 32, 32, 2, 3, false, 2},
+        Case{128, 64, 16, 32, 32, 2, 3, false, 2, false}, Case{64, 64, 8, 16, 16, 1, 3, false, 2},
+        Case{72, 136, 4, 17, 33, 2, 3, false, 2}, Case{72, 136, 4, 17, 33, 2, 3, false, 2, false},
+        Case{72, 136, 4, 18, 35, 2, 3, false, 2, false}, Case{96, 72, 4, 8, 8, 2, 3, false, 2},
+        Case{96, 72, 4, 8, 8, 2, 3, false, 2, false}, Case{96, 72, 4, 7, 9, 4, 3, false, 2},
+        Case{3, 64, 8, 16, 20, 1, 3, false, 2}, Case{64, 3, 8, 16, 20, 1, 3, false, 2, false},
+        Case{64, 64, 2, 2, 3, 1, 3, false, 2}, Case{8, 8, 2, 1, 5, 1, 3, false, 2}}) {
+    SCOPED_TRACE(fmt::format("{} to {}, {} images of {}x{}, chunks of {}, kernel {}, stride {}{}",
+                             c.in, c.out, c.images, c.height, c.width, c.chunk, c.kernel, c.stride,
+                             c.before ? "" : ", not padded before"));
+    const int edge = c.kernel / 2, before = c.before ? edge : 0, up = c.upsample ? 2 : 1;
+    const auto extent = [&](int in) { return (up * in + before + edge - c.kernel) / c.stride + 1; };
     const Shape x_shape{c.images, c.height, c.width, c.in},
-        out_shape{c.images, up * c.height, up * c.width, c.out},
+        out_shape{c.images, extent(c.height), extent(c.width), c.out},
         weight_shape{c.out, c.in, c.kernel, c.kernel};
     const auto x = Normal(x_shape), d = Normal(out_shape);
     std::vector<std::vector<float>> gradients, of_biases;
     for (Backend* backend : {cpu_.get(), cuda_.get()}) {
       backend->SetChunkRows(c.chunk);
-      const auto packed = backend->NewConv2d(c.in, c.out, c.kernel, c.upsample);
+      const Conv2dGeometry geometry{c.stride, before, before, edge, edge};
+      const auto packed = backend->NewConv2d(c.in, c.out, c.kernel, c.upsample, geometry);
       backend->PackConv2d(Floats(*backend, weight_shape), Tensor(), packed.get());
       const Tensor dweight = Floats(*backend, weight_shape), dbias = Floats(*backend, {c.out});
       backend->Conv2dBackward({.x = Activations(*backend, x_shape, x),
                                .weight = packed.get(),
-                               .geometry = {1, edge, edge, edge, edge},
+                               .geometry = geometry,
                                .dout = Activations(*backend, out_shape, d),
                                .dweight = dweight,
                                .dbias = dbias});
@@ -692,21 +709,22 @@ TEST_P(LargeOpTest, WeightGradientsOfLinears) {
 TEST_P(LargeOpTest, WeightGradientsAddAsATree) {
   constexpr int kChunks = 8, kIn = 72, kOut = 136;
   for (const int size : {4, 8, 32}) {
-    for (const int kernel : {1, 3}) {
-      SCOPED_TRACE(fmt::format("{} pixels, kernel {}", size, kernel));
-      const Shape x_shape{kChunks, size, size, kIn}, out_shape{kChunks, size, size, kOut},
+    for (const auto& [kernel, stride] : {std::pair{1, 1}, std::pair{3, 1}, std::pair{3, 2}}) {
+      SCOPED_TRACE(fmt::format("{} pixels, kernel {}, stride {}", size, kernel, stride));
+      const Shape x_shape{kChunks, size, size, kIn},
+          out_shape{kChunks, size / stride, size / stride, kOut},
           weight_shape{kOut, kIn, kernel, kernel};
       const Tensor x = Activations(*cuda_, x_shape, Normal(x_shape)),
                    d = Activations(*cuda_, out_shape, Normal(out_shape));
-      const auto packed = cuda_->NewConv2d(kIn, kOut, kernel, false);
+      const Conv2dGeometry geometry{stride, kernel / 2, kernel / 2, kernel / 2, kernel / 2};
+      const auto packed = cuda_->NewConv2d(kIn, kOut, kernel, false, geometry);
       cuda_->PackConv2d(Floats(*cuda_, weight_shape), Tensor(), packed.get());
       cuda_->SetChunkRows(1);
       const auto gradient = [&](int first, int count) {
         const Tensor dweight = Floats(*cuda_, weight_shape);
-        const int edge = kernel / 2;
         cuda_->Conv2dBackward({.x = x.Slice(first, count),
                                .weight = packed.get(),
-                               .geometry = {1, edge, edge, edge, edge},
+                               .geometry = geometry,
                                .dout = d.Slice(first, count),
                                .dweight = dweight});
         return dweight;

@@ -375,6 +375,7 @@ DENOISED_WGMMA_E4M3(192, 96, 96, 97, 98)
 #define DENOISED_WGMMA_TRANSPOSED(...) \
   DENOISED_WGMMA_FROM_ZERO(WgmmaTransposed, "k16.f32.bf16.bf16", "1, 1, 1, 1", __VA_ARGS__)
 DENOISED_WGMMA_TRANSPOSED(8, 4, 4, 5, 6)
+DENOISED_WGMMA_TRANSPOSED(64, 32, 32, 33, 34)
 DENOISED_WGMMA_TRANSPOSED(192, 96, 96, 97, 98)
 
 /// x from registers, in the layout of accumulators, two per word.

@@ -109,7 +109,8 @@ class CpuBackend final : public Backend {
     return status_;
   }
 
-  std::unique_ptr<PackedConv2d> NewConv2d(int in, int out, int kernel, bool upsample2x) override {
+  std::unique_ptr<PackedConv2d> NewConv2d(int in, int out, int kernel, bool upsample2x,
+                                          const Conv2dGeometry& /*geometry*/) override {
     return std::make_unique<CpuConv2d>(engine_, in, out, kernel, upsample2x);
   }
   std::unique_ptr<PackedLinear> NewLinear(int in, const std::vector<int>& parts) override {

@@ -35,8 +35,11 @@ using denoised::cuda::RoundUp;
 using denoised::cuda::ToStatus;
 
 /// The gradient of the input is a convolution of dout with `backward`: [in, rotated taps, out].
+/// With stride 2 it has four phases, like a convolution after doubling: `strided`, if the padding
+/// is `pad_top` and `pad_left`.
 struct TrainingConv2d final : PackedConv2d {
-  CudaConv2d forward, backward;
+  CudaConv2d forward, backward, strided;
+  int pad_top = 0, pad_left = 0;
 };
 struct TrainingLinear final : PackedLinear {
   CudaLinear forward, backward;
@@ -173,7 +176,8 @@ class CudaBackend final : public Backend {
   }
 
   // Weights.
-  std::unique_ptr<PackedConv2d> NewConv2d(int in, int out, int kernel, bool upsample2x) override {
+  std::unique_ptr<PackedConv2d> NewConv2d(int in, int out, int kernel, bool upsample2x,
+                                          const Conv2dGeometry& geometry) override {
     auto conv = std::make_unique<TrainingConv2d>();
     conv->in_channels = in;
     conv->out_channels = out;
@@ -189,6 +193,10 @@ class CudaBackend final : public Backend {
     };
     prepare(&conv->forward, in, out, upsample2x);
     prepare(&conv->backward, out, in, false);
+    conv->pad_top = geometry.pad_top;
+    conv->pad_left = geometry.pad_left;
+    if (kernel == 3 && geometry.stride == 2 && geometry.pad_top <= 1 && geometry.pad_left <= 1)
+      prepare(&conv->strided, out, in, /*doubled=*/true);
     return conv;
   }
   std::unique_ptr<PackedLinear> NewLinear(int in, const std::vector<int>& parts) override {
@@ -217,6 +225,16 @@ class CudaBackend final : public Backend {
           .all_outputs = conv.out_channels,
           .phases = conv.upsample2x},
          conv.forward.weight, conv.forward.bias, conv.backward.weight);
+    if (!conv.strided.weight) return;
+    Pack({.weight = Floats(weight),
+          .outputs = conv.out_channels,
+          .channels = conv.in_channels,
+          .taps = conv.kernel * conv.kernel,
+          .all_outputs = conv.out_channels,
+          .backward_phases = true,
+          .pad_top = conv.pad_top == 1,
+          .pad_left = conv.pad_left == 1},
+         Tensor(), Tensor(), conv.strided.weight);
   }
   void PackLinear(const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
                   PackedLinear* packed) override {
@@ -803,15 +821,22 @@ class CudaBackend final : public Backend {
                                      .height = dout.elements() / dout.dim(-1) / dout.dim(0)};
     bool doubled = false;
     if (patches != nullptr) {
-      doubled = patches->upsample2x;
-      gradient.height = patches->out_height;
-      gradient.width = patches->out_width;
-      gradient.taps = patches->kernel * patches->kernel;
-      const int up = doubled ? 2 : 1, edge = patches->kernel / 2;
-      if ((patches->kernel != 1 && patches->kernel != 3) || patches->stride != 1 ||
-          patches->pad_top != edge || patches->pad_left != edge ||
-          patches->out_height != up * patches->height || patches->out_width != up * patches->width)
-        return false;
+      const Patches& of = *patches;
+      doubled = of.upsample2x;
+      const int up = doubled ? 2 : 1;
+      gradient.height = of.out_height;
+      gradient.width = of.out_width;
+      gradient.taps = of.kernel * of.kernel;
+      gradient.x_height = up * of.height;
+      gradient.x_width = up * of.width;
+      gradient.stride = of.stride;
+      gradient.pad_top = of.pad_top;
+      gradient.pad_left = of.pad_left;
+      const bool lines = of.kernel == 1 && of.stride == 1 && of.pad_top == 0 && of.pad_left == 0 &&
+                         of.out_height == gradient.x_height && of.out_width == gradient.x_width;
+      const bool window = of.kernel == 3 && of.stride <= 2 && gradient.x_height >= of.stride &&
+                          gradient.x_width >= of.stride;
+      if (!lines && !window) return false;
     }
     if (!queue_.hopper || first_output % 8 != 0) return false;
     DENOISED_CHECK(dout.contiguous() && x.contiguous());
@@ -861,9 +886,10 @@ class CudaBackend final : public Backend {
            "the gradient of a bias");
   }
 
-  /// dx = dout convolved with the rotated weights. With a stride, zeros are first inserted between
-  /// the pixels of dout (a transposed convolution). If the input is doubled, the gradients of each
-  /// four pixels are added.
+  /// dx = dout convolved with the rotated weights. With a stride, each pixel of dout has `stride`²
+  /// of dx, which read different taps: four phases with stride 2. With odd edges and other strides,
+  /// zeros are first inserted between the pixels of dout (a transposed convolution). If the input
+  /// is doubled, the gradients of each four pixels are added.
   void InputGradient(const TrainingConv2d& conv, const Conv2dGeometry& g, Tensor dout,
                      const Tensor& dx) {
     if (!ok()) return;
@@ -873,6 +899,18 @@ class CudaBackend final : public Backend {
                        g.pad_bottom <= edge && g.pad_right <= edge,
                    "the gradient of a convolution with kernel {} and padding {}", conv.kernel,
                    g.pad_top);
+    if (conv.strided.weight && g.stride == 2 && g.pad_top == conv.pad_top &&
+        g.pad_left == conv.pad_left && height == 2 * dout.dim(1) && width == 2 * dout.dim(2)) {
+      ops_->Conv2d({.x = dout,
+                    .weight = &conv.strided,
+                    .pad_top = edge,
+                    .pad_left = edge,
+                    .pad_bottom = edge,
+                    .pad_right = edge,
+                    .prologue = {.upsample2x = true},
+                    .out = dx});
+      return;
+    }
     Scratch scratch(this);
     if (dout.dim(1) != height || dout.dim(2) != width) {
       const Tensor spread = scratch.New({dout.dim(0), height, width, dout.dim(3)}, dout.dtype());

@@ -82,16 +82,19 @@ struct TreeSumLaunch {
 cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, const Queue& queue);
 
 /// The gradients of a weight and its bias, on Hopper: doutᵀ · x, or with nine taps that of a 3×3
-/// convolution which pads each image by one pixel; and the sum of dout. Chunks are added as a tree.
+/// convolution; and the sum of dout. Chunks are added as a tree.
 struct WeightGradientLaunch {
   Rows dout, x;  // [images · height · width, ..], bf16 in aligned vectors
   int outputs = 0, channels = 0;
-  int64_t images = 0, height = 1, width = 1;
-  int64_t chunks = 1;        // of the images: a power of two
-  int taps = 1;              // or 9
-  float* partial = nullptr;  // scratch of WeightGradientPartials() floats
-  float* out = nullptr;      // [outputs, channels, taps]
-  float* bias = nullptr;     // [outputs], or null: not computed
+  int64_t images = 0, height = 1, width = 1;  // of dout
+  int64_t chunks = 1;                         // of the images: a power of two
+  int taps = 1;                               // or 9
+  // With nine taps; x has at least `stride` lines and columns.
+  int64_t x_height = 1, x_width = 1;
+  int stride = 1, pad_top = 0, pad_left = 0;  // stride: or 2
+  float* partial = nullptr;                   // scratch of WeightGradientPartials() floats
+  float* out = nullptr;                       // [outputs, channels, taps]
+  float* bias = nullptr;                      // [outputs], or null: not computed
 };
 int64_t WeightGradientPartials(const WeightGradientLaunch& launch);
 cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, const Queue& queue);
@@ -170,15 +173,18 @@ cudaError_t LaunchLayerNormBackward(const LayerNormBackwardLaunch& norm, const Q
 /// Rounds a master weight [outputs, channels, taps] and its bias into the layouts that serving's
 /// convolutions read (engine/backend/cuda/weights.h). Forward: [outputs, taps, channels], starting
 /// at row first_output, or in four phases. Backward, for the gradient of the input: [channels,
-/// taps, outputs] with the taps rotated by 180°, starting at column first_output.
+/// taps, outputs] with the taps rotated by 180°, starting at column first_output. Backward in
+/// phases: of a 3×3 convolution of stride 2 with padding 0 or 1, [4 phases, channels, 2×2 taps,
+/// outputs], as of a convolution of dout after doubling; taps that a phase lacks are zeros.
 struct PackLaunch {
   const float* weight = nullptr;
   const float* bias = nullptr;  // or null
   int outputs = 0, channels = 0, taps = 1, first_output = 0;
   int all_outputs = 0;  // of all fused layers
-  bool phases = false;
-  Rows forward, backward;
-  float* packed_bias = nullptr;  // of all fused layers
+  bool phases = false, backward_phases = false;
+  bool pad_top = false, pad_left = false;  // with backward_phases
+  Rows forward, backward;                  // forward: or null
+  float* packed_bias = nullptr;            // of all fused layers
 };
 cudaError_t LaunchPacks(const std::vector<PackLaunch>& packs, const Queue& queue);
 

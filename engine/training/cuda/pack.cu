@@ -29,6 +29,13 @@ __device__ float PhaseTap(const float* taps, int phase, int tap) {
   return sum;
 }
 
+/// The gradient of the input of a strided convolution: line 2j + parity of the input was read by
+/// outputs in lines j − 1 + parity and the next, the first and second tap of the phase. The tap of
+/// the 3×3 window by which it was read; not in [0, 3) if it was not.
+__device__ int StridedTap(bool pad, int parity, int tap) {
+  return (pad ? 3 : 2) - parity - 2 * tap;
+}
+
 /// Rounds and stores `count` ≤ 8 values, by one store if they are a whole, aligned vector.
 template <typename Value>
 __device__ void StoreRun(const Rows& rows, int64_t row, int64_t column, int count, bool vectors,
@@ -101,13 +108,13 @@ __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ B
       pack.backward.vector && pack.all_outputs % 8 == 0 && pack.first_output % 8 == 0;
   for (int i = threadIdx.x; i < kEdge * taps * kRuns; i += kThreads) {
     const int run = i % kRuns * 8, tap = i / kRuns % taps, outer = i / (kRuns * taps);
-    if (!pack.phases && run < channels && outer < outputs) {
+    if (!pack.phases && pack.forward.data != nullptr && run < channels && outer < outputs) {
       StoreRun(pack.forward, pack.first_output + first + outer,
                static_cast<int64_t>(tap) * pack.channels + first_channel + run,
                min(8, channels - run), forward_vectors,
                [&](int u) { return tile[outer * line + (run + u) * taps + tap]; });
     }
-    if (outer < channels && run < outputs) {
+    if (!pack.backward_phases && outer < channels && run < outputs) {
       StoreRun(
           pack.backward, first_channel + outer,
           static_cast<int64_t>(taps - 1 - tap) * pack.all_outputs + pack.first_output + first + run,
@@ -123,6 +130,21 @@ __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ B
       Store(pack.forward, static_cast<int64_t>(phase) * pack.all_outputs + first + o,
             static_cast<int64_t>(tap) * pack.channels + first_channel + c,
             PhaseTap(tile + o * line + c * taps, phase, tap));
+    }
+  }
+  if (pack.backward_phases) {
+    for (int i = threadIdx.x; i < kEdge * 16 * kRuns; i += kThreads) {
+      const int run = i % kRuns * 8, at = i / kRuns % 4, phase = i / kRuns / 4 % 4;
+      const int c = i / (kRuns * 16);
+      if (c >= channels || run >= outputs) continue;
+      const int y = StridedTap(pack.pad_top, phase / 2, at / 2),
+                x = StridedTap(pack.pad_left, phase % 2, at % 2);
+      const bool exists = y >= 0 && y < 3 && x >= 0 && x < 3;
+      StoreRun(pack.backward, static_cast<int64_t>(phase) * pack.channels + first_channel + c,
+               static_cast<int64_t>(at) * pack.all_outputs + pack.first_output + first + run,
+               min(8, outputs - run), backward_vectors, [&](int u) {
+                 return exists ? tile[(run + u) * line + c * taps + y * 3 + x] : 0.0f;
+               });
     }
   }
   if (pack.bias != nullptr && first_channel == 0) {

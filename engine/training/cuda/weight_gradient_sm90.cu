@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients of weights for Hopper, by TMA and wgmma: the product of dout and x over all pixels, or
-// of dout and x at each tap of a 3×3 window. Both operands are MN-major in shared memory: a pixel
-// is a row of 128 bytes, 64 channels.
+// of dout and x at each tap of a 3×3 window with stride 1 or 2. Both operands are MN-major in
+// shared memory: a pixel is a row of 128 bytes, 64 channels.
 //
 // Policy. CTAs are persistent. A work item is a tile of the weight and one part of a chunk's
 // pixels, 64 at a step. Three consumer warpgroups multiply [64 outputs, 192 columns] each; a
@@ -11,8 +11,14 @@
 //   pixel on each side; beyond the image there are zeros. Each warpgroup has one row of the window
 //   and reads the halo tile from its first, second or third line. The next tap of a row reads the
 //   same lines one pixel later: its 64 columns are one row of 128 bytes away (the descriptor's
-//   LBO). Lines: a tile is 192 outputs × 192 channels.
-// A halo tile is loaded once for nine taps and 64 outputs, so loads are not the bottleneck.
+//   LBO).
+//   Strided window: the same with stride 2. The pixels at a tap are every second of every second
+//   line, so the halo tile is four planes of 9×9 pixels, by the parities of line and column. Tensor
+//   maps describe each plane of x as an image of its own. The taps of a row lie in two planes,
+//   which no descriptor spans, so there is a product for each tap. Lines: a tile is 192 outputs ×
+//   192 channels.
+// A halo tile is loaded once for nine taps and 64 outputs, so with stride 1 loads are not the
+// bottleneck. With stride 2 it has four times the pixels, and they are.
 //
 // The gradient of the bias, the sum of dout's pixels, is one more product, with a column of ones.
 // Only the tiles of the first channels compute it.
@@ -24,6 +30,7 @@
 // tiles of a large weight as keep these sums small enough for L2.
 
 #include <algorithm>
+#include <type_traits>
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/fast_divmod.h"
@@ -45,27 +52,40 @@ constexpr int kBlockBytes = kStep * kLineBytes;
 constexpr int kColumns = 192, kBlocks = kColumns / kLine, kOctets = kLine / 8;
 constexpr int kSums = kColumns / 2, kVectors = kSums / 4;  // per thread
 constexpr int kTileVectors = kVectors * kConsumers;
-constexpr int kEdge = 8, kPitch = kEdge + 2, kTaps = 9;
+constexpr int kEdge = 8, kTaps = 9;
 constexpr int kOnesBytes = 16 * kLineBytes;  // the column of ones, as wide as a swizzled row
 
-template <bool kWindow>
+enum class Form : uint8_t { kLines, kWindow, kStridedWindow };
+
+template <Form kForm>
 struct Tile {
+  static constexpr bool kWindow = kForm != Form::kLines;
   static constexpr int kOutputs = kWindow ? kLine : kGroups * kLine;
   static constexpr int kChannels = kWindow ? kLine : kColumns;
   static constexpr int kOutputBytes = kOutputs / kLine * kBlockBytes;
-  // Halo tiles have up to 2 · 6 · kPitch pixels.
-  static constexpr int kStageBytes = kOutputBytes + (kWindow ? 15 * 1024 : kBlocks * kBlockBytes);
-  static constexpr int kStages = kWindow ? 8 : 4;
+  // Of a window:
+  static constexpr int kStride = kForm == Form::kStridedWindow ? 2 : 1;
+  static constexpr int kPlanes = kStride * kStride;
+  static constexpr int kHalo = 2 / kStride, kPitch = kEdge + kHalo;  // pixels of a plane
+  // A plane has up to 2 · (kEdge / 2 + kHalo) · kPitch pixels.
+  static constexpr int kPlaneBytes = (kStride == 1 ? 15 : 12) * 1024;
+  static constexpr int kStageBytes =
+      kOutputBytes + (kWindow ? kPlanes * kPlaneBytes : kBlocks * kBlockBytes);
+  static constexpr int kStages = kForm == Form::kWindow ? 8 : 4;
   static constexpr int kBarriers = 2 * kStages;
   // The operands of a window overlap. compute-sanitizer takes each for 6 KB without gaps. In the
-  // last lines of the last stage, they would end 3.5 KB behind it, so the ring is longer.
-  static constexpr int kRingBytes = kStages * kStageBytes + (kWindow ? 4096 : 0);
+  // last lines of the last stage, they would end 3.5 KB behind it, so the ring is longer. Those of
+  // one tap end inside.
+  static constexpr int kRingBytes = kStages * kStageBytes + (kForm == Form::kWindow ? 4096 : 0);
   static constexpr int kSharedBytes = kRingBytes + kOnesBytes + kBarriers * 8;
+  // Estimated clocks of a step, for SplitsOfSteps().
+  static constexpr int64_t kStepClocks = kForm == Form::kStridedWindow ? 2000 : 1152;
   static_assert(kStageBytes % 1024 == 0 && kSharedBytes <= 232448);
+  static_assert(2 * (kEdge / 2 + kHalo) * kPitch * kLineBytes <= kPlaneBytes);
 };
 
 struct Params {
-  CUtensorMap dout, x;
+  CUtensorMap dout, x[4];                   // x: by plane
   int work = 0;                             // items: parts of all chunks × tiles of the launch
   int first_tile = 0;                       // of the launch
   FastDivmod tiles, channel_tiles, splits;  // splits: parts per chunk
@@ -74,17 +94,19 @@ struct Params {
   // With a window:
   FastDivmod steps_x, steps_y;         // per image
   int images_at_once = 1, images = 0;  // per step; per chunk
-  float4* sums = nullptr;              // [part, tile, kVectors, kConsumers]
-  float* bias_sums = nullptr;          // [part, output tile, kOutputs], or null
+  // In the planes of even and of odd taps, the line and the column of the image's first output.
+  int first_line[2] = {}, first_column[2] = {};
+  float4* sums = nullptr;      // [part, tile, kVectors, kConsumers]
+  float* bias_sums = nullptr;  // [part, output tile, kOutputs], or null
 };
 
 /// A work item.
 struct Item {
   int part, output, channel, chunk, begin, end;  // [begin, end): steps of the chunk
 };
-template <bool kWindow>
+template <Form kForm>
 __device__ inline Item ItemOf(const Params& params, int index) {
-  using T = Tile<kWindow>;
+  using T = Tile<kForm>;
   Item item;
   item.part = index / params.tiles;
   const int tile = params.first_tile + index % params.tiles;
@@ -99,38 +121,43 @@ __device__ inline Item ItemOf(const Params& params, int index) {
 
 /// The columns of the three taps of a window's row: MN-major like TransposedDescriptor(), but lines
 /// of 8 pixels are kPitch pixels apart, and each 64 columns are one pixel from the next 64.
+template <int kPitch>
 __device__ inline uint64_t TapsDescriptor(const void* halo_tile) {
   constexpr uint64_t kLines = uint64_t{kPitch * kLineBytes - 1024} >> 4;
   return TransposedDescriptor(halo_tile, kLineBytes) + (kLines << 32);
 }
 
 /// The thread that loads the operands of all steps of this CTA's items.
-template <bool kWindow>
+template <Form kForm>
 __device__ inline void Produce(const Params& params, unsigned char* ring, uint64_t* full,
                                uint64_t* empty) {
-  using T = Tile<kWindow>;
+  using T = Tile<kForm>;
   PipelineState<T::kStages> state;
   PrefetchTensorMap(&params.dout);
-  PrefetchTensorMap(&params.x);
+  for (int plane = 0; plane < T::kPlanes; ++plane) PrefetchTensorMap(&params.x[plane]);
   WaitForPredecessors();
   for (int index = blockIdx.x; index < params.work; index += gridDim.x) {
-    const Item item = ItemOf<kWindow>(params, index);
+    const Item item = ItemOf<kForm>(params, index);
 #pragma unroll 1
     for (int step = item.begin; step < item.end; ++step) {
       unsigned char* const outputs = ring + state.stage * T::kStageBytes;
       unsigned char* const channels = outputs + T::kOutputBytes;
       uint64_t* const barrier = &full[state.stage];
       Wait(&empty[state.stage], state.EmptyParity());
-      if constexpr (kWindow) {
+      if constexpr (T::kWindow) {
         const int height = kEdge / params.images_at_once;  // of the step
-        ArriveExpectTx(
-            barrier, T::kOutputBytes + params.images_at_once * kPitch * (height + 2) * kLineBytes);
+        ArriveExpectTx(barrier, T::kOutputBytes + T::kPlanes * params.images_at_once * T::kPitch *
+                                                      (height + T::kHalo) * kLineBytes);
         const int line = step / params.steps_x;
         const int x = step % params.steps_x * kEdge, y = line % params.steps_y * height;
         const int image =
             item.chunk * params.images + line / params.steps_y * params.images_at_once;
         TmaLoad(outputs, &params.dout, barrier, item.output, x, y, image);
-        TmaLoad(channels, &params.x, barrier, item.channel, x - 1, y - 1, image);
+#pragma unroll
+        for (int plane = 0; plane < T::kPlanes; ++plane)
+          TmaLoad(channels + plane * T::kPlaneBytes, &params.x[plane], barrier, item.channel,
+                  x + params.first_column[plane % T::kStride],
+                  y + params.first_line[plane / T::kStride], image);
       } else {
         ArriveExpectTx(barrier, T::kStageBytes);
         const auto load = [&](unsigned char* to, const CUtensorMap* map, int first) {
@@ -139,7 +166,7 @@ __device__ inline void Produce(const Params& params, unsigned char* ring, uint64
                     0);
         };
         load(outputs, &params.dout, item.output);
-        load(channels, &params.x, item.channel);
+        load(channels, &params.x[0], item.channel);
       }
       state.Advance();
     }
@@ -148,9 +175,9 @@ __device__ inline void Produce(const Params& params, unsigned char* ring, uint64
 }
 
 /// A consumer warpgroup.
-template <bool kWindow>
+template <Form kForm>
 struct Consumer {
-  using T = Tile<kWindow>;
+  using T = Tile<kForm>;
   const Params& params;
   unsigned char* const ring;
   const unsigned char* const ones;
@@ -158,12 +185,31 @@ struct Consumer {
   const int group;
   PipelineState<T::kStages> state = {};
 
+  /// The first pixels of a window's row, or of one of its taps, in the halo tile.
+  __device__ static int PixelsAt(int row, int tap) {
+    const int plane = row % T::kStride * T::kStride + tap % T::kStride;
+    return plane * T::kPlaneBytes + (row / T::kStride * T::kPitch + tap / T::kStride) * kLineBytes;
+  }
+
+  /// sums += a · b, all of them; a strided window's tap by tap.
+  __device__ static void MultiplyStep(float (&sums)[kSums], uint64_t a, uint64_t b, bool add) {
+    if constexpr (kForm == Form::kStridedWindow) {
+      constexpr int kTapSums = kSums / kBlocks;
+#pragma unroll
+      for (int tap = 0; tap < kBlocks; ++tap)
+        WgmmaTransposed(reinterpret_cast<float(&)[kTapSums]>(sums[tap * kTapSums]), a,
+                        b + (PixelsAt(0, tap) >> 4), add);
+    } else {
+      WgmmaTransposed(sums, a, b, add);
+    }
+  }
+
   /// The main loop of an item. kBias: also the sums of dout.
   template <bool kBias>
   __device__ void Multiply(const Item& item, float (&sums)[kSums], float (&bias)[4]) {
     const bool signals = threadIdx.x % 128 == 0;
     const int lines_gap =  // the halo between the lines of two images
-        params.images_at_once == 1 ? 0 : 2 * kPitch * (kLineBytes >> 4);
+        params.images_at_once == 1 ? 0 : T::kHalo * T::kPitch * (kLineBytes >> 4);
     const uint64_t column = TransposedDescriptor(ones, kBlockBytes);
     AnyAccumulators(sums);
     AnyAccumulators(bias);
@@ -173,19 +219,19 @@ struct Consumer {
       const unsigned char* const outputs = ring + state.stage * T::kStageBytes;
       const unsigned char* const channels = outputs + T::kOutputBytes;
       const uint64_t a =
-          TransposedDescriptor(outputs + (kWindow ? 0 : group * kBlockBytes), kBlockBytes);
-      const uint64_t b = kWindow ? TapsDescriptor(channels + group * kPitch * kLineBytes)
-                                 : TransposedDescriptor(channels, kBlockBytes);
+          TransposedDescriptor(outputs + (T::kWindow ? 0 : group * kBlockBytes), kBlockBytes);
+      const uint64_t b = T::kWindow ? TapsDescriptor<T::kPitch>(channels + PixelsAt(group, 0))
+                                    : TransposedDescriptor(channels, kBlockBytes);
       Wait(&full[state.stage], state.FullParity());
       WgmmaFence();
 #pragma unroll
       for (int k = 0; k < kStep; k += 16) {
         const int lines = k / kEdge;  // of the step
         const int at =
-            kWindow ? lines * kPitch * (kLineBytes >> 4) + (lines < kEdge / 2 ? 0 : lines_gap)
-                    : k * (kLineBytes >> 4);
+            T::kWindow ? lines * T::kPitch * (kLineBytes >> 4) + (lines < kEdge / 2 ? 0 : lines_gap)
+                       : k * (kLineBytes >> 4);
         const bool add = k > 0 || step > item.begin;
-        WgmmaTransposed(sums, a + k * (kLineBytes >> 4), b + at, add);
+        MultiplyStep(sums, a + k * (kLineBytes >> 4), b + at, add);
         if constexpr (kBias) WgmmaTransposed(bias, a + k * (kLineBytes >> 4), column, add);
       }
       WgmmaCommit();
@@ -204,14 +250,14 @@ struct Consumer {
     WaitForPredecessors();  // SumPartsKernel of the layer before reads the same memory
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4;
     for (int index = blockIdx.x; index < params.work; index += gridDim.x) {
-      const Item item = ItemOf<kWindow>(params, index);
+      const Item item = ItemOf<kForm>(params, index);
       float sums[kSums], bias[4];
-      if (params.bias_sums != nullptr && item.channel == 0 && (!kWindow || group == 0)) {
+      if (params.bias_sums != nullptr && item.channel == 0 && (!T::kWindow || group == 0)) {
         Multiply<true>(item, sums, bias);
         if (lane % 4 == 0) {
           float* const to = params.bias_sums +
                             static_cast<int64_t>(item.part) * params.output_tiles * T::kOutputs +
-                            item.output + (kWindow ? 0 : group * kLine) + warp * 16 + lane / 4;
+                            item.output + (T::kWindow ? 0 : group * kLine) + warp * 16 + lane / 4;
           to[0] = bias[0], to[8] = bias[2];
         }
       } else {
@@ -226,11 +272,11 @@ struct Consumer {
   }
 };
 
-template <bool kWindow>
+template <Form kForm>
 __global__ void __launch_bounds__(kThreads, 1)
     WeightGradientKernel(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using T = Tile<kWindow>;
+  using T = Tile<kForm>;
   extern __shared__ __align__(1024) unsigned char ring[];  // the swizzle's alignment
   unsigned char* const ones = ring + T::kRingBytes;
   uint64_t* const full = reinterpret_cast<uint64_t*>(ones + kOnesBytes);
@@ -253,10 +299,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (group == kGroups) {
     DecreaseRegisters<kProducerRegisters>();
-    if (warp == kGroups * 4 && ElectOne()) Produce<kWindow>(params, ring, full, empty);
+    if (warp == kGroups * 4 && ElectOne()) Produce<kForm>(params, ring, full, empty);
   } else {
     IncreaseRegisters<kConsumerRegisters>();
-    Consumer<kWindow>{params, ring, ones, full, empty, group}.Run();
+    Consumer<kForm>{params, ring, ones, full, empty, group}.Run();
   }
 #endif
 }
@@ -286,10 +332,10 @@ constexpr int kResultLine = 8 * kTaps, kResultPitch = kResultLine + 4;
 
 /// kSplits: that are loaded at a time. One split needs few registers, so that more blocks share an
 /// SM.
-template <bool kWindow, int kLeaves, int kSplits>
+template <Form kForm, int kLeaves, int kSplits>
 __global__ void __launch_bounds__(kSumThreads)
     SumPartsKernel(const __grid_constant__ PartSums parts) {
-  using T = Tile<kWindow>;
+  using T = Tile<kForm>;
   ReleaseDependents();
   WaitForPredecessors();
   const int quarter = blockIdx.x % kSumWarps, octet = blockIdx.x / kSumWarps % kOctets;
@@ -311,7 +357,7 @@ __global__ void __launch_bounds__(kSumThreads)
   const float v[4] = {sum.x, sum.y, sum.z, sum.w};
 
   const int row = lane / 4, column = lane % 4 * 2;  // and row + 8, column + 1
-  if constexpr (kWindow) {
+  if constexpr (T::kWindow) {
     __shared__ float results[16 * kResultPitch];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -338,31 +384,38 @@ __global__ void __launch_bounds__(kSumThreads)
 
   if (parts.bias == nullptr || first_channel != 0 || octet != 0 || block > 0) return;
   const int output = first_output + group * kLine + quarter * 16 + lane;
-  if (lane >= 16 || (kWindow && group > 0) || output >= parts.outputs) return;
+  if (lane >= 16 || (T::kWindow && group > 0) || output >= parts.outputs) return;
   parts.bias[output] =
       SumOfChunks<kLeaves, kSplits, float>(parts.chunks, parts.splits, [&](int64_t part) {
         return parts.bias_sums[part * parts.output_tiles * T::kOutputs + output];
       });
 }
 
-/// A tensor [d3, d2, d1, channels], with boxes of kLine channels.
+int64_t CountOf(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+/// Every stride-th line, from `line` on, and of these every stride-th pixel.
+struct Plane {
+  int stride = 1, line = 0, column = 0;
+};
+/// A plane of a tensor [d3, d2, d1, channels], with boxes of kLine channels.
 CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, int64_t d1, int64_t d2,
-                int64_t d3, int box1, int box2, int box3) {
-  const auto pixel_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
-  const cuuint64_t dims[4] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(d1),
-                              static_cast<cuuint64_t>(d2), static_cast<cuuint64_t>(d3)};
-  const cuuint64_t strides[3] = {pixel_bytes, pixel_bytes * dims[1],
-                                 pixel_bytes * dims[1] * dims[2]};
+                int64_t d3, int box1, int box2, int box3, const Plane& plane = {}) {
+  const auto of = [](int64_t value) { return static_cast<cuuint64_t>(value); };
+  const int64_t pixel_bytes = rows.stride * 2;
+  const cuuint64_t dims[4] = {of(channels), of(CountOf(d1 - plane.column, plane.stride)),
+                              of(CountOf(d2 - plane.line, plane.stride)), of(d3)};
+  const cuuint64_t strides[3] = {of(pixel_bytes * plane.stride),
+                                 of(pixel_bytes * d1 * plane.stride), of(pixel_bytes * d1 * d2)};
+  char* const first =
+      static_cast<char*>(rows.data) + (plane.line * d1 + plane.column) * pixel_bytes;
   const cuuint32_t box[4] = {kLine, static_cast<cuuint32_t>(box1), static_cast<cuuint32_t>(box2),
                              static_cast<cuuint32_t>(box3)};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, first, dims, strides, box, element_strides,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
-
-int64_t CountOf(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 /// Derived from the shapes.
 struct Plan {
@@ -382,61 +435,78 @@ struct Plan {
 };
 
 /// Number of parts per chunk, by estimated clocks. When a pass has eight chunks, a GPU has 132
-/// multiprocessors. A step takes kStepClocks at the tensor cores' rate, an item kItemClocks
-/// besides, and adding a part of a tile of all chunks kSumClocks. Fitted on an H200.
-int SplitsOfSteps(int64_t tiles, int64_t steps) {
-  constexpr int64_t kStepClocks = 1152, kItemClocks = 5000, kSumClocks = 700;
+/// multiprocessors. A step takes step_clocks, at the tensor cores' rate or that of loads, an item
+/// kItemClocks besides, and adding a part of a tile of all chunks kSumClocks. Fitted on an H200.
+int SplitsOfSteps(int64_t tiles, int64_t steps, int64_t step_clocks) {
+  constexpr int64_t kItemClocks = 5000, kSumClocks = 700;
   constexpr int64_t kMultiprocessors = 132, kChunks = 8;
   int best = 1;
   int64_t least = INT64_MAX;
   for (int splits = 1; splits <= 64 && splits <= steps; ++splits) {
     const int64_t items = CountOf(tiles * splits * kChunks, kMultiprocessors);  // of a CTA
     const int64_t clocks =
-        items * (CountOf(steps, splits) * kStepClocks + kItemClocks) + tiles * splits * kSumClocks;
+        items * (CountOf(steps, splits) * step_clocks + kItemClocks) + tiles * splits * kSumClocks;
     if (clocks < least) least = clocks, best = splits;
   }
   return best;
 }
 
-template <bool kWindow>
+template <Form kForm>
 Plan PlanOf(const WeightGradientLaunch& launch) {
-  using T = Tile<kWindow>;
+  using T = Tile<kForm>;
   Plan plan;
   plan.output_tiles = CountOf(launch.outputs, T::kOutputs);
   plan.channel_tiles = CountOf(launch.channels, T::kChannels);
   const int64_t images = launch.images / launch.chunks;
-  if (kWindow) {
+  if (T::kWindow) {
     if (launch.height <= kEdge / 2 && images % 2 == 0) plan.images_at_once = 2;
     plan.steps = images / plan.images_at_once *
                  CountOf(launch.height, kEdge / plan.images_at_once) * CountOf(launch.width, kEdge);
   } else {
     plan.steps = CountOf(images * launch.height * launch.width, kStep);
   }
-  plan.splits = SplitsOfSteps(plan.tiles(), plan.steps);
+  plan.splits = SplitsOfSteps(plan.tiles(), plan.steps, T::kStepClocks);
   plan.parts = launch.chunks * plan.splits;
   return plan;
 }
-Plan PlanOf(const WeightGradientLaunch& launch) {
-  return launch.taps == kTaps ? PlanOf<true>(launch) : PlanOf<false>(launch);
+
+/// what(form), a constant.
+template <typename What>
+auto WithForm(const WeightGradientLaunch& launch, const What& what) {
+  return launch.taps != kTaps ? what(std::integral_constant<Form, Form::kLines>())
+         : launch.stride == 1 ? what(std::integral_constant<Form, Form::kWindow>())
+                              : what(std::integral_constant<Form, Form::kStridedWindow>());
 }
 
-template <bool kWindow>
+template <Form kForm>
 cudaError_t ParamsOf(const WeightGradientLaunch& launch, const Plan& plan, float* bias_sums,
                      Params* to) {
+  using T = Tile<kForm>;
   Params& params = *to;
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
-  CUresult encoded[2];
-  if (kWindow) {
+  CUresult encoded[1 + T::kPlanes];
+  if (T::kWindow) {
     const int images = plan.images_at_once, height = kEdge / images;
     encoded[0] = Encode(&params.dout, launch.dout, launch.outputs, launch.width, launch.height,
                         launch.images, kEdge, height, images);
-    encoded[1] = Encode(&params.x, launch.x, launch.channels, launch.width, launch.height,
-                        launch.images, kPitch, height + 2, images);
+    for (int plane = 0; plane < T::kPlanes; ++plane) {
+      const int from_y = plane / T::kStride - launch.pad_top,
+                from_x = plane % T::kStride - launch.pad_left;
+      // Remainders that are not negative.
+      const Plane of = {T::kStride, (from_y + T::kStride * launch.pad_top) % T::kStride,
+                        (from_x + T::kStride * launch.pad_left) % T::kStride};
+      params.first_line[plane / T::kStride] = (from_y - of.line) / T::kStride;
+      params.first_column[plane % T::kStride] = (from_x - of.column) / T::kStride;
+      encoded[1 + plane] =
+          Encode(&params.x[plane], launch.x, launch.channels, launch.x_width, launch.x_height,
+                 launch.images, T::kPitch, height + T::kHalo, images, of);
+    }
   } else {
     const int64_t lines = launch.images / launch.chunks * launch.height * launch.width;
     encoded[0] =
         Encode(&params.dout, launch.dout, launch.outputs, lines, launch.chunks, 1, kStep, 1, 1);
-    encoded[1] = Encode(&params.x, launch.x, launch.channels, lines, launch.chunks, 1, kStep, 1, 1);
+    encoded[1] =
+        Encode(&params.x[0], launch.x, launch.channels, lines, launch.chunks, 1, kStep, 1, 1);
   }
   for (CUresult result : encoded) {
     if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
@@ -458,21 +528,20 @@ cudaError_t ParamsOf(const WeightGradientLaunch& launch, const Plan& plan, float
   return cudaSuccess;
 }
 
-template <bool kWindow, int kSplits>
+template <Form kForm, int kSplits>
 auto SumKernelFor(int64_t chunks) {
-  return chunks >= 8   ? SumPartsKernel<kWindow, 8, kSplits>
-         : chunks == 4 ? SumPartsKernel<kWindow, 4, kSplits>
-         : chunks == 2 ? SumPartsKernel<kWindow, 2, kSplits>
-                       : SumPartsKernel<kWindow, 1, kSplits>;
+  return chunks >= 8   ? SumPartsKernel<kForm, 8, kSplits>
+         : chunks == 4 ? SumPartsKernel<kForm, 4, kSplits>
+         : chunks == 2 ? SumPartsKernel<kForm, 2, kSplits>
+                       : SumPartsKernel<kForm, 1, kSplits>;
 }
 
-template <bool kWindow>
+template <Form kForm>
 cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, const Queue& queue) {
-  using T = Tile<kWindow>;
+  using T = Tile<kForm>;
   float* const bias_sums = launch.bias == nullptr ? nullptr : launch.partial + plan.sums();
   Params params;
-  if (cudaError_t error = ParamsOf<kWindow>(launch, plan, bias_sums, &params);
-      error != cudaSuccess) {
+  if (cudaError_t error = ParamsOf<kForm>(launch, plan, bias_sums, &params); error != cudaSuccess) {
     return error;
   }
   PartSums sums;
@@ -481,9 +550,9 @@ cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, co
   sums.output_tiles = params.output_tiles, sums.channel_tiles = params.channel_tiles;
   sums.outputs = launch.outputs, sums.channels = launch.channels;
   sums.out = launch.out, sums.bias = launch.bias;
-  const auto kernel = WeightGradientKernel<kWindow>;
-  const auto sum_kernel = plan.splits > 2 ? SumKernelFor<kWindow, 4>(launch.chunks)
-                                          : SumKernelFor<kWindow, 1>(launch.chunks);
+  const auto kernel = WeightGradientKernel<kForm>;
+  const auto sum_kernel = plan.splits > 2 ? SumKernelFor<kForm, 4>(launch.chunks)
+                                          : SumKernelFor<kForm, 1>(launch.chunks);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes);
   for (int64_t first = 0; first < plan.tiles() && error == cudaSuccess;
@@ -510,15 +579,18 @@ cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, co
 }  // namespace
 
 int64_t WeightGradientPartials(const WeightGradientLaunch& launch) {
-  const Plan plan = PlanOf(launch);
-  const int outputs = launch.taps == kTaps ? Tile<true>::kOutputs : Tile<false>::kOutputs;
-  return plan.sums() + plan.parts * plan.output_tiles * outputs;
+  return WithForm(launch, [&](auto form) {
+    constexpr Form kForm = decltype(form)::value;
+    const Plan plan = PlanOf<kForm>(launch);
+    return plan.sums() + plan.parts * plan.output_tiles * Tile<kForm>::kOutputs;
+  });
 }
 
 cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, const Queue& queue) {
-  const Plan plan = PlanOf(launch);
-  return launch.taps == kTaps ? LaunchTiles<true>(launch, plan, queue)
-                              : LaunchTiles<false>(launch, plan, queue);
+  return WithForm(launch, [&](auto form) {
+    constexpr Form kForm = decltype(form)::value;
+    return LaunchTiles<kForm>(launch, PlanOf<kForm>(launch), queue);
+  });
 }
 
 }  // namespace denoised::training::cuda
