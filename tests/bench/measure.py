@@ -80,7 +80,8 @@ SECONDS_AFTER_SEARCH = 60
 SECONDS_OF_AN_OP, SECONDS_OF_A_TRAIN_OP = 2.5, 5  # to measure it and its peer, at most
 SECONDS_TO_RESTART = 45  # a peer, and to measure an op with it
 OURS, COPY = "ours", "copy"
-START_SECONDS, MEASURE_SECONDS, PREPARE_SECONDS = 180, 60, 120  # that a worker may take
+# That a worker may take. The first run of max-autotune measures kernels for minutes.
+START_SECONDS, MEASURE_SECONDS, PREPARE_SECONDS = 180, 60, 300
 WARM_UP = "0.2"  # seconds of requests before those that count
 
 
