@@ -27,8 +27,8 @@
 // Sums. A chunk is cut into as many parts as suit a GPU when a pass has eight chunks. The sums of
 // each part go to memory in the layout of the accumulators, so that stores are coalesced.
 // SumPartsKernel adds the parts of a chunk in order and the chunks as a binary tree, and
-// transposes. So the bits depend on the layer's shape and the tree alone. A launch has only as many
-// tiles of a large weight as keep these sums small enough for L2.
+// transposes. So the bits depend on the layer's shape and the tree alone. A launch has only some
+// tiles of a large weight, so that these sums do not need much memory (kItems).
 
 #include <algorithm>
 #include <type_traits>
@@ -54,6 +54,11 @@ constexpr int kColumns = 192, kBlocks = kColumns / kLine, kOctets = kLine / 8;
 constexpr int kSums = kColumns / 2, kVectors = kSums / 4;  // per thread
 constexpr int kTileVectors = kVectors * kConsumers;
 constexpr int kEdge = 8, kTaps = 9;
+/// Items of a launch, at most: six waves of an H200's multiprocessors, whose sums are 117 MB. Two
+/// waves would stay in L2, but between two launches the GPU runs empty. With 264 items adm-64's
+/// step took 52.8 ms, with 1056 (156 MB) 51.2. A launch of 792 has 99 tiles, with eight chunks, and
+/// most of its layers take as many launches as with 1056. Whole waves leave no remainder.
+constexpr int64_t kItems = 6 * 132;
 constexpr int kOnesBytes = 16 * kLineBytes;  // the column of ones, as wide as a swizzled row
 
 enum class Form : uint8_t { kLines, kWindow, kStridedWindow };
@@ -459,11 +464,7 @@ struct Plan {
   int64_t parts;           // of all chunks
 
   int64_t tiles() const { return output_tiles * channel_tiles; }
-  /// Tiles of a launch: their sums take 39 MB, if not a single tile's take more.
-  int64_t launch_tiles() const {
-    constexpr int64_t kItems = 2 * 132;  // two for each multiprocessor
-    return std::clamp<int64_t>(kItems / parts, 1, tiles());
-  }
+  int64_t launch_tiles() const { return std::clamp<int64_t>(kItems / parts, 1, tiles()); }
   int64_t sums() const { return parts * launch_tiles() * kTileVectors * 4; }  // floats
 };
 
