@@ -15,8 +15,9 @@
 //   Strided window: the same with stride 2. The pixels at a tap are every second of every second
 //   line, so the halo tile is four planes of 9×9 pixels, by the parities of line and column. Tensor
 //   maps describe each plane of x as an image of its own. The taps of a row lie in two planes,
-//   which no descriptor spans, so there is a product for each tap. Lines: a tile is 192 outputs ×
-//   192 channels.
+//   which no descriptor spans, so there is a product for each tap.
+//   Lines: a tile is 192 outputs × 192 channels. Blocks of 64 beyond the layer's are neither
+//   loaded, multiplied (of outputs) nor stored.
 // A halo tile is loaded once for nine taps and 64 outputs, so with stride 1 loads are not the
 // bottleneck. With stride 2 it has four times the pixels, and they are.
 //
@@ -26,8 +27,8 @@
 // Sums. A chunk is cut into as many parts as suit a GPU when a pass has eight chunks. The sums of
 // each part go to memory in the layout of the accumulators, so that stores are coalesced.
 // SumPartsKernel adds the parts of a chunk in order and the chunks as a binary tree, and
-// transposes. So the bits depend on the layer's shape and the tree alone. A launch has only as many
-// tiles of a large weight as keep these sums small enough for L2.
+// transposes. So the bits depend on the layer's shape and the tree alone. A launch has only some
+// tiles of a large weight, so that these sums do not need much memory (kItems).
 
 #include <algorithm>
 #include <type_traits>
@@ -53,6 +54,11 @@ constexpr int kColumns = 192, kBlocks = kColumns / kLine, kOctets = kLine / 8;
 constexpr int kSums = kColumns / 2, kVectors = kSums / 4;  // per thread
 constexpr int kTileVectors = kVectors * kConsumers;
 constexpr int kEdge = 8, kTaps = 9;
+/// Items of a launch, at most: six waves of an H200's multiprocessors, whose sums are 117 MB. Two
+/// waves would stay in L2, but between two launches the GPU runs empty. With 264 items adm-64's
+/// step took 52.8 ms, with 1056 (156 MB) 51.2. A launch of 792 has 99 tiles, with eight chunks, and
+/// most of its layers take as many launches as with 1056. Whole waves leave no remainder.
+constexpr int64_t kItems = 6 * 132;
 constexpr int kOnesBytes = 16 * kLineBytes;  // the column of ones, as wide as a swizzled row
 
 enum class Form : uint8_t { kLines, kWindow, kStridedWindow };
@@ -90,7 +96,8 @@ struct Params {
   int first_tile = 0;                       // of the launch
   FastDivmod tiles, channel_tiles, splits;  // splits: parts per chunk
   int output_tiles = 0;
-  int steps = 0;  // per chunk
+  int outputs = 0, channels = 0;  // of the layer
+  int steps = 0;                  // per chunk
   // With a window:
   FastDivmod steps_x, steps_y;         // per image
   int images_at_once = 1, images = 0;  // per step; per chunk
@@ -117,6 +124,11 @@ __device__ inline Item ItemOf(const Params& params, int index) {
   item.begin = static_cast<int>(steps * split / params.splits.value);
   item.end = static_cast<int>(steps * (split + 1) / params.splits.value);
   return item;
+}
+
+/// Blocks of 64 of a tile of lines, from `first` on, that a layer of `count` has.
+__device__ inline int BlocksOf(int first, int count) {
+  return min(kBlocks, (count - first + kLine - 1) / kLine);
 }
 
 /// The columns of the three taps of a window's row: MN-major like TransposedDescriptor(), but lines
@@ -159,14 +171,16 @@ __device__ inline void Produce(const Params& params, unsigned char* ring, uint64
                   x + params.first_column[plane % T::kStride],
                   y + params.first_line[plane / T::kStride], image);
       } else {
-        ArriveExpectTx(barrier, T::kStageBytes);
-        const auto load = [&](unsigned char* to, const CUtensorMap* map, int first) {
-          for (int i = 0; i < kBlocks; ++i)
+        const int of_outputs = BlocksOf(item.output, params.outputs);
+        const int of_channels = BlocksOf(item.channel, params.channels);
+        ArriveExpectTx(barrier, (of_outputs + of_channels) * kBlockBytes);
+        const auto load = [&](unsigned char* to, const CUtensorMap* map, int first, int blocks) {
+          for (int i = 0; i < blocks; ++i)
             TmaLoad(to + i * kBlockBytes, map, barrier, first + i * kLine, step * kStep, item.chunk,
                     0);
         };
-        load(outputs, &params.dout, item.output);
-        load(channels, &params.x[0], item.channel);
+        load(outputs, &params.dout, item.output, of_outputs);
+        load(channels, &params.x[0], item.channel, of_channels);
       }
       state.Advance();
     }
@@ -246,11 +260,30 @@ struct Consumer {
     if (signals) Arrive(&empty[last]);
   }
 
+  /// The main loop of an item without outputs of this warpgroup. One thread releases the stages;
+  /// the others wait for it, since parities only tell a phase from the next.
+  __device__ void Skip(const Item& item) {
+    for (int step = item.begin; step < item.end; ++step) {
+      if (threadIdx.x % 128 == 0) {
+        Wait(&full[state.stage], state.FullParity());
+        Arrive(&empty[state.stage]);
+      }
+      state.Advance();
+    }
+    __syncwarp();
+    NamedBarrierSync(1 + group, 128);
+  }
+
   __device__ void Run() {
     WaitForPredecessors();  // SumPartsKernel of the layer before reads the same memory
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4;
     for (int index = blockIdx.x; index < params.work; index += gridDim.x) {
       const Item item = ItemOf<kForm>(params, index);
+      if (!T::kWindow && group >= BlocksOf(item.output, params.outputs)) {
+        Skip(item);
+        continue;
+      }
+      const int blocks = T::kWindow ? kBlocks : BlocksOf(item.channel, params.channels);
       float sums[kSums], bias[4];
       if (params.bias_sums != nullptr && item.channel == 0 && (!T::kWindow || group == 0)) {
         Multiply<true>(item, sums, bias);
@@ -265,9 +298,11 @@ struct Consumer {
       }
       float4* const to = params.sums + static_cast<int64_t>(index) * kTileVectors + thread;
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i)
-        to[i * kConsumers] =
-            make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+      for (int i = 0; i < kVectors; ++i) {
+        if (i / kOctets < blocks)
+          to[i * kConsumers] =
+              make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+      }
     }
   }
 };
@@ -345,6 +380,9 @@ __global__ void __launch_bounds__(kSumThreads)
   const int block = threadIdx.x / (32 * kGroups);
   const int first_output = tile / parts.channel_tiles * T::kOutputs;
   const int first_channel = tile % parts.channel_tiles * T::kChannels;
+  if (!T::kWindow && (group >= BlocksOf(first_output, parts.outputs) ||
+                      block >= BlocksOf(first_channel, parts.channels)))
+    return;
 
   const int64_t part_vectors = int64_t{parts.tiles.value} * kTileVectors;
   const float4* const from = parts.sums + int64_t{tile_of_launch} * kTileVectors +
@@ -426,11 +464,7 @@ struct Plan {
   int64_t parts;           // of all chunks
 
   int64_t tiles() const { return output_tiles * channel_tiles; }
-  /// Tiles of a launch: their sums take 39 MB, if not a single tile's take more.
-  int64_t launch_tiles() const {
-    constexpr int64_t kItems = 2 * 132;  // two for each multiprocessor
-    return std::clamp<int64_t>(kItems / parts, 1, tiles());
-  }
+  int64_t launch_tiles() const { return std::clamp<int64_t>(kItems / parts, 1, tiles()); }
   int64_t sums() const { return parts * launch_tiles() * kTileVectors * 4; }  // floats
 };
 
@@ -517,6 +551,7 @@ cudaError_t ParamsOf(const WeightGradientLaunch& launch, const Plan& plan, float
   params.channel_tiles = FastDivmod(static_cast<int>(plan.channel_tiles));
   params.splits = FastDivmod(plan.splits);
   params.output_tiles = static_cast<int>(plan.output_tiles);
+  params.outputs = launch.outputs, params.channels = launch.channels;
   params.steps = static_cast<int>(plan.steps);
   params.steps_x = FastDivmod(static_cast<int>(CountOf(launch.width, kEdge)));
   params.steps_y =
