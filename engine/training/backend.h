@@ -426,6 +426,7 @@ absl::Status CheckCuda(const CudaOptions& options);
 struct Cost {
   double multiply_adds = 0;    // of convolutions, linears and attention, forward and backward
   int64_t conv2d_weights = 0;  // elements of the kernels of all NewConv2d()
+  int64_t phase_weights = 0;   // and, with stride 2, of the four phases that a GPU packs besides
 };
 std::unique_ptr<Backend> NewCountingBackend(DType activation_dtype, Cost* cost);
 

@@ -31,13 +31,14 @@ class CountingBackend final : public Backend {
   absl::Status status() override { return absl::OkStatus(); }
 
   std::unique_ptr<PackedConv2d> NewConv2d(int in, int out, int kernel, bool upsample2x,
-                                          const Conv2dGeometry& /*geometry*/) override {
+                                          const Conv2dGeometry& geometry) override {
     auto conv = std::make_unique<PackedConv2d>();
     conv->in_channels = in;
     conv->out_channels = out;
     conv->kernel = kernel;
     conv->upsample2x = upsample2x;
     cost_->conv2d_weights += int64_t{in} * out * kernel * kernel;
+    if (kernel == 3 && geometry.stride == 2) cost_->phase_weights += int64_t{in} * out * 16;
     return conv;
   }
   std::unique_ptr<PackedLinear> NewLinear(int in, const std::vector<int>& parts) override {

@@ -834,8 +834,10 @@ class CudaBackend final : public Backend {
       gradient.pad_left = of.pad_left;
       const bool lines = of.kernel == 1 && of.stride == 1 && of.pad_top == 0 && of.pad_left == 0 &&
                          of.out_height == gradient.x_height && of.out_width == gradient.x_width;
-      const bool window = of.kernel == 3 && of.stride <= 2 && gradient.x_height >= of.stride &&
-                          gradient.x_width >= of.stride;
+      // Of a tensor map, each stride must be a multiple of the one before (cuTensorMapEncodeTiled),
+      // and lines of a plane are `stride` lines apart.
+      const bool window = of.kernel == 3 && of.stride <= 2 && gradient.x_width >= of.stride &&
+                          gradient.x_height % of.stride == 0;
       if (!lines && !window) return false;
     }
     if (!queue_.hopper || first_output % 8 != 0) return false;

@@ -89,7 +89,7 @@ struct WeightGradientLaunch {
   int64_t images = 0, height = 1, width = 1;  // of dout
   int64_t chunks = 1;                         // of the images: a power of two
   int taps = 1;                               // or 9
-  // With nine taps; x has at least `stride` lines and columns.
+  // With nine taps; x has at least `stride` columns, and its lines are a multiple of `stride`.
   int64_t x_height = 1, x_width = 1;
   int stride = 1, pad_top = 0, pad_left = 0;  // stride: or 2
   float* partial = nullptr;                   // scratch of WeightGradientPartials() floats
