@@ -645,7 +645,8 @@ TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
       backend->SetChunkRows(c.chunk);
       const Conv2dGeometry geometry{c.stride, before, before, edge, edge};
       const auto packed = backend->NewConv2d(c.in, c.out, c.kernel, c.upsample, geometry);
-      backend->PackConv2d(Floats(*backend, weight_shape), Tensor(), packed.get());
+      const Tensor master = Floats(*backend, weight_shape);  // read later, too
+      backend->PackConv2d(master, Tensor(), packed.get());
       const Tensor dweight = Floats(*backend, weight_shape), dbias = Floats(*backend, {c.out});
       backend->Conv2dBackward({.x = Activations(*backend, x_shape, x),
                                .weight = packed.get(),
@@ -718,7 +719,8 @@ TEST_P(LargeOpTest, WeightGradientsAddAsATree) {
                    d = Activations(*cuda_, out_shape, Normal(out_shape));
       const Conv2dGeometry geometry{stride, kernel / 2, kernel / 2, kernel / 2, kernel / 2};
       const auto packed = cuda_->NewConv2d(kIn, kOut, kernel, false, geometry);
-      cuda_->PackConv2d(Floats(*cuda_, weight_shape), Tensor(), packed.get());
+      const Tensor master = Floats(*cuda_, weight_shape);
+      cuda_->PackConv2d(master, Tensor(), packed.get());
       cuda_->SetChunkRows(1);
       const auto gradient = [&](int first, int count) {
         const Tensor dweight = Floats(*cuda_, weight_shape);
