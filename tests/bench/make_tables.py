@@ -1107,6 +1107,22 @@ def train_curves(data, topic="train-curves"):
         for what, end in ((f"the first {few}", few), ("all", steps))]
 
 
+def train_run(data):
+    """A run's own log: the loss as the mean of the logged steps of a tenth of the run."""
+    file = data("train-emoji-32")
+    steps, losses, norms, rates = zip(*file["log"])
+
+    def of_tenth(values, i):
+        return statistics.fmean(value for step, value in zip(steps, values)
+                                if i * steps[-1] < 10 * step <= (i + 1) * steps[-1])
+
+    return origin(file["context"]) + table(
+        ["Steps up to", "Pictures seen", "Loss", "Gradient norm", "Pictures a second"],
+        [[f"{steps[-1] * (i + 1) // 10:,}", f"{steps[-1] * (i + 1) // 10 * file['batch'] / 1e6:.2f} million",
+          f"{of_tenth(losses, i):.4f}", f"{of_tenth(norms, i):.3f}", f"{of_tenth(rates, i):,.0f}"]
+         for i in range(10)])
+
+
 TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": models, "latent": latent, "train": train, "memory": memory, "loop": loop,
           "convolutions": convolutions, "other-convolutions": other_convolutions,
           "linears": linears, "attentions": attentions, "group-norms": group_norms,
@@ -1116,10 +1132,10 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
           "serving": serving, "pipelines": pipelines, "latent-errors": latent_errors, "http": http, "event-streams": event_streams, "page": page,
           "scheduling": scheduling, "scheduling-host": scheduling_host,
-          "train-curves": train_curves,
+          "train-curves": train_curves, "train-run": train_run,
           "train-curves-mnist-32": lambda data: train_curves(data, "train-curves-mnist-32")}
 
-ELSEWHERE = {"speed", "http", "event-streams", "train-curves", "train-curves-mnist-32"}  # not on docs/benchmarks.md
+ELSEWHERE = {"speed", "http", "event-streams", "train-curves", "train-curves-mnist-32", "train-run"}  # not on docs/benchmarks.md
 
 
 def made(page, folder):
