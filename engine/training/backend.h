@@ -62,6 +62,11 @@ struct Conv2dGeometry {
   int stride = 1;
   int pad_top = 0, pad_left = 0, pad_bottom = 0, pad_right = 0;
 };
+/// Whether a GPU also packs a convolution's weights in four phases, for the gradient of its input.
+inline bool PacksPhases(const Conv2dGeometry& geometry, int kernel, bool upsample2x) {
+  return kernel == 3 && geometry.stride == 2 && !upsample2x && geometry.pad_top <= 1 &&
+         geometry.pad_left <= 1;
+}
 
 /// out = (conv(x) + bias + add + residual) · scale
 struct Conv2dArgs {
@@ -329,7 +334,7 @@ class Backend {
   virtual std::string uuid() const { return ""; }
 
   // Weights.
-  /// `geometry`: of its ops. Those with another one may take longer.
+  /// `geometry`: with which it will be used. Another is correct but may be slower.
   virtual std::unique_ptr<PackedConv2d> NewConv2d(int in_channels, int out_channels, int kernel,
                                                   bool upsample2x,
                                                   const Conv2dGeometry& geometry) = 0;
@@ -426,7 +431,7 @@ absl::Status CheckCuda(const CudaOptions& options);
 struct Cost {
   double multiply_adds = 0;    // of convolutions, linears and attention, forward and backward
   int64_t conv2d_weights = 0;  // elements of the kernels of all NewConv2d()
-  int64_t phase_weights = 0;   // and, with stride 2, of the four phases that a GPU packs besides
+  int64_t phase_weights = 0;   // elements that a GPU packs besides, for four phases of 2×2 taps
 };
 std::unique_ptr<Backend> NewCountingBackend(DType activation_dtype, Cost* cost);
 

@@ -45,6 +45,7 @@ import os
 import pathlib
 import random
 import re
+import shlex
 import signal
 import socket
 import statistics
@@ -536,7 +537,8 @@ def write_figures(options):
             device = name.splitlines()[0] if name else device
     context = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                "commit": options.commit or git.stdout.strip() or None,
-               "command": " ".join(["tests/bench/serving.py", *options.benchmarks]),
+               "command": shlex.join(["tests/bench/serving.py", *sys.argv[1:]]),
+               "rounds": options.rounds,
                "device": device, "cores": os.cpu_count(),
                "load_average": os.getloadavg()[0], "peers": {}}
     options.json.write_text(json.dumps({"context": context, "figures": FIGURES}, indent=1) + "\n")

@@ -195,7 +195,7 @@ class CudaBackend final : public Backend {
     prepare(&conv->backward, out, in, false);
     conv->pad_top = geometry.pad_top;
     conv->pad_left = geometry.pad_left;
-    if (kernel == 3 && geometry.stride == 2 && geometry.pad_top <= 1 && geometry.pad_left <= 1)
+    if (PacksPhases(geometry, kernel, upsample2x))
       prepare(&conv->strided, out, in, /*doubled=*/true);
     return conv;
   }
@@ -888,10 +888,10 @@ class CudaBackend final : public Backend {
            "the gradient of a bias");
   }
 
-  /// dx = dout convolved with the rotated weights. With a stride, each pixel of dout has `stride`²
-  /// of dx, which read different taps: four phases with stride 2. With odd edges and other strides,
-  /// zeros are first inserted between the pixels of dout (a transposed convolution). If the input
-  /// is doubled, the gradients of each four pixels are added.
+  /// dx = dout convolved with the rotated weights. With stride 2, each pixel of dout has four of
+  /// dx, which read different taps: four phases, if dx has exactly twice the edges. Otherwise zeros
+  /// are first inserted between the pixels of dout (a transposed convolution). If the input is
+  /// doubled, the gradients of each four pixels are added.
   void InputGradient(const TrainingConv2d& conv, const Conv2dGeometry& g, Tensor dout,
                      const Tensor& dx) {
     if (!ok()) return;

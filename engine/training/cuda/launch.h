@@ -84,7 +84,9 @@ cudaError_t LaunchTreeSum(const TreeSumLaunch& sum, const Queue& queue);
 /// The gradients of a weight and its bias, on Hopper: doutᵀ · x, or with nine taps that of a 3×3
 /// convolution; and the sum of dout. Chunks are added as a tree.
 struct WeightGradientLaunch {
-  Rows dout, x;  // [images · height · width, ..], bf16 in aligned vectors
+  // dout [images · height · width, ..], and x the same or, with nine taps, [images · x_height ·
+  // x_width, ..]; bf16 in aligned vectors.
+  Rows dout, x;
   int outputs = 0, channels = 0;
   int64_t images = 0, height = 1, width = 1;  // of dout
   int64_t chunks = 1;                         // of the images: a power of two

@@ -19,7 +19,7 @@
 //   Lines: a tile is 192 outputs × 192 channels. Blocks of 64 beyond the layer's are neither
 //   loaded, multiplied (of outputs) nor stored.
 // A halo tile is loaded once for nine taps and 64 outputs, so with stride 1 loads are not the
-// bottleneck. With stride 2 it has four times the pixels, and they are.
+// bottleneck. With stride 2 it has 3.2 times the pixels, and its step takes longer.
 //
 // The gradient of the bias, the sum of dout's pixels, is one more product, with a column of ones.
 // Only the tiles of the first channels compute it.
@@ -55,8 +55,7 @@ constexpr int kSums = kColumns / 2, kVectors = kSums / 4;  // per thread
 constexpr int kTileVectors = kVectors * kConsumers;
 constexpr int kEdge = 8, kTaps = 9;
 /// Items of a launch, at most: six waves of an H200's multiprocessors, whose sums are 117 MB. With
-/// two waves they would stay in L2, but between two launches the GPU runs empty. adm-64's step took
-/// 53.3 and 53.1 ms with two and six, on two H200s, which is no difference.
+/// two waves they stay in L2, but the tails of more launches cost as much: kernels-measured.md.
 constexpr int64_t kItems = 6 * 132;
 constexpr int kOnesBytes = 16 * kLineBytes;  // the column of ones, as wide as a swizzled row
 
