@@ -5,11 +5,10 @@
 //   P = exp(scale·QKᵀ − L)    Δ = Σ dO·O    dS = P ∘ (dO Vᵀ − Δ)
 //   dQ = scale·dS K           dK = scale·dSᵀ Q    dV = Pᵀ dO
 //
-// Policy. One kernel owns queries and computes Δ and dQ; a second owns keys and computes dK and dV
-// (but see few tokens, below).
-// Both recompute P and dS, so no block adds to another block's sums. They are one template. A block
-// owns tokens of one head of one image, queries (Q, dO) or keys (K, V), and iterates over the
-// others in order, so the bits of a token depend on its image alone.
+// Policy, unless there are few tokens. One kernel owns queries and computes Δ and dQ; a second owns
+// keys and computes dK and dV. Both recompute P and dS, so no block adds to another block's sums.
+// They are one template. A block owns tokens of one head of one image, queries (Q, dO) or keys
+// (K, V), and iterates over the others in order, so the bits of a token depend on its image alone.
 //
 // Tensor cores: each warp owns kTiles · 16 tokens and keeps their gradients in registers. It
 // computes P and dS for kChunk others at a time; the accumulators of one product are the operand of
