@@ -456,7 +456,7 @@ def memory(data):
 
 def loop(data):
     rows, verdicts = [], []
-    for row in data("models")["rows"]:
+    for row in filter(None, rows_by_name(data("models"), MODEL_BARS).values()):
         alone = [ms for peer in row["peers"].values()
                  for ms in peer.get("extra", {}).get("ours", {}).get("ms_forward", [])]
         if not alone:

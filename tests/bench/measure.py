@@ -67,7 +67,7 @@ ROOT = HERE.parent.parent
 CONFIGS = ROOT / "tests/models/configs"
 MODEL_ROWS = "cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16"
 # The most important first: those where max-autotune has been faster than torch.compile as it is.
-# Each takes two to five minutes to compile.
+# Each takes three to seven minutes, compiling and choosing kernels.
 AUTOTUNED_ROWS = "celebahq-256:16,cifar10-32:256:16,adm-64:64,cifar10-32:64,adm-64:1,cifar10-32:1"
 LATENT_ROWS = "sd15-unet:2:16,sdxl-unet:2:16,sdxl-vae@64:1:8,sdxl-vae@128:1"
 TRAIN_BATCHES = "cifar10-32:128,adm-64:32,mnist-32:512"
