@@ -158,7 +158,7 @@ def ops_of(file, *kinds, topic="ops"):
 MET, MISS, NOISE, NOT_MEASURED = "met", "**miss**", "within noise", "**not measured**"
 OLD, NOT_SEARCHED = "old method", "no verdict"
 LEAST_ALGORITHMS = 16  # that a search of cuBLASLt tries; its heuristics alone return eight
-SURE_ROUNDS = 10  # the median of so many decides alone
+SURE_ROUNDS = 10  # with so many, rounds below the bar do not matter
 
 
 def is_old(context, row=None):
@@ -177,9 +177,9 @@ def verdict(values, bar, old=False, searched=True):
         return OLD if statistics.median(values) >= bar else f"{MISS}, {OLD}"
     if not searched:  # the peer's fastest kernel is as fast as this one or faster
         return MISS if max(values) < bar else NOT_SEARCHED
-    if len(values) < SURE_ROUNDS and min(values) < bar <= max(values):
-        return NOISE
-    return MET if statistics.median(values) >= bar else MISS
+    if statistics.median(values) < bar:
+        return MISS
+    return NOISE if len(values) < SURE_ROUNDS and min(values) < bar else MET
 
 
 def holds(condition, old=False):
@@ -423,7 +423,7 @@ def train(data):
         rows.append([
             *name.split("/batch:"), f"{number(each.ours)} ms", number(speed),
             f"{number(each.theirs)} ms", each.cell(), f"{TRAIN_BARS.get(name, '–')}×",
-            each.verdict, f"{number(mib)} MiB, {number(reserved)} MiB",
+            each.verdict, f"{number(mib)} MiB; {number(reserved)}, {number(theirs.get('MiB_allocated'))} MiB",
             f"{percent(share)}, {all_three[1]}" if share else all_three[1],
             f"{number(first)} s, {number(theirs.get('first_step_seconds'))} s",
             f"≤ {bar} s, {all_three[2]}" if bar else ""])
@@ -431,22 +431,24 @@ def train(data):
     found = [summary(verdicts).replace("rows reach their bar", "bars are reached") + "."]
     return lines + table(
         ["Model", "Pictures a step", "denoise-train", "TFLOP/s", "PyTorch", RATIO, "Bar", "",
-         "Memory: denoise-train, PyTorch", f"of it, bar {percent(TRAIN_MEMORY_BAR)}",
+         "Memory: denoise-train; PyTorch reserved, allocated", f"of reserved, bar {percent(TRAIN_MEMORY_BAR)}",
          "First step after: denoise-train, PyTorch", "Bar"], rows) + ["", *found] + clocks_of(
              file["rows"])
 
 
 def memory(data):
     """denoised's from a run in which it was alone on the device, as it is what the device lost.
-    PyTorch's from the run of its speed, or from the same file when that is older."""
+    PyTorch's from the run of its speed, or from the same file when that is older; of its ways the one
+    that takes least."""
     file, beside = data("memory"), {row["name"]: row for row in data("models")["rows"]}
     own = any("peers" in row for row in file["rows"])
     rows = []
     for row in file["rows"]:
         peers = row if own else beside.get(row["name"])
-        best = best_of(peers) if peers else None
-        details = peers["peers"][best[0]].get("details", {}) if best else {}
-        if "MiB_device" in row["ours"] and "MiB_reserved" in details:
+        ways = [peer["details"] for peer in peers["peers"].values()
+                if "MiB_reserved" in peer.get("details", {})] if peers else []
+        if "MiB_device" in row["ours"] and ways:
+            details = min(ways, key=lambda way: way["MiB_reserved"])
             rows.append([row["name"].replace("/rows:", ", "), f"{row['ours']['MiB_device']:.0f} MiB",
                          f"{details['MiB_allocated']} MiB", f"{details['MiB_reserved']} MiB"])
     contexts = [file["context"]] + ([] if own else contexts_of(data("models")))
@@ -887,7 +889,7 @@ def pipelines(data):
         row(f"{what}: images/s", beside, of_rounds(rates) if rates else "", f"≥ {reach}", aim, rates, reach)
     shares = [mixed / uniform for mixed, uniform in figures_of("sdxl-mixed").get("pairs", [])]
     row("SDXL, a queue of mixed sizes, steps, guidance and samplers ÷ a uniform one: rows/s", "",
-        ", ".join(percent(share, 1) for share in shares), f"≥ {percent(MIXED_BAR)}", percent(MIXED_AIM),
+        percents(shares) if shares else "", f"≥ {percent(MIXED_BAR)}", percent(MIXED_AIM),
         shares, MIXED_BAR)
     found = figures_of("sd15-request")
     previews = [each["evaluations"] for each in found.get("first_previews", [])]
@@ -1036,7 +1038,7 @@ def headline(data):
             rows.append(["their ten evaluations", label, times(ratio), ""])
     ratios = [best_of(row)[2] for row in data("models")["rows"] if best_of(row)]
     rows.append([f"One evaluation of a UNet, {len(ratios)} combinations of model and rows",
-                 "PyTorch's fastest", f"{times(min(ratios))} to {times(max(ratios))}",
+                 "the faster of PyTorch's ways below", f"{times(min(ratios))} to {times(max(ratios))}",
                  summary([each.verdict for _, each in compared_models(data).values()])])
     for op, what, peer in (("conv", "3×3 convolutions", "cuDNN"),
                            ("conv_bias_residual_silu", "3×3 convolutions with bias, residual and SiLU",
