@@ -248,9 +248,11 @@ TEST(SeveralDevices, AGpuThatHangsLeavesItsImagesToTheOther) {
       alone.push_back(job->images());
     }
   }
+  // It must outlive the engine: when BusyGpu lets go, the thread of GPU 1 ends its evaluation and
+  // still reports it.
+  Counter counter;
   auto engine = Engine::Create({.device = "cuda", .devices = {0, 1}, .watchdog_seconds = 2});
   ASSERT_TRUE(engine.ok()) << engine.status();
-  Counter counter;
   (*engine)->SetObserver(&counter);
   ASSERT_TRUE((*engine)->Open("digits", kDigitsModel).ok());
   std::vector<std::shared_ptr<Collector>> jobs;
