@@ -43,7 +43,6 @@ struct Plan {
   int lines = 0;    // a quad's threads are this number of pixels apart
   int box = 0;      // pixels of a chunk; a multiple of 8, so that chunks are aligned
   int chunks = 0;
-  bool keeps = false;                            // see NormBackwardKernel
   FastDivmod across;                             // vectors of a strip
   FastDivmod group_size;                         // channels
   double pixels_inverse = 0, count_inverse = 0;  // 1 / pixels, 1 / elements of a group
@@ -94,7 +93,7 @@ __device__ int64_t Step(const Rows& rows, const Plan& plan) {
 /// Offsets in shared memory, in bytes.
 struct Layout {
   int operand;   // bytes of an operand: [chunks · box][strip] in bf16
-  int sums;      // [kinds][lines][strip]; later a Pair and two coefficients of each channel
+  int sums;      // [kinds][lines][strip]; later a Pair and three coefficients of each channel
   int received;  // [cluster][strip] of Message
   int affine;    // [3][strip]
   int barriers;  // of the chunks, then of `received`
@@ -102,7 +101,7 @@ struct Layout {
   __host__ __device__ Layout(const Plan& plan, int operands, int kinds)
       : operand(plan.chunks * plan.box * plan.strip * 2),
         sums(operands * operand),
-        received(sums + plan.strip * (plan.lines * kinds > 6 ? plan.lines * kinds * 4 : 24)),
+        received(sums + plan.strip * (plan.lines * kinds > 7 ? plan.lines * kinds * 4 : 28)),
         affine(received + plan.cluster * plan.strip * (kinds == 2 ? 8 : 16)),
         barriers(affine + 3 * plan.strip * 4),
         bytes(barriers + (kMaxChunks + 1) * 8) {}
@@ -225,7 +224,7 @@ __device__ void SumOverCluster(unsigned char* shared, const Plan& plan, const La
   if (plan.cluster > 1) WaitForCluster();
   const int c = threadIdx.x;
   float of_block[kSums] = {};
-#pragma unroll 2
+#pragma unroll 4
   for (int line = 0; c < plan.strip && line < plan.lines; ++line) {
 #pragma unroll
     for (int s = 0; s < kSums; ++s) of_block[s] += by_line[s * kind + line * plan.strip + c];
@@ -234,12 +233,12 @@ __device__ void SumOverCluster(unsigned char* shared, const Plan& plan, const La
 #pragma unroll
     for (int s = 0; s < kSums; ++s) totals[s] = of_block[s];
   } else if (c < plan.strip) {
-#pragma unroll 2
+#pragma unroll 4
     for (int to = 0; to < plan.cluster; ++to)
       M::Send(M::Of(of_block), ClusterAddress(received + place.rank * plan.strip + c, to),
               ClusterAddress(barrier, to));
     WaitForStores(barrier, 0);
-#pragma unroll 2
+#pragma unroll 4
     for (int rank = 0; rank < plan.cluster; ++rank) M::Add(received[rank * plan.strip + c], totals);
   }
   __syncthreads();  // the caller overwrites the sums by line
@@ -366,18 +365,46 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
 enum class Extra { kNone, kAdds, kSumsPixels };
 
-/// Grid as above. kExtra: whether there is backward.add, or backward.dx_sums. kKeeps: dz is kept in
-/// shared memory between its two uses, else computed twice.
-template <int kActivation, Extra kExtra, bool kKeeps>
+/// To 2⁻¹¹, in one instruction.
+__device__ inline float Tanh(float x) {
+  float tanh;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(x));
+  return tanh;
+}
+
+/// What the backward pass does with z. dz is kept in bf16 where dout was, as PyTorch keeps it
+/// between its two kernels.
+///
+/// SiLU's z is halved: h = z / 2, t = tanh(h), σ(z) = (1 + t) / 2, and so
+///   2 · SiLU′(z) = 2σ(1 + z(1 − σ)) = 1 + t + h(1 − t²)
+/// which takes one special function and three multiply-adds, and dz is doubled.
+template <int kActivation>
+struct Gradient {
+  static constexpr bool kIsSilu = kActivation == static_cast<int>(Activation::kSilu);
+  static constexpr float kZ = kIsSilu ? 0.5f : 1.0f;   // what z is multiplied by,
+  static constexpr float kDz = kIsSilu ? 2.0f : 1.0f;  // and dz
+  static __device__ float Dz(const NormLaunch& norm, float d, float z) {
+    if constexpr (kIsSilu) {
+      const float t = Tanh(z);
+      return fmaf(d, fmaf(z, fmaf(-t, t, 1.0f), t), d);
+    } else {
+      return d * Derivative(ActivationOf<kActivation>(norm), z);
+    }
+  }
+};
+
+/// Grid as above. kExtra: whether there is backward.add, or backward.dx_sums.
+template <int kActivation, Extra kExtra>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     NormBackwardKernel(const __grid_constant__ NormBackwardLaunch backward,
                        const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
+  using G = Gradient<kActivation>;
   constexpr bool kAdds = kExtra == Extra::kAdds, kSumsPixels = kExtra == Extra::kSumsPixels;
   constexpr int kSums = kSumsPixels ? 3 : 2;
   const NormLaunch& norm = backward.forward;
-  const Layout layout(plan, kKeeps ? 3 : 2, kSums);
+  const Layout layout(plan, 2, kSums);
   auto* const terms = reinterpret_cast<Pair*>(shared + layout.sums);
   auto* const coefficients = reinterpret_cast<float*>(terms + plan.strip);
   auto* const affine = reinterpret_cast<float*>(shared + layout.affine);
@@ -387,67 +414,54 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   ReleaseDependents();
   StartLoads<kSums>(shared, layout, norm, plan, place, {&maps.x, &maps.dout});
   const Vectors x(shared, plan, place), dout(shared + layout.operand, plan, place);
-  const Vectors rest(shared + 2 * layout.operand, plan, place);
   const float* const statistics =
       norm.statistics + (place.row * norm.groups + channel / plan.group_size) * 2;
-  if (has_channel)
-    StoreAffine(affine, plan,
-                AffineOf(ParametersOf(norm, place.row, channel), statistics[0], statistics[1]));
-  __syncthreads();
-
-  const Line line = LoadLine(affine, plan, place);
-  const auto differentiate = [&](int i, float(&centered)[kVector], float(&dz)[kVector]) {
-    UnpackBf16(x[i], centered);
-    UnpackBf16(dout[i], dz);
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      centered[v] -= line.mean[v];
-      const float z = fmaf(centered[v], line.slope[v], line.offset[v]);
-      dz[v] *= Derivative(ActivationOf<kActivation>(norm), z);
-    }
-  };
-  float sums[kSums][kVector] = {};
-  ForEachArriving(shared, layout, plan, place, [&](int i) {
-    float centered[kVector], dz[kVector];
-    differentiate(i, centered, dz);
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      sums[0][v] = fmaf(dz[v], centered[v], sums[0][v]);
-      sums[1][v] += dz[v];
-      if constexpr (kSumsPixels) sums[2][v] += centered[v];
-    }
-    if constexpr (kKeeps) {
-      reinterpret_cast<float4&>(dout[i]) = make_float4(dz[0], dz[1], dz[2], dz[3]);
-      reinterpret_cast<float4&>(rest[i]) = make_float4(dz[4], dz[5], dz[6], dz[7]);
-    }
-  });
   Parameters parameters = {};
-  double mean = 0, rstd = 0;
+  float mean = 0, rstd = 0;
   if (has_channel) {
     parameters = ParametersOf(norm, place.row, channel);
     mean = statistics[0], rstd = statistics[1];
+    const Affine of = AffineOf(parameters, mean, rstd);
+    StoreAffine(affine, plan, {of.mean, of.slope * G::kZ, of.offset * G::kZ});
+  }
+  __syncthreads();
+
+  float sums[kSums][kVector] = {};
+  {
+    const Line line = LoadLine(affine, plan, place);
+    ForEachArriving(shared, layout, plan, place, [&](int i) {
+      float centered[kVector], dz[kVector];
+      UnpackBf16(x[i], centered);
+      UnpackBf16(dout[i], dz);
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        centered[v] -= line.mean[v];
+        dz[v] = G::Dz(norm, dz[v], fmaf(centered[v], line.slope[v], line.offset[v]));
+        sums[0][v] = fmaf(dz[v], centered[v], sums[0][v]);
+        sums[1][v] += dz[v];
+        if constexpr (kSumsPixels) sums[2][v] += centered[v];
+      }
+      if constexpr (kActivation != static_cast<int>(Activation::kNone)) dout[i] = PackBf16(dz);
+    });
   }
   double totals[kSums] = {};
   SumOverCluster(shared, plan, layout, place, sums, totals);
-  if (has_channel) {
-    const Pair of_channel = {totals[0], totals[1]};
-    terms[c] = TermsOf(parameters, rstd, of_channel);
-    if (place.rank == 0)
-      StoreParameterGradients(backward, place.row, channel, parameters, rstd, of_channel);
-  }
+  const Pair of_channel = {totals[0] / G::kDz, totals[1] / G::kDz};
+  if (has_channel) terms[c] = TermsOf(parameters, rstd, of_channel);
   __syncthreads();
-  // dx = dz·slope + x·b + k, or with x − mean instead of x
+  // dx = dz·slope + x·b + k
   if (has_channel) {
     const int first = FirstOfGroup(plan, c), end = first + plan.group_size.value;
     Pair sum = {};
 #pragma unroll 2
     for (int i = first; i < end; ++i) sum.a += terms[i].a, sum.b += terms[i].b;
-    const double b = -rstd * rstd * sum.a * plan.count_inverse;
-    const double k = -rstd * sum.b * plan.count_inverse;
-    coefficients[c] = static_cast<float>(b);
-    coefficients[plan.strip + c] = static_cast<float>(kKeeps ? k - mean * b : k);
+    const double r = rstd, b = -r * r * sum.a * plan.count_inverse;
+    const double k = -r * sum.b * plan.count_inverse;  // with x − mean instead of x
+    const double slope = r * parameters.gamma * parameters.gain / G::kDz;
+    coefficients[c] = static_cast<float>(slope);
+    coefficients[plan.strip + c] = static_cast<float>(b);
+    coefficients[2 * plan.strip + c] = static_cast<float>(k - mean * b);
     if constexpr (kSumsPixels) {
-      const double slope = rstd * parameters.gamma * parameters.gain;
       if (place.rank == 0)
         Store(backward.dx_sums, place.row, channel,
               static_cast<float>(slope * totals[1] + b * totals[2] +
@@ -455,10 +469,13 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     }
   }
   __syncthreads();
+  if (has_channel && place.rank == 0)
+    StoreParameterGradients(backward, place.row, channel, parameters, rstd, of_channel);
 
-  float b[kVector], k[kVector];
-  LoadFloats(coefficients, place, b);
-  LoadFloats(coefficients + plan.strip, place, k);
+  float slope[kVector], b[kVector], k[kVector];
+  LoadFloats(coefficients, place, slope);
+  LoadFloats(coefficients + plan.strip, place, b);
+  LoadFloats(coefficients + 2 * plan.strip, place, k);
   const __nv_bfloat16* add = kAdds ? At(norm, backward.add, place, place.column) : nullptr;
   const bool is_rest = place.column >= backward.dx_channels;
   const Rows& out = is_rest ? backward.dx_rest : backward.dx;
@@ -480,16 +497,10 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     for (int u = 0; u < kAtOnce; ++u, to += step, ++i) {
       if (pixel + u * pixel_step >= place.count) break;
       float values[kVector], dx[kVector];
-      if constexpr (kKeeps) {
-        UnpackBf16(x[i], values);
-        LoadFloats(reinterpret_cast<const float*>(&dout[i]),
-                   reinterpret_cast<const float*>(&rest[i]), dx);
-      } else {
-        differentiate(i, values, dx);
-      }
+      UnpackBf16(x[i], values);
+      UnpackBf16(dout[i], dx);  // dz
 #pragma unroll
-      for (int v = 0; v < kVector; ++v)
-        dx[v] = fmaf(dx[v], line.slope[v], fmaf(values[v], b[v], k[v]));
+      for (int v = 0; v < kVector; ++v) dx[v] = fmaf(dx[v], slope[v], fmaf(values[v], b[v], k[v]));
       if constexpr (kAdds) {
         float adds[kVector];
         UnpackBf16(addends[u], adds);
@@ -511,31 +522,28 @@ Layer LayerOf(const NormLaunch& norm, bool backward) {
   return {static_cast<int>(norm.pixels), norm.channels, norm.groups, backward};
 }
 
-/// Operands in shared memory: x, or x, dout and the other half of dz in fp32.
-int OperandsOf(const Layer& layer, const Plan& plan) {
-  return layer.backward ? (plan.keeps ? 3 : 2) : 1;
-}
+/// Operands in shared memory: x, or x and dout.
+int OperandsOf(const Layer& layer) { return layer.backward ? 2 : 1; }
 int BytesOf(const Layer& layer, const Plan& plan) {
-  return Layout(plan, OperandsOf(layer, plan), layer.backward ? 3 : 2).bytes;
+  return Layout(plan, OperandsOf(layer), layer.backward ? 3 : 2).bytes;
 }
 
 /// Shared memory of a CTA: at most, so that two share a multiprocessor, and preferably.
 constexpr int kMostBytes = 113 << 10, kGoodBytes = 56 << 10;
-constexpr int kLeastStrip = 32;  // channels: a line of 64 bytes
+constexpr int kLeastStrip = 32, kGoodStrip = 64;  // channels: lines of 64 and 128 bytes
 
 /// A multiprocessor has 768 threads, in as many CTAs as fit.
 int ThreadsFor(int bytes) { return bytes <= 37 << 10 ? 128 : bytes <= 75 << 10 ? 256 : 384; }
 
-Plan MakePlan(const Layer& layer, int strip, int cluster, bool keeps) {
+Plan MakePlan(const Layer& layer, int strip, int cluster) {
   Plan plan;
   const int across = strip / kVector;
   plan.strip = strip;
   plan.cluster = cluster;
-  plan.keeps = keeps;
   plan.part = (layer.pixels + cluster - 1) / cluster;
   plan.box = ((plan.part + kMaxChunks - 1) / kMaxChunks + 7) / 8 * 8;
   plan.chunks = (plan.part + plan.box - 1) / plan.box;
-  const int threads = ThreadsFor(plan.part * strip * 2 * OperandsOf(layer, plan));
+  const int threads = ThreadsFor(plan.part * strip * 2 * OperandsOf(layer));
   const int unit = 8 / std::gcd(across, 8);  // whole warps
   plan.lines = std::max(threads / (kQuad * across) / unit * unit, unit);
   plan.lines = std::max(plan.lines, 2);  // a thread for each channel
@@ -546,13 +554,14 @@ Plan MakePlan(const Layer& layer, int strip, int cluster, bool keeps) {
   return plan;
 }
 
-/// The smallest strip and cluster with which a CTA needs at most `bytes`, or none (strip == 0).
-Plan Fit(const Layer& layer, bool keeps, int bytes) {
+/// The smallest strip of at least `least` channels and the smallest cluster with which a CTA needs
+/// at most `bytes`, or none (strip == 0).
+Plan Fit(const Layer& layer, int least, int bytes) {
   const int unit = std::lcm(layer.channels / layer.groups, kVector);
   for (int strip = unit; strip <= std::min(layer.channels, kMaxBox); strip += unit) {
-    if (layer.channels % strip != 0 || strip < std::min(kLeastStrip, layer.channels)) continue;
+    if (layer.channels % strip != 0 || strip < std::min(least, layer.channels)) continue;
     for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
-      const Plan plan = MakePlan(layer, strip, cluster, keeps);
+      const Plan plan = MakePlan(layer, strip, cluster);
       if (plan.box <= kMaxBox && Threads(plan) <= kMaxThreads && BytesOf(layer, plan) <= bytes) {
         return plan;
       }
@@ -560,10 +569,11 @@ Plan Fit(const Layer& layer, bool keeps, int bytes) {
   }
   return {};
 }
-/// None if the layer is too large.
+/// None if the layer is too large. Backwards, long lines and large parts are the fastest.
 Plan PlanOf(const Layer& layer) {
-  Plan plan = Fit(layer, /*keeps=*/true, kGoodBytes);
-  if (plan.strip == 0) plan = Fit(layer, /*keeps=*/false, kMostBytes);
+  Plan plan =
+      layer.backward ? Fit(layer, kGoodStrip, kMostBytes) : Fit(layer, kLeastStrip, kGoodBytes);
+  if (plan.strip == 0) plan = Fit(layer, kLeastStrip, kMostBytes);
   return plan;
 }
 
@@ -624,9 +634,8 @@ cudaError_t LaunchWith(const NormBackwardLaunch& norm, const Plan& plan, const Q
   const int bytes = BytesOf(LayerOf(norm.forward, /*backward=*/true), plan);
   return WithActivation(norm.forward.activation, [&](auto activation) {
     constexpr int kActivation = decltype(activation)::value;
-    return Start(plan.keeps ? NormBackwardKernel<kActivation, kExtra, true>
-                            : NormBackwardKernel<kActivation, kExtra, false>,
-                 norm.forward, plan, bytes, norm.dout, queue, norm);
+    return Start(NormBackwardKernel<kActivation, kExtra>, norm.forward, plan, bytes, norm.dout,
+                 queue, norm);
   });
 }
 cudaError_t LaunchPlan(const NormBackwardLaunch& norm, const Plan& plan, const Queue& queue) {
