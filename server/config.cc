@@ -124,6 +124,22 @@ std::vector<const char*> WithConfigOfEnvironment(int argc, const char* const* ar
   return arguments;
 }
 
+/// "--flag=" as "--flag" and "": CLI11 takes the next argument as the value of the former.
+std::vector<std::string> WithEmptyValues(const CLI::App& app,
+                                         const std::vector<const char*>& arguments) {
+  std::vector<std::string> all;
+  for (const std::string text : arguments) {
+    const size_t equals = text.find('=');
+    const CLI::Option* const option = text.starts_with("--") && equals + 1 == text.size()
+                                          ? app.get_option_no_throw(text.substr(0, equals))
+                                          : nullptr;
+    const bool takes_value = option != nullptr && option->get_items_expected_max() > 0;
+    all.push_back(takes_value ? text.substr(0, equals) : text);
+    if (takes_value) all.emplace_back();
+  }
+  return all;
+}
+
 absl::Status CheckModelName(const std::string& flag, const std::string& name) {
   if (IsName(name)) return absl::OkStatus();
   return InvalidArgument("{}: \"{}\" is not a model name; {}", flag, name, kNameRule);
@@ -680,7 +696,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   }
 
   try {
-    app.parse(static_cast<int>(arguments.size()), arguments.data());
+    std::vector<std::string> all = WithEmptyValues(app, {arguments.begin() + 1, arguments.end()});
+    std::reverse(all.begin(), all.end());  // as CLI11 wants them
+    app.parse(std::move(all));
   } catch (const CLI::CallForHelp&) {
     line.print = app.help();
     return line;

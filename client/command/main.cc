@@ -280,6 +280,29 @@ std::vector<std::string> KnownValues(CLI::App& app, command::ConnectionFlags& fl
   return values;
 }
 
+/// "--flag=" as "--flag" and "": CLI11 takes the next argument as the value of the former.
+std::vector<std::string> WithEmptyValues(const CLI::App& app,
+                                         const std::vector<std::string>& arguments) {
+  std::vector<std::string> all;
+  const CLI::App* command = &app;
+  bool options = true;  // until "--"
+  for (const std::string& text : arguments) {
+    options = options && text != "--";
+    const auto named = [&](const CLI::App* each) { return each->check_name(text); };
+    for (const CLI::App* each : command->get_subcommands(named)) command = each;
+    const size_t equals = text.find('=');
+    const CLI::Option* option = nullptr;
+    if (options && text.starts_with("--") && equals + 1 == text.size()) {
+      for (const CLI::App* at = command; at != nullptr && option == nullptr; at = at->get_parent())
+        option = at->get_option_no_throw(text.substr(0, equals));
+    }
+    const bool takes_value = option != nullptr && option->get_items_expected_max() > 0;
+    all.push_back(takes_value ? text.substr(0, equals) : text);
+    if (takes_value) all.emplace_back();
+  }
+  return all;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -328,7 +351,9 @@ int main(int argc, char** argv) {
     return command::kOk;
   }
   try {
-    app.parse(argc, argv);
+    std::vector<std::string> arguments = WithEmptyValues(app, {argv + 1, argv + argc});
+    std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
+    app.parse(std::move(arguments));
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? command::kOk : command::kUsage;
   }

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -75,6 +76,19 @@ TEST_F(CliTest, SeveralSeedsAreOneForEachImage) {
     EXPECT_EQ(again.exit_code, 2) << seed;
     EXPECT_THAT(again.err, HasSubstr(std::string(seed) + " is no seed"));
   }
+}
+
+TEST_F(CliTest, AFlagWithNothingBehindItsEqualsSignIsEmpty) {
+  const auto result =
+      Run({"generate", "--prompt-2", "y", "--negative=", "--out", Path("n.png"), "x", "--json="});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  ASSERT_EQ(server_.requests().size(), 1u);
+  const auto conditions = server_.requests()[0].conditions();
+  ASSERT_EQ(conditions.size(), 1);
+  EXPECT_EQ(conditions[0].text(), "x");
+  EXPECT_TRUE(conditions[0].has_negative_text());
+  EXPECT_EQ(conditions[0].negative_text(), "");
+  EXPECT_TRUE(std::filesystem::exists(Path("n.png")));
 }
 
 TEST_F(CliTest, DrawsFiles) {

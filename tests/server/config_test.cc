@@ -85,6 +85,15 @@ TEST_F(ConfigTest, ReadsEveryKindOfFlag) {
   EXPECT_TRUE(config.check);
 }
 
+TEST_F(ConfigTest, AFlagWithNothingBehindItsEqualsSignIsEmpty) {
+  const auto line = Parse(
+      {"--model", "m=" + Path("a-model"), "--metrics-listen=", "--max-rows=4", "--state-dir="});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_EQ(line->config.metrics_listen, "");
+  EXPECT_EQ(line->config.engine.max_rows, 4);
+  EXPECT_EQ(line->config.state_dir, "");
+}
+
 TEST_F(ConfigTest, LoadsEachModelFolderByName) {
   const auto line = Parse({"--models", directory_.path()});
   ASSERT_TRUE(line.ok()) << line.status().message();
