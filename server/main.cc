@@ -8,6 +8,7 @@
 #include <sys/resource.h>
 
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <ctime>
 #include <iostream>
@@ -26,6 +27,14 @@ namespace {
 /// device is missing.
 int ExitCode(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ? 2 : 1;
+}
+
+/// `code`, or 1 if not all that was printed could be written.
+int AfterPrinting(int code) {
+  std::cout.flush();
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0 && std::cout.good()) return code;
+  fmt::print(stderr, "denoised: stdout cannot be written, the output is incomplete\n");
+  return 1;
 }
 
 /// Serves until a signal arrives or the last device is lost. Returns the exit code.
@@ -121,8 +130,8 @@ int Main(int argc, char** argv) {
     return 2;
   }
   if (line->print) {
-    fmt::print("{}", *line->print);
-    return 0;
+    std::fputs(line->print->c_str(), stdout);  // fmt::print would throw
+    return AfterPrinting(0);
   }
   line->config.engine.notify = LogOfEngine;
   const Config& config = line->config;
@@ -133,8 +142,8 @@ int Main(int argc, char** argv) {
     pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
     const auto path = Calibrate(config.calibrate, config.engine);
     if (path.ok()) {
-      fmt::print("{}\n", *path);
-      return 0;
+      std::puts(path->c_str());
+      return AfterPrinting(0);
     }
     fmt::print(stderr, "denoised: {}\n", std::string(path.status().message()));
     return ExitCode(path.status());
@@ -143,7 +152,7 @@ int Main(int argc, char** argv) {
   if (config.check) {
     // Nothing to drain: a signal ends the process at once.
     pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
-    return Check(config, engine, std::cout) ? 0 : 1;
+    return AfterPrinting(Check(config, engine, std::cout) ? 0 : 1);
   }
   if (!engine.ok()) {
     log::Error(std::string(engine.status().message()));

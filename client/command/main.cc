@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <iostream>
 #include <string>
 #include <vector>
 
@@ -303,9 +304,7 @@ std::vector<std::string> WithEmptyValues(const CLI::App& app,
   return all;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int Run(int argc, char** argv) {
   CLI::App app("Generates images with the diffusion models of a denoised server.", "denoise");
   app.set_version_flag("--version", DENOISED_VERSION);
   app.require_subcommand(1);
@@ -402,4 +401,14 @@ int main(int argc, char** argv) {
   if (models.models->parsed()) return command::Models(client, models_flags, call);
   if (bench->parsed()) return command::Bench(clients, bench_flags, call);
   return command::Health(client, health_flags, call);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int code = Run(argc, argv);
+  std::cout.flush();  // CLI11 prints the help there
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0 && std::cout.good()) return code;
+  std::fputs("error: stdout cannot be written, the output is incomplete\n", stderr);
+  return code == command::kOk ? static_cast<int>(command::kError) : code;
 }

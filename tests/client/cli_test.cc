@@ -425,6 +425,16 @@ TEST_F(CliTest, HelpTeaches) {
   EXPECT_THAT(Run({"--version"}).out, StartsWith("0."));
 }
 
+TEST_F(CliTest, AFullStdoutIsAnError) {
+  for (const std::string command : {"models", "models --json", "--help", "completion bash"}) {
+    const auto result = RunProcess(
+        {"/bin/sh", "-c",
+         fmt::format("{} --server {} {} >/dev/full", DENOISE_BINARY, server_.address(), command)});
+    EXPECT_EQ(result.exit_code, 1) << command;
+    EXPECT_EQ(result.err, "error: stdout cannot be written, the output is incomplete\n") << command;
+  }
+}
+
 TEST_F(CliTest, TimeoutHasItsExitCode) {
   server_.SetEvaluationTime(milliseconds(2000));
   const auto result = Run({"generate", "--timeout", "0.2", "-o", Path("x.png")});

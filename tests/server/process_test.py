@@ -55,6 +55,16 @@ class ProcessTest(unittest.TestCase):
         self.assertEqual(help_text.returncode, 0)
         self.assertIn("--model", help_text.stdout)
 
+    def test_a_full_stdout_is_an_error(self):
+        silent = ["--listen", "127.0.0.1:0", "--http-listen", "", "--metrics-listen", ""]
+        for flags in (["--version"], ["--help"], ["--print-config"],
+                      ["--check", "--model", f"digits={self.model}", *silent]):
+            with open("/dev/full", "w") as full:
+                result = subprocess.run([BINARY, *flags], stdout=full, stderr=subprocess.PIPE, text=True,
+                                        timeout=120)
+            self.assertEqual(result.returncode, 1, flags)
+            self.assertIn("denoised: stdout cannot be written", result.stderr)
+
     def test_bad_flags(self):
         for flags in (["--nonsense"], [], ["--model", "x"], ["--listen", "x", "--model", "a=/"]):
             result = run(*flags)
