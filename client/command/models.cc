@@ -40,7 +40,8 @@ void PrintTable(const std::vector<client::Model>& models) {
   }
   std::fputs(Table(rows).c_str(), stdout);
   for (const client::Model& model : models) {
-    if (!model.error.empty()) std::puts(fmt::format("\n{}: {}", model.name, model.error).c_str());
+    if (model.error.empty()) continue;
+    std::puts(fmt::format("\n{}: {}", Printable(model.name), Printable(model.error)).c_str());
   }
 }
 
@@ -54,7 +55,7 @@ std::string Joined(const std::vector<Enum>& values) {
 
 void PrintModel(const client::Model& model) {
   const auto line = [](const char* key, const std::string& value) {
-    std::puts(fmt::format("{:<14}{}", key, value).c_str());
+    std::puts(fmt::format("{:<14}{}", key, Printable(value)).c_str());
   };
   line("name", model.name);
   line("version", model.version + (model.current ? ", current" : ""));

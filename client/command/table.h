@@ -2,12 +2,16 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace denoised::command {
 
-/// Rows of text, the first with the headings, as lines with aligned columns. All rows are as long
-/// as the first.
-std::string Table(const std::vector<std::vector<std::string>>& rows);
+/// Text of a server with its control characters as "\x1b", since a terminal would obey them.
+std::string Printable(std::string_view text);
+
+/// Rows of text, the first with the headings, as lines with aligned columns; Printable. All rows
+/// are as long as the first.
+std::string Table(std::vector<std::vector<std::string>> rows);
 
 }  // namespace denoised::command

@@ -512,6 +512,12 @@ TEST_F(CliTest, ListsModels) {
   EXPECT_EQ(Run({"models", "cats"}).exit_code, 1);
 }
 
+TEST_F(CliTest, ALabelCannotCommandTheTerminal) {
+  server_.AddLabel("a\x1b]0;title\x07\nb\x7f\xc2\x9b, Mädchen");
+  EXPECT_THAT(Run({"models", "digits"}).out,
+              HasSubstr(R"(nine, a\x1b]0;title\x07\x0ab\x7f\x9b, Mädchen)"));
+}
+
 TEST_F(CliTest, HealthIsInTheExitCode) {
   EXPECT_EQ(Run({"health"}).exit_code, 0);
   EXPECT_EQ(Run({"health"}).out, "SERVING\n");

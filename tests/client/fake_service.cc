@@ -387,6 +387,7 @@ grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
   model->set_parameters(1'234'567);
   model->mutable_capabilities()->set_class_label(true);
   for (const char* label : kLabels) model->add_labels(label);
+  if (!label_.empty()) model->add_labels(label_);
   v1::ModelDefaults* defaults = model->mutable_defaults();
   defaults->set_sampler(v1::SAMPLER_EDM_EULER);
   defaults->set_noise_schedule(v1::NOISE_SCHEDULE_KARRAS);
@@ -411,6 +412,10 @@ grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
 
 grpc::Status FakeServer::GetModel(grpc::ServerContext* context, const v1::GetModelRequest* request,
                                   v1::GetModelResponse* response) {
+  if (request->name().empty() && several_) {
+    return InvalidFields(
+        {{"name", "is not set, and the server holds several models; use one of: cats, digits"}});
+  }
   v1::ListModelsResponse models;
   ListModels(context, nullptr, &models);
   if (!request->name().empty() && request->name() != models.models(0).name()) {

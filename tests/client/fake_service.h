@@ -42,6 +42,10 @@ class FakeServer : public v1::ImageGeneration::Service {
   }
   /// Unary replies carry images of so many bytes of noise instead of pictures.
   void SetImageBytes(size_t bytes) { image_bytes_ = bytes; }
+  /// The model has another label.
+  void AddLabel(const std::string& label) { label_ = label; }
+  /// A call must name the model, as if there were several.
+  void HoldSeveral() { several_ = true; }
   /// Streams end with OK but without their last event.
   void OmitCompleted() { omit_completed_ = true; }
 
@@ -76,6 +80,8 @@ class FakeServer : public v1::ImageGeneration::Service {
   std::atomic<std::chrono::milliseconds> evaluation_time_{std::chrono::milliseconds(0)};
   std::atomic<size_t> image_bytes_{0};
   std::atomic<bool> omit_completed_{false};
+  std::atomic<bool> several_{false};
+  std::string label_;  // set before the calls
   std::atomic<int> generations_{0};
   std::atomic<int> cancelled_{0};
   mutable std::mutex mutex_;
