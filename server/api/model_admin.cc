@@ -46,6 +46,9 @@ grpc::Status ModelChanges::Make(const v1::LoadModelRequest& request,
   if (!request.version().empty() && !IsName(request.version())) {
     violations.push_back({"version", NotAName(request.version())});
   }
+  if (request.keep_current() && request.unload_previous()) {
+    violations.push_back({"unload_previous", "contradicts keep_current; set one of the two"});
+  }
   const std::string& directory = request.directory();
   if (!directory.empty()) {
     const auto allowed = catalog_->Allowed(request.name(), directory);

@@ -26,6 +26,7 @@ namespace denoised {
 namespace {
 
 using namespace std::chrono_literals;
+using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::Contains;
 using ::testing::ElementsAre;
@@ -784,6 +785,12 @@ TEST_F(ServerTest, ModelsAreLoadedAndUnloadedByRpc) {
   ASSERT_TRUE(admin->LoadModel(&again_context, again, &loaded).ok());
   EXPECT_EQ(loaded.model().version(), "2");
   EXPECT_FALSE(loaded.model().current());
+  again.set_unload_previous(true);
+  grpc::ClientContext contradiction;
+  const grpc::Status refused = admin->LoadModel(&contradiction, again, &loaded);
+  EXPECT_EQ(refused.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(refused.error_message(),
+              AllOf(HasSubstr("unload_previous"), HasSubstr("keep_current")));
   v1::SetAliasRequest alias;
   alias.set_alias("canary");
   alias.set_target("faces@2");
