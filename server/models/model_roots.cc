@@ -61,8 +61,10 @@ std::string ModelRoots::Names() const {
 
 absl::StatusOr<std::string> ModelRoots::Resolve(const std::string& directory) const {
   std::error_code error;
+  // The system would read the path only up to a NUL.
+  const bool whole = directory.find('\0') == std::string::npos;
   const fs::path canonical = fs::canonical(directory, error);
-  if (!error && Contains(canonical) && fs::is_directory(canonical, error)) {
+  if (whole && !error && Contains(canonical) && fs::is_directory(canonical, error)) {
     return canonical.string();
   }
   return InvalidArgument(

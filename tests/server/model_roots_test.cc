@@ -53,7 +53,7 @@ TEST_F(ModelRootsTest, WhatIsElsewhereAndWhatIsNotThereReadTheSame) {
   for (const std::string& directory :
        {std::string("/etc"), std::string("/no/such/place"), std::string("/etc/passwd"),
         root_ / "models-private", root_ / "models/..", root_.Write("models/file", ""),
-        std::string(""), std::string("\0/etc", 5)}) {
+        std::string(""), std::string("\0/etc", 5), root_ / "models" + std::string("\0x", 2)}) {
     EXPECT_EQ(reason(directory), absent) << directory;
   }
   EXPECT_EQ(ModelRoots().Resolve(root_ / "models").status().code(),
