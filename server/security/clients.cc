@@ -12,6 +12,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "engine/core/config_reader.h"
 #include "server/security/file_version.h"
 #include "server/status/name.h"
@@ -157,8 +158,9 @@ absl::StatusOr<std::shared_ptr<const Caller>> Clients::Identify(
     return caller;
   }
   if (!credentials.authorization.empty()) {
-    constexpr std::string_view kScheme = "Bearer ";
-    if (credentials.authorization.substr(0, kScheme.size()) != kScheme) {
+    constexpr absl::string_view kScheme = "Bearer ";
+    const std::string_view scheme = credentials.authorization.substr(0, kScheme.size());
+    if (!absl::EqualsIgnoreCase({scheme.data(), scheme.size()}, kScheme)) {
       return Unauthenticated("authorization is not a bearer token; send \"Bearer TOKEN\"");
     }
     const Digest digest = Sha256(credentials.authorization.substr(kScheme.size()));

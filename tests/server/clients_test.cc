@@ -116,6 +116,7 @@ TEST_F(ClientsTest, KnowsWhoTheTokenBelongsTo) {
   ASSERT_TRUE(clients.ok()) << clients.status().message();
   EXPECT_EQ(NameOf(**clients, "Bearer " + studio), "studio");
   EXPECT_EQ(NameOf(**clients, "Bearer " + ops), "ops");
+  EXPECT_EQ(NameOf(**clients, "bearer " + ops), "ops") << "RFC 9110: the scheme has no case";
   EXPECT_EQ(NameOf(**clients, "Bearer " + old_ops), "ops");
   const auto caller = *(*clients)->Identify({.authorization = "Bearer " + studio});
   EXPECT_EQ(caller->weight, 2.5);
