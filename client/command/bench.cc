@@ -201,7 +201,7 @@ void AddBenchFlags(CLI::App& command, BenchFlags& flags) {
 
   command.footer(R"(Keys of --mix:
   weight     share of the mix; default 1               name      name in the report
-  model      default: the only one of the server       steps     a number, or a range: 4..50
+  model      needed if the server holds several        steps     a number, or a range: 4..50
   words      a prompt of so many words for each        prompt    one for all, without a comma
              request, or a range; default 8..20        negative  what no image shows, likewise
   count      number of images, or a range              size      pixels: 64 or 64x48

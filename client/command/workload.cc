@@ -276,7 +276,13 @@ absl::Status Workload::Learn(const client::Client& client, const client::CallOpt
   for (const RequestKind& kind : kinds_) names.insert(kind.model);
   for (const std::string& name : names) {
     const auto model = client.GetModel(name, options);
-    if (!model.ok()) return model.status();
+    if (!model.ok()) {
+      const auto violations = client::Details(model.status()).field_violations;
+      if (!name.empty() || violations.empty()) return model.status();
+      return absl::InvalidArgumentError(
+          fmt::format("the model {}; give it with {}", violations[0].description,
+                      at_ ? "\"model\" in the trace" : "-x model=NAME"));
+    }
     known_[name] = {model->limits.num_classes, model->capabilities.text};
   }
   return absl::OkStatus();

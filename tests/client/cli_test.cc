@@ -663,6 +663,15 @@ TEST_F(CliTest, BenchRefusesWhatDoesNotFitTogether) {
   EXPECT_EQ(server_.generations(), 0);
 }
 
+TEST_F(CliTest, BenchSaysHowToNameTheModel) {
+  server_.HoldSeveral();
+  const auto result = Run({"bench", "-n", "1"});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_EQ(result.err,
+            "error: the model is not set, and the server holds several models; use one of: cats, "
+            "digits; give it with -x model=NAME\n");
+}
+
 TEST_F(CliTest, BenchShowsProgressOnATerminal) {
   const auto result = RunOnTerminal(Command({"bench", "-n", "5", "--warm-up", "0"}));
   EXPECT_EQ(result.exit_code, 0);
