@@ -24,6 +24,9 @@ struct ModelChange {
   bool waits = true;  // whether it waits for the device or for requests to end
 };
 
+/// What calls that change models are told where nobody may.
+inline constexpr char kNoAdmins[] = "nobody may load and unload models of this server; see --admin";
+
 /// Runs the calls of all services that change models. They have their own threads, because a load
 /// waits for the device and an unload for requests. Changes that wait for neither have another
 /// thread, so that no load delays them. All pointers must outlive it. Thread-safe.

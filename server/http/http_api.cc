@@ -494,8 +494,7 @@ std::optional<HttpReply> HttpApi::Identify(HttpRequest* head) const {
                         {"via", "http"},
                         {"peer", head->peer},
                         {"error", std::string(caller.status().message())}});
-  return ErrorReply(
-      grpc::Status(grpc::StatusCode::UNAUTHENTICATED, std::string(caller.status().message())));
+  return ErrorReply(ToGrpcStatus(caller.status(), reason::kUnauthenticated, ""));
 }
 
 std::optional<HttpReply> HttpApi::ReadQuery(HttpRequest* head) const {

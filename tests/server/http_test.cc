@@ -1366,6 +1366,7 @@ TEST_F(HttpSecurityTest, TokensAreAskedForAndPagesAreNot) {
   EXPECT_EQ(none.code, 401);
   EXPECT_EQ(none.Header("www-authenticate"), "Bearer");
   EXPECT_EQ(none.Error("type"), "authentication_error");
+  EXPECT_EQ(none.Error("code"), "unauthenticated");
   EXPECT_EQ(Ask(tls, "POST", "/v1/generate", "{}", {{"Authorization", "Bearer denoised_x"}}).code,
             401);
   EXPECT_EQ(Ask(tls, "GET", "/v1/models?access_token=" + studio.value).code, 401)
