@@ -10,19 +10,20 @@ namespace denoised {
 
 class HttpServer::Page : public CivetHandler {
  public:
-  explicit Page(std::function<PageReply()> make) : make_(std::move(make)) {}
+  Page(std::string path, std::function<PageReply()> make)
+      : path_(std::move(path)), make_(std::move(make)) {}
 
   bool handleGet(CivetServer*, mg_connection* connection) override {
-    Answer(connection, /*with_body=*/true);
-    return true;
+    return Answer(connection, /*with_body=*/true);
   }
   bool handleHead(CivetServer*, mg_connection* connection) override {
-    Answer(connection, /*with_body=*/false);
-    return true;
+    return Answer(connection, /*with_body=*/false);
   }
 
  private:
-  void Answer(mg_connection* connection, bool with_body) const {
+  bool Answer(mg_connection* connection, bool with_body) const {
+    // civetweb asks for every path that begins so.
+    if (path_ != mg_get_request_info(connection)->local_uri) return false;
     const PageReply reply = make_();
     mg_response_header_start(connection, reply.code);
     mg_response_header_add(connection, "Content-Type", "text/plain; charset=utf-8", -1);
@@ -30,8 +31,10 @@ class HttpServer::Page : public CivetHandler {
                            -1);
     mg_response_header_send(connection);
     if (with_body) mg_write(connection, reply.body.data(), reply.body.size());
+    return true;
   }
 
+  const std::string path_;
   const std::function<PageReply()> make_;
 };
 
@@ -56,7 +59,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Listen(const std::string
   }
   server->port_ = server->server_->getListeningPorts().front();
   for (const auto& [path, make] : pages) {
-    const auto page = server->pages_.emplace(path, std::make_unique<Page>(make)).first;
+    const auto page = server->pages_.emplace(path, std::make_unique<Page>(path, make)).first;
     server->server_->addHandler(path, page->second.get());
   }
   return server;

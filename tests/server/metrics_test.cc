@@ -141,6 +141,14 @@ TEST_F(MetricsTest, ImagesThatAreNotFiniteAreCounted) {
             2);
 }
 
+TEST_F(MetricsTest, ThePathsAreExact) {
+  Start();
+  EXPECT_THAT(Get("/healthz"), HasSubstr(" 200 "));
+  for (const char* path : {"/metricsx", "/metrics/", "/healthz/x", "/"}) {
+    EXPECT_THAT(Get(path), HasSubstr(" 404 ")) << path;
+  }
+}
+
 TEST_F(MetricsTest, IdleConnectionsDoNotKeepAScrapeWaiting) {
   Start();
   std::vector<int> idle;
