@@ -225,7 +225,10 @@ absl::StatusOr<nlohmann::json> ParseJsonObject(std::string_view text, const std:
 absl::StatusOr<nlohmann::json> ReadJsonFile(const std::string& path) {
   constexpr uintmax_t kMaxBytes = 64u << 20;
   std::error_code error;
-  if (!std::filesystem::is_regular_file(path, error)) return NotFound("{}: no such file", path);
+  if (!std::filesystem::is_regular_file(path, error)) {
+    if (!std::filesystem::exists(path, error)) return NotFound("{}: no such file", path);
+    return InvalidArgument("{}: is not a regular file; put a JSON file there", path);
+  }
   const uintmax_t size = std::filesystem::file_size(path, error);
   if (error || size > kMaxBytes)
     return InvalidArgument("{}: {} bytes is more than a config may have (64 MiB)", path, size);

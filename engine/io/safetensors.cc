@@ -199,15 +199,20 @@ absl::StatusOr<Safetensors> Safetensors::Parse(const void* bytes, size_t size,
 }
 
 absl::StatusOr<Safetensors> Safetensors::Open(const std::string& path) {
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // To open a FIFO would wait for a writer; O_NONBLOCK changes nothing for regular files.
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  const auto irregular = [&] {
+    return InvalidArgument("{}: is not a regular file; put a safetensors file there", path);
+  };
   if (file < 0) {
+    if (errno == ENXIO) return irregular();  // a socket, or a device that is not there
     if (errno == ENOENT) return NotFound("{}: no such file", path);
     return InvalidArgument("{}: cannot be opened ({}); check its permissions", path, ErrnoText());
   }
   struct stat info;
   if (::fstat(file, &info) != 0 || !S_ISREG(info.st_mode)) {
     ::close(file);
-    return InvalidArgument("{}: not a regular file", path);
+    return irregular();
   }
   const auto size = static_cast<size_t>(info.st_size);
   // mmap refuses a length of 0; Parse says what is wrong with such a file.
@@ -287,6 +292,7 @@ absl::StatusOr<Safetensors> Safetensors::OpenIndex(const std::string& path) {
 
 absl::StatusOr<Safetensors> Safetensors::OpenDirectory(const std::string& directory,
                                                        const std::string& stem) {
+  // Open() and OpenIndex() refuse by name what is there but is no regular file.
   const auto exists = [&](const std::string& name) {
     std::error_code error;
     return fs::exists(fs::path(directory) / name, error);

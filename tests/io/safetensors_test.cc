@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/io/safetensors.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <cstring>
+#include <future>
 #include <numeric>
 
 #include "tests/io/temporary_directory.h"
@@ -249,6 +255,41 @@ TEST(Safetensors, OpenErrorsNameThePath) {
               HasSubstr("not a regular file"));
 }
 
+/// What `open` says of a FIFO at `fifo`. A reader that waits for a writer fails the test and is let
+/// go.
+template <typename Open>
+absl::Status OfFifo(const std::string& fifo, Open open) {
+  EXPECT_EQ(::mkfifo(fifo.c_str(), 0600), 0) << fifo;
+  auto opened = std::async(std::launch::async, [&] { return open().status(); });
+  EXPECT_EQ(opened.wait_for(std::chrono::seconds(10)), std::future_status::ready)
+      << fifo << " is waited for";
+  const int writer = ::open(fifo.c_str(), O_RDWR | O_NONBLOCK);
+  const absl::Status status = opened.get();
+  ::close(writer);
+  return status;
+}
+
+TEST(Safetensors, WhatIsNoRegularFileIsRefusedAtOnce) {
+  TemporaryDirectory directory;
+  const std::string fifo = directory / "m.safetensors";
+  const absl::Status refused = OfFifo(fifo, [&] { return Safetensors::Open(fifo); });
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr(fifo + ": is not a regular file"));
+
+  EXPECT_THAT(std::string(Safetensors::Open("/dev/null").status().message()),
+              HasSubstr("/dev/null: is not a regular file"));
+
+  const std::string path = directory / "s";
+  const int file = ::socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
+  ASSERT_LT(path.size(), sizeof address.sun_path);
+  std::strcpy(address.sun_path, path.c_str());
+  ASSERT_EQ(::bind(file, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  EXPECT_THAT(std::string(Safetensors::Open(path).status().message()),
+              HasSubstr(path + ": is not a regular file"));
+  ::close(file);
+}
+
 /// A shard with one U8 tensor of one byte.
 std::string Shard(const std::string& tensor) {
   return File("{\"" + tensor + R"(":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1);
@@ -294,6 +335,19 @@ TEST(OpenDirectory, SaysWhatItLookedFor) {
   encoder.Write("pytorch_model.bin", "pickle");
   EXPECT_THAT(std::string(Safetensors::OpenDirectory(encoder.path(), "model").status().message()),
               HasSubstr("pytorch_model.bin is not read"));
+}
+
+// Neither is it called missing, nor is another variant read instead.
+TEST(OpenDirectory, RefusesWhatIsNoRegularFile) {
+  for (const std::string name : {"m.safetensors", "m.safetensors.index.json"}) {
+    TemporaryDirectory directory;
+    directory.Write("m.fp16.safetensors", Shard("half"));
+    const absl::Status refused =
+        OfFifo(directory / name, [&] { return Safetensors::OpenDirectory(directory.path(), "m"); });
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+    EXPECT_THAT(std::string(refused.message()),
+                HasSubstr(directory / name + ": is not a regular file"));
+  }
 }
 
 struct IndexDamage {
