@@ -6,12 +6,12 @@
 #include <random>
 
 #include "engine/core/philox.h"
+#include "engine/io/model_directory.h"
 #include "engine/pipelines/prompt_reader.h"
 
 namespace denoised {
 namespace {
 
-constexpr double kMaxGuidanceScale = 100;
 constexpr int kMaxSizeCondition = 65536;
 // A Philox field of its own, so that drawing a class does not reuse the image's noise.
 constexpr uint32_t kLabelDraw = 0xfffffffdu;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cmath>
 #include <filesystem>
 #include <string_view>
 
@@ -103,8 +102,10 @@ absl::Status ModelDirectory::ParseIndex(const json& json_index, const std::strin
   if (default_steps < 0) defaults.Complain("default_steps", "expected at least 1");
   defaults.Read("default_guidance_scale", &default_guidance_scale);
   const double guidance = default_guidance_scale.value_or(1);
-  if (!std::isfinite(guidance) || guidance < 0)
-    defaults.Complain("default_guidance_scale", "expected a finite number ≥ 0; 1 is no guidance");
+  if (!(guidance >= 0 && guidance <= kMaxGuidanceScale))
+    defaults.Complain(
+        "default_guidance_scale",
+        fmt::format("expected a number from 0 to {}; 1 is no guidance", kMaxGuidanceScale));
   std::string name = "default";
   defaults.Read("precision", &name);
   if (const std::optional<Precision> known = PrecisionFromName(name)) {

@@ -12,6 +12,9 @@
 
 namespace denoised {
 
+/// Of requests, and so of a model's own default.
+constexpr double kMaxGuidanceScale = 100;
+
 /// The contents of a diffusers model directory, not yet interpreted. Two layouts:
 ///
 ///   pipeline  model_index.json, a folder for each component that it names (unet/ {config.json,

@@ -191,6 +191,8 @@ const IndexCase kRefused[] = {
     {"StepsNegative", "{" UNET R"(,"_denoised":{"default_steps":-1}})", "default_steps"},
     {"GuidanceNegative", "{" UNET R"(,"_denoised":{"default_guidance_scale":-1}})",
      "default_guidance_scale"},
+    {"GuidanceTooHigh", "{" UNET R"(,"_denoised":{"default_guidance_scale":100.5}})",
+     "_denoised: field 'default_guidance_scale' is 100.5: expected a number from 0 to 100"},
 };
 #undef UNET
 
