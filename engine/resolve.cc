@@ -99,6 +99,7 @@ class Resolver {
     if (spec_.max_chunks != 0)
       Violate("max_chunks", "is {}, but model '{}' reads no text; leave it out", spec_.max_chunks,
               model_.name);
+    Sizes(false);
     switch (model_.condition) {
       case ClassCondition::kNone:
         refuse("class_labels", labels, "is unconditional; leave them out");
@@ -171,7 +172,7 @@ class Resolver {
     const auto check = [&](const char* field, std::optional<std::array<int, 2>>* size, int least) {
       if (!*size) return;
       if (!read)
-        Violate(field, "is set, but model '{}' does not read it; leave it out", model_.name);
+        return Violate(field, "is set, but model '{}' does not read it; leave it out", model_.name);
       for (int& number : **size) {
         if (number >= least && number <= kMaxSizeCondition) continue;
         Violate(field, "holds {}; use {} to {}", number, least, kMaxSizeCondition);

@@ -268,6 +268,16 @@ TEST(Resolve, UnconditionalModelsTakeNoClassAndNoGuidance) {
               ElementsAre("class_labels", "guidance_scale"));
 }
 
+TEST(Resolve, ModelsWithoutTextRefuseItsOptions) {
+  JobSpec spec{.model = "digits"};
+  spec.clip_skip = spec.max_chunks = 1;
+  spec.sizes.original_size = {512, 512};
+  spec.sizes.crop = {0, 0};
+  spec.sizes.target_size = {0, 0};  // one violation, since no other value would do
+  EXPECT_THAT(Violated(Digits(), spec),
+              ElementsAre("clip_skip", "max_chunks", "original_size", "crop", "target_size"));
+}
+
 TEST(Resolve, ClassVectorsAreRepeated) {
   ModelInfo model = Digits();
   model.condition = ClassCondition::kVector;
