@@ -84,15 +84,19 @@ class Resolver {
 
   void Condition() {
     const auto refuse = [&](const char* field, bool given, const char* instead) {
-      if (given) Violate(field, "are not for model '{}', which {}", model_.name, instead);
+      if (given) Violate(field, "is not for model '{}', which {}", model_.name, instead);
     };
     const bool labels = !spec_.class_labels.empty(), values = !spec_.class_values.empty();
     if (model_.text) {
-      refuse("class_labels", labels, "reads text alone; leave them out");
-      refuse("class_values", values, "reads text alone; leave them out");
+      const char* const instead = spec_.prompts.empty() ? "reads text alone; give a text instead"
+                                                        : "reads text alone; leave it out";
+      refuse("class_labels[0]", labels, instead);
+      refuse("class_values", values, instead);
       return;
     }
-    refuse("prompts", !spec_.prompts.empty(), "reads no text; leave them out");
+    if (!spec_.prompts.empty())
+      Violate("prompts", "are not for model '{}', which reads no text; leave them out",
+              model_.name);
     if (spec_.clip_skip != 0)
       Violate("clip_skip", "is {}, but model '{}' reads no text; leave it out", spec_.clip_skip,
               model_.name);
@@ -102,16 +106,16 @@ class Resolver {
     Sizes(false);
     switch (model_.condition) {
       case ClassCondition::kNone:
-        refuse("class_labels", labels, "is unconditional; leave them out");
-        refuse("class_values", values, "is unconditional; leave them out");
+        refuse("class_labels[0]", labels, "is unconditional; leave it out");
+        refuse("class_values", values, "is unconditional; leave it out");
         break;
       case ClassCondition::kLabel:
-        refuse("class_values", values, "takes class_labels");
+        refuse("class_values", values, "takes a class_label");
         Labels();
         break;
       case ClassCondition::kValue:
       case ClassCondition::kVector:
-        refuse("class_labels", labels, "takes class vectors");
+        refuse("class_labels[0]", labels, "takes a class_vector");
         Values();
         break;
     }
@@ -120,7 +124,8 @@ class Resolver {
   void Prompts() {
     const PromptReader& reader = *model_.prompts;
     const TextTraits& traits = *model_.text;
-    if (spec_.prompts.empty())
+    // Of a class that is given instead, Condition() has said that it must be a text.
+    if (spec_.prompts.empty() && spec_.class_labels.empty() && spec_.class_values.empty())
       Violate("prompts",
               "is missing: model '{}' draws what a text says; give one for all images, "
               "or one for each",

@@ -193,7 +193,9 @@ class Translator {
   }
 
   void Text(const std::string& field, const v1::Condition& condition) {
-    if (!condition.has_text()) Violate(field + ".text", "is not set; use \"\" for an empty text");
+    // The engine refuses every text for a model that reads none.
+    if (!condition.has_text() && model_.text)
+      Violate(field + ".text", "is not set; use \"\" for an empty text");
     TextPrompt& read = result_.spec.prompts.emplace_back();
     read.text = condition.text();
     if (condition.has_negative_text()) read.negative = condition.negative_text();

@@ -265,7 +265,7 @@ TEST(Resolve, UnconditionalModelsTakeNoClassAndNoGuidance) {
   model.default_guidance_scale = 1;
   EXPECT_TRUE(Violated(model, {.model = "digits"}).empty());
   EXPECT_THAT(Violated(model, {.model = "digits", .class_labels = {1}, .guidance_scale = 2.0}),
-              ElementsAre("class_labels", "guidance_scale"));
+              ElementsAre("class_labels[0]", "guidance_scale"));
 }
 
 TEST(Resolve, ModelsWithoutTextRefuseItsOptions) {

@@ -14,6 +14,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <tuple>
 
 #include "engine/core/config_reader.h"
 #include "engine/engine.h"
@@ -851,8 +852,8 @@ TEST_F(TextToImage, RefusesByName) {
   spec.clip_skip = 9;
   spec.class_labels = {1};
   spec.sizes.crop = {0, 0};
-  EXPECT_THAT(Violated(spec), ElementsAre("class_labels", "clip_skip", "crop", "prompts[0].text_2",
-                                          "prompts[0].negative"));
+  EXPECT_THAT(Violated(spec), ElementsAre("class_labels[0]", "clip_skip", "crop",
+                                          "prompts[0].text_2", "prompts[0].negative"));
   EXPECT_TRUE(Violated(Spec({std::string(100000, ' ') + "\x01\x02\x03"}, 1)).empty());
   std::string marks = "a";
   for (int i = 0; i < 10000; ++i) marks += "\u0301";
@@ -863,6 +864,25 @@ TEST_F(TextToImage, RefusesByName) {
   unguided.prompts[0].negative = std::string(10 << 20, 'a');
   EXPECT_THAT(Violated(unguided), ElementsAre("prompts[0].negative"));
   EXPECT_TRUE(Violated(Spec({"e" + Repeated("\u0301", 10000)}, 1)).empty());
+}
+
+// Advice that can be followed: without a class and without a text the request would be refused too.
+TEST_F(TextToImage, AsksForATextInsteadOfAClass) {
+  Open("sd1");
+  JobSpec label = Spec({}, 1), vector = Spec({}, 1), both = Spec({"a"}, 1);
+  label.class_labels = {3};
+  vector.class_values = {1, 2};
+  both.class_labels = {3};
+  for (const auto& [spec, field, advice] :
+       {std::tuple{label, "class_labels[0]", "give a text instead"},
+        std::tuple{vector, "class_values", "give a text instead"},
+        std::tuple{both, "class_labels[0]", "leave it out"}}) {
+    std::vector<FieldViolation> violations;
+    ASSERT_TRUE(engine_->Resolve(spec, &violations).ok());
+    ASSERT_EQ(violations.size(), 1u);
+    EXPECT_EQ(violations[0].field, field);
+    EXPECT_THAT(violations[0].description, ::testing::HasSubstr(advice));
+  }
 }
 
 TEST_F(TextToImage, RefusesPicturesAndGuidanceByName) {

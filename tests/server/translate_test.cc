@@ -247,8 +247,15 @@ TEST(TranslateTest, PromptsAndWhatIsReadOfThem) {
   EXPECT_THAT(Translated(params).fields(), ElementsAre("params.text_options.max_chunks"));
   condition.clear_text();
   condition.set_negative_text("blur");
-  EXPECT_THAT(Translated(params).fields(),
+  ModelInfo reads_text = Digits();
+  reads_text.text.emplace();
+  EXPECT_THAT(Translated(params, nullptr, reads_text).fields(),
               ElementsAre("params.conditions[0].text", "params.text_options.max_chunks"));
+  // A model without text is not to be given one; the engine says so.
+  params.mutable_text_options()->set_max_chunks(1);
+  const Outcome no_text = Translated(params);
+  EXPECT_THAT(no_text.fields(), ElementsAre());
+  EXPECT_EQ(no_text.translation.spec.prompts.size(), 1u);
 }
 
 TEST(TranslateTest, WhatAModelIsToldOfSizes) {
@@ -520,11 +527,13 @@ TEST(TranslateTest, EachBadFieldIsNamedAlone) {
       {"preview.max_edge", [](P, V v) { v->set_max_edge(-1); }},
       {"preview.format", [](P, V v) { v->set_format(static_cast<v1::ImageFormat>(9)); }},
   };
+  ModelInfo model = Digits();
+  model.text.emplace();  // else the engine alone judges texts
   for (const BadField& bad : cases) {
     v1::GenerationParams params;
     v1::PreviewOptions preview;
     bad.set(&params, &preview);
-    const Outcome outcome = Translated(params, &preview);
+    const Outcome outcome = Translated(params, &preview, model);
     EXPECT_THAT(outcome.fields(), ElementsAre(bad.field)) << params.ShortDebugString();
     for (const FieldViolation& violation : outcome.violations) {
       EXPECT_FALSE(violation.description.empty());
