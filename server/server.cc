@@ -147,7 +147,8 @@ struct Server::State {
         admin(config.admin ? std::make_unique<AdminCalls>(&calls, &drain) : nullptr),
         inference(call_context, engine.get(), &catalog, &info, config.limits, &decoding,
                   &metrics.totals(), admin.get()),
-        model_admin(admin.get(), &model_changes),
+        model_admin(admin ? std::make_unique<ModelAdminService>(admin.get(), &model_changes)
+                          : nullptr),
         http_bodies(config.connections.max_buffered_bytes) {
     engine->SetObserver(&metrics);
   }
@@ -187,7 +188,7 @@ struct Server::State {
   ModelChanges model_changes;
   std::unique_ptr<AdminCalls> admin;  // null where nobody may change the models
   InferenceService inference;
-  ModelAdminService model_admin;
+  std::unique_ptr<ModelAdminService> model_admin;  // null as `admin`
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Acceptor> acceptor;
   std::unique_ptr<HttpServer> metrics_server;  // null when it is not wanted
@@ -380,7 +381,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
   builder.RegisterService(&state->service);
   builder.RegisterService(&state->inference);
-  builder.RegisterService(&state->model_admin);
+  if (state->model_admin) builder.RegisterService(state->model_admin.get());
   state->grpc_server = builder.BuildAndStart();
   DENOISED_CHECK(state->grpc_server != nullptr, "gRPC cannot start a server");
   // gRPC's own health service says SERVING until it is told otherwise: before anybody can ask.

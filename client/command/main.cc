@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <iostream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "command/bench.h"
@@ -286,20 +287,27 @@ std::vector<std::string> WithEmptyValues(const CLI::App& app,
                                          const std::vector<std::string>& arguments) {
   std::vector<std::string> all;
   const CLI::App* command = &app;
-  bool options = true;  // until "--"
+  bool options = true;    // until "--"
+  bool is_value = false;  // of the option before
   for (const std::string& text : arguments) {
+    if (std::exchange(is_value, false)) {
+      all.push_back(text);
+      continue;
+    }
     options = options && text != "--";
     const auto named = [&](const CLI::App* each) { return each->check_name(text); };
     for (const CLI::App* each : command->get_subcommands(named)) command = each;
     const size_t equals = text.find('=');
     const CLI::Option* option = nullptr;
-    if (options && text.starts_with("--") && equals + 1 == text.size()) {
+    if (options && text.starts_with("-")) {
       for (const CLI::App* at = command; at != nullptr && option == nullptr; at = at->get_parent())
         option = at->get_option_no_throw(text.substr(0, equals));
     }
     const bool takes_value = option != nullptr && option->get_items_expected_max() > 0;
-    all.push_back(takes_value ? text.substr(0, equals) : text);
-    if (takes_value) all.emplace_back();
+    const bool is_empty = takes_value && text.starts_with("--") && equals + 1 == text.size();
+    is_value = takes_value && equals == std::string::npos;
+    all.push_back(is_empty ? text.substr(0, equals) : text);
+    if (is_empty) all.emplace_back();
   }
   return all;
 }

@@ -109,11 +109,6 @@ template <typename Request, typename Response>
 grpc::ServerUnaryReactor* ModelAdminService::Change(grpc::CallbackServerContext* context,
                                                     const char* method, const Request* request,
                                                     Response* response) {
-  if (admin_ == nullptr) {
-    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-    reactor->Finish({grpc::StatusCode::UNIMPLEMENTED, kNoAdmins});
-    return reactor;
-  }
   ModelChange change = ModelChanges::Describe(*request);
   const auto made = std::make_shared<Response>();
   return admin_->Post(

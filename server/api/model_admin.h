@@ -34,7 +34,7 @@ class ModelChanges {
 };
 
 /// denoised.v1.ModelAdmin on gRPC's callback API. All pointers must outlive the service, and the
-/// service its calls. A null `admin`: nobody may change the models.
+/// service its calls.
 class ModelAdminService final : public v1::ModelAdmin::CallbackService {
  public:
   ModelAdminService(AdminCalls* admin, const ModelChanges* changes)

@@ -175,10 +175,10 @@ def verdict(values, bar, old=False, searched=True):
         return ""
     if old:
         return OLD if statistics.median(values) >= bar else f"{MISS}, {OLD}"
-    if not searched:  # the peer's fastest kernel is as fast as this one or faster
-        return MISS if max(values) < bar else NOT_SEARCHED
     if statistics.median(values) < bar:
         return MISS
+    if not searched:  # the peer's fastest kernel is as fast as this one or faster
+        return NOT_SEARCHED
     return NOISE if len(values) < SURE_ROUNDS and min(values) < bar else MET
 
 

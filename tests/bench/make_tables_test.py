@@ -147,6 +147,7 @@ class DifferenceTest(unittest.TestCase):
         self.assertEqual(make_tables.Compared(row, 0.9, {"source": "x"}).verdict, make_tables.OLD)
         # The median decides, even where some rounds reach the bar.
         self.assertEqual(make_tables.verdict([0.9, 0.95, 1.1], 1), make_tables.MISS)
+        self.assertEqual(make_tables.verdict([0.9, 0.95, 1.1], 1, searched=False), make_tables.MISS)
         self.assertEqual(make_tables.verdict([1.1] * 4 + [0.9] * 8, 1), make_tables.MISS)
 
     def test_a_peer_that_was_not_searched_to_the_end_can_only_make_a_row_miss(self):

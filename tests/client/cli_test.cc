@@ -89,6 +89,10 @@ TEST_F(CliTest, AFlagWithNothingBehindItsEqualsSignIsEmpty) {
   EXPECT_TRUE(conditions[0].has_negative_text());
   EXPECT_EQ(conditions[0].negative_text(), "");
   EXPECT_TRUE(std::filesystem::exists(Path("n.png")));
+  // A value that is named as a command is.
+  const auto help = Run({"--context", "jobs", "generate", "--negative=", "--help"});
+  EXPECT_EQ(help.exit_code, 0) << help.err;
+  EXPECT_THAT(help.out, HasSubstr("--negative"));
 }
 
 TEST_F(CliTest, DrawsFiles) {

@@ -1029,10 +1029,9 @@ TEST_F(ServerTest, ServerInfoTellsLimitsAndFeatures) {
   EXPECT_GT(info.uptime_seconds(), 0);
   EXPECT_NE(info.version(), "");
   v1::LoadModelResponse loaded;
-  const grpc::Status refused =
-      v1::ModelAdmin::NewStub(channel_)->LoadModel(&admin_context, {}, &loaded);
-  EXPECT_EQ(refused.error_code(), grpc::StatusCode::UNIMPLEMENTED);
-  EXPECT_THAT(refused.error_message(), HasSubstr("see --admin"));
+  EXPECT_EQ(v1::ModelAdmin::NewStub(channel_)->LoadModel(&admin_context, {}, &loaded).error_code(),
+            grpc::StatusCode::UNIMPLEMENTED)
+      << "without --admin there is no such service";
 }
 
 TEST_F(ServerTest, ABrokenModelLeavesTheOthers) {

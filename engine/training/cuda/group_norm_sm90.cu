@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
 enum class Extra { kNone, kAdds, kSumsPixels };
 
-/// To 2⁻¹¹, in one instruction.
+/// tanh(x) with a relative error of at most 2⁻¹¹, in one instruction.
 __device__ inline float Tanh(float x) {
   float tanh;
   asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(x));
@@ -381,8 +381,9 @@ __device__ inline float Tanh(float x) {
 template <int kActivation>
 struct Gradient {
   static constexpr bool kIsSilu = kActivation == static_cast<int>(Activation::kSilu);
-  static constexpr float kZ = kIsSilu ? 0.5f : 1.0f;   // what z is multiplied by,
-  static constexpr float kDz = kIsSilu ? 2.0f : 1.0f;  // and dz
+  static constexpr float kZ = kIsSilu ? 0.5f : 1.0f;   // the factor of z
+  static constexpr float kDz = kIsSilu ? 2.0f : 1.0f;  // the factor of dz
+  /// kDz · dz, from dout and kZ · z.
   static __device__ float Dz(const NormLaunch& norm, float d, float z) {
     if constexpr (kIsSilu) {
       const float t = Tanh(z);
@@ -437,7 +438,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       for (int v = 0; v < kVector; ++v) {
         centered[v] -= line.mean[v];
         dz[v] = G::Dz(norm, dz[v], fmaf(centered[v], line.slope[v], line.offset[v]));
-        sums[0][v] = fmaf(dz[v], centered[v], sums[0][v]);
+        sums[0][v] = fmaf(dz[v], centered[v], sums[0][v]);  // of dz before it is rounded
         sums[1][v] += dz[v];
         if constexpr (kSumsPixels) sums[2][v] += centered[v];
       }
