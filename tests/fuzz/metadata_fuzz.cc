@@ -9,6 +9,8 @@
 #include <string>
 #include <string_view>
 
+#include "absl/strings/match.h"
+#include "absl/strings/string_view.h"
 #include "server/security/clients.h"
 #include "server/telemetry/trace_context.h"
 
@@ -16,7 +18,8 @@ namespace {
 
 using namespace denoised;  // NOLINT: a program of one file
 
-constexpr std::string_view kToken = "open-sesame";
+constexpr absl::string_view kScheme = "Bearer ";
+constexpr absl::string_view kToken = "open-sesame";
 
 void Require(bool holds) {
   if (!holds) std::abort();
@@ -62,7 +65,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   CheckTrace(text);
 
   const auto by_token = clients->Identify({.authorization = text});
-  const bool right = text == "Bearer " + std::string(kToken);
+  // The scheme has any case: RFC 9110, section 11.1.
+  const absl::string_view header(text.data(), text.size());
+  const bool right = header.size() == kScheme.size() + kToken.size() &&
+                     absl::StartsWithIgnoreCase(header, kScheme) && absl::EndsWith(header, kToken);
   Require(by_token.ok() == right);
   Require(right || by_token.status().code() == absl::StatusCode::kUnauthenticated);
   const auto by_certificate = clients->Identify({.certificate = {text, text.substr(0, size / 2)}});
