@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import pathlib
+import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORD = pathlib.Path("docs/gpu-tests.json")
@@ -37,7 +38,16 @@ def hash_of_sources(root=ROOT):
     return digest.hexdigest()
 
 
-def describe(record, sources):
+def changed_since(commit, root=ROOT):
+    """The files behind the hash that differ from `commit`; empty where git does not know it."""
+    done = subprocess.run(["git", "diff", "--name-only", commit, "--",
+                           *(f":(glob){pattern}" for pattern in SOURCES)],
+                          cwd=root, capture_output=True, text=True, check=False)
+    return [file for file in done.stdout.splitlines()
+            if not OTHERS & set(pathlib.PurePath(file).parts)]
+
+
+def describe(record, sources, changed=()):
     """The line that scripts/test prints; `record` is None when there is no file."""
     run_it = "run scripts/test-gpu on a machine with a GPU"
     if record is None:
@@ -45,7 +55,8 @@ def describe(record, sources):
     of = (f"{record['device']} at {record['commit']}: {record['passed']} passed, "
           f"{len(record['failed'])} failed, {len(record['skipped'])} skipped")
     if record["sources"] != sources:
-        return f"GPU tests: {RECORD} is of other CUDA sources ({of}): {run_it}"
+        since = f"; changed since: {', '.join(changed)}" if changed else ""
+        return f"GPU tests: {RECORD} is of other CUDA sources ({of}{since}): {run_it}"
     return f"GPU tests: {RECORD} is of these CUDA sources ({of})"
 
 
@@ -67,5 +78,6 @@ if __name__ == "__main__":
         print(hash_of_sources())
     else:
         found, current = read(ROOT / RECORD), hash_of_sources()
-        print(describe(found, current))
+        stale = found is not None and found["sources"] != current
+        print(describe(found, current, changed_since(found["commit"]) if stale else ()))
         print(count(found, current))

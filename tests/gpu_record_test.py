@@ -199,6 +199,23 @@ class GpuRecordTest(unittest.TestCase):
         expect(f"is of these CUDA sources (NVIDIA H200 at abc123: {PROGRAMS - 1} passed, 1 failed",
                "0 passed, 1 failed, 0 skipped")
 
+    def test_a_record_of_other_sources_names_what_changed(self):
+        def git(*arguments):
+            return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+                                  cwd=self.root, capture_output=True, text=True, check=True).stdout
+
+        git("init")
+        git("add", ".")
+        git("commit", "--message=first")
+        commit = git("rev-parse", "HEAD").strip()
+        self.assertEqual(gpu_record.changed_since(commit, self.root), [])
+        for file in ["engine/core/arena.cc", "engine/backend/cpu/conv.cc", "scripts/gpu_record.py"]:
+            self.write(file, "changed")
+        (self.root / "engine/nn/conv.cc").unlink()
+        self.assertEqual(gpu_record.changed_since(commit, self.root),
+                         ["engine/core/arena.cc", "engine/nn/conv.cc"])
+        self.assertEqual(gpu_record.changed_since("0" * 40, self.root), [])
+
     def count(self, program, case):
         results = self.root / "results"
         self.write("results/ctest.xml", f'<t><testcase name="{program}" status="run"/></t>')
