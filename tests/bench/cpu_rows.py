@@ -9,10 +9,11 @@
   one-2  one image at a time on two threads, and one-16 on 16 threads where there are so many cores
   bf16   idle with --cpu-dtype=bf16, where the CPU has AVX512-BF16 or AMX
 
-Each case runs for --seconds in each of --rounds rounds; before and after alternate, and so does which
-is first. The figure is milliseconds for one image of ten steps without guidance, so that an image is one
-row. Nothing else should run on the machine. make_tables.py makes the table of docs/benchmarks.md. `before` is the commit that the
-issue names, f8cdc7f, in which every op of a row ended in a barrier."""
+Each round runs every case for --seconds, so that ratios between cases are of neighbours in time; before
+and after alternate, and so does which is first. The figure is milliseconds for one image of ten steps
+without guidance, so that an image is one row. Nothing else should run on the machine. make_tables.py
+makes the table of docs/benchmarks.md. `before` is f8cdc7f, in which every op of a row ended in a
+barrier."""
 
 import argparse
 import contextlib
@@ -110,27 +111,28 @@ def main():
         "command": "tests/bench/cpu_rows.py", "rounds": args.rounds,
         "load_average": os.getloadavg()[0]}, "before": args.before_commit, "rows": rows}
     with without_guidance(args.model) as model:
-        for case in args.cases:
-            if CASES[case][1] > len(cores):
-                print(f"{case}: left out, there are {len(cores)} cores", flush=True)
-                continue
-            row = {"name": case, "before": [], "after": []}
-            for i in range(args.rounds):
+        cases = [case for case in args.cases if CASES[case][1] <= len(cores)]
+        for case in sorted(set(args.cases) - set(cases)):
+            print(f"{case}: left out, there are {len(cores)} cores", flush=True)
+        rows += [{"name": case, "before": [], "after": []} for case in cases]
+        for i in range(args.rounds):
+            for row in rows:
                 sides = [("before", args.before), ("after", args.after)]
                 for side, program in sides if i % 2 == 0 else reversed(sides):
-                    if case == "bf16" and side == "before":
+                    if row["name"] == "bf16" and side == "before":
                         continue  # the old build has only fp32
-                    took = measure(program, model, case, args.seconds, cores)
+                    took = measure(program, model, row["name"], args.seconds, cores)
                     if took is not None:
                         row[side].append(took)
+        for row in list(rows):
             if not row["after"]:
-                print(f"{case}: refused, or no image within --seconds", flush=True)
+                print(f"{row['name']}: refused, or no image within --seconds", flush=True)
+                rows.remove(row)
                 continue
-            rows.append(row)
-            print(f"{case}: " + ", ".join(
+            print(f"{row['name']}: " + ", ".join(
                 f"{side} {statistics.median(row[side]):.4g} ms" for side in ("before", "after")
                 if row[side]), flush=True)
-            args.out.write_text(json.dumps(content, indent=1) + "\n")
+        args.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -668,9 +668,9 @@ def clocks(data):
         ["cuDNN, unless denoised is named", "µs", "SM clock", "Power"], rows)
 
 
-def cpu(data):
+def cpu(data, name="cpu"):
     """The CPU backend beside an older one; see cpu_rows.py."""
-    file = data("cpu")
+    file = data(name)
     found = {row["name"]: row for row in file["rows"]}
     idle, old = found["idle"]["after"], is_old(file["context"])
 
@@ -1130,7 +1130,8 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "linears": linears, "attentions": attentions, "group-norms": group_norms,
           "convolution-gradients": convolution_gradients,
           "group-norm-gradients": group_norm_gradients, "attention-gradients": attention_gradients,
-          "ceilings": ceilings, "clocks": clocks, "cpu": cpu, "portable": portable, "start": start,
+          "ceilings": ceilings, "clocks": clocks, "cpu": cpu,
+          "cpu-xeon": lambda data: cpu(data, "cpu-xeon"), "portable": portable, "start": start,
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
           "serving": serving, "pipelines": pipelines, "latent-errors": latent_errors, "http": http, "event-streams": event_streams, "page": page,
           "scheduling": scheduling, "scheduling-host": scheduling_host,
