@@ -6,7 +6,6 @@
 #include <numeric>
 #include <thread>
 
-#include "engine/backend/capabilities.h"
 #include "engine/backend/counting.h"
 #include "engine/batching/job_queue.h"
 #include "engine/core/condition_variable.h"
@@ -445,7 +444,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
     info->prompts = std::make_shared<const PromptReader>(std::move(prompts));
   }
   const SchedulerConfig& scheduler = files.scheduler;
-  const Capabilities device = CapabilitiesOf(backend->device());
+  const Capabilities device = backend->capabilities();
   if (device.overlaps_streams) model.backend = backend;
   model.max_rows = options_.max_rows ? options_.max_rows : device.default_rows;
   // Guidance by an image takes three rows.

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "engine/core/tensor.h"
-
 namespace denoised {
 
-/// The capabilities of a kind of device. Schedulers query these, never the kind of device, so a new
-/// kind is one more line in CapabilitiesOf().
+/// What a device can do. Schedulers query this, never the kind of device.
 struct Capabilities {
   /// Launch() returns before the work is done, so the host may run ahead of the device.
   bool runs_ahead = false;
@@ -21,19 +18,5 @@ struct Capabilities {
   /// Default of EngineOptions::max_rows.
   int default_rows = 16;
 };
-
-constexpr Capabilities CapabilitiesOf(Device device) {
-  switch (device) {
-    case Device::kCpu:
-      return {};
-    case Device::kCuda:
-      break;
-  }
-  return {.runs_ahead = true,
-          .overlaps_streams = true,
-          .gains_from_batches = true,
-          .pads_rows = true,
-          .default_rows = 64};
-}
 
 }  // namespace denoised

@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "engine/backend/capabilities.h"
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
 
@@ -59,6 +60,7 @@ class ComputeDevice {
   virtual std::string_view name() const = 0;    // "cpu", "cpu:1", "cuda:0"
   virtual std::string description() const = 0;  // for people: chip, cores or SMs, memory
   virtual Device device() const = 0;
+  virtual Capabilities capabilities() const { return {}; }
 
   // Memory. Persistent allocations are made at load only.
   /// ResourceExhausted says how much `purpose` needed and how much is free.

@@ -34,7 +34,9 @@ CountingBackend::CountingBackend(Device device, DType activation_dtype)
     : rules_{device, activation_dtype} {}
 
 CountingBackend::CountingBackend(const Backend& real)
-    : rules_{real.device(), real.activation_dtype()}, multiplies_e4m3_(real.MultipliesE4m3()) {}
+    : rules_{real.device(), real.activation_dtype()},
+      capabilities_(real.capabilities()),
+      multiplies_e4m3_(real.MultipliesE4m3()) {}
 
 std::string CountingBackend::description() const {
   return fmt::format("counts the work of {} with {} activations",

@@ -36,6 +36,7 @@ class CountingBackend : public Backend {
   std::string_view name() const override { return "counting"; }
   std::string description() const override;
   Device device() const override { return rules_.device; }
+  Capabilities capabilities() const override { return capabilities_; }
   DType activation_dtype() const override { return rules_.activation; }
   bool MultipliesE4m3() const override { return multiplies_e4m3_; }
 
@@ -93,6 +94,7 @@ class CountingBackend : public Backend {
   Tensor Nowhere(const Shape& shape, DType dtype) const;
 
   const TensorRules rules_;
+  const Capabilities capabilities_;
   const bool multiplies_e4m3_ = true;
   Work work_;
   size_t allocated_bytes_ = 0;

@@ -524,6 +524,11 @@ void Admission::Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reas
   lane.weight = lane.virtual_time = lane.waiting_work = 0;
 }
 
+double Admission::Cost(const Lane& lane, int rows) const {
+  MutexLock lock(&mutex_);
+  return lane.Cost(rows);
+}
+
 Admission::Charge Admission::Launched(Lane& lane, int rows, int bucket) {
   MutexLock lock(&mutex_);
   Totals& totals = lane.model->totals;

@@ -108,6 +108,8 @@ class Admission {
   struct Charge {
     double seconds = 0, weight = 0;
   };
+  /// Expected seconds of an evaluation of so many rows; 0: nothing was measured yet.
+  double Cost(const Lane& lane, int rows) const;
   /// An evaluation of the lane was launched: `rows` rows, padded to `bucket`.
   Charge Launched(Lane& lane, int rows, int bucket);
   /// An evaluation of `bucket` rows took `seconds`; negative: not measured. Warm-up passes no

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <bit>
 
-#include "engine/backend/capabilities.h"
 #include "engine/backend/counting.h"
 
 namespace denoised {
@@ -208,7 +207,7 @@ absl::StatusOr<std::optional<double>> Conditioner::WarmUp() {
     seconds = warm_runs_.Add(end->SecondsSince(*begin));
     if (!seconds) return seconds;
   }
-  warm_ = !CapabilitiesOf(backend_.device()).pads_rows || count == together_;
+  warm_ = !backend_.capabilities().pads_rows || count == together_;
   warming_ = 2 * count;
   return seconds;
 }
@@ -232,7 +231,7 @@ absl::Status Conditioner::EncodeTogether(const std::vector<int>& sets) {
     backend_.Upload(&tokens, sizeof(tokens), sets_.key_counts.Slice(set, 1));
   }
   int chunks = static_cast<int>(places.size());
-  if (CapabilitiesOf(backend_.device()).pads_rows)
+  if (backend_.capabilities().pads_rows)
     chunks = std::min(static_cast<int>(std::bit_ceil(places.size())), together_);
   for (size_t e = 0; e < encoders_.models.size() && kind != kZeros; ++e) {
     const int tokens = encoders_.models[e]->traits().max_tokens;
@@ -290,7 +289,7 @@ absl::Status Conditioner::CopyTogether(const std::vector<std::pair<int, int>>& s
     copies.push_back(set);
   }
   const int count = static_cast<int>(copies.size());
-  const int rows = CapabilitiesOf(backend_.device()).pads_rows
+  const int rows = backend_.capabilities().pads_rows
                        ? std::min(static_cast<int>(std::bit_ceil(copies.size())), together_)
                        : count;
   UploadNumbers(copies, rows);

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <set>
 
-#include "engine/backend/capabilities.h"
 #include "engine/backend/counting.h"
 #include "engine/core/philox.h"
 
@@ -22,9 +21,8 @@ constexpr double kFillsDevice = 0.03;
 constexpr EvaluationRow kPadding = {.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0};
 
 // Powers of two if rows are padded; otherwise every count is a bucket of its own.
-std::vector<int> Buckets(Device device, int max_rows) {
+std::vector<int> Buckets(bool pads, int max_rows) {
   std::vector<int> buckets;
-  const bool pads = CapabilitiesOf(device).pads_rows;
   for (int rows = 1; rows < max_rows; rows = pads ? rows * 2 : rows + 1) buckets.push_back(rows);
   buckets.push_back(max_rows);
   return buckets;
@@ -42,7 +40,7 @@ Evaluator::Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser,
     : backend_(backend),
       denoiser_(std::move(denoiser)),
       options_(options),
-      buckets_(Buckets(backend.device(), options.max_rows)) {}
+      buckets_(Buckets(backend.capabilities().pads_rows, options.max_rows)) {}
 
 absl::StatusOr<std::unique_ptr<Evaluator>> Evaluator::Create(
     Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options) {
@@ -318,7 +316,7 @@ absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
   filled_ = warmed.seconds >= kFillsDevice;
   ++warm_buckets_;
   // Without padding all buckets run the same primitives row by row: warming up one is enough.
-  warmed.more = CapabilitiesOf(backend_.device()).pads_rows && warm_buckets_ < buckets_.size();
+  warmed.more = backend_.capabilities().pads_rows && warm_buckets_ < buckets_.size();
   return warmed;
 }
 

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <set>
 #include <string_view>
+#include <tuple>
 
-#include "engine/backend/capabilities.h"
 #include "engine/batching/first_reached.h"
 
 namespace denoised {
@@ -417,7 +417,7 @@ absl::Status StepBatcher::Step() {
     (*next)->used = queue_.Now();
     batches_.splice(batches_.end(), batches_, next);
   }
-  const bool runs_ahead = CapabilitiesOf(backend_.device()).runs_ahead;
+  const bool runs_ahead = backend_.capabilities().runs_ahead;
   const size_t ahead = launched && runs_ahead ? kRunAhead : 0;
   while (evaluated_.size() > ahead) DENOISED_RETURN_IF_ERROR(Report());
   return absl::OkStatus();
@@ -562,10 +562,56 @@ void StepBatcher::Begin(Batch& batch, int slot, std::shared_ptr<Image> image) {
   batch.Take(slot, std::move(image));
 }
 
+/// The slots of the images that the next evaluation advances: all that are not drawn, or, if these
+/// would be padded and a smaller bucket evaluates more rows per second, the first in the order that
+/// fit into it. Where the device is full, eight rows and then three take less time than eleven
+/// padded to sixteen, and eight images end sooner.
+std::vector<int> StepBatcher::Chosen(const Batch& batch) const {
+  std::vector<int> all;
+  const auto rows_of = [&](int slot) {
+    const Image& image = *batch.slots[slot];
+    return image.job->effective.RowsAt(image.evaluation);
+  };
+  int rows = 0;
+  for (int slot = 0; slot < static_cast<int>(batch.slots.size()); ++slot) {
+    if (!batch.slots[slot] || batch.Drawn(slot)) continue;
+    all.push_back(slot);
+    rows += rows_of(slot);
+  }
+  const std::vector<int>& buckets = batch.evaluator->buckets();
+  const auto above = std::lower_bound(buckets.begin(), buckets.end(), rows);
+  const double seconds = admission_.Cost(*batch.lane, rows);
+  if (options_.batching != Batching::kStep || all.size() < 2 || *above == rows || seconds == 0)
+    return all;
+
+  std::vector<int> order = all;
+  std::sort(order.begin(), order.end(), [&](int a, int b) {
+    const Image &first = *batch.slots[a], &second = *batch.slots[b];
+    return std::tuple(first.job->key(), first.evaluations_left(), a) <
+           std::tuple(second.job->key(), second.evaluations_left(), b);
+  });
+  std::vector<int> chosen = all;
+  double best = rows / seconds;
+  for (auto bucket = buckets.begin(); bucket != above; ++bucket) {
+    std::vector<int> fit;
+    int taken = 0;
+    for (const int slot : order) {
+      if (taken + rows_of(slot) > *bucket) continue;
+      taken += rows_of(slot);
+      fit.push_back(slot);
+    }
+    const double rate = taken / admission_.Cost(*batch.lane, *bucket);
+    if (rate <= best) continue;
+    best = rate;
+    chosen = std::move(fit);
+  }
+  return chosen;
+}
+
 absl::Status StepBatcher::Launch(Batch& batch) {
+  const std::vector<int> chosen = Chosen(batch);
   std::vector<EvaluationRow> rows;
-  for (int s = 0; s < static_cast<int>(batch.slots.size()); ++s) {
-    if (!batch.slots[s] || batch.Drawn(s)) continue;
+  for (const int s : chosen) {
     const Image& image = *batch.slots[s];
     const JobSpec& spec = image.job->effective.spec;
     int label = spec.class_labels.empty() ? 0 : spec.class_labels[image.index];
@@ -609,9 +655,8 @@ absl::Status StepBatcher::Launch(Batch& batch) {
   if (!rows.empty())
     evaluated.charge = admission_.Launched(*batch.lane, evaluated.rows, evaluated.bucket);
 
-  for (int s = 0; s < static_cast<int>(batch.slots.size()); ++s) {
+  for (const int s : chosen) {
     const std::shared_ptr<Image> image = batch.slots[s];
-    if (!image || batch.Drawn(s)) continue;
     Job& job = *image->job;
     const JobSpec& spec = job.effective.spec;
     const std::vector<DeviceEvaluation>& plan = job.plan();

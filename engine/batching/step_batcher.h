@@ -40,8 +40,9 @@ struct BatchedModel {
 };
 
 /// Decides what runs on one device. Every evaluation of a model carries all rows that are ready,
-/// from any job, at any noise level: an image takes a slot when one is free and leaves it after its
-/// own last evaluation, whatever its neighbours do. Not thread-safe: the device's thread owns it.
+/// from any job, at any noise level, unless padding them would waste time (Chosen()). An image
+/// takes a slot when one is free and leaves it after its own last evaluation, whatever its
+/// neighbours do. Not thread-safe: the device's thread owns it.
 ///
 /// Admission's order decides which image gets a slot and which batch is evaluated next. Images come
 /// from the JobQueue, which all devices share. When all slots are taken, the first image in the
@@ -126,6 +127,7 @@ class StepBatcher {
   size_t RoomToPark(const Batch& batch) const;
   void Park(Batch& batch, int slot);
   void Begin(Batch& batch, int slot, std::shared_ptr<Image> image);
+  std::vector<int> Chosen(const Batch& batch) const;
   absl::Status Launch(Batch& batch);
   absl::StatusOr<Evaluated> NextToEnd();
   absl::Status Report();

@@ -147,6 +147,8 @@ class TimedBackend final : public CountingBackend {
         row_seconds_(row_seconds),
         image_seconds_(image_seconds) {}
 
+  Capabilities capabilities() const override { return {.pads_rows = true}; }
+
   std::vector<int> captured, launched;  // rows of evaluations
   std::vector<int> decoded;             // images of runs of the codec
 

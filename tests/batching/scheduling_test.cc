@@ -211,6 +211,39 @@ TEST(Scheduling, WholeBatchesLetNobodyJoin) {
   EXPECT_EQ(simulation.Totals().parked_images, 0u);
 }
 
+// 11 rows are padded to 16. Where a row costs its full time, 8 rows and then 3 are faster, and the
+// jobs that came first end first. Where the device is not full, all go together.
+TEST(Scheduling, RowsArePaddedOnlyWhereThatIsFaster) {
+  const auto draw = [](double seconds, double seconds_of_row, int images, double guidance) {
+    auto simulation = std::make_unique<Simulation>(
+        Simulation::Options{.cost = [=](int rows) { return seconds + seconds_of_row * rows; },
+                            .pads_rows = true,
+                            .warm_up = true});
+    std::vector<std::shared_ptr<Heard>> jobs;
+    for (int i = 0; i < images; ++i)
+      jobs.push_back(
+          simulation->Submit({.steps = 6, .seed = static_cast<uint64_t>(i), .guidance = guidance}));
+    simulation->RunAll();
+    for (const auto& job : jobs) EXPECT_TRUE(job->done && job->done->ok());
+    return std::pair(std::move(simulation), std::move(jobs));
+  };
+  const auto [full, jobs] = draw(0.0001, 0.01, 11, 1);
+  EXPECT_EQ(full->Totals().padding_rows, 0);
+  EXPECT_EQ(full->widest, 8);
+  EXPECT_NEAR(jobs[7]->seconds(), 6 * 0.08, 0.01);  // and not 6 · 0.16
+  EXPECT_NEAR(jobs[10]->seconds(), 6 * 0.11, 0.01);
+  for (int i = 8; i < 11; ++i) {
+    const auto [alone, one] = draw(0.0001, 0.01, i + 1, 1);
+    EXPECT_EQ(one[i]->images, jobs[i]->images) << i;
+  }
+  const auto [guided, guided_jobs] = draw(0.0001, 0.01, 5, 3);
+  EXPECT_EQ(guided->widest, 8);
+  EXPECT_EQ(guided->Totals().padding_rows, 0);
+  const auto [flat, flat_jobs] = draw(0.1, 0.0001, 11, 1);
+  EXPECT_EQ(flat->widest, 11);
+  EXPECT_EQ(flat->evaluations, 6);
+}
+
 TEST(Limits, EachIsNamedAndSaysWhenToComeBack) {
   struct Case {
     Admission::Limits limits;

@@ -39,6 +39,8 @@ class SimulatedBackend final : public Backend {
   std::function<void()> pack;
   /// False: rows are computed together, as on a GPU, so that memory does not depend on the cores.
   bool splits_rows = true;
+  /// Those of the CPU, unless a test says otherwise.
+  Capabilities can;
   /// Null: decoding takes no time.
   std::function<double(int images)> decode_cost;
   /// Allocate refuses more than this.
@@ -48,6 +50,7 @@ class SimulatedBackend final : public Backend {
   std::string_view name() const override { return name_; }
   std::string description() const override { return "a device that is made up"; }
   Device device() const override { return cpu_->device(); }
+  Capabilities capabilities() const override { return can; }
   DType activation_dtype() const override { return cpu_->activation_dtype(); }
 
   absl::StatusOr<Tensor> Allocate(const Shape& shape, DType dtype,

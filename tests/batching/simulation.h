@@ -47,6 +47,7 @@ class Simulation : public EngineObserver {
     Batching batching = Batching::kStep;
     int keep_evaluations = 4;
     std::optional<int> broken_class;  // images of it are NaN
+    bool pads_rows = false;           // to powers of two, as on a GPU; needs warm_up
     bool warm_up = false;  // as the engine does, instead of being told what each bucket costs
     /// Models have a codec, and this many images decoded side by side take so long.
     std::function<double(int images)> decode_cost;
@@ -87,6 +88,7 @@ class Simulation : public EngineObserver {
                                                           fmt::format("simulated:{}", i));
       device.backend->decode_cost = options.decode_cost;
       device.backend->splits_rows = false;
+      device.backend->can.pads_rows = options.pads_rows;
       device.batcher = std::make_unique<StepBatcher>(
           *device.backend, admission, queue, this,
           StepBatcher::Options{.device = i,

@@ -151,6 +151,62 @@ nlohmann::json Compare(const Options& options, const char* of_whom, double image
           {"request", ToJson(request)}};
 }
 
+/// Rows a second when `in_flight` requests of these kinds, in turns, are always under way, and the
+/// share of rows that were padding. An evaluation of SDXL at 1024x1024 takes about so long on an
+/// H200 (docs/benchmarks.md: 2 and 16 rows); sizes do not mix, and have about equal pixels.
+std::pair<double, double> KeepBusy(const std::vector<Simulation::Request>& kinds, int in_flight) {
+  Simulation simulation(
+      {.max_rows = 16,
+       .cost = [](int rows) { return 0.0023 + 0.01136 * rows; },
+       .limits = {.requests = 1 << 24, .images = 1 << 24, .bytes = size_t{1} << 40},
+       .pads_rows = true,
+       .warm_up = true});
+  simulation.Add("any size", 0);
+  std::vector<std::shared_ptr<Heard>> jobs;
+  int sent = 0;
+  const FakeClock::TimePoint start = simulation.clock.now;
+  while (simulation.evaluations < 2000) {
+    std::erase_if(jobs, [](const auto& job) { return job->done.has_value(); });
+    for (; static_cast<int>(jobs.size()) < in_flight; ++sent) {
+      Simulation::Request request = kinds[sent % kinds.size()];
+      request.model = "any size";
+      request.seed = static_cast<uint64_t>(sent);
+      jobs.push_back(simulation.Submit(request));
+    }
+    simulation.Step();
+  }
+  const auto totals = simulation.Totals("any size");
+  const double rows = static_cast<double>(totals.rows),
+               padding = static_cast<double>(totals.padding_rows);
+  return {rows / std::chrono::duration<double>(simulation.clock.now - start).count(),
+          padding / (rows + padding)};
+}
+
+/// A queue of six sizes, as tests/bench/pipelines.py sends it to SDXL, over a uniform one.
+nlohmann::json CompareMixed() {
+  const std::vector<Simulation::Request> mixed = {
+      {.steps = 20, .guidance = 5, .size = 4, .width = 4},
+      {.steps = 30, .guidance = 7, .size = 2, .width = 8},
+      {.steps = 26, .guidance = 5, .size = 8, .width = 2},
+      {.steps = 25, .guidance = 1, .size = 3, .width = 5},
+      {.steps = 10, .guidance = 4, .size = 5, .width = 3},
+      {.steps = 20, .guidance = 6, .size = 1, .width = 16}};
+  const auto [uniform, uniform_padding] = KeepBusy({mixed[0]}, 16);
+  nlohmann::json figures = nlohmann::json::array();
+  for (const int in_flight : {32, 64}) {
+    const auto [rows, padding] = KeepBusy(mixed, in_flight);
+    fmt::print(
+        "six sizes, {} in flight: {:.1f} % of a uniform queue's rows a second, {:.1f} % of "
+        "rows padding\n",
+        in_flight, 100 * rows / uniform, 100 * padding);
+    figures.push_back({{"in_flight", in_flight},
+                       {"rows_per_second", rows},
+                       {"uniform_rows_per_second", uniform},
+                       {"padding", padding}});
+  }
+  return figures;
+}
+
 /// Median host time of an evaluation, of which the scheduler's part is what grows, if any does.
 nlohmann::json MeasureHost(const Options& options) {
   nlohmann::json figures = nlohmann::json::array();
@@ -227,6 +283,7 @@ int main(int argc, char** argv) {
   figures["comparisons"] = {denoised::Compare(options, "step", 0.8 * step),
                             denoised::Compare(options, "request", 0.8 * request)};
   fmt::print("* of interactive requests; time in evaluations of all rows, queue in evaluations\n");
+  figures["mixed"] = denoised::CompareMixed();
   figures["host"] = denoised::MeasureHost(options);
   if (options.json.empty()) return 0;
   std::ofstream out(options.json);

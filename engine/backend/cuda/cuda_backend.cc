@@ -183,6 +183,13 @@ class CudaBackend final : public Backend {
   std::string_view name() const override { return name_; }
   std::string description() const override { return description_; }
   Device device() const override { return Device::kCuda; }
+  Capabilities capabilities() const override {
+    return {.runs_ahead = true,
+            .overlaps_streams = true,
+            .gains_from_batches = true,
+            .pads_rows = true,
+            .default_rows = 64};
+  }
   DType activation_dtype() const override { return fp32_ ? DType::kF32 : DType::kBF16; }
   bool MultipliesE4m3() const override { return multiplies_e4m3_; }
 
