@@ -108,6 +108,7 @@ class Session:
     def __init__(self, args):
         self.args, self.out = args, args.out
         self.begin = time.monotonic()
+        self.load_average = os.getloadavg()[0]  # before the topics add their own
         self.log = GpuLog()
         self.workers = []
         self.out.mkdir(parents=True, exist_ok=True)
@@ -153,7 +154,7 @@ class Session:
             "device": ours.get("device"),
             "driver": text_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "cores": os.cpu_count(),
-            "load_average": os.getloadavg()[0],
+            "load_average": self.load_average,
             "rounds": self.args.rounds,
             "peers": {name: value for name, value in peer.items() if value is not None},
         }

@@ -540,7 +540,7 @@ def write_figures(options):
                "command": shlex.join(["tests/bench/serving.py", *sys.argv[1:]]),
                "rounds": options.rounds,
                "device": device, "cores": os.cpu_count(),
-               "load_average": os.getloadavg()[0], "peers": {}}
+               "load_average": options.load_average, "peers": {}}
     options.json.write_text(json.dumps({"context": context, "figures": FIGURES}, indent=1) + "\n")
 
 
@@ -593,7 +593,8 @@ def main():
     clients = max(1, len(cores) // 8) if clients is None else min(clients, len(cores) - 1)
     options.server_cores = cores[:len(cores) - clients]
     options.client_cores = cores[len(cores) - clients:]
-    print(f"{len(cores)} cores, load average {os.getloadavg()[0]:.1f}", flush=True)
+    options.load_average = os.getloadavg()[0]  # before the benchmarks add their own
+    print(f"{len(cores)} cores, load average {options.load_average:.1f}", flush=True)
     with tempfile.TemporaryDirectory(prefix="denoised-serving-") as work:
         options.work = pathlib.Path(work)
         if options.model.is_file():
