@@ -15,6 +15,7 @@ DOCS = HERE.parent.parent / "docs"
 
 sys.path.insert(0, str(HERE))
 import make_tables
+import serving
 
 
 def run(*flags):
@@ -297,6 +298,28 @@ class LatentErrorsTest(unittest.TestCase):
             self.assertIn(cells, text)
         self.assertEqual(text.count("| – | – | – | ≤ 1 | **not measured** |"), 2, "one failed, one is absent")
         self.assertIn("1 of 5 rows reach their bar", text)
+
+
+class ServingTest(unittest.TestCase):
+    def events(self, left, error):
+        rounds = [{"completed": 500, "errors": 0, "previews": 1, "events": 2, "cpu_seconds": 1.0}]
+        found = {"streams": 500, "slow": 125, "rounds": rounds, "resident_kib_halves": [1024, 1024],
+                 "heap_bytes_per_event": left, "error": error}
+        file = {"context": {"date": "2026-11-25", "device": "a CPU"}, "figures": {"event_streams": found}}
+        return "\n".join(make_tables.TABLES["event-streams"]({"http": file}.get))
+
+    def test_the_upper_end_of_the_fit_decides(self):
+        self.assertIn("| +17.0 ± 1.0 bytes of 2 events | met |", self.events(17.0, 1.0))
+        self.assertIn("| +17.0 ± 2.0 bytes of 2 events | **miss** |", self.events(17.0, 2.0))
+
+    def test_a_storm_that_compared_nothing_is_no_proof(self):
+        figures = {"cancelled": 20_000, "survived": 9, "left_inside": 0, "compared": 0, "differ": 0}
+        rows = make_tables.storm_rows({"context": {}, "figures": {"storm": figures}}, "GPU")
+        self.assertEqual(rows[1][-1], make_tables.MISS)
+
+    def test_the_page_and_the_program_have_the_same_bars(self):
+        self.assertEqual(serving.HEAP_BYTES_AN_IMAGE, make_tables.HEAP_BAR)
+        self.assertEqual(serving.START_SECONDS, make_tables.START_BARS)
 
 
 class RatioTest(unittest.TestCase):

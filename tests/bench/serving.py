@@ -21,8 +21,8 @@
               images are those of an idle server
   start       from the start of the process until it serves, graphs captured and warmed, for two
               models with random weights
-  soak        20 minutes at saturation: whether resident memory grows after the warm-up, and how
-              many bytes more than after the first quarter an idle server has allocated at the end
+  soak        20 minutes at saturation: how many bytes more than after the first quarter an idle server
+              has allocated at the end, an image. The trend of resident memory is printed, not judged
 
 Prints a line for each figure and exits with 1 when one misses its target. Nothing else should run
 on the machine; the load average at the start is printed. --json writes the raw figures, as they lie in
@@ -64,6 +64,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALLEST = ROOT / "tests/models/goldens/run_edm_euler"  # 8 x 8 pixels, 18,521 weights
 CONFIGS = ROOT / "tests/models/configs"
 START_SECONDS = {"cifar10-32": 3, "adm-64": 6}  # what start allows a GPU
+HEAP_BYTES_AN_IMAGE = 2  # what soak allows
 
 
 def on(cores):
@@ -392,7 +393,7 @@ def event_streams(options):
     return report("500 event streams",
                   f"{sum(each['completed'] for each in rounds)} completed, heap {rise:+.1f} +- "
                   f"{error:.1f} bytes an event, resident {first / 1024:.1f} and {second / 1024:.1f} MiB",
-                  "no error, <= 20 bytes an event", good and rise - 2 * error <= 20 and error <= 20)
+                  "no error, <= 20 bytes an event", good and rise + 2 * error <= 20)
 
 
 def streams(options):
@@ -428,7 +429,7 @@ def storm(options):
                         "left_inside": inside, "survived": kept["succeeded"],
                         "compared": compared["images_compared"], "differ": differ}
     good = (found["cancelled"] >= 10_000 and found["failed"] == 0 and inside == 0 and
-            compared["failed"] == 0 and compared["images_compared"] == len(survivors[:400]) and
+            compared["failed"] == 0 and 0 < compared["images_compared"] == len(survivors[:400]) and
             differ == 0)
     return report("cancel storm",
                   f"{found['cancelled']} cancelled, {kept['succeeded']} survived, "
@@ -509,21 +510,16 @@ def soak(options):
             idle.append(sample(server) | {"images": images})
     steady = [each for each in samples if each["seconds"] > idle[0]["seconds"]]
     rise, error = slope([(each["seconds"], each["resident_kib"]) for each in steady])
-    # Pages come and go in the allocator, so the samples are no independent draws: a trend counts
-    # when it is beyond three errors and beyond 1 % of the memory over the whole time.
-    grown = rise * (steady[-1]["seconds"] - steady[0]["seconds"]) / 60
     left = 1024 * (idle[-1]["heap_kib"] - idle[0]["heap_kib"]) / (images - idle[0]["images"])
-    flat = abs(rise) <= 3 * error or abs(grown) <= 0.01 * steady[0]["resident_kib"]
     FIGURES["soak"] = {"minutes": options.minutes, "images": images, "failed": failed,
                        "kib_per_minute": rise, "error": error, "idle": idle, "samples": samples}
     for what in ("resident_kib", "heap_kib"):
         print(f"  {what} of the idle server after each quarter: "
               f"{', '.join(str(each[what]) for each in idle)}", flush=True)
-    print(f"  left in the heap after the first quarter: {left:+.2f} bytes an image", flush=True)
     return report(f"soak, {options.minutes:g} minutes",
-                  f"{images} images, {failed} failed; {steady[0]['resident_kib'] / 1024:.1f} MiB, "
-                  f"{rise:+.1f} +- {error:.1f} KiB/min",
-                  "3 errors or 1 % in all, no error", flat and failed == 0)
+                  f"{images} images, {failed} failed; {left:+.2f} bytes an image, "
+                  f"{steady[0]['resident_kib'] / 1024:.1f} MiB, {rise:+.1f} +- {error:.1f} KiB/min",
+                  f"no error, <= {HEAP_BYTES_AN_IMAGE} bytes an image", failed == 0 and left <= HEAP_BYTES_AN_IMAGE)
 
 
 def write_figures(options):
