@@ -167,8 +167,9 @@ def is_old(context, row=None):
     return "source" in context or any(label.startswith("torch.compile ") for label in labels)
 
 
-def verdict(values, bar, old=False, searched=True):
-    """`values`: of all rounds, the higher the better; `bar` None: there is none."""
+def verdict(values, bar, old=False, searched=True, exact=False):
+    """`values`: of all rounds, the higher the better; `bar` None: there is none. `exact`: they are counted or
+    computed, so that one is enough."""
     if not values:
         return NOT_MEASURED
     if bar is None:
@@ -179,15 +180,18 @@ def verdict(values, bar, old=False, searched=True):
         return MISS
     if not searched:  # the peer's fastest kernel is as fast as this one or faster
         return NOT_SEARCHED
-    return NOISE if len(values) < SURE_ROUNDS and min(values) < bar else MET
+    if exact:
+        return MET
+    return NOISE if len(values) == 1 or len(values) < SURE_ROUNDS and min(values) < bar else MET
 
 
 def holds(condition, old=False):
-    return verdict([float(condition)], 1, old)
+    """Of something counted."""
+    return verdict([float(condition)], 1, old, exact=True)
 
 
-def at_most(value, bar, old=False):
-    return verdict([-value], -bar, old)
+def at_most(values, bar, old=False, exact=False):
+    return verdict([-value for value in values], -bar, old, exact=exact)
 
 
 def worst_of(verdicts):
@@ -415,9 +419,9 @@ def train(data):
         first, bar = ours.get("first_step_seconds"), FIRST_STEP_BARS.get(name)
         old = is_old((row or {}).get("context", file["context"]))
         all_three = [each.verdict,
-                     at_most(share, TRAIN_MEMORY_BAR, old) if share else NOT_MEASURED]
+                     at_most([share], TRAIN_MEMORY_BAR, old, exact=True) if share else NOT_MEASURED]
         if bar:
-            all_three.append(at_most(first, bar, old) if first else NOT_MEASURED)
+            all_three.append(at_most([first], bar, old) if first else NOT_MEASURED)
         verdicts += all_three
         speed = ours["flop"] / each.ours * 1e-9 if each.measured and "flop" in ours else None
         rows.append([
@@ -459,14 +463,15 @@ def memory(data):
 def loop(data):
     rows, verdicts = [], []
     for row in filter(None, rows_by_name(data("models"), MODEL_BARS).values()):
-        alone = [ms for peer in row["peers"].values()
-                 for ms in peer.get("extra", {}).get("ours", {}).get("ms_forward", [])]
-        if not alone:
+        pairs = [(ms, ours) for peer in row["peers"].values()
+                 for ms, (ours, _) in zip(peer.get("extra", {}).get("ours", {}).get("ms_forward", []),
+                                          peer["pairs"])]
+        if not pairs:
             continue
-        forward, whole = statistics.median(alone), ours_of(row)
+        forward, whole = statistics.median(ms for ms, _ in pairs), ours_of(row)
         more, bar = whole / forward - 1, LOOP_BARS.get(row["name"])
         old = is_old(row.get("context", data("models")["context"]))
-        verdicts.append(at_most(more, bar, old) if bar else "")
+        verdicts.append(at_most([ours / ms - 1 for ms, ours in pairs], bar, old) if bar else "")
         rows.append([*row["name"].split("/rows:"), f"{number(forward, 4)} ms",
                      f"{number(whole, 4)} ms", percent(more, 1), f"≤ {percent(bar)}" if bar else "",
                      verdicts[-1]])
@@ -729,7 +734,7 @@ def start(data):
         first, *later = [run["serving_seconds"] for run in each["runs"]]
         bar = START_BARS[each["model"]]
         rows.append([f"{each['model']}, {each['weights_bytes'] >> 20} MiB of weights",
-                     f"{first:.2f} s", f"≤ {bar} s", at_most(first, bar, is_old(file["context"])),
+                     f"{first:.2f} s", f"≤ {bar} s", at_most([first], bar, is_old(file["context"])),
                      f"{statistics.median(later):.2f} s" if later else "–"])
     return origin(file["context"]) + table(
         ["Model", "First start", "Bar", "", "Later starts"], rows)
@@ -822,12 +827,12 @@ def serving(data):
     rate = [mode["images_per_second"] for mode in (step, request)]
     rows += [["Batching by step over batching by request, 80 % load: p99", f"≤ {P99_BAR}",
               f"{p99[0] / p99[1]:.2f}: {seconds(p99[0])} of {seconds(p99[1])} (p50 "
-              f"{seconds(p50[0])} and {seconds(p50[1])})", holds(p99[0] <= P99_BAR * p99[1], old)],
+              f"{seconds(p50[0])} and {seconds(p50[1])})", at_most([p99[0] / p99[1]], P99_BAR, old)],
              ["the same: images/s", "≥ 1", f"{rate[0] / rate[1]:.2f}: {number(rate[0])} and "
-              f"{number(rate[1])}", holds(rate[0] >= rate[1], old)],
-             ["the same: first preview after the queue", f"< {PREVIEW_BAR} evaluations",
+              f"{number(rate[1])}", verdict([rate[0] / rate[1]], 1, old)],
+             ["the same: first preview after the queue", f"≤ {PREVIEW_BAR} evaluations",
               f"{batching['first_preview_evaluations']:.1f}",
-              holds(batching["first_preview_evaluations"] < PREVIEW_BAR, old)]]
+              at_most([batching["first_preview_evaluations"]], PREVIEW_BAR, old)]]
     rows += storm_rows(storm, "GPU")
     figures, old = cpu["figures"], is_old(cpu["context"])
     rows += saturation_rows(cpu, "CPU backend")
@@ -837,7 +842,7 @@ def serving(data):
     rows += [["CPU time of a unary request of one step: server + client − engine alone",
               f"≤ {seconds(OVERHEAD_BAR)}", f"{seconds(extra)} = "
               f"{1e3 * spent['server_cpu_seconds']:.2f} + {1e3 * spent['client_cpu_seconds']:.2f} − "
-              f"{1e3 * spent['engine_cpu_seconds']:.2f}", holds(extra <= OVERHEAD_BAR, old)],
+              f"{1e3 * spent['engine_cpu_seconds']:.2f}", at_most([extra], OVERHEAD_BAR, old)],
              ["1,000 streams at any time, with previews", "no error",
               f"{figures['streams']['succeeded']:,} requests, {figures['streams']['failed']} failed",
               holds(figures["streams"]["failed"] == 0, old)]]
@@ -923,7 +928,7 @@ def latent_errors(data):
             "–" if not found else percent(found[0], 2) if len(found) == 1 else
             f"{percent(min(found), 2)} to {percent(max(found), 2)}" for found in (ours, theirs)),
             of_rounds(shares) if shares else "–", f"≤ {ERROR_BAR:g}",
-            verdict([-share for share in shares], -ERROR_BAR, old)])
+            at_most(shares, ERROR_BAR, old, exact=len(shares) == 1)])
     return (origin(file["context"] | {"rounds": 1}) if file["rows"] else []) + table(
         ["What", "denoised's error", "diffusers'", "of it", "Bar", ""], rows) + count_misses(
             [row[-1] for row in rows])
