@@ -308,6 +308,23 @@ def version_of_cudnn(number_):
     return f"{number_ // 10000}.{number_ // 100 % 100}.{number_ % 100}"
 
 
+def count_of(count, what):
+    return f"one {what}" if count == 1 else f"{count} {what}s"
+
+
+def is_busy(context):
+    """Whether more than a tenth of the host's cores had other work, by its load average."""
+    load = context.get("load_average")
+    return isinstance(load, float) and load > context.get("cores", 1) / 10
+
+
+def load_of(context):
+    load = context.get("load_average")
+    if isinstance(load, str):
+        return f"load average {load}"
+    return f"load average {load:.1f} of {count_of(context['cores'], 'core')}" if is_busy(context) else None
+
+
 def origin(*contexts):
     """The line above a table: what was measured where, when and beside what."""
     lines = []
@@ -324,9 +341,8 @@ def origin(*contexts):
                  f"driver {context['driver']}" if context.get("driver") else None,
                  *(f"{names.get(name, name)} {value}" for name, value in peers.items()
                    if name != "gpu"),
-                 f"{context['rounds']} rounds" if context.get("rounds", 1) > 1 else "one round",
-                 f"load average {context['load_average']}" if isinstance(
-                     context.get("load_average"), str) else None,
+                 None if context.get("rounds") == 0 else count_of(context.get("rounds", 1), "round"),
+                 load_of(context),
                  context.get("source")]
         lines.append("*" + ", ".join(part for part in parts if part) + ".*")
     return [*dict.fromkeys(lines), ""]

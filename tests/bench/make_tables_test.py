@@ -326,6 +326,17 @@ class ServingTest(unittest.TestCase):
         self.assertEqual(serving.START_SECONDS, make_tables.START_BARS)
 
 
+class OriginTest(unittest.TestCase):
+    def test_a_busy_host_is_named(self):
+        def line(**context):
+            return make_tables.origin({"date": "2026-11-25", "device": "a GPU"} | context)[0]
+
+        self.assertEqual(line(load_average=1.55, cores=16), "*2026-11-25, a GPU, one round.*")
+        self.assertEqual(line(load_average=28.06, cores=64, rounds=3),
+                         "*2026-11-25, a GPU, 3 rounds, load average 28.1 of 64 cores.*")
+        self.assertIn("load average 7 to 21", line(load_average="7 to 21", cores=2))
+
+
 class RatioTest(unittest.TestCase):
     def test_the_median_of_the_rounds_and_the_fastest_peer(self):
         row = {"name": "x", "peers": {
