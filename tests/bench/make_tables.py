@@ -312,6 +312,15 @@ def count_of(count, what):
     return f"one {what}" if count == 1 else f"{count} {what}s"
 
 
+def once(context):
+    return context | {"rounds": 1}
+
+
+def uncounted(context):
+    """Of a table that has the rounds of each row."""
+    return context | {"rounds": 0}
+
+
 def is_busy(context):
     """Whether more than a tenth of the host's cores had other work, by its load average."""
     load = context.get("load_average")
@@ -472,7 +481,7 @@ def memory(data):
             rows.append([row["name"].replace("/rows:", ", "), f"{row['ours']['MiB_device']:.0f} MiB",
                          f"{details['MiB_allocated']} MiB", f"{details['MiB_reserved']} MiB"])
     contexts = [file["context"]] + ([] if own else contexts_of(data("models")))
-    return origin(*contexts) + table(
+    return origin(*map(once, contexts)) + table(
         ["Model, rows", "denoised", "PyTorch, allocated", "PyTorch, reserved"], rows)
 
 
@@ -666,7 +675,7 @@ def ceilings(data):
              for key, name in (("ceilings_before", "before"), ("ceilings", "during"),
                                ("ceilings_after", "after"))
              if key in run and "error" not in run[key]]
-    return origin(*(run["context"] for run in runs)) + table(["Measured", "GEMM of 8192³", "Copy of 1 GiB"], [
+    return origin(*(once(run["context"]) for run in runs)) + table(["Measured", "GEMM of 8192³", "Copy of 1 GiB"], [
         [name, f"{number(each['flop_per_s'] * 1e-12)} TFLOP/s",
          f"{number(each['bytes_per_s'] * 1e-12)} TB/s"] for name, each in found])
 
@@ -685,7 +694,7 @@ def clocks(data):
         rows.append([row["name"], number(statistics.median(each["us"] for each in done)),
                      f"{statistics.median(c['sm_mhz'] for c in logged):.0f} MHz" if logged else "–",
                      f"{statistics.median(c['watts'] for c in logged):.0f} W" if logged else "–"])
-    return origin(file["context"]) + table(
+    return origin(file["context"] | {"rounds": max(len(row["rounds"]) for row in file["rows"])}) + table(
         ["cuDNN, unless denoised is named", "µs", "SM clock", "Power"], rows)
 
 
@@ -751,28 +760,29 @@ def start(data):
         bar = START_BARS[each["model"]]
         rows.append([f"{each['model']}, {each['weights_bytes'] >> 20} MiB of weights",
                      f"{first:.2f} s", f"≤ {bar} s", at_most([first], bar, is_old(file["context"])),
-                     f"{statistics.median(later):.2f} s" if later else "–"])
-    return origin(file["context"]) + table(
+                     f"{statistics.median(later):.2f} s, median of {len(later)}" if later else "–"])
+    return origin(uncounted(file["context"])) + table(
         ["Model", "First start", "Bar", "", "Later starts"], rows)
 
 
 def weights(data):
     file = data("weights")
-    rows = []
+    rows, rounds = [], 0
     for model in dict.fromkeys(row["model"] for row in file["rows"]):
         some = [row for row in file["rows"] if row["model"] == model]
         rates = [row.get("gb_per_s") or 1e-9 * row["bytes"] / row["seconds"] for row in some]
+        rounds = max(rounds, len(rates))
         rows.append([model, f"{1e-6 * some[0]['bytes']:.0f} MB",
                      ", ".join(f"{rate:.1f}" for rate in rates),
                      f"≥ {WEIGHTS_BAR}", verdict(rates, WEIGHTS_BAR, is_old(file["context"]))])
-    return origin(file["context"]) + table(["Model", "Weights", "GB/s", "Bar", ""], rows)
+    return origin(file["context"] | {"rounds": rounds}) + table(["Model", "Weights", "GB/s", "Bar", ""], rows)
 
 
 def two_models(data):
     file = data("two-models")
     rows = [[row["name"].split("rows:")[1].split("/")[0], f"{number(row['ms_alone'])} ms",
              f"{number(row['real_time'])} ms", times(row["shares"])] for row in file["rows"]]
-    return origin(file["context"]) + table(
+    return origin(once(file["context"])) + table(
         ["Rows of each", "Evaluation alone", "Of each, both at a time", "Gain over taking turns"],
         rows)
 
@@ -790,7 +800,7 @@ def engine(data):
                      f"{number(one['ms_per_evaluation'])} ms",
                      f"{number(two['ms_per_evaluation'])} ms" if two else "",
                      times(one["ms_per_evaluation"] / two["ms_per_evaluation"]) if two else ""])
-    return origin(file["context"]) + table(
+    return origin(once(file["context"])) + table(
         ["Rows", "One model: device", "One model: wall clock", "Two models: wall clock", "Gain"],
         rows)
 
@@ -806,7 +816,7 @@ def splits(data):
         rows.append([model, row["rows"], f"{number(row['ms_by_shape'], 4)} ms",
                      f"{number(row['ms_any'], 4)} ms", percent(lost / row["ms_any"], 1),
                      percent(lost / evaluation, 1) if evaluation else "–"])
-    return origin(file["context"]) + table(
+    return origin(once(file["context"])) + table(
         ["Model", "Rows", "By shape", "Any", "Cost", "Of an evaluation"], rows)
 
 
@@ -818,17 +828,17 @@ def saturation_rows(file, where):
     served = statistics.median(figures["server_images_per_second"])
     return [[f"Images/s at saturation, {where}", f"≥ {percent(SATURATION_BAR)} of the engine's",
              f"{percent(statistics.median(shares), 1)} ({percent(min(shares), 1)} to "
-             f"{percent(max(shares), 1)}): {number(served, 4)} of {number(bare, 4)}",
+             f"{percent(max(shares), 1)}): {number(served, 4)} of {number(bare, 4)}", len(shares),
              verdict(shares, SATURATION_BAR, is_old(file["context"]))]]
 
 
 def storm_rows(file, where):
     figures, old = file["figures"]["storm"], is_old(file["context"])
     return [[f"{figures['cancelled']:,} requests cancelled at random moments, {where}",
-             "nothing left behind", f"{figures['left_inside']:.0f} images left",
+             "nothing left behind", f"{figures['left_inside']:.0f} images left", 1,
              holds(figures["left_inside"] == 0 and figures["cancelled"] >= 10_000, old)],
             [f"{figures['compared']} of the {figures['survived']:,} survivors, drawn again by an idle "
-             "server", "equal bytes", f"{figures['differ']} differ",
+             "server", "equal bytes", f"{figures['differ']} differ", 1,
              holds(figures["differ"] == 0 and figures["compared"] > 0, old)]]
 
 
@@ -843,11 +853,11 @@ def serving(data):
     rate = [mode["images_per_second"] for mode in (step, request)]
     rows += [["Batching by step over batching by request, 80 % load: p99", f"≤ {P99_BAR}",
               f"{p99[0] / p99[1]:.2f}: {seconds(p99[0])} of {seconds(p99[1])} (p50 "
-              f"{seconds(p50[0])} and {seconds(p50[1])})", at_most([p99[0] / p99[1]], P99_BAR, old)],
+              f"{seconds(p50[0])} and {seconds(p50[1])})", 1, at_most([p99[0] / p99[1]], P99_BAR, old)],
              ["the same: images/s", "≥ 1", f"{rate[0] / rate[1]:.2f}: {number(rate[0])} and "
-              f"{number(rate[1])}", verdict([rate[0] / rate[1]], 1, old)],
+              f"{number(rate[1])}", 1, verdict([rate[0] / rate[1]], 1, old)],
              ["the same: first preview after the queue", f"≤ {PREVIEW_BAR} evaluations",
-              f"{batching['first_preview_evaluations']:.1f}",
+              f"{batching['first_preview_evaluations']:.1f}", 1,
               at_most([batching["first_preview_evaluations"]], PREVIEW_BAR, old)]]
     rows += storm_rows(storm, "GPU")
     figures, old = cpu["figures"], is_old(cpu["context"])
@@ -858,9 +868,9 @@ def serving(data):
     rows += [["CPU time of a unary request of one step: server + client − engine alone",
               f"≤ {seconds(OVERHEAD_BAR)}", f"{seconds(extra)} = "
               f"{1e3 * spent['server_cpu_seconds']:.2f} + {1e3 * spent['client_cpu_seconds']:.2f} − "
-              f"{1e3 * spent['engine_cpu_seconds']:.2f}", at_most([extra], OVERHEAD_BAR, old)],
+              f"{1e3 * spent['engine_cpu_seconds']:.2f}", 1, at_most([extra], OVERHEAD_BAR, old)],
              ["1,000 streams at any time, with previews", "no error",
-              f"{figures['streams']['succeeded']:,} requests, {figures['streams']['failed']} failed",
+              f"{figures['streams']['succeeded']:,} requests, {figures['streams']['failed']} failed", 1,
               holds(figures["streams"]["failed"] == 0, old)]]
     rows += storm_rows(cpu, "CPU backend")
     soak = long["figures"]["soak"]
@@ -869,10 +879,10 @@ def serving(data):
     rows += [[f"Soak: {soak['minutes']} minutes with 64 requests in flight",
               f"no error, ≤ {HEAP_BAR} bytes of heap left by an image",
               f"{soak['images']:,} images, {soak['failed']} failed; {left:+.2f} bytes "
-              "left by an image",
+              "left by an image", 1,
               holds(soak["failed"] == 0 and left <= HEAP_BAR, is_old(long["context"]))]]
-    return origin(*(file["context"] for file in (gpu, storm, cpu, long))) + table(
-        ["Benchmark", "Bar", "Measured", ""], rows)
+    return origin(*(uncounted(file["context"]) for file in (gpu, storm, cpu, long))) + table(
+        ["Benchmark", "Bar", "Measured", "Rounds", ""], rows)
 
 
 def of_rounds(values, digits=3):
@@ -889,13 +899,20 @@ def pipelines(data):
         file = data(topic)
         if not file:
             return {}
-        contexts.append(file["context"] | {"rounds": 1})
+        contexts.append(uncounted(file["context"]))
         return file["figures"]
 
-    def row(what, beside, measured, bar, aim, values, reach):
+    def row(what, beside, measured, bar, aim, values, reach, mean_rows=""):
         """`values`: the higher, the better."""
         old = bool(values) and is_old(contexts[-1])
-        rows.append([what, beside, measured if values else "–", bar, aim, verdict(values, reach, old)])
+        rows.append([what, beside, measured if values else "–", len(values) or "–", mean_rows, bar, aim,
+                     verdict(values, reach, old)])
+
+    def mean_rows(rounds):
+        """Of an evaluation, over all rounds."""
+        servers = [each["server"] for each in rounds]
+        evaluations = sum(each["evaluations"] for each in servers)
+        return f"{sum(each['rows'] for each in servers) / evaluations:.1f}" if evaluations else "–"
 
     def request(what, beside, found, bar, aim):
         """`found`: figures with a row of ours and its peers'."""
@@ -906,12 +923,17 @@ def pipelines(data):
             f"{aim}×", ratios, bar)
 
     for topic, (what, beside, reach, aim) in PIPELINE_BARS.items():
-        rates = figures_of(topic).get("images_per_second", [])
-        row(f"{what}: images/s", beside, of_rounds(rates) if rates else "", f"≥ {reach}", aim, rates, reach)
-    shares = [mixed / uniform for mixed, uniform in figures_of("sdxl-mixed").get("pairs", [])]
+        found = figures_of(topic)
+        rates = found.get("images_per_second", [])
+        row(f"{what}: images/s", beside, of_rounds(rates) if rates else "", f"≥ {reach}", aim, rates, reach,
+            mean_rows(found.get("rounds", [])))
+    found = figures_of("sdxl-mixed")
+    shares = [mixed / uniform for mixed, uniform in found.get("pairs", [])]
+    queues = {queue: mean_rows([each for each in found.get("rounds", []) if each["queue"] == queue])
+              for queue in ("mixed", "uniform")}
     row("SDXL, a queue of mixed sizes, steps, guidance and samplers ÷ a uniform one: rows/s", "",
         percents(shares) if shares else "", f"≥ {percent(MIXED_BAR)}", percent(MIXED_AIM),
-        shares, MIXED_BAR)
+        shares, MIXED_BAR, f"{queues['mixed']}; uniform {queues['uniform']}")
     found = figures_of("sd15-request")
     previews = [each["evaluations"] for each in found.get("first_previews", [])]
     row("SD 1.5, one request at an idle server: text to first preview, in evaluations", "",
@@ -926,11 +948,12 @@ def pipelines(data):
         request("the same, beside sampling and decoding alone", "stable-diffusion.cpp", found, SD_CPP_BAR,
                 SD_CPP_AIM)
     later = [run["serving_seconds"] for run in figures_of("sdxl-start").get("runs", [])[1:]]
-    row("SDXL, from the start of the process to SERVING, weights in the page cache, kernels known", "minutes",
+    row("SDXL, from the start of the process to SERVING, weights in the page cache, kernels known", "",
         f"{of_rounds(later)} s" if later else "", f"≤ {SDXL_START_BAR} s", f"{SDXL_START_AIM} s",
         [-each for each in later], -SDXL_START_BAR)
-    return origin(*contexts) + table(["What", "Beside", "denoised", "Reach", "Aim", ""], rows) + count_misses(
-        [row[-1] for row in rows])
+    return origin(*contexts) + table(
+        ["What", "Beside", "denoised", "Rounds", "Rows of an evaluation", "Reach", "Aim", ""],
+        rows) + count_misses([row[-1] for row in rows])
 
 
 def latent_errors(data):

@@ -223,33 +223,35 @@ class PipelinesTest(unittest.TestCase):
     def test_each_row_has_its_verdict(self):
         row = {"name": "text to PNG", "peers": {"diffusers": {"pairs": [[100, 170], [100, 180]]}}}
         text = self.table(
-            sd15={"images_per_second": [15.1, 15.3]}, sdxl={"images_per_second": [1.9, 1.94]},
+            sd15={"images_per_second": [15.1, 15.3], "rounds": [
+                {"server": {"rows": 640, "evaluations": 10}}, {"server": {"rows": 600, "evaluations": 10}}]}, sdxl={"images_per_second": [1.9, 1.94]},
             sdxl_lcm={"images_per_second": [12.9, 13.1]},
             sdxl_mixed={"pairs": [[86.0, 100.0], [45.0, 50.0]]},
             sd15_request={"row": row, "ms_alone": [100], "first_previews": [{"evaluations": 2.5}] * 2},
             sdxl_start={"runs": [{"serving_seconds": 9.0}, {"serving_seconds": 2.0}, {"serving_seconds": 2.0}]})
-        for cells in ("| 15.2 (15.1–15.3) | ≥ 15 | 17 | met |", "| 1.92 (1.90–1.94) | ≥ 1.95 | 2.2 | **miss** |",
-                      "| ≥ 13 | 16 | within noise |", "| 88.0 % (86.0 % to 90.0 %) | ≥ 85 % | 95 % | met |",
-                      "| 2.50 (2.50–2.50) | ≤ 3 |  | met |",
-                      "| 175 ms: diffusers | 100 ms: 1.75× (1.70–1.80) | ≥ 1.6× | 1.8× | met |",
-                      "| 2.00 (2.00–2.00) s | ≤ 6 s | 3 s | met |"):
+        for cells in ("| 15.2 (15.1–15.3) | 2 | 62.0 | ≥ 15 | 17 | met |",
+                      "| 1.92 (1.90–1.94) | 2 | – | ≥ 1.95 | 2.2 | **miss** |",
+                      "| ≥ 13 | 16 | within noise |", "| 88.0 % (86.0 % to 90.0 %) | 2 | –; uniform – | ≥ 85 % | 95 % | met |",
+                      "| 2.50 (2.50–2.50) | 2 |  | ≤ 3 |  | met |",
+                      "| 175 ms: diffusers | 100 ms: 1.75× (1.70–1.80) | 2 |  | ≥ 1.6× | 1.8× | met |",
+                      "| 2.00 (2.00–2.00) s | 2 |  | ≤ 6 s | 3 s | met |"):
             self.assertIn(cells, text)
-        self.assertEqual(text.count("| – | ≥"), 2, "SD-Turbo was not measured")
+        self.assertEqual(text.count("| – | – | – | ≥"), 2, "SD-Turbo was not measured")
         self.assertIn("5 of 9 rows reach their bar", text)
 
     def test_stable_diffusion_cpp_has_a_row_once_it_was_measured(self):
         self.assertNotIn("stable-diffusion.cpp", self.table())
         row = {"peers": {"stable-diffusion.cpp --fa": {"pairs": [[100, 500], [100, 520]]}}}
         text = self.table(sd15_sd_cpp={"row": row})
-        self.assertIn("| 510 ms: stable-diffusion.cpp --fa | 100 ms: 5.10× (5.00–5.20) | ≥ 4× | 8× | met |", text)
+        self.assertIn("| 510 ms: stable-diffusion.cpp --fa | 100 ms: 5.10× (5.00–5.20) | 2 |  | ≥ 4× | 8× | met |", text)
         self.assertIn("1 of 10 rows reach their bar", text)
         row["peers"] = {}
-        self.assertIn("| stable-diffusion.cpp | – | ≥ 4× | 8× | **not measured** |",
+        self.assertIn("| stable-diffusion.cpp | – | – |  | ≥ 4× | 8× | **not measured** |",
                       self.table(sd15_sd_cpp={"row": row}))
 
     def test_without_a_peer_the_time_is_shown_and_not_judged(self):
         text = self.table(sd15_request={"row": {"peers": {}}, "ms_alone": [90, 110], "first_previews": []})
-        self.assertIn("| 100 ms, no peer | ≥ 1.6× | 1.8× | **not measured** |", text)
+        self.assertIn("| 100 ms, no peer | – |  | ≥ 1.6× | 1.8× | **not measured** |", text)
 
 
 class GradientsTest(unittest.TestCase):
