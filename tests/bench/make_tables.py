@@ -49,15 +49,23 @@ DIGITS_BAR = 1.0
 HEAP_BAR = 2  # bytes an image: less than one smallest allocation in 16 images
 HTTP_BAR = 0.3e-3  # seconds
 EVENT_BAR = 20  # bytes of heap
-# Of whole pipelines: what, beside what, reach and aim. Images per second.
+# Of whole pipelines: what, reach and aim. Images per second.
 PIPELINE_BARS = {
-    "sd15": ("SD 1.5, 512², 20 guided steps, full queue", "about 11: torch.compile, from its parts", 15, 17),
-    "sdxl": ("SDXL, 1024², 20 guided steps, full queue",
-             "1.7: torch.compile, from its parts; 2.37: published, FP8", 1.95, 2.2),
-    "sdxl-lcm": ("SDXL LCM, 1024², 4 steps, full queue", "10.8: published, MLPerf's open division", 13, 16),
-    "sd-turbo": ("SD-Turbo, 512², 1 step, full queue", "106: StreamDiffusion, published, on an RTX 4090",
-                 130, 170),
-    "sd-turbo-tiny": ("the same with an AutoencoderTiny", "the same", 300, 400)}
+    "sd15": ("SD 1.5, 512², 20 guided steps, full queue", 15, 17),
+    "sdxl": ("SDXL, 1024², 20 guided steps, full queue", 1.95, 2.2),
+    "sdxl-lcm": ("SDXL LCM, 1024², 4 steps, full queue", 13, 16),
+    "sd-turbo": ("SD-Turbo, 512², 1 step, full queue", 130, 170),
+    "sd-turbo-tiny": ("the same with an AutoencoderTiny", 300, 400)}
+# torch.compile's parts of an image: how often the UNet and the decoder, and their rows in latent.json.
+PIPELINE_PARTS = {"sd15": ((40, "sd15-unet/rows:16"), (1, "sdxl-vae@64/rows:8")),
+                  "sdxl": ((40, "sdxl-unet/rows:16"), (1, "sdxl-vae@128/rows:1")),
+                  "sdxl-lcm": ((4, "sdxl-unet/rows:16"), (1, "sdxl-vae@128/rows:1"))}
+REQUEST_PARTS = ((40, "sd15-unet/rows:2"), (1, "sdxl-vae@64/rows:1"))
+# Images per second, whose, and whether on such a GPU. docs/benchmarks.md names the sources.
+PUBLISHED = {"sdxl": (2.37, "published, MLPerf, FP8", True),
+             "sdxl-lcm": (10.79, "published, MLPerf's open division", True),
+             "sd-turbo": (106, "published, StreamDiffusion, RTX 4090", False),
+             "sd-turbo-tiny": (106, "published, StreamDiffusion, RTX 4090", False)}
 # Of latent-errors: what, by row.
 ERROR_ROWS = {
     "sd15-text": "SD 1.5, text encoder, four prompts", "sd15-unet": "SD 1.5, UNet, two rows of 64×64",
@@ -156,7 +164,7 @@ def ops_of(file, *kinds, topic="ops"):
 # ---- Verdicts
 
 MET, MISS, NOISE, NOT_MEASURED = "met", "**miss**", "within noise", "**not measured**"
-OLD, NOT_SEARCHED = "old method", "no verdict"
+OLD, NOT_SEARCHED, LOADED = "old method", "no verdict", "no verdict: loaded host"
 LEAST_ALGORITHMS = 16  # that a search of cuBLASLt tries; its heuristics alone return eight
 SURE_ROUNDS = 10  # with so many, rounds below the bar do not matter
 
@@ -892,6 +900,15 @@ def of_rounds(values, digits=3):
                    if len(values) > 1 else "")
 
 
+def parts_of(data, parts):
+    """Milliseconds of an image by PyTorch's parts alone; None where one was not measured. `parts`: how many rows
+    of an evaluation it takes, and the evaluation's name in latent.json."""
+    found = {row["name"]: best_of(row) for row in (data("latent") or UNMEASURED)["rows"]}
+    if not all(found.get(name) for _, name in parts):
+        return None
+    return sum(count * found[name][1] / arguments(name)[1]["rows"] for count, name in parts)
+
+
 def pipelines(data):
     rows, contexts = [], []
 
@@ -902,11 +919,13 @@ def pipelines(data):
         contexts.append(uncounted(file["context"]))
         return file["figures"]
 
-    def row(what, beside, measured, bar, aim, values, reach, mean_rows=""):
-        """`values`: the higher, the better."""
+    def row(what, beside, measured, bar, aim, values, reach, mean_rows="", also=(), unjudged=None):
+        """`values`: the higher, the better. `also`: further values that must reach the bar. `unjudged`: what
+        stands in place of a verdict that is no miss."""
         old = bool(values) and is_old(contexts[-1])
+        found = worst_of([verdict(each, reach, old) for each in (values, *also)])
         rows.append([what, beside, measured if values else "–", len(values) or "–", mean_rows, bar, aim,
-                     verdict(values, reach, old)])
+                     unjudged if unjudged and found in (MET, NOISE) else found])
 
     def mean_rows(rounds):
         """Of an evaluation, over all rounds."""
@@ -914,19 +933,36 @@ def pipelines(data):
         evaluations = sum(each["evaluations"] for each in servers)
         return f"{sum(each['rows'] for each in servers) / evaluations:.1f}" if evaluations else "–"
 
-    def request(what, beside, found, bar, aim):
-        """`found`: figures with a row of ours and its peers'."""
+    def request(what, beside, found, bar, aim, parts=None):
+        """`found`: figures with a row of ours and its peers'. `parts`: milliseconds of the peer's parts. On a
+        loaded host the time of a peer that waits for its host is no measure."""
         best = best_of(found["row"]) if found else None
-        ratios = ratios_of(found["row"]["peers"][best[0]]) if best else []
-        row(what, f"{seconds(1e-3 * best[1])}: {best[0]}" if best else beside,
-            f"{seconds(1e-3 * ours_of(found['row']))}: {spread(ratios)}" if best else "", f"≥ {bar}×",
-            f"{aim}×", ratios, bar)
+        pairs = found["row"]["peers"][best[0]]["pairs"] if best else []
+        ratios = [theirs / ours for ours, theirs in pairs]
+        beside = f"{seconds(1e-3 * best[1])}: {best[0]}" if best else beside
+        measured = f"{seconds(1e-3 * ours_of(found['row']))}: {spread(ratios)}" if best else ""
+        also = []
+        if parts and best:
+            also = [[parts / ours for ours, _ in pairs]]
+            beside += f"; {seconds(1e-3 * parts)}: its UNet and decoder alone"
+            measured += f"; {spread(also[0])}"
+        row(what, beside, measured, f"≥ {bar}×", f"{aim}×", ratios, bar, also=also,
+            unjudged=LOADED if best and is_busy(contexts[-1]) else None)
 
-    for topic, (what, beside, reach, aim) in PIPELINE_BARS.items():
+    for topic, (what, reach, aim) in PIPELINE_BARS.items():
         found = figures_of(topic)
         rates = found.get("images_per_second", [])
+        peers = [PUBLISHED[topic]] if topic in PUBLISHED else []
+        parts = parts_of(data, PIPELINE_PARTS[topic]) if topic in PIPELINE_PARTS else None
+        if parts:
+            peers.insert(0, (1e3 / parts, "torch.compile's parts", True))
+        comparable = [rate for rate, _, same in peers if same]
+        beside = "; ".join(f"{number(rate)}: {whose}" + (
+            f" ({times(statistics.median(rates) / rate)})" if rates and same else "") for rate, whose, same in peers)
         row(f"{what}: images/s", beside, of_rounds(rates) if rates else "", f"≥ {reach}", aim, rates, reach,
-            mean_rows(found.get("rounds", [])))
+            mean_rows(found.get("rounds", [])),
+            also=[[rate * parts * 1e-3 * reach for rate in rates]] if parts and rates else [],
+            unjudged=None if comparable else NOT_SEARCHED)
     found = figures_of("sdxl-mixed")
     shares = [mixed / uniform for mixed, uniform in found.get("pairs", [])]
     queues = {queue: mean_rows([each for each in found.get("rounds", []) if each["queue"] == queue])
@@ -940,7 +976,7 @@ def pipelines(data):
         of_rounds(previews) if previews else "", f"≤ {FIRST_PREVIEW_BAR}", "",
         [-each for each in previews], -FIRST_PREVIEW_BAR)
     request("the same: text to PNG at the client, 20 guided steps", "diffusers, torch.compile", found, REQUEST_BAR,
-            REQUEST_AIM)
+            REQUEST_AIM, parts_of(data, REQUEST_PARTS))
     if found and not best_of(found["row"]):
         rows[-1][2] = f"{seconds(1e-3 * statistics.median(found['ms_alone']))}, no peer"
     found = figures_of("sd15-sd-cpp")
