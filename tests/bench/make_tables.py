@@ -850,6 +850,11 @@ def storm_rows(file, where):
              holds(figures["differ"] == 0 and figures["compared"] > 0, old)]]
 
 
+def p99_ratio(comparison):
+    """Of scheduling.json: step batching's over request batching's."""
+    return comparison["step"]["p99_seconds"] / comparison["request"]["p99_seconds"]
+
+
 def serving(data):
     gpu, cpu, storm, long = (data(name) for name in ("serving", "serving-cpu", "serving-storm",
                                                      "serving-soak"))
@@ -859,14 +864,21 @@ def serving(data):
     p99 = [mode["latency_seconds"]["p99"] for mode in (step, request)]
     p50 = [mode["latency_seconds"]["p50"] for mode in (step, request)]
     rate = [mode["images_per_second"] for mode in (step, request)]
-    rows += [["Batching by step over batching by request, 80 % load: p99", f"≤ {P99_BAR}",
+    carried = rate[1] >= 0.95 * rate[0]  # otherwise the p99 of request batching is as long as the run
+    rows += [["Batching by step over batching by request, at 80 % of what step batching can do: p99", f"≤ {P99_BAR}",
               f"{p99[0] / p99[1]:.2f}: {seconds(p99[0])} of {seconds(p99[1])} (p50 "
-              f"{seconds(p50[0])} and {seconds(p50[1])})", 1, at_most([p99[0] / p99[1]], P99_BAR, old)],
+              f"{seconds(p50[0])} and {seconds(p50[1])})", 1,
+              verdict([-p99[0] / p99[1]], -P99_BAR, old, searched=carried)],
              ["the same: images/s", "≥ 1", f"{rate[0] / rate[1]:.2f}: {number(rate[0])} and "
               f"{number(rate[1])}", 1, verdict([rate[0] / rate[1]], 1, old)],
              ["the same: first preview after the queue", f"≤ {PREVIEW_BAR} evaluations",
               f"{batching['first_preview_evaluations']:.1f}", 1,
               at_most([batching["first_preview_evaluations"]], PREVIEW_BAR, old)]]
+    rows += [["p99 of the two on a simulated device, at 80 % of what request batching can do", f"≤ {P99_BAR}",
+              f"{p99_ratio(each):.2f}: {seconds(each['step']['p99_seconds'])} of "
+              f"{seconds(each['request']['p99_seconds'])}", 1,
+              at_most([p99_ratio(each)], P99_BAR, is_old(data("scheduling")["context"]), exact=True)]
+             for each in data("scheduling")["comparisons"] if each["capacity_of"] == "request"]
     rows += storm_rows(storm, "GPU")
     figures, old = cpu["figures"], is_old(cpu["context"])
     rows += saturation_rows(cpu, "CPU backend")
