@@ -164,15 +164,16 @@ def ops_of(file, *kinds, topic="ops"):
 # ---- Verdicts
 
 MET, MISS, NOISE, NOT_MEASURED = "met", "**miss**", "within noise", "**not measured**"
-OLD, NOT_SEARCHED, LOADED = "old method", "no verdict", "no verdict: loaded host"
+OLD, NOT_SEARCHED, LOADED = "old", "no verdict", "no verdict: loaded host"
 LEAST_ALGORITHMS = 16  # that a search of cuBLASLt tries; its heuristics alone return eight
 SURE_ROUNDS = 10  # with so many, rounds below the bar do not matter
 
 
 def is_old(context, row=None):
-    """Whether the figures, or the peers of a row, are not those of the method."""
+    """Whether the figures, or the peers of a row, are not those of the method, or the code has changed since.
+    `stale`: why, said above the table."""
     labels = [label for label, peer in (row or {"peers": {}})["peers"].items() if peer["pairs"]]
-    return "source" in context or any(label.startswith("torch.compile ") for label in labels)
+    return "source" in context or "stale" in context or any(label.startswith("torch.compile ") for label in labels)
 
 
 def verdict(values, bar, old=False, searched=True, exact=False):
@@ -183,7 +184,7 @@ def verdict(values, bar, old=False, searched=True, exact=False):
     if bar is None:
         return ""
     if old:
-        return OLD if statistics.median(values) >= bar else f"{MISS}, {OLD}"
+        return OLD if statistics.median(values) >= bar else f"{MISS} ({OLD})"
     if statistics.median(values) < bar:
         return MISS
     if not searched:  # the peer's fastest kernel is as fast as this one or faster
@@ -203,7 +204,7 @@ def at_most(values, bar, old=False, exact=False):
 
 
 def worst_of(verdicts):
-    order = [NOT_MEASURED, f"{MISS}, {OLD}", MISS, NOT_SEARCHED, NOISE, OLD, MET]
+    order = [NOT_MEASURED, f"{MISS} ({OLD})", MISS, NOT_SEARCHED, NOISE, OLD, MET]
     return next((each for each in order if each in verdicts), "")
 
 
@@ -360,7 +361,7 @@ def origin(*contexts):
                    if name != "gpu"),
                  None if context.get("rounds") == 0 else count_of(context.get("rounds", 1), "round"),
                  load_of(context),
-                 context.get("source")]
+                 context.get("source"), context.get("stale")]
         lines.append("*" + ", ".join(part for part in parts if part) + ".*")
     return [*dict.fromkeys(lines), ""]
 
@@ -744,17 +745,24 @@ def cpu(data, name="cpu"):
 
 
 def portable(data):
+    """Beside Hopper's kernels in the same run, and beside those of the table of models, which are newer."""
     file = data("portable")
+    today = {row["name"]: ours_of(row) for row in data("models")["rows"]}
     rows, verdicts = [], []
     for row in file["rows"]:
         ratio = ratio_of(row["peers"]["generic"])
-        verdicts.append(verdict([1 / each for each in ratios_of(row["peers"]["generic"])],
-                                PORTABLE_BAR, is_old(row.get("context", file["context"]))))
+        old = is_old(row.get("context", file["context"]))
         generic = statistics.median(pair[1] for pair in row["peers"]["generic"]["pairs"])
+        newer = today.get(row["name"])
+        verdicts.append(worst_of([
+            verdict([1 / each for each in ratios_of(row["peers"]["generic"])], PORTABLE_BAR, old),
+            *([verdict([newer / generic], PORTABLE_BAR, old)] if newer and old else [])]))
         rows.append([*row["name"].split("/rows:"), f"{number(ours_of(row))} ms",
-                     f"{number(generic)} ms", percent(1 / ratio, 1), verdicts[-1]])
+                     f"{number(generic)} ms", percent(1 / ratio, 1),
+                     f"{number(newer)} ms, {percent(newer / generic, 1)}" if newer else "–", verdicts[-1]])
     return (origin(*contexts_of(file)) +
-            table(["Model", "Rows", "For Hopper", "For every GPU", "Speed kept", ""], rows) +
+            table(["Model", "Rows", "For Hopper", "For every GPU", "Speed kept",
+                   "Hopper's today, speed kept beside it", ""], rows) +
             count_misses(verdicts))
 
 

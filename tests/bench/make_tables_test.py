@@ -179,7 +179,11 @@ class DifferenceTest(unittest.TestCase):
                     for each in (make_tables.MET, make_tables.MISS, make_tables.NOISE,
                                  make_tables.OLD)}
 
-        new = count(lambda figures: figures["context"].pop("source", None))
+        def renew(figures):
+            for reason in ("source", "stale"):
+                figures["context"].pop(reason, None)
+
+        new = count(renew)
         self.assertEqual(new[make_tables.OLD], 0)
         self.assertGreater(new[make_tables.MET], 50)
         old = count(lambda figures: figures["context"].update(source="an older page"))
@@ -359,6 +363,20 @@ class OriginTest(unittest.TestCase):
         self.assertEqual(line(load_average=28.06, cores=64, rounds=3),
                          "*2026-11-25, a GPU, 3 rounds, load average 28.1 of 64 cores.*")
         self.assertIn("load average 7 to 21", line(load_average="7 to 21", cores=2))
+
+
+class PortableTest(unittest.TestCase):
+    def test_old_figures_are_held_against_todays_kernels(self):
+        context = {"date": "2026-11-25", "device": "a GPU"}
+        row = {"name": "m/rows:1", "peers": {"generic": {"pairs": [[0.60, 1.0]] * 3}}}
+        newer = {"name": "m/rows:1", "peers": {"PyTorch": {"pairs": [[0.54, 2.0]]}}}
+        files = {"portable": {"context": context | {"stale": "newer kernels"}, "rows": [row]},
+                 "models": {"context": context, "rows": [newer]}}
+        text = "\n".join(make_tables.TABLES["portable"](files.get))
+        self.assertIn("| m | 1 | 0.600 ms | 1.00 ms | 60.0 % | 0.540 ms, 54.0 % | **miss** (old) |", text)
+        self.assertIn("newer kernels", text)
+        newer["peers"]["PyTorch"]["pairs"] = [[0.56, 2.0]]
+        self.assertIn("56.0 % | old |", "\n".join(make_tables.TABLES["portable"](files.get)))
 
 
 class RatioTest(unittest.TestCase):
