@@ -365,6 +365,22 @@ class OriginTest(unittest.TestCase):
         self.assertIn("load average 7 to 21", line(load_average="7 to 21", cores=2))
 
 
+class TrainTest(unittest.TestCase):
+    def test_earlier_first_steps_count(self):
+        row = {"name": "adm-64/batch:32", "ours": {"MiB_device": 700, "first_step_seconds": 9.0, "flop": 1e12,
+                                                   "earlier_first_steps": [{"seconds": 12.0}]},
+               "peers": {"torch": {"pairs": [[1.0, 2.0]] * 3, "details": {
+                   "MiB_reserved": 1000, "MiB_allocated": 800, "first_step_seconds": 99.0}}}}
+
+        def table():
+            return "\n".join(make_tables.TABLES["train"](
+                {"train": {"context": {"date": "2026-11-25", "device": "a GPU"}, "rows": [row]}}.get))
+
+        self.assertIn("| 70 %, met | 88 % | 9.00 s (earlier 12.0), 99.0 s | ≤ 10 s, **miss** |", table())
+        row["ours"]["earlier_first_steps"] = []
+        self.assertIn("| 9.00 s, 99.0 s | ≤ 10 s, within noise |", table())
+
+
 class PortableTest(unittest.TestCase):
     def test_old_figures_are_held_against_todays_kernels(self):
         context = {"date": "2026-11-25", "device": "a GPU"}
