@@ -1138,7 +1138,7 @@ def page(data):
                         PREVIEW_BAR, unit=""))
         rows.append(row(f"First preview on the screen, {pictures}: after the click",
                         [each["milliseconds"] for each in some]))
-    rows.append(["Size of the page", "", f"{file['page_bytes']:,} bytes", "", f"≤ {PAGE_BAR:,} bytes",
+    rows.append(["Size of the page", "", f"about {number(file['page_bytes'] / 1e3, 2)} KB", "", f"≤ {PAGE_BAR / 1e3:.0f} KB",
                  holds(file["page_bytes"] <= PAGE_BAR, old)])
     return origin(file["context"]) + table(["", "Least", "Median", "Most", "Bar", ""], rows)
 
