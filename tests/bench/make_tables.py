@@ -19,6 +19,7 @@ import math
 import re
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -1177,17 +1178,32 @@ def headline(data):
 
 
 def speed(data):
-    """README's sentence about speed."""
-    rows = {row["name"]: row for row in data("models")["rows"]}
-    parts = []
-    for name, what in (("adm-64/rows:64", "64 rows of an ADM 64×64 UNet"),
-                       ("cifar10-32/rows:1", "one row of the CIFAR-10 UNet")):
-        label, peer, ratio = best_of(rows[name])
-        parts.append(f"{what} take {number(ours_of(rows[name]))} ms; {label}, takes {number(peer)} ms, "
-                     f"{times(ratio)} as long".replace("one row of the CIFAR-10 UNet take",
-                                                       "one row of the CIFAR-10 UNet takes"))
-    device = data("models")["context"]["device"].split(",")[0]
-    return [f"Evaluations on one {device} in bf16: {parts[0]}. {parts[1][0].upper()}{parts[1][1:]}."]
+    """README's sentences about speed: the least and the most of the UNets, and what is slower or misses."""
+    networks = {"adm-64": "an ADM 64×64 UNet", "cifar10-32": "the CIFAR-10 UNet", "celebahq-256": "a 256×256 UNet"}
+    rows = sorted((row for row in data("models")["rows"] if best_of(row)), key=lambda row: best_of(row)[2])
+
+    def sentence(row):
+        model, count = row["name"].split("/rows:")
+        what = f"one row of {networks[model]} takes" if count == "1" else f"{count} rows of {networks[model]} take"
+        label, peer, _ = best_of(row)
+        return f"{what} {number(ours_of(row))} ms ({label.split(',')[0]}: {number(peer)} ms)"
+
+    least, most = sentence(rows[0]), sentence(rows[-1])
+    device = gpu_of(data("models")["context"])
+    lines = [f"On one {device} in bf16, evaluations of UNets are {times(best_of(rows[0])[2])} to "
+             f"{times(best_of(rows[-1])[2])} as fast as in PyTorch: {least}; {most}."]
+    request = next(row for row in data("digits")["rows"] if row["name"] == "request")
+    found = [each for name, (_, each) in compared_models(data, "latent").items() if "-unet/" in name]
+    ratios = [each.ratio for each in found]
+    misses = [each.verdict for each in found].count(MISS)
+    single = data("sd15-request")["figures"]["row"]
+    parts = parts_of(data, REQUEST_PARTS) / ours_of(single)
+    lines.append(f"Less is gained elsewhere. A request for 16 digits is {times(best_of(request)[2])} as fast as PyTorch's "
+                 f"sampling alone. Stable Diffusion's UNets are {times(min(ratios))} to {times(max(ratios))} as fast, "
+                 f"and {misses} of {len(ratios)} rows miss their bar. A request to SD 1.5 is {times(best_of(single)[2])} "
+                 f"as fast as diffusers, and {times(parts)} as fast as its compiled UNet and decoder alone"
+                 f"{'' if parts >= REQUEST_BAR else ', a miss'}.")
+    return textwrap.wrap(" ".join(lines), 120, break_on_hyphens=False)
 
 
 def train_curves(data, topic="train-curves"):
