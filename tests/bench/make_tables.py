@@ -341,7 +341,9 @@ def load_of(context):
     load = context.get("load_average")
     if isinstance(load, str):
         return f"load average {load}"
-    return f"load average {load:.1f} of {count_of(context['cores'], 'core')}" if is_busy(context) else None
+    if not is_busy(context):
+        return None
+    return f"load average {load:.1f}" + (f" of {count_of(context['cores'], 'core')}" if "cores" in context else "")
 
 
 def origin(*contexts):
@@ -1018,7 +1020,8 @@ def pipelines(data):
     request("the same: text to PNG at the client, 20 guided steps", "diffusers, torch.compile", found, REQUEST_BAR,
             REQUEST_AIM, parts_of(data, REQUEST_PARTS))
     if found and not best_of(found["row"]):
-        rows[-1][2] = f"{seconds(1e-3 * statistics.median(found['ms_alone']))}, no peer"
+        alone = found["ms_alone"]
+        rows[-1][2:4] = f"{seconds(1e-3 * statistics.median(alone))}, no peer", len(alone)
     found = figures_of("sd15-sd-cpp")
     if found:
         request("the same, beside sampling and decoding alone", "stable-diffusion.cpp", found, SD_CPP_BAR,

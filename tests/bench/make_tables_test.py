@@ -277,7 +277,7 @@ class PipelinesTest(unittest.TestCase):
 
     def test_without_a_peer_the_time_is_shown_and_not_judged(self):
         text = self.table(sd15_request={"row": {"peers": {}}, "ms_alone": [90, 110], "first_previews": []})
-        self.assertIn("| 100 ms, no peer | – |  | ≥ 1.6× | 1.8× | **not measured** |", text)
+        self.assertIn("| 100 ms, no peer | 2 |  | ≥ 1.6× | 1.8× | **not measured** |", text)
 
 
 class GradientsTest(unittest.TestCase):
@@ -363,6 +363,7 @@ class OriginTest(unittest.TestCase):
         self.assertEqual(line(load_average=28.06, cores=64, rounds=3),
                          "*2026-11-25, a GPU, 3 rounds, load average 28.1 of 64 cores.*")
         self.assertIn("load average 7 to 21", line(load_average="7 to 21", cores=2))
+        self.assertIn("load average 1.6.*", line(load_average=1.55))
 
 
 class TrainTest(unittest.TestCase):
