@@ -585,8 +585,10 @@ def linears(data):
                                    each.label == "cuBLASLt" else ""), each.cell(), each.verdict])
     return (origin(*contexts_of(data("ops"), "linear")) +
             table(["Rows × inputs → outputs", "denoised", "peer", "as", RATIO, ""], rows) +
-            footnotes([each for _, each in found.values()]) + count_misses([each.verdict for _, each in found.values()]) +
-            ["", f"For {plain} of {len(found)} layers plain cuBLAS beats the best of 96 cuBLASLt algorithms; then it counts."])
+            footnotes([each for _, each in found.values()]) +
+            count_misses([each.verdict for _, each in found.values()]) +
+            ["", f"For {plain} of {len(found)} layers plain cuBLAS beats the best of 96 cuBLASLt algorithms; then it "
+                 "counts."])
 
 
 def attentions(data):
@@ -1142,7 +1144,8 @@ def page(data):
                         PREVIEW_BAR, unit=""))
         rows.append(row(f"First preview on the screen, {pictures}: after the click",
                         [each["milliseconds"] for each in some]))
-    rows.append(["Size of the page", "", f"about {number(file['page_bytes'] / 1e3, 2)} KB", "", f"≤ {PAGE_BAR / 1e3:.0f} KB",
+    rows.append(["Size of the page", "", f"about {number(file['page_bytes'] / 1e3, 2)} KB", "",
+                 f"≤ {PAGE_BAR / 1e3:.0f} KB",
                  holds(file["page_bytes"] <= PAGE_BAR, old)])
     return origin(file["context"]) + table(["", "Least", "Median", "Most", "Bar", ""], rows)
 
@@ -1201,10 +1204,10 @@ def speed(data):
     misses = [each.verdict for each in found].count(MISS)
     single = data("sd15-request")["figures"]["row"]
     parts = parts_of(data, REQUEST_PARTS) / ours_of(single)
-    lines.append(f"Less is gained elsewhere. A request for 16 digits is {times(best_of(request)[2])} as fast as PyTorch's "
-                 f"sampling alone. Stable Diffusion's UNets are {times(min(ratios))} to {times(max(ratios))} as fast, "
-                 f"and {misses} of {len(ratios)} rows miss their bar. A request to SD 1.5 is {times(best_of(single)[2])} "
-                 f"as fast as diffusers, and {times(parts)} as fast as its compiled UNet and decoder alone"
+    lines.append(f"Less is gained elsewhere. A request for 16 digits is {times(best_of(request)[2])} as fast as "
+                 f"PyTorch's sampling alone. Stable Diffusion's UNets are {times(min(ratios))} to "
+                 f"{times(max(ratios))} as fast, and {misses} of {len(ratios)} rows miss their bar. A request to "
+                 f"SD 1.5 is {times(best_of(single)[2])} as fast as diffusers, and {times(parts)} as fast as its compiled UNet and decoder alone"
                  f"{'' if parts >= REQUEST_BAR else ', a miss'}.")
     return textwrap.wrap(" ".join(lines), 120, break_on_hyphens=False)
 
