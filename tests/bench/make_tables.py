@@ -357,7 +357,8 @@ def origin(*contexts):
             peers["cudnn"] = version_of_cudnn(peers["cudnn"])
         names = {"torch": "PyTorch", "cudnn": "cuDNN", "cublaslt": "cuBLASLt",
                  "cudnn_frontend": "cuDNN frontend"}
-        parts = [context["date"][:10], context.get("device"),
+        topic = f"{context['topic']}: " if "topic" in context else ""
+        parts = [topic + context["date"][:10], context.get("device"),
                  f"commit {context['commit']}" if context.get("commit") else None,
                  f"driver {context['driver']}" if context.get("driver") else None,
                  *(f"{names.get(name, name)} {value}" for name, value in peers.items()
@@ -960,7 +961,7 @@ def pipelines(data):
         file = data(topic)
         if not file:
             return {}
-        contexts.append(uncounted(file["context"]))
+        contexts.append(uncounted(file["context"]) | {"topic": topic})
         return file["figures"]
 
     def row(what, beside, measured, bar, aim, values, reach, mean_rows="", also=(), unjudged=None):
