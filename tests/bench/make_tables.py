@@ -1120,6 +1120,15 @@ def scheduling(data):
         ["Arrivals", "Batching", "p50", "p99", "Images/s", "First preview, p50 / p99"], rows)
 
 
+def scheduling_mixed(data):
+    file = data("scheduling")
+    return origin(file["context"]) + table(
+        ["Requests in flight", "Rows a second", "Of a uniform queue's", "Padding"],
+        [[f"{each['in_flight']}", number(each["rows_per_second"]),
+          percent(each["rows_per_second"] / each["uniform_rows_per_second"], 1),
+          percent(each["padding"], 1)] for each in file["mixed"]])
+
+
 def scheduling_host(data):
     file = data("scheduling")
     return origin(file["context"]) + table(["Requests waiting", *(f"{each['waiting']:,}" for each in file["host"])],
@@ -1276,7 +1285,8 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "cpu-xeon": lambda data: cpu(data, "cpu-xeon"), "portable": portable, "start": start,
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
           "serving": serving, "pipelines": pipelines, "latent-errors": latent_errors, "http": http, "event-streams": event_streams, "page": page,
-          "scheduling": scheduling, "scheduling-host": scheduling_host,
+          "scheduling": scheduling, "scheduling-mixed": scheduling_mixed,
+          "scheduling-host": scheduling_host,
           "train-curves": train_curves, "train-run": train_run,
           "train-curves-mnist-32": lambda data: train_curves(data, "train-curves-mnist-32")}
 
