@@ -21,7 +21,6 @@ namespace denoised {
 class Download {
  public:
   virtual ~Download() = default;
-  virtual bool ready() = 0;
   /// Blocks. Returns the host copy, or the device's error.
   virtual absl::StatusOr<Tensor> Wait() = 0;
 };

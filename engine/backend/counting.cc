@@ -14,7 +14,6 @@ struct CountedGraph final : Graph {
 };
 
 struct NoDownload final : Download {
-  bool ready() override { return true; }
   absl::StatusOr<Tensor> Wait() override {
     return FailedPrecondition(
         "the counting backend computes nothing that could be downloaded; "

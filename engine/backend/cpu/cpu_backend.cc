@@ -24,7 +24,6 @@ using Clock = std::chrono::steady_clock;
 class CpuDownload final : public Download {
  public:
   explicit CpuDownload(absl::StatusOr<Tensor> copy) : copy_(std::move(copy)) {}
-  bool ready() override { return true; }
   absl::StatusOr<Tensor> Wait() override { return copy_; }
 
  private:

@@ -22,11 +22,6 @@ class StagedDownload final : public Download {
         shape_(from.shape()),
         dtype_(from.dtype()) {}
 
-  bool ready() override {
-    context_->Use();
-    return !context_->status().ok() || context_->Reached(staging_->copied.get(), "download");
-  }
-
   absl::StatusOr<Tensor> Wait() override {
     context_->Use();
     context_->Record(cudaEventSynchronize(staging_->copied.get()), "download");
@@ -46,7 +41,6 @@ class StagedDownload final : public Download {
 class FailedDownload final : public Download {
  public:
   explicit FailedDownload(absl::Status status) : status_(std::move(status)) {}
-  bool ready() override { return true; }
   absl::StatusOr<Tensor> Wait() override { return status_; }
 
  private:
