@@ -11,8 +11,8 @@ namespace {
 
 // Weight of the newest measurement of a stage: an average, since most prompts take no time.
 constexpr double kNewest = 0.2;
-// Clients without jobs are forgotten when this many clients are known.
-constexpr size_t kClientsBeforeSweep = 64;
+// Clients without jobs, and sizes without lanes, are forgotten when this many are known.
+constexpr size_t kClientsBeforeSweep = 64, kSizesBeforeSweep = 64;
 // A refused client is told to retry once this part of the queue is done, within these bounds.
 constexpr double kRetryShare = 0.1, kShortestRetry = 0.25, kLongestRetry = 60;
 
@@ -66,10 +66,11 @@ struct Admission::Client {
 };
 
 struct Admission::Model {
-  Lane* own_size = nullptr;
+  std::shared_ptr<Lane> own_size;
   int devices = 1;
-  std::map<std::pair<int, int>, std::unique_ptr<Lane>> lanes;  // by height, width
-  std::map<JobId, TimePoint> unstarted;                        // jobs that never had a slot
+  std::map<std::pair<int, int>, std::weak_ptr<Lane>> lanes;  // by height, width
+  size_t sweep_at = kSizesBeforeSweep;
+  std::map<JobId, TimePoint> unstarted;  // jobs that never had a slot
   Totals totals;
 };
 
@@ -163,7 +164,7 @@ class Admission::Lane {
 class Admission::Ticket {
  public:
   JobId id = 0;
-  Lane* lane = nullptr;
+  std::shared_ptr<Lane> lane;
   Client* client = nullptr;
   std::string client_name;
   Priority priority = Priority::kNormal;
@@ -188,15 +189,29 @@ class Admission::Ticket {
 Admission::Admission(const Limits& limits) : limits_(limits) {}
 Admission::~Admission() = default;
 
-Admission::Lane* Admission::Open(const std::string& name, int height, int width, const Room& room) {
+std::shared_ptr<Admission::Lane> Admission::Open(const std::string& name, int height, int width,
+                                                 const Room& room) {
   MutexLock lock(&mutex_);
   std::unique_ptr<Model>& model = models_[name];
   if (!model) model = std::make_unique<Model>();
-  std::unique_ptr<Lane>& lane = model->lanes[{height, width}];
-  if (!lane) lane = std::make_unique<Lane>(model.get(), int64_t{height} * width);
-  if (!model->own_size) model->own_size = lane.get();
+  std::shared_ptr<Lane> lane = LaneOfSize(*model, height, width);
+  if (!model->own_size) model->own_size = lane;
   lane->room = room;
-  return lane.get();
+  return lane;
+}
+
+std::shared_ptr<Admission::Lane> Admission::LaneOfSize(Model& model, int height, int width) {
+  if (model.lanes.size() >= model.sweep_at) {
+    std::erase_if(model.lanes, [](const auto& entry) { return entry.second.expired(); });
+    model.sweep_at = std::max(kSizesBeforeSweep, 2 * model.lanes.size());
+  }
+  std::weak_ptr<Lane>& known = model.lanes[{height, width}];
+  std::shared_ptr<Lane> lane = known.lock();
+  if (lane) return lane;
+  // Not make_shared: its memory would stay as long as the weak pointer.
+  lane.reset(new Lane(&model, int64_t{height} * width));
+  known = lane;
+  return lane;
 }
 
 void Admission::SetDevices(const std::string& model, int devices) {
@@ -233,16 +248,11 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   const auto found = models_.find(spec.model);
   if (found == models_.end()) return NotFound("model '{}' is not on this device", spec.model);
   Model& model = *found->second;
-  const std::pair<int, int> size(spec.height, spec.width);
-  const auto known = model.lanes.find(size);
-  std::unique_ptr<Lane> new_lane;  // the model's only if the job is let in
-  if (known == model.lanes.end())
-    new_lane = std::make_unique<Lane>(&model, int64_t{spec.height} * spec.width);
-  Lane& lane = new_lane ? *new_lane : *known->second;
-  Client& client = ClientOf(lane, spec);
   auto ticket = std::make_shared<Ticket>();
+  ticket->lane = LaneOfSize(model, spec.height, spec.width);
+  Lane& lane = *ticket->lane;
+  Client& client = ClientOf(lane, spec);
   ticket->id = id;
-  ticket->lane = &lane;
   ticket->client = &client;
   ticket->client_name = spec.client;
   ticket->priority = spec.priority;
@@ -311,7 +321,6 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   if (estimate) *estimate = expected;
   if (!refusal.ok()) return refusal;
 
-  if (new_lane) model.lanes[size] = std::move(new_lane);
   if (lane.jobs++ == 0) {
     // It goes next, but does not catch up on what others received while it was idle.
     std::optional<double> first;
@@ -336,7 +345,9 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
 }
 
 std::pair<double, JobId> Admission::Key(const Ticket& ticket) { return {ticket.key, ticket.id}; }
-Admission::Lane* Admission::LaneOf(const Ticket& ticket) { return ticket.lane; }
+const std::shared_ptr<Admission::Lane>& Admission::LaneOf(const Ticket& ticket) {
+  return ticket.lane;
+}
 
 void Admission::Expect(const Ticket& ticket, Estimate* estimate) const {
   MutexLock lock(&mutex_);

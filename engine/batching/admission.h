@@ -65,14 +65,15 @@ class Admission {
   explicit Admission(const Limits& limits);
   ~Admission();
 
-  /// The lane of this model and size, made at the first call. Lives as long as the model. The first
-  /// size of a model is its own. Other sizes are assumed to have the same room, and costs in
-  /// proportion to their pixels, until they are opened and measured.
-  Lane* Open(const std::string& model, int height, int width, const Room& room);
+  /// The lane of this model and size. The first size of a model is its own, and its lane lives as
+  /// long as the model. The lane of another size lives as long as a device or a job has it. Such a
+  /// size is assumed to have the same room, and costs in proportion to its pixels, until it is
+  /// opened and measured.
+  std::shared_ptr<Lane> Open(const std::string& model, int height, int width, const Room& room);
   /// How many devices draw the model from now on; 1 before the first call.
   void SetDevices(const std::string& model, int devices);
-  /// Forgets a model that has no jobs. Its lanes stay if `keeps_lanes`, because a lost device may
-  /// return from a hang and report on them.
+  /// Forgets a model that has no jobs. Lanes that a device has can still be used if `keeps_lanes`,
+  /// because a lost device may return from a hang and report on them.
   void Close(const std::string& model, bool keeps_lanes = false);
 
   /// Lets a job into the queue, or says which limit it would exceed (ResourceExhausted), that its
@@ -84,7 +85,7 @@ class Admission {
   void Expect(const Ticket& ticket, Estimate* estimate) const;
   /// The job's place in its lane: the smallest key goes first.
   static std::pair<double, JobId> Key(const Ticket& ticket);
-  static Lane* LaneOf(const Ticket& ticket);
+  static const std::shared_ptr<Lane>& LaneOf(const Ticket& ticket);
 
   // One image of the job, with `evaluations_left` to go, took a slot, lost its slot to another
   // image, or left it after its last evaluation. `parked_bytes`: host memory of its state while it
@@ -145,6 +146,7 @@ class Admission {
   struct Client;
   struct Model;
 
+  static std::shared_ptr<Lane> LaneOfSize(Model& model, int height, int width);
   /// Expected seconds of one image's stages other than evaluations.
   static double StagesOfImage(const Lane& lane, bool encodes);
   void WaitAgain(Ticket& ticket, int evaluations_left) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -159,9 +161,9 @@ class Admission {
   // Also guards lanes and tickets.
   mutable Mutex mutex_;
   std::map<std::string, std::unique_ptr<Model>> models_ ABSL_GUARDED_BY(mutex_);
-  /// Those that were closed and keep their lanes.
+  /// Those that were closed and whose lanes a lost device may have.
   std::vector<std::unique_ptr<Model>> closed_ ABSL_GUARDED_BY(mutex_);
-  /// Lanes with unfinished jobs. There are few, however many sizes were ever requested.
+  /// Lanes with unfinished jobs, which hold them.
   std::set<const Lane*> busy_ ABSL_GUARDED_BY(mutex_);
   int queued_requests_ ABSL_GUARDED_BY(mutex_) = 0, queued_images_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -59,7 +59,7 @@ absl::StatusOr<JobId> JobQueue::Submit(EffectiveJob effective,
 
 void JobQueue::Wait(const std::shared_ptr<Job>& job) {
   const JobSpec& spec = job->effective.spec;
-  Admission::Lane* const lane = Admission::LaneOf(*job->ticket);
+  const std::shared_ptr<Admission::Lane>& lane = Admission::LaneOf(*job->ticket);
   LaneQueue& queue = queues_[lane];
   queue.size = {lane, spec.model, spec.height, spec.width};
   queue.waiting.emplace(job->key(), job);
@@ -298,7 +298,7 @@ void JobQueue::Opened(const Size& size, int device, const absl::Status& status) 
   Wake();
 }
 
-bool JobQueue::Close(Admission::Lane* lane, int device) {
+bool JobQueue::Close(const std::shared_ptr<Admission::Lane>& lane, int device) {
   MutexLock lock(&mutex_);
   const auto found = queues_.find(lane);
   if (found == queues_.end()) return true;  // the device is lost
@@ -309,8 +309,8 @@ bool JobQueue::Close(Admission::Lane* lane, int device) {
   return true;
 }
 
-std::shared_ptr<JobQueue::Job> JobQueue::First(Admission::Lane* lane, int device,
-                                               int own_rows) const {
+std::shared_ptr<JobQueue::Job> JobQueue::First(const std::shared_ptr<Admission::Lane>& lane,
+                                               int device, int own_rows) const {
   MutexLock lock(&mutex_);
   const auto found = queues_.find(lane);
   if (found == queues_.end()) return nullptr;
@@ -430,7 +430,7 @@ void JobQueue::Report(std::vector<Outcome> outcomes) {
   if (!outcomes.empty()) TellPlaces(Admission::LaneOf(*outcomes.front().image->job->ticket));
 }
 
-void JobQueue::TellPlaces(Admission::Lane* lane) {
+void JobQueue::TellPlaces(const std::shared_ptr<Admission::Lane>& lane) {
   std::vector<std::pair<std::shared_ptr<Job>, Estimate>> moved;
   {
     MutexLock lock(&mutex_);

@@ -134,7 +134,7 @@ class JobQueue {
 
   /// Jobs of one model at one image size.
   struct Size {
-    Admission::Lane* lane = nullptr;
+    std::shared_ptr<Admission::Lane> lane;
     std::string model;
     int height = 0, width = 0;
   };
@@ -145,11 +145,12 @@ class JobQueue {
   /// draw end with it.
   void Opened(const Size& size, int device, const absl::Status& status);
   /// The device gives up its memory for the size. False if jobs wait for it.
-  bool Close(Admission::Lane* lane, int device);
+  bool Close(const std::shared_ptr<Admission::Lane>& lane, int device);
 
   /// The job whose image this device should take next, or null. The device has `own_rows` rows of
   /// the lane; if that is its equal share already, the result is null and others take the rest.
-  std::shared_ptr<Job> First(Admission::Lane* lane, int device, int own_rows) const;
+  std::shared_ptr<Job> First(const std::shared_ptr<Admission::Lane>& lane, int device,
+                             int own_rows) const;
   /// Takes an image of the job, which has a slot from now on. Null if other devices have taken all.
   std::shared_ptr<Image> Take(const std::shared_ptr<Job>& job, int device);
   /// An image of the job is in its slot.
@@ -203,7 +204,7 @@ class JobQueue {
   void StartEnding(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasJobs(const std::string* model) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wake();
-  void TellPlaces(Admission::Lane* lane);
+  void TellPlaces(const std::shared_ptr<Admission::Lane>& lane);
   void Finish(Job& job, const absl::Status& status, std::optional<EndReason> reason);
   void FinishLocked(Job& job, const absl::Status& status, std::optional<EndReason> reason)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job.listener_mutex);
@@ -220,7 +221,7 @@ class JobQueue {
   std::vector<Ending> endings_ ABSL_GUARDED_BY(mutex_);  // for the next EndDueJobs()
   std::map<std::string, Model> models_ ABSL_GUARDED_BY(mutex_);
   /// Those that are needed(). So there are few, however many sizes were ever requested.
-  std::map<Admission::Lane*, LaneQueue> queues_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::shared_ptr<Admission::Lane>, LaneQueue> queues_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace denoised

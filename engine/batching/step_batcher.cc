@@ -77,7 +77,7 @@ struct StepBatcher::Batch {
   int previewed = 0;                 // the slot whose preview was decoded last
   bool first_size = false;           // the model's own size, never evicted
   std::unique_ptr<Evaluator> evaluator;
-  Admission::Lane* lane = nullptr;
+  std::shared_ptr<Admission::Lane> lane;
   std::vector<std::shared_ptr<Image>> slots;  // null: free
   Conditioner* conditioner = nullptr;         // null: the model reads no text
   struct Sets {
@@ -137,7 +137,7 @@ struct StepBatcher::Evaluated {
   };
 
   std::string model;
-  Admission::Lane* lane = nullptr;
+  std::shared_ptr<Admission::Lane> lane;
   Admission::Charge charge;
   int rows = 0, bucket = 0;
   std::unique_ptr<Marker> begin, end;  // of the evaluation

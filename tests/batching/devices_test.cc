@@ -334,7 +334,7 @@ TEST(Devices, AModelThatIsOpenedAgainAfterALossBeginsAnew) {
   const auto seconds = [&] {
     return admission.StageSeconds("model")[static_cast<size_t>(Stage::kDenoise)];
   };
-  Admission::Lane* const old_lane = open();
+  const auto old_lane = open();
   for (const int device : {0, 1}) {
     queue.AddModel("model", device);
     queue.Opened({old_lane, "model", 4, 4}, device, absl::OkStatus());
@@ -345,7 +345,7 @@ TEST(Devices, AModelThatIsOpenedAgainAfterALossBeginsAnew) {
   EXPECT_EQ(seconds(), 0) << "the costs are forgotten";
   admission.Measured(*old_lane, 1, 0.25);
   EXPECT_TRUE(queue.Close(old_lane, 1));
-  Admission::Lane* const lane = open();
+  const auto lane = open();
   EXPECT_NE(lane, old_lane);
   queue.AddModel("model", 0);
   queue.Opened({lane, "model", 4, 4}, 0, absl::OkStatus());
@@ -358,7 +358,7 @@ TEST(Devices, AnImageThatWasDrawnButNotToldIsDrawnAgain) {
   Simulation requests({});
   Admission admission({});
   JobQueue queue(admission);
-  Admission::Lane* const lane =
+  const auto lane =
       admission.Open("fake", Simulation::kSize, Simulation::kSize, {.rows = 4, .slots = 4});
   for (const int device : {0, 1}) {
     queue.AddModel("fake", device);

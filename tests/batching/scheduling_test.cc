@@ -395,9 +395,8 @@ TEST(Estimates, AreNeverMoreThanProportionalToAMeasuredOne) {
 TEST(Estimates, OfMoreRowsThanWereMeasuredGoOnAtTheSamePace) {
   Simulation simulation({});
   Admission admission({});
-  Admission::Lane* const lane =
-      admission.Open("fake", Simulation::kSize, Simulation::kSize,
-                     {.rows = 16, .slots = 16, .buckets = {1, 2, 4, 8, 16}});
+  const auto lane = admission.Open("fake", Simulation::kSize, Simulation::kSize,
+                                   {.rows = 16, .slots = 16, .buckets = {1, 2, 4, 8, 16}});
   const auto seconds = [&](int count) {
     Estimate estimate;
     const auto ticket = admission.Enter(1, simulation.Job({.steps = 1, .count = count}),
@@ -423,9 +422,8 @@ TEST(Estimates, OfMoreRowsThanWereMeasuredGoOnAtTheSamePace) {
 TEST(Estimates, AreOfTheBucketThatRowsArePaddedTo) {
   Simulation simulation({});
   Admission admission({});
-  Admission::Lane* const lane =
-      admission.Open("fake", Simulation::kSize, Simulation::kSize,
-                     {.rows = 16, .slots = 16, .buckets = {1, 2, 4, 8, 16}});
+  const auto lane = admission.Open("fake", Simulation::kSize, Simulation::kSize,
+                                   {.rows = 16, .slots = 16, .buckets = {1, 2, 4, 8, 16}});
   admission.Measured(*lane, 4, 0.5);
   admission.Measured(*lane, 8, 0.75);
   Estimate estimate;
@@ -769,6 +767,32 @@ TEST(Sizes, OneThatIsLongUnusedIsGivenUpByAnIdleDevice) {
   EXPECT_EQ(backend.allocated(), before);
 }
 
+/// So memory does not grow with the number of sizes that were ever requested.
+TEST(Sizes, OneIsForgottenWithItsLastJobAndDevice) {
+  Simulation simulation({});
+  simulation.Add("plain", 0);
+  const auto lane_of = [&](int size) -> std::weak_ptr<Admission::Lane> {
+    return simulation.admission.Open("plain", size, size, {.rows = 16, .slots = 4});
+  };
+  EXPECT_TRUE(lane_of(5).expired()) << "nobody has it";
+  std::vector<std::weak_ptr<Admission::Lane>> lanes;
+  for (int size = 5; size < 9; ++size) {
+    const auto heard = simulation.Submit({.steps = 2, .model = "plain", .size = size});
+    lanes.push_back(lane_of(size));
+    EXPECT_FALSE(lanes.back().expired()) << "the job has it";
+    simulation.RunAll();
+    ASSERT_TRUE(heard->done->ok());
+    EXPECT_FALSE(lanes.back().expired()) << "the device has it";
+  }
+  simulation.Submit({.steps = 2, .model = "plain", .size = 9});
+  lanes.push_back(lane_of(9));
+  simulation.End(simulation.last_id, EndReason::kCancelled);
+  EXPECT_TRUE(lanes.back().expired()) << "no device opened it";
+  EXPECT_TRUE(simulation.devices[0].batcher->EvictIdle());
+  for (const auto& lane : lanes) EXPECT_TRUE(lane.expired());
+  EXPECT_FALSE(lane_of(Simulation::kSize).expired()) << "the model's own";
+}
+
 /// Memory that idle sizes hold is there for a model that is loaded.
 TEST(Sizes, IdleOnesMakeRoomForAModel) {
   Simulation simulation({});
@@ -919,7 +943,7 @@ TEST(Estimates, CountDecoding) {
 TEST(Estimates, CountEveryStage) {
   Simulation simulation({});
   Admission& admission = simulation.admission;
-  Admission::Lane* lane =
+  const auto lane =
       admission.Open("fake", Simulation::kSize, Simulation::kSize, {.rows = 16, .slots = 16});
   const auto total = [&](bool init_image, int size = Simulation::kSize) {
     EffectiveJob job = simulation.Job({.steps = 4, .size = size});

@@ -133,7 +133,7 @@ class Simulation : public EngineObserver {
     }
     // The CPU warms up its smallest bucket alone, as rows cost it their full time; this one is
     // told.
-    Admission::Lane* lane =
+    const auto lane =
         admission.Open(model, size(), size(), {.rows = options_.max_rows, .slots = Slots()});
     for (int rows = 1; rows <= options_.max_rows; ++rows)
       admission.Measured(*lane, rows, options_.cost(rows));
