@@ -116,7 +116,7 @@ void DeviceWorker::LoseIfHanging(std::chrono::duration<double> limit) {
     if (watched_from_ && now - *watched_from_ >= limit)
       hanging = running_ != nullptr ? kPart : "an evaluation";
     for (const auto& beside : beside_) {
-      if (now - beside->since >= limit) hanging = kPart;
+      if (beside->since && now - *beside->since >= limit) hanging = kPart;
     }
   }
   if (hanging != nullptr)

@@ -17,6 +17,7 @@
 #include "engine/core/condition_variable.h"
 #include "engine/core/mutex.h"
 #include "engine/device_engine.h"
+#include "engine/io/weights.h"
 
 namespace denoised {
 
@@ -50,12 +51,13 @@ class DeviceWorker {
   absl::StatusOr<std::unique_ptr<Backend>> OpenAnother() const { return open_(backend_options_); }
   /// Runs `work` on a thread of its own and returns its StatusOr; for work on a backend of
   /// OpenAnother(). Unavailable, and what `work` must own, as for Run(). `work` calls the function
-  /// that it is given after each part.
+  /// that it is given before each part; the first one is kDevice.
   template <typename Work>
-  auto RunBeside(Work work) -> decltype(work(std::function<void()>()));
+  auto RunBeside(Work work) -> decltype(work(LoadProgress()));
 
   /// Gives up the device as hanging if more than `limit` was spent on one evaluation, one command
-  /// (a step of a load, removal of a model), one part of RunBeside() or one step of opening a size.
+  /// (a step of a load, removal of a model), one part of RunBeside() other than kFiles, or one step
+  /// of opening a size.
   void LoseIfHanging(std::chrono::duration<double> limit);
 
   const std::string& name() const { return name_; }
@@ -72,7 +74,7 @@ class DeviceWorker {
   /// A call of RunBeside() whose work has not ended.
   struct Beside {
     std::function<void(const absl::Status&)> fail;
-    Clock::time_point since;  // of the part that it is at
+    std::optional<Clock::time_point> since;  // of the part that it is at; none while it reads files
   };
   /// The result of a call; the first one counts.
   template <typename Result>
@@ -138,8 +140,8 @@ auto DeviceWorker::Run(Command command) -> decltype(command(std::declval<StepBat
 }
 
 template <typename Work>
-auto DeviceWorker::RunBeside(Work work) -> decltype(work(std::function<void()>())) {
-  using Result = decltype(work(std::function<void()>()));
+auto DeviceWorker::RunBeside(Work work) -> decltype(work(LoadProgress())) {
+  using Result = decltype(work(LoadProgress()));
   const auto answer = std::make_shared<Answer<Result>>();
   const auto beside = std::make_shared<Beside>();
   beside->fail = [answer](const absl::Status& device) { answer->Give(device); };
@@ -150,9 +152,10 @@ auto DeviceWorker::RunBeside(Work work) -> decltype(work(std::function<void()>()
     beside_.insert(beside);
   }
   std::thread thread([this, answer, beside, work = std::move(work)] {
-    Result result = work([this, beside] {
+    Result result = work([this, beside](LoadPart next) {
       MutexLock lock(&mutex_);
-      beside->since = Clock::now();
+      beside->since.reset();
+      if (next == LoadPart::kDevice) beside->since = Clock::now();
     });
     {
       MutexLock lock(&mutex_);

@@ -92,7 +92,7 @@ class DeviceEngine final : public Engine {
   absl::Status Load(const std::string& path, std::optional<Precision> precision, ModelInfo* info);
   absl::Status LoadOn(DeviceWorker& worker, const PipelineFiles& files, ModelInfo* info) const;
   absl::StatusOr<BatchedModel> Pack(const DeviceWorker& worker, const PipelineFiles& files,
-                                    const std::function<void()>& progress, ModelInfo* info) const;
+                                    const LoadProgress& progress, ModelInfo* info) const;
   absl::Status RemoveFromDevices(const std::string& name);
   int LiveDevices() const;
   void Publish(const ModelInfo& info);
@@ -306,8 +306,8 @@ absl::Status DeviceEngine::LoadOn(DeviceWorker& worker, const PipelineFiles& fil
     ModelInfo info;
   };
   const auto pack = [&] {
-    return worker.RunBeside([this, &worker, files, info = *info](
-                                const std::function<void()>& progress) -> absl::StatusOr<Packed> {
+    return worker.RunBeside([this, &worker, files,
+                             info = *info](const LoadProgress& progress) -> absl::StatusOr<Packed> {
       Packed result{.info = info};
       DENOISED_ASSIGN_OR_RETURN(result.model, Pack(worker, files, progress, &result.info));
       return result;
@@ -388,14 +388,15 @@ absl::Status DeviceEngine::Close(const std::string& name) {
 /// worker's. The worker's thread then evaluates the model in the queue of this backend.
 absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
                                                 const PipelineFiles& files,
-                                                const std::function<void()>& progress,
+                                                const LoadProgress& progress,
                                                 ModelInfo* info) const {
   const ModelDirectory& directory = files.directory;
   DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<Backend> backend, worker.OpenAnother());
+  progress(LoadPart::kFiles);
   // Before the first weight is packed: a host grants memory that it does not have, and kills the
   // process when it writes there.
   CountingBackend counting(*backend);
-  DENOISED_ASSIGN_OR_RETURN(const Pipeline counted, LoadPipeline(counting, files, progress));
+  DENOISED_ASSIGN_OR_RETURN(const Pipeline counted, LoadPipeline(counting, files));
   info->weight_bytes = counting.weight_bytes();
   if (const size_t free = backend->memory().free; info->weight_bytes > free) {
     return ResourceExhausted(
@@ -414,12 +415,12 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
                      .preview_codec = pipeline.preview_codec};
   const DenoiserTraits& traits = model.denoiser->traits();
   if (model.codec) {
-    progress();
+    progress(LoadPart::kDevice);
     DENOISED_ASSIGN_OR_RETURN(model.preview, LatentPreview::Fit(*backend, *model.codec));
   }
-  progress();
+  progress(LoadPart::kDevice);
   DENOISED_RETURN_IF_ERROR(backend->Synchronize());
-  progress();
+  progress(LoadPart::kFiles);
   const int classes = traits.condition == ClassCondition::kLabel ? traits.class_embeddings : 0;
   if (directory.null_class >= classes)
     return InvalidArgument(

@@ -24,7 +24,7 @@ struct Weights::State {
   bool may_have_scales = false;
   std::optional<std::map<std::string, float>> scales;
   std::set<std::string> used_scales;
-  std::function<void()> progress;
+  LoadProgress progress;
 };
 
 namespace {
@@ -118,6 +118,14 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325u;
 };
 
+/// Reads a mapped tensor from its file, so that its pages are in memory.
+void ReadPages(const Tensor& tensor) {
+  constexpr size_t kPageBytes = 4096;
+  const auto* const bytes = static_cast<const volatile char*>(tensor.data());
+  for (size_t at = 0; at < tensor.bytes(); at += kPageBytes) (void)bytes[at];
+  if (tensor.bytes() > 0) (void)bytes[tensor.bytes() - 1];
+}
+
 bool IsFloat(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
 }
@@ -167,7 +175,6 @@ absl::StatusOr<Tensor> Weights::Get(std::string_view name, const Shape& shape) c
 }
 
 absl::StatusOr<Tensor> Weights::GetOptional(std::string_view name, const Shape& shape) const {
-  if (state_->progress) state_->progress();
   if (state_->synthetic_seed) {
     state_->synthetic.insert_or_assign(Full(name), shape);
     if (!state_->drawn) return Zeros(shape);
@@ -186,6 +193,11 @@ absl::StatusOr<Tensor> Weights::GetOptional(std::string_view name, const Shape& 
     return InvalidArgument("{}: tensor '{}' is {}; expected F32, F16 or BF16", file(), found->first,
                            Name(tensor.dtype()));
   state_->used.insert(found->first);
+  if (state_->progress) {
+    state_->progress(LoadPart::kFiles);
+    ReadPages(tensor);
+    state_->progress(LoadPart::kDevice);
+  }
   return tensor;
 }
 
@@ -227,9 +239,7 @@ absl::Status Weights::CheckAllUsed() const {
       file(), count, fmt::join(unused, ", "));
 }
 
-void Weights::SetProgress(std::function<void()> progress) const {
-  state_->progress = std::move(progress);
-}
+void Weights::SetProgress(LoadProgress progress) const { state_->progress = std::move(progress); }
 
 void Weights::SetInputScales(std::optional<std::map<std::string, float>> scales) const {
   state_->may_have_scales = true;
@@ -249,9 +259,9 @@ absl::StatusOr<float> Weights::InputScale() const {
 }
 
 std::string Weights::Fingerprint() const {
+  if (state_->progress) state_->progress(LoadPart::kFiles);
   Hash hash;
   for (const auto& [name, tensor] : state_->tensors.tensors()) {
-    if (state_->progress) state_->progress();
     hash.Add(name.data(), name.size());
     hash.Add(static_cast<uint64_t>(tensor.dtype()));
     for (int i = 0; i < tensor.shape().rank(); ++i) hash.Add(static_cast<uint64_t>(tensor.dim(i)));

@@ -14,6 +14,11 @@
 
 namespace denoised {
 
+/// What a load does next: wait for files, as long as they take, or work that may wait for the
+/// device.
+enum class LoadPart { kFiles, kDevice };
+using LoadProgress = std::function<void(LoadPart next)>;
+
 /// A view of a model's tensors below a prefix, so that constructors mirror checkpoint names:
 ///
 ///   Weights unet(tensors, "unet/diffusion_pytorch_model.safetensors");
@@ -58,9 +63,10 @@ class Weights {
   /// tensors. Reads the whole file.
   std::string Fingerprint() const;
 
-  /// `progress` is called before each tensor is read, by this or any other view of the file. It may
-  /// be empty.
-  void SetProgress(std::function<void()> progress) const;
+  /// If `progress` is not empty, Get() of this and any other view of the file reads the tensor's
+  /// data from the disk, between kFiles and kDevice, so that whoever packs it need not wait for the
+  /// disk. Fingerprint() is kFiles.
+  void SetProgress(LoadProgress progress) const;
 
   /// Elements of all float tensors in the file.
   int64_t parameters() const;

@@ -150,7 +150,7 @@ namespace {
 
 class Loader {
  public:
-  Loader(NetworkOps& ops, const PipelineFiles& files, const std::function<void()>& progress)
+  Loader(NetworkOps& ops, const PipelineFiles& files, const LoadProgress& progress)
       : ops_(ops),
         files_(files),
         directory_(files.directory),
@@ -173,6 +173,7 @@ class Loader {
 
  private:
   absl::StatusOr<Weights> Open(const Component& component) {
+    if (progress_) progress_(LoadPart::kFiles);
     DENOISED_ASSIGN_OR_RETURN(Weights weights, component.OpenWeights());
     weights.SetProgress(progress_);
     pipeline_.parameters += weights.parameters();
@@ -337,14 +338,14 @@ class Loader {
   const PipelineFiles& files_;
   const ModelDirectory& directory_;
   const SchedulerConfig& scheduler_;
-  const std::function<void()>& progress_;
+  const LoadProgress& progress_;
   Pipeline pipeline_;
 };
 
 }  // namespace
 
 absl::StatusOr<Pipeline> LoadPipeline(NetworkOps& ops, const PipelineFiles& files,
-                                      const std::function<void()>& progress) {
+                                      const LoadProgress& progress) {
   return Loader(ops, files, progress).Load();
 }
 

@@ -55,9 +55,9 @@ struct Pipeline {
 
 /// Packs all weights. The errors of the parts, which name file and field or tensor; InvalidArgument
 /// if the parts do not fit together; those of Calibration::Find(), and FailedPrecondition if the
-/// backend cannot multiply in the precision. `progress`, if not empty, is called before each tensor
-/// is read.
+/// backend cannot multiply in the precision. `progress`, if not empty, is told what is done next:
+/// each tensor is read from its file before it is packed (Weights::SetProgress()).
 absl::StatusOr<Pipeline> LoadPipeline(NetworkOps& ops, const PipelineFiles& files,
-                                      const std::function<void()>& progress = {});
+                                      const LoadProgress& progress = {});
 
 }  // namespace denoised

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "engine/device_engine.h"
+#include "engine/device_worker.h"
 #include "tests/batching/simulated_backend.h"
 #include "tests/engine/busy_gpu.h"
 #include "tests/engine/submit.h"
@@ -213,6 +214,39 @@ TEST_F(TwoDevices, ALoadThatHangsOnOneEndsOnTheOther) {
   ASSERT_TRUE(job->Wait().ok());
   EXPECT_EQ(job->images(), alone[0]);
   EXPECT_TRUE(engine_->Close("second").ok());
+}
+
+/// A disk may be slower than the watchdog's limit.
+TEST(Watchdog, CountsWhatMayWaitForTheDeviceAndNoFiles) {
+  constexpr auto kLimit = std::chrono::milliseconds(30);
+  Admission admission({});
+  JobQueue queue(admission);
+  FakeClock clock;
+  const BackendOpener open =
+      [&](const BackendOptions&) -> absl::StatusOr<std::unique_ptr<Backend>> {
+    DENOISED_ASSIGN_OR_RETURN(auto cpu, OpenBackend({.device = "cpu"}));
+    return std::make_unique<SimulatedBackend>(std::move(cpu), &clock, [](int) { return 0.001; });
+  };
+  DeviceWorker worker({}, open, {}, &admission, &queue, nullptr, [] {});
+  ASSERT_TRUE(worker.Start().ok());
+  const absl::StatusOr<int> read = worker.RunBeside([&](auto progress) -> absl::StatusOr<int> {
+    progress(LoadPart::kFiles);
+    std::this_thread::sleep_for(2 * kLimit);
+    worker.LoseIfHanging(kLimit);
+    progress(LoadPart::kDevice);
+    return 1;
+  });
+  EXPECT_EQ(read.value_or(0), 1) << read.status();
+  EXPECT_TRUE(worker.health().ok()) << worker.health();
+  const absl::StatusOr<int> packed = worker.RunBeside([&](auto progress) -> absl::StatusOr<int> {
+    progress(LoadPart::kFiles);
+    progress(LoadPart::kDevice);
+    std::this_thread::sleep_for(2 * kLimit);
+    worker.LoseIfHanging(kLimit);
+    return 1;
+  });
+  EXPECT_THAT(std::string(packed.status().message()), HasSubstr("did not return within 0.03 s"));
+  EXPECT_FALSE(worker.health().ok());
 }
 
 TEST(SeveralDevices, MustBeOfOneKindAndNamedOnce) {

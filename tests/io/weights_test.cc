@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/io/weights.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
 
 #include "tests/io/temporary_directory.h"
 
@@ -10,6 +15,7 @@ namespace denoised {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -56,6 +62,49 @@ TEST_F(WeightsTest, FingerprintsDifferByNameShapeAndValue) {
   EXPECT_NE(of("b", {3}, 3), known);
   EXPECT_NE(of("a", {3, 1}, 3), known);
   EXPECT_NE(of("a", {3}, 4), known);
+}
+
+/// How many of the tensor's whole pages are in memory, and how many it has.
+std::pair<size_t, size_t> PagesInMemory(const Tensor& tensor) {
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)),
+             data = reinterpret_cast<uintptr_t>(tensor.data()),
+             begin = (data + page - 1) / page * page, end = (data + tensor.bytes()) / page * page;
+  std::vector<unsigned char> pages((end - begin) / page);
+  EXPECT_EQ(mincore(reinterpret_cast<void*>(begin), end - begin, pages.data()), 0);
+  const auto there = std::count_if(pages.begin(), pages.end(), [](auto in) { return in & 1; });
+  return {there, pages.size()};
+}
+
+/// So whoever packs a tensor waits for the device alone.
+TEST_F(WeightsTest, ATensorIsReadFromTheDiskBetweenItsCallsOfProgress) {
+  constexpr int64_t kCount = 4 << 20;
+  const std::string path = directory_ / "large.safetensors";
+  const std::vector<float> ones(kCount, 1.0f);
+  ASSERT_TRUE(WriteSafetensors(path, {{"a", Tensor::HostF32({kCount}, ones)}}, {}).ok());
+  const auto tensors = Safetensors::Open(path);
+  ASSERT_TRUE(tensors.ok()) << tensors.status();
+  const Tensor tensor = tensors->tensors().at("a");
+  const int file = open(path.c_str(), O_RDONLY);
+  posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);  // which some file systems cannot
+  close(file);
+  const bool dropped = PagesInMemory(tensor).first == 0;
+  std::vector<LoadPart> parts;
+  const Weights weights(*tensors, path);
+  weights.SetProgress([&](LoadPart next) {
+    parts.push_back(next);
+    const auto [there, all] = PagesInMemory(tensor);
+    if (next == LoadPart::kDevice) {
+      EXPECT_EQ(there, all);
+    } else if (dropped) {
+      EXPECT_EQ(there, 0u);
+    }
+  });
+  ASSERT_TRUE((*weights.GetOptional("b", {1})).data() == nullptr);
+  EXPECT_THAT(parts, ElementsAre());
+  ASSERT_TRUE(weights.Get("a", {kCount}).ok());
+  EXPECT_THAT(parts, ElementsAre(LoadPart::kFiles, LoadPart::kDevice));
+  weights.Fingerprint();
+  EXPECT_THAT(parts, ElementsAre(LoadPart::kFiles, LoadPart::kDevice, LoadPart::kFiles));
 }
 
 TEST_F(WeightsTest, InputScales) {
