@@ -95,6 +95,19 @@ absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
       differences);
 }
 
+/// The CRC-32 of what `checksum` is of and of these bytes after it; 0 is of nothing.
+uLong Checksum(uLong checksum, const void* data, size_t bytes) {
+  // zlib takes a null pointer, as an empty vector may have, for a new beginning.
+  return bytes == 0 ? checksum : crc32_z(checksum, static_cast<const Bytef*>(data), bytes);
+}
+uLong Checksum(uLong checksum, const Tensor& tensor) {
+  return tensor ? Checksum(checksum, tensor.data(), tensor.bytes()) : checksum;
+}
+template <typename T>
+uLong Checksum(uLong checksum, const std::vector<T>& values) {
+  return Checksum(checksum, values.data(), values.size() * sizeof(T));
+}
+
 class Session {
  public:
   Session(const RunConfig& config, const std::atomic<bool>& stop) : config_(config), stop_(stop) {}
@@ -187,18 +200,10 @@ absl::Status Session::ReadData() {
   }
   if (!config_.pipeline) DENOISED_RETURN_IF_ERROR(NameClasses());
   // Another data set under the same settings is another run.
-  uLong checksum = crc32(0, nullptr, 0);
-  const auto* bytes = images.as<uint8_t>();
-  for (size_t at = 0; at < images.bytes(); at += 1 << 30)
-    checksum = crc32(checksum, bytes + at,
-                     static_cast<uInt>(std::min<size_t>(images.bytes() - at, 1 << 30)));
-  checksum = crc32(checksum, reinterpret_cast<const Bytef*>(labels.data()),
-                   static_cast<uInt>(labels.size() * sizeof(int32_t)));
-  if (const Tensor& vectors = pictures_.dataset.vectors)
-    checksum = crc32_z(checksum, static_cast<const Bytef*>(vectors.data()), vectors.bytes());
-  if (const std::vector<double>& weights = pictures_.dataset.weights; !weights.empty())
-    checksum = crc32_z(checksum, reinterpret_cast<const Bytef*>(weights.data()),
-                       weights.size() * sizeof(double));
+  uLong checksum = Checksum(0, images);
+  checksum = Checksum(checksum, labels);
+  checksum = Checksum(checksum, pictures_.dataset.vectors);
+  checksum = Checksum(checksum, pictures_.dataset.weights);
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(ReadTexts(&checksum));
   fingerprint_ = config_.Fingerprint();
   fingerprint_["data"] = {{"pictures", images.dim(0)}, {"crc32", checksum}};
@@ -238,10 +243,8 @@ absl::Status Session::ReadTexts(uLong* checksum) {
   DENOISED_ASSIGN_OR_RETURN(const Captions captions, ReadCaptions(config_.data, pictures_.files));
   training::Dataset& dataset = pictures_.dataset;
   DENOISED_RETURN_IF_ERROR(Tokenize(*config_.pipeline, pictures_.files, captions, &dataset));
-  *checksum =
-      crc32_z(*checksum, static_cast<const Bytef*>(dataset.tokens.data()), dataset.tokens.bytes());
-  *checksum = crc32_z(*checksum, reinterpret_cast<const Bytef*>(dataset.first_caption.data()),
-                      dataset.first_caption.size() * sizeof(int32_t));
+  *checksum = Checksum(*checksum, dataset.tokens);
+  *checksum = Checksum(*checksum, dataset.first_caption);
   if (first()) Say("{} captions of {} tokens", dataset.tokens.dim(0) - 1, dataset.tokens.dim(1));
   for (size_t i = 0; config_.prompts.empty() && i < static_cast<size_t>(config_.sample_count); ++i)
     prompts_.push_back(
@@ -252,8 +255,7 @@ absl::Status Session::ReadTexts(uLong* checksum) {
                             config_.pipeline->directory.components.at("vae").OpenWeights());
   DENOISED_ASSIGN_OR_RETURN(vae_weights_,
                             training::ReadAutoencoder(config_.pipeline->vae, weights));
-  for (const auto& [name, tensor] : vae_weights_)
-    *checksum = crc32_z(*checksum, static_cast<const Bytef*>(tensor.data()), tensor.bytes());
+  for (const auto& [name, tensor] : vae_weights_) *checksum = Checksum(*checksum, tensor);
   return absl::OkStatus();
 }
 

@@ -458,6 +458,16 @@ class RunTest(unittest.TestCase):
         said = self.train("a", rc=2, resume="latest", **{**flags, "steps": 16})
         self.assertIn("data was", said)
 
+    def test_other_pictures_without_labels_are_another_run(self):
+        network = {**NETWORK, "num_class_embeds": None}
+        (self.root / "plain.json").write_text(json.dumps(network))
+        flat = self.data / "down"
+        flags = {"data": flat, "network": self.root / "plain.json", "class-dropout": None, "steps": 4}
+        self.train("a", **flags)
+        (flat / "0.png").write_bytes(png(lambda x, y: 9))
+        said = self.train("a", rc=2, resume="latest", **{**flags, "steps": 8})
+        self.assertIn("data was", said)
+
     def test_a_learned_variance_is_drawn_from(self):
         (self.root / "variance.json").write_text(json.dumps({**NETWORK, "out_channels": 2}))
         flags = {"network": self.root / "variance.json", "objective": "epsilon", "timesteps": 60,
