@@ -430,6 +430,13 @@ absl::Status Session::CheckRanks() {
   mine["checkpoint-steps"] = config_.checkpoint_steps;
   mine["sample-steps"] = config_.sample_steps;
   mine["init-from"] = !config_.init_from.empty();  // folders may have other names elsewhere
+  if (config_.ranks > 1) {
+    DENOISED_ASSIGN_OR_RETURN(const TrainerState state, trainer_->State());
+    uLong checksum = 0;
+    for (const Tensor* const part : {&state.trained, &state.fixed, &state.m, &state.v})
+      checksum = Checksum(checksum, *part);
+    mine["weights"] = {{"crc32", checksum}};
+  }
   DENOISED_ASSIGN_OR_RETURN(const std::vector<std::string> all,
                             training::GatherTexts(mine.dump(), exchange_->host()));
   for (size_t rank = 1; rank < all.size(); ++rank) {
@@ -437,8 +444,8 @@ absl::Status Session::CheckRanks() {
         nlohmann::json::parse(all[0]), nlohmann::json::parse(all[rank]), "{} is {} and {}");
     if (!differences.empty())
       return InvalidArgument(
-          "ranks 0 and {} do not train the same: {}. Give all ranks the same settings and --data, "
-          "and, if they resume, the first's --output",
+          "ranks 0 and {} do not train the same: {}. Give all ranks the same settings, --data and "
+          "--init-from, and, if they resume, the first's --output",
           rank, differences);
   }
   return absl::OkStatus();

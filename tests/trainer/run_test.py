@@ -190,6 +190,7 @@ class RunTest(unittest.TestCase):
         shutil.copytree(self.data, other)
         (other / "down/0.png").write_bytes(png(lambda x, y: 9))
         self.train("saved", steps=4)
+        self.train("other-weights", steps=4, seed=1)
         for flags, message in [
             ({"learning-rate": (2e-3, 1e-3)}, "learning-rate is 0.002 and 0.001"),
             ({"augment": (None, 0.1)}, "augment is not set and 0.1"),
@@ -197,11 +198,13 @@ class RunTest(unittest.TestCase):
             ({"checkpoint-steps": (4, 2)}, "checkpoint-steps is 4 and 2"),
             ({"data": (self.data, other)}, 'data is {"crc32":'),
             ({"output": ("saved", "elsewhere"), "resume": "latest"}, "step is 4 and 0"),
+            ({"init-from": (self.root / "saved/model", self.root / "other-weights/model")},
+             'weights is {"crc32":'),
         ]:
             with self.subTest(flags=flags):
                 for said in self.train_ranks(2, **{"output": "a", "steps": 8, **flags}):
                     self.assertIn(f"ranks 0 and 1 do not train the same: {message}", said)
-                    self.assertIn("Give all ranks the same settings and --data", said)
+                    self.assertIn("Give all ranks the same settings, --data and --init-from", said)
         self.train_ranks(0, output="saved", steps=8, resume="latest")
 
     def test_ranks_wait_for_the_last_checkpoint(self):
