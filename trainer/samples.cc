@@ -50,7 +50,8 @@ absl::StatusOr<Grid> DrawGrid(const std::string& directory,
   if (gpu) options.devices = {gpu->number};
   options.fp32 = gpu && gpu->fp32;
   options.autotune = false;  // it would take longer than the pictures
-  options.max_rows = std::min(count, 16);
+  // The engine takes no fewer than 2.
+  options.max_rows = std::clamp(count, 2, 16);
   options.watchdog_seconds = 0;
   options.allow_nonfinite = true;  // a young model may draw anything
   DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine, Engine::Create(options));

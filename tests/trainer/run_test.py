@@ -471,6 +471,12 @@ class RunTest(unittest.TestCase):
         said = self.train("a", rc=2, resume="latest", **{**flags, "steps": 8})
         self.assertIn("data was", said)
 
+    def test_a_grid_of_one_picture(self):
+        said = self.train("a", **{"sample-steps": 12, "sample-count": 1})
+        self.assertIn("drew", said)
+        header = (self.root / "a/samples/step-000000012.png").read_bytes()[:24]
+        self.assertEqual(struct.unpack(">II", header[16:]), (8, 8))
+
     def test_a_learned_variance_is_drawn_from(self):
         (self.root / "variance.json").write_text(json.dumps({**NETWORK, "out_channels": 2}))
         flags = {"network": self.root / "variance.json", "objective": "epsilon", "timesteps": 60,
