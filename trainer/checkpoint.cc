@@ -23,13 +23,23 @@ namespace fs = std::filesystem;
 
 constexpr const char* kFiles[] = {"run.json", "state.safetensors"};
 
+bool IsFull(int error) { return error == ENOSPC || error == EDQUOT || error == EFBIG; }
+
 absl::Status Refused(const std::string& path, int error) {
   const std::string why = std::generic_category().message(error);
-  if (error == ENOSPC || error == EDQUOT || error == EFBIG)
+  if (IsFull(error))
     return ResourceExhausted(
         "{}: cannot be written: {}. Free some space, or keep fewer checkpoints (--keep)", path,
         why);
   return Internal("{}: cannot be written: {}", path, why);
+}
+
+/// WriteSafetensors(), but where the disk is full, the message says what helps.
+absl::Status WriteTensors(const std::string& path, const std::map<std::string, Tensor>& tensors,
+                          const std::map<std::string, std::string>& metadata) {
+  errno = 0;
+  const absl::Status written = WriteSafetensors(path, tensors, metadata);
+  return !written.ok() && IsFull(errno) ? Refused(path, errno) : written;
 }
 
 /// False also for what cannot be looked at.
@@ -193,11 +203,7 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
         {"trained", state.trained}, {"fixed", state.fixed}, {"m", state.m}, {"v", state.v}};
     for (size_t i = 0; i < state.averages.size(); ++i)
       tensors[fmt::format("average_{}", i)] = state.averages[i];
-    const std::string weights = partial + "/state.safetensors";
-    errno = 0;
-    if (const absl::Status written = WriteSafetensors(weights, tensors, {}); !written.ok())
-      return errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? Refused(weights, errno)
-                                                                  : written;
+    DENOISED_RETURN_IF_ERROR(WriteTensors(partial + "/state.safetensors", tensors, {}));
     const nlohmann::json run = {{"step", state.step},
                                 {"skipped", state.skipped},
                                 {"skipped_in_row", state.skipped_in_row},
@@ -309,14 +315,11 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
         WriteFileWhole(directory + "/" + part.folder + "/config.json", part.config.dump(2) + "\n"));
   }
   for (const Pipeline::Part& part : pipeline.parts) {
-    const std::string folder = directory + "/" + part.folder,
-                      path = folder + "/" + part.file + ".safetensors";
-    errno = 0;
+    const std::string folder = directory + "/" + part.folder;
     const bool half = pipeline.dtype == DType::kF16;
-    if (const absl::Status written =
-            WriteSafetensors(path, half ? ToHalf(part.weights) : part.weights, {{"format", "pt"}});
-        !written.ok())
-      return errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? Refused(path, errno) : written;
+    DENOISED_RETURN_IF_ERROR(WriteTensors(folder + "/" + part.file + ".safetensors",
+                                          half ? ToHalf(part.weights) : part.weights,
+                                          {{"format", "pt"}}));
     DENOISED_RETURN_IF_ERROR(Sync(folder));
   }
   return absl::OkStatus();
