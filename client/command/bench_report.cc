@@ -8,6 +8,7 @@
 #include <numeric>
 #include <utility>
 
+#include "command/table.h"
 #include "denoised/error.h"
 
 namespace denoised::command {
@@ -148,7 +149,8 @@ std::string Describe(const BenchReport& report) {
       100.0 * static_cast<double>(report.all.in_time) /
           static_cast<double>(std::max<int64_t>(report.all.requests - report.all.cancelled, 1)));
   for (const auto& [name, count] : report.all.errors) {
-    text += fmt::format("error          {} x {}: {}\n", count, name, report.all.messages.at(name));
+    text += fmt::format("error          {} x {}: {}\n", count, name,
+                        Printable(report.all.messages.at(name)));
   }
   if (report.all.sent_late && report.all.sent_late->p99 > 0.01) {
     text += fmt::format(

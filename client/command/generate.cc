@@ -20,6 +20,7 @@
 #include "command/json.h"
 #include "command/npy.h"
 #include "command/progress.h"
+#include "command/table.h"
 #include "command/terminal.h"
 
 namespace denoised::command {
@@ -113,7 +114,8 @@ class Saver {
             std::pair{"--prompt-2", &read.text_2_cut_off},
             std::pair{"--negative-2", &read.negative_2_cut_off}})
         if (!cut_off->empty())
-          fmt::print(stderr, "The model does not read the end of {}: \"{}\"\n", name, *cut_off);
+          fmt::print(stderr, "The model does not read the end of {}: \"{}\"\n", name,
+                     Printable(*cut_off));
     }
     const client::Timing& timing = drawing_.completed()->timing;
     if (flags_.json) {
@@ -125,8 +127,9 @@ class Saver {
     } else if (!to_stdout()) {
       fmt::print("{} {} in {}: {}, {} on {} noise levels, {} steps\n", params.count,
                  params.count == 1 ? "image" : "images",
-                 HumanDuration(std::chrono::duration<double>(timing.total_seconds)), params.model,
-                 client::Name(params.sampler), client::Name(params.noise_schedule), params.steps);
+                 HumanDuration(std::chrono::duration<double>(timing.total_seconds)),
+                 Printable(params.model), client::Name(params.sampler),
+                 client::Name(params.noise_schedule), params.steps);
     }
   }
 
@@ -154,7 +157,7 @@ class Saver {
       json["path"] = path;
       std::puts(json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
     } else if (!to_stdout()) {
-      fmt::print("{}  {}\n", path, text);
+      fmt::print("{}  {}\n", Printable(path), text);
     }
   }
 
@@ -227,10 +230,11 @@ ExitCode Detach(const client::Client& client, const GenerateRequest& request, bo
     }
     std::puts(line.dump().c_str());
   } else {
-    std::puts(queued->params.request_id.c_str());
-    std::fputs(
-        fmt::format("note: only this server knows the job: --server {}\n", queued->server).c_str(),
-        stderr);
+    std::puts(Printable(queued->params.request_id).c_str());
+    std::fputs(fmt::format("note: only this server knows the job: --server {}\n",
+                           Printable(queued->server))
+                   .c_str(),
+               stderr);
   }
   return kOk;
 }

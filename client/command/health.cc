@@ -12,6 +12,7 @@
 
 #include "command/call_options.h"
 #include "command/progress.h"
+#include "command/table.h"
 
 namespace denoised::command {
 namespace {
@@ -88,7 +89,8 @@ ExitCode Health(const client::Client& client, const HealthFlags& flags,
     if (answer.code == kOk || over) break;
     if (answer.comment != said) {
       std::fputs(
-          fmt::format("waiting for the server ({}): {}\n", answer.status, answer.comment).c_str(),
+          fmt::format("waiting for the server ({}): {}\n", answer.status, Printable(answer.comment))
+              .c_str(),
           stderr);
       said = answer.comment;
     }
@@ -108,8 +110,9 @@ ExitCode Health(const client::Client& client, const HealthFlags& flags,
   if (answer.code != kOk) {
     const std::string after =
         flags.wait_seconds > 0 ? " after " + HumanDuration(waited()) : std::string();
-    std::fputs(fmt::format("error: {}{}: {}\n", answer.status, after, answer.comment).c_str(),
-               stderr);
+    std::fputs(
+        fmt::format("error: {}{}: {}\n", answer.status, after, Printable(answer.comment)).c_str(),
+        stderr);
   }
   return answer.code;
 }

@@ -20,7 +20,7 @@ std::string LocalTime(double seconds) {
 
 void Print(const client::Job& job) {
   const auto line = [](const char* key, const std::string& value) {
-    std::puts(fmt::format("{:<12}{}", key, value).c_str());
+    std::puts(fmt::format("{:<12}{}", key, Printable(value)).c_str());
   };
   line("request_id", job.request_id);
   line("state", std::string(client::Name(job.state)));

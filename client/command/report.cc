@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "command/progress.h"
+#include "command/table.h"
 
 namespace denoised::command {
 namespace {
@@ -106,10 +107,11 @@ std::string Describe(const absl::Status& status) {
   const client::ErrorDetails details = client::Details(status);
   std::string text;
   for (const client::FieldViolation& violation : details.field_violations) {
-    text += fmt::format("error: {} {}\n", FlagOf(violation.field), violation.description);
+    text += fmt::format("error: {} {}\n", Printable(FlagOf(violation.field)),
+                        Printable(violation.description));
   }
   if (!text.empty()) return text;
-  text = fmt::format("error: {}\n", std::string(status.message()));
+  text = fmt::format("error: {}\n", Printable({status.message().data(), status.message().size()}));
   if (absl::IsDeadlineExceeded(status)) {
     text = "error: the time of --timeout is over; give more, or ask for less\n";
   } else if (absl::IsCancelled(status)) {

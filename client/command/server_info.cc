@@ -9,6 +9,7 @@
 #include "command/call_options.h"
 #include "command/json.h"
 #include "command/progress.h"
+#include "command/table.h"
 
 namespace denoised::command {
 
@@ -20,7 +21,7 @@ ExitCode ServerInfo(const client::Client& client, bool json, const client::CallO
     return kOk;
   }
   const auto line = [](const std::string& key, const std::string& value) {
-    std::puts(fmt::format("{:<31}{}", key, value).c_str());
+    std::puts(fmt::format("{:<31}{}", Printable(key), Printable(value)).c_str());
   };
   line("version", fmt::format("{} ({})", info->version, info->build));
   line("state", fmt::format("{}, for {}", info->state,

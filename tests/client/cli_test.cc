@@ -522,6 +522,16 @@ TEST_F(CliTest, ALabelCannotCommandTheTerminal) {
               HasSubstr(R"(nine, a\x1b]0;title\x07\x0ab\x7f\x9b, Mädchen)"));
 }
 
+TEST_F(CliTest, NoTextOfAServerCanCommandTheTerminal) {
+  const std::string command = "a\x1b]0;title\x07\nb\x7f\xc2\x9b, Mädchen";
+  const auto printable = HasSubstr(R"(a\x1b]0;title\x07\x0ab\x7f\x9b, Mädchen)");
+  server_.SetText(command);
+  EXPECT_THAT(Run({"jobs", "get", "1"}).out, printable);
+  EXPECT_THAT(Run({"server", "info"}).out, printable);
+  server_.FailNext(1, {grpc::StatusCode::INTERNAL, command});
+  EXPECT_THAT(Run({"generate", "-o", Path("x.png")}).err, printable);
+}
+
 TEST_F(CliTest, HealthIsInTheExitCode) {
   EXPECT_EQ(Run({"health"}).exit_code, 0);
   EXPECT_EQ(Run({"health"}).out, "SERVING\n");

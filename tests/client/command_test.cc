@@ -350,6 +350,13 @@ TEST(ReportTest, TellsWhenToComeBack) {
   EXPECT_EQ(json["retry_after_seconds"], 2.5);
 }
 
+TEST(ReportTest, AServerCannotCommandTheTerminal) {
+  EXPECT_EQ(Describe(absl::InternalError("a\x1b[2J\nb")), "error: a\\x1b[2J\\x0ab\n");
+  EXPECT_EQ(
+      Describe(client::FromGrpc(client::InvalidFields({{"x\x1b[2J", "is \x1b]0;title\x07"}}))),
+      "error: x\\x1b[2J is \\x1b]0;title\\x07\n");
+}
+
 TEST(ReportTest, JsonSurvivesBytesThatAreNoText) {
   EXPECT_NO_THROW(DescribeAsJson(absl::InternalError("\xff\xfe")));
 }

@@ -376,6 +376,21 @@ grpc::Status FakeServer::ListJobs(grpc::ServerContext*, const v1::ListJobsReques
   return grpc::Status::OK;
 }
 
+grpc::Status FakeServer::GetJob(grpc::ServerContext*, const v1::GetJobRequest* request,
+                                v1::GetJobResponse* response) {
+  response->mutable_job()->set_request_id(request->request_id());
+  response->mutable_job()->mutable_error()->set_message(text_);
+  return grpc::Status::OK;
+}
+
+grpc::Status FakeServer::GetServerInfo(grpc::ServerContext*, const v1::GetServerInfoRequest*,
+                                       v1::GetServerInfoResponse* response) {
+  v1::Device* device = response->add_devices();
+  device->set_name("cpu");
+  device->set_description(text_);
+  return grpc::Status::OK;
+}
+
 grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
                                     const v1::ListModelsRequest* request,
                                     v1::ListModelsResponse* response) {

@@ -44,6 +44,8 @@ class FakeServer : public v1::ImageGeneration::Service {
   void SetImageBytes(size_t bytes) { image_bytes_ = bytes; }
   /// The model has another label.
   void AddLabel(const std::string& label) { label_ = label; }
+  /// The error of every job, and what the server says of its device.
+  void SetText(const std::string& text) { text_ = text; }
   /// A call must name the model, as if there were several.
   void HoldSeveral() { several_ = true; }
   /// Streams end with OK but without their last event.
@@ -68,6 +70,10 @@ class FakeServer : public v1::ImageGeneration::Service {
   /// The jobs "249" to "0", in pages of at most a hundred; with all_clients those of "somebody".
   grpc::Status ListJobs(grpc::ServerContext* context, const v1::ListJobsRequest* request,
                         v1::ListJobsResponse* response) override;
+  grpc::Status GetJob(grpc::ServerContext* context, const v1::GetJobRequest* request,
+                      v1::GetJobResponse* response) override;
+  grpc::Status GetServerInfo(grpc::ServerContext* context, const v1::GetServerInfoRequest* request,
+                             v1::GetServerInfoResponse* response) override;
   grpc::Status ListModels(grpc::ServerContext* context, const v1::ListModelsRequest* request,
                           v1::ListModelsResponse* response) override;
   grpc::Status GetModel(grpc::ServerContext* context, const v1::GetModelRequest* request,
@@ -81,7 +87,7 @@ class FakeServer : public v1::ImageGeneration::Service {
   std::atomic<size_t> image_bytes_{0};
   std::atomic<bool> omit_completed_{false};
   std::atomic<bool> several_{false};
-  std::string label_;  // set before the calls
+  std::string label_, text_;  // set before the calls
   std::atomic<int> generations_{0};
   std::atomic<int> cancelled_{0};
   mutable std::mutex mutex_;
