@@ -128,14 +128,17 @@ std::vector<const char*> WithConfigOfEnvironment(int argc, const char* const* ar
 std::vector<std::string> WithEmptyValues(const CLI::App& app,
                                          const std::vector<const char*>& arguments) {
   std::vector<std::string> all;
+  bool is_value = false;  // of the option before
   for (const std::string text : arguments) {
     const size_t equals = text.find('=');
-    const CLI::Option* const option = text.starts_with("--") && equals + 1 == text.size()
+    const CLI::Option* const option = !is_value && text.starts_with("--")
                                           ? app.get_option_no_throw(text.substr(0, equals))
                                           : nullptr;
     const bool takes_value = option != nullptr && option->get_items_expected_max() > 0;
-    all.push_back(takes_value ? text.substr(0, equals) : text);
-    if (takes_value) all.emplace_back();
+    const bool is_empty = takes_value && equals + 1 == text.size();
+    is_value = takes_value && equals == std::string::npos;
+    all.push_back(is_empty ? text.substr(0, equals) : text);
+    if (is_empty) all.emplace_back();
   }
   return all;
 }

@@ -549,6 +549,25 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   return absl::OkStatus();
 }
 
+/// "--flag=" as "--flag" and "": CLI11 takes the next argument as the value of the former.
+std::vector<std::string> WithEmptyValues(const CLI::App& app,
+                                         const std::vector<std::string>& arguments) {
+  std::vector<std::string> all;
+  bool is_value = false;  // of the option before
+  for (const std::string& text : arguments) {
+    const size_t equals = text.find('=');
+    const CLI::Option* const option = !is_value && text.starts_with("--")
+                                          ? app.get_option_no_throw(text.substr(0, equals))
+                                          : nullptr;
+    const bool takes_value = option != nullptr && option->get_items_expected_max() > 0;
+    const bool is_empty = takes_value && equals + 1 == text.size();
+    is_value = takes_value && equals == std::string::npos;
+    all.push_back(is_empty ? text.substr(0, equals) : text);
+    if (is_empty) all.emplace_back();
+  }
+  return all;
+}
+
 }  // namespace
 
 Shape RunConfig::picture() const {
@@ -614,14 +633,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
 
   std::vector<std::string> given(argv + 1, argv + argc);
   const auto parse = [&](const std::vector<std::string>& settings) -> absl::Status {
-    std::vector<std::string> arguments;
-    for (const std::string& text : settings) {
-      // CLI11 takes the next argument as the value of "--prompt=", but not of "--prompt" and "".
-      const bool empty =
-          text.size() > 3 && text.starts_with("--") && text.find('=') + 1 == text.size();
-      arguments.push_back(empty ? text.substr(0, text.size() - 1) : text);
-      if (empty) arguments.emplace_back();
-    }
+    std::vector<std::string> arguments = WithEmptyValues(app, settings);
     std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
     try {
       app.parse(arguments);

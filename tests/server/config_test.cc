@@ -94,6 +94,14 @@ TEST_F(ConfigTest, AFlagWithNothingBehindItsEqualsSignIsEmpty) {
   EXPECT_EQ(line->config.state_dir, "");
 }
 
+TEST_F(ConfigTest, AValueThatLooksLikeAnEmptyFlagIsAValue) {
+  EXPECT_THAT(Error({"--model", "--state-dir="}),
+              HasSubstr("--model --state-dir: \"\" is not a directory"));
+  const auto line = Parse({"--model", "m=" + Path("a-model"), "--fp32", "--state-dir="});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_EQ(line->config.state_dir, "");
+}
+
 TEST_F(ConfigTest, LoadsEachModelFolderByName) {
   const auto line = Parse({"--models", directory_.path()});
   ASSERT_TRUE(line.ok()) << line.status().message();

@@ -555,6 +555,12 @@ class RunTest(unittest.TestCase):
         self.assertIn(f"--metrics-listen {address}: cannot listen there", said)
         self.assertNotIn("read in", said)  # before the pictures are read
 
+    def test_a_value_that_looks_like_an_empty_flag_is_a_value(self):
+        done = subprocess.run([PROGRAM, "--data", "--labels=", "--network", "n.json", "--output", "o"],
+                              capture_output=True, text=True)  # fmt: skip
+        self.assertEqual(done.returncode, 2)
+        self.assertNotIn("not expected", done.stderr)
+
     def test_help_names_the_program(self):
         done = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, check=True)
         self.assertIn("Usage: denoise-train [OPTIONS]", done.stdout)
