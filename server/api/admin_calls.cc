@@ -68,6 +68,12 @@ grpc::Status ToGrpc(const absl::Status& status) {
   return ToGrpcStatus(status, reason, "", retry_delay);
 }
 
+grpc::Status NoAdmins() {
+  return ToGrpcStatus(
+      absl::UnimplementedError("nobody may load and unload models of this server; see --admin"),
+      reason::kNoAdmins, "");
+}
+
 void AdminCalls::Post(std::shared_ptr<CallRecord> record, ModelChange change,
                       std::function<grpc::Status()> work,
                       std::function<void(const grpc::Status&)> end) {

@@ -25,7 +25,7 @@ struct ModelChange {
 };
 
 /// What calls that change models are told where nobody may.
-inline constexpr char kNoAdmins[] = "nobody may load and unload models of this server; see --admin";
+grpc::Status NoAdmins();
 
 /// Runs the calls of all services that change models. They have their own threads, because a load
 /// waits for the device and an unload for requests. Changes that wait for neither have another

@@ -198,7 +198,7 @@ grpc::ServerUnaryReactor* InferenceService::PostChange(grpc::CallbackServerConte
     return admin_->Post(context, method, std::move(change), std::move(work), nullptr);
   }
   CallRecord record(context_.calls, method, context);
-  return Reply(context, &record, {grpc::StatusCode::UNIMPLEMENTED, kNoAdmins});
+  return Reply(context, &record, NoAdmins());
 }
 
 grpc::ServerUnaryReactor* InferenceService::RepositoryModelLoad(

@@ -623,7 +623,7 @@ template <typename Request, typename Response>
 void HttpApi::Change(const std::shared_ptr<Exchange>& exchange, std::shared_ptr<Request> request,
                      Complete<Response> complete) {
   if (context_.admin == nullptr) {
-    return exchange->Reply(ErrorReply({grpc::StatusCode::UNIMPLEMENTED, kNoAdmins}));
+    return exchange->Reply(ErrorReply(NoAdmins()));
   }
   const auto record = std::make_shared<CallRecord>(
       context_.calls.calls, exchange->request().route->rpc, OriginOf(exchange->request()));

@@ -23,8 +23,10 @@ inline constexpr char kModelUnloading[] = "MODEL_UNLOADING";
 inline constexpr char kModelExists[] = "MODEL_EXISTS";
 inline constexpr char kChangeIncomplete[] = "CHANGE_INCOMPLETE";
 inline constexpr char kNotAdmin[] = "NOT_ADMIN";
-inline constexpr char kUnauthenticated[] = "UNAUTHENTICATED";  // of the HTTP port
-inline constexpr char kForeignOrigin[] = "FOREIGN_ORIGIN";     // of the HTTP port
+inline constexpr char kNoAdmins[] = "NO_ADMINS";  // with --admin off
+/// Of the HTTP port. What refuses calls of gRPC 1.51 can send a code and a message alone.
+inline constexpr char kUnauthenticated[] = "UNAUTHENTICATED";
+inline constexpr char kForeignOrigin[] = "FOREIGN_ORIGIN";  // of the HTTP port
 inline constexpr char kJobNotFound[] = "JOB_NOT_FOUND";
 inline constexpr char kRequestIdTaken[] = "REQUEST_ID_TAKEN";
 inline constexpr char kClientLimit[] = "CLIENT_LIMIT";

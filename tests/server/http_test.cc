@@ -487,7 +487,9 @@ TEST_F(HttpTest, AdminsChangeModels) {
 TEST_F(HttpTest, WithoutAdminsNobodyChangesModels) {
   config_.admin = false;
   Start();
-  EXPECT_EQ(Ask("POST", "/v1/models", R"({"name": "cats"})").code, 501);
+  const HttpAnswer refused = Ask("POST", "/v1/models", R"({"name": "cats"})");
+  EXPECT_EQ(refused.code, 501);
+  EXPECT_EQ(refused.Error("code"), "no_admins");
   EXPECT_EQ(Ask("DELETE", "/v1/models/digits").code, 501);
 }
 

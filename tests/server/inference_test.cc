@@ -391,7 +391,9 @@ TEST_F(TritonTest, AllProbesAgree) {
 TEST_F(TritonTest, OnlyAdminsChangeTheRepository) {
   config_.admin = false;
   Start();
-  EXPECT_EQ(Load("digits").error_code(), StatusCode::UNIMPLEMENTED);
+  const grpc::Status refused = Load("digits");
+  EXPECT_EQ(refused.error_code(), StatusCode::UNIMPLEMENTED);
+  EXPECT_EQ(denoised::Find<google::rpc::ErrorInfo>(refused).reason(), "NO_ADMINS");
   EXPECT_EQ(Unload("digits", "unload_dependents").error_code(), StatusCode::UNIMPLEMENTED);
   EXPECT_THAT(Index(), ElementsAre("digits@1 READY"));
 }
