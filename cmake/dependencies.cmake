@@ -17,7 +17,6 @@ if(DENOISED_BUILD_SERVER)
   find_package(Protobuf REQUIRED)
   find_package(gRPC CONFIG REQUIRED)
   find_package(prometheus-cpp CONFIG REQUIRED)
-  find_package(civetweb CONFIG REQUIRED)
   find_package(CLI11 REQUIRED)
   find_package(Boost 1.74 REQUIRED)  # Asio and Beast, which are headers alone
   find_package(OpenSSL REQUIRED)

@@ -17,7 +17,6 @@
 #include "server/security/clients.h"
 #include "server/security/credentials.h"
 #include "server/status/model_name.h"
-#include "server/telemetry/http_server.h"
 #include "server/telemetry/metrics.h"
 
 namespace denoised {
@@ -80,7 +79,9 @@ void CheckAddresses(const Config& config, Report* report) {
   }
   if (config.metrics_listen.empty()) return;
   report->Add("metrics " + config.metrics_listen,
-              HttpServer::Listen(config.metrics_listen, {}).status());
+              Acceptor::Listen("--metrics-listen", config.metrics_listen,
+                               config.connections.max_connections, &metrics)
+                  .status());
 }
 
 double Megabytes(size_t bytes) { return static_cast<double>(bytes) / 1e6; }

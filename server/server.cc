@@ -28,6 +28,7 @@
 #include "server/api/write_watch.h"
 #include "server/http/http_api.h"
 #include "server/http/http_port.h"
+#include "server/http/metrics_port.h"
 #include "server/jobs/jobs.h"
 #include "server/jobs/memory_budget.h"
 #include "server/jobs/worker_pool.h"
@@ -39,7 +40,6 @@
 #include "server/settings.h"
 #include "server/snapshots.h"
 #include "server/status/model_name.h"
-#include "server/telemetry/http_server.h"
 #include "server/telemetry/log.h"
 #include "server/telemetry/metrics.h"
 #include "server/version.h"
@@ -191,7 +191,7 @@ struct Server::State {
   std::unique_ptr<ModelAdminService> model_admin;  // null as `admin`
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Acceptor> acceptor;
-  std::unique_ptr<HttpServer> metrics_server;  // null when it is not wanted
+  std::unique_ptr<MetricsPort> metrics_port;  // null when it is not wanted
   MemoryBudget http_bodies;
   std::unique_ptr<HttpApi> http_api;    // null as `http_port`
   std::unique_ptr<HttpPort> http_port;  // null when it is not wanted
@@ -219,10 +219,9 @@ void Server::State::Announce() const {
     fields.push_back({"http", (config.security.tls() ? "https://" : "http://") +
                                   WithPort(config.http_listen, http_port->port())});
   }
-  if (metrics_server) {
-    fields.push_back(
-        {"metrics",
-         "http://" + WithPort(config.metrics_listen, metrics_server->port()) + "/metrics"});
+  if (metrics_port) {
+    fields.push_back({"metrics", "http://" + WithPort(config.metrics_listen, metrics_port->port()) +
+                                     "/metrics"});
   }
   log::Info("listening", fields);
   const SecurityConfig& security = config.security;
@@ -286,14 +285,14 @@ absl::Status Server::State::ServeMetrics() {
   if (config.metrics_listen.empty()) return absl::OkStatus();
   const auto probe = [](bool ok) { return ok ? PageReply{200, "ok\n"} : PageReply{503, "no\n"}; };
   DENOISED_ASSIGN_OR_RETURN(
-      metrics_server,
-      HttpServer::Listen(config.metrics_listen,
-                         {{"/metrics",
-                           [this] {
-                             return PageReply{200, Scrape()};
-                           }},
-                          {"/healthz", [this, probe] { return probe(health.live()); }},
-                          {"/readyz", [this, probe] { return probe(health.ready()); }}}));
+      metrics_port,
+      MetricsPort::Listen(config.metrics_listen, config.connections.max_connections,
+                          {{"/metrics",
+                            [this] {
+                              return PageReply{200, Scrape()};
+                            }},
+                           {"/healthz", [this, probe] { return probe(health.live()); }},
+                           {"/readyz", [this, probe] { return probe(health.ready()); }}}));
   return absl::OkStatus();
 }
 
@@ -425,9 +424,7 @@ Server::~Server() {
 
 int Server::port() const { return state_->acceptor->port(); }
 int Server::http_port() const { return state_->http_port ? state_->http_port->port() : 0; }
-int Server::metrics_port() const {
-  return state_->metrics_server ? state_->metrics_server->port() : 0;
-}
+int Server::metrics_port() const { return state_->metrics_port ? state_->metrics_port->port() : 0; }
 
 std::optional<absl::Status> Server::Loaded(std::chrono::milliseconds timeout) {
   const Clock::time_point deadline = Clock::now() + timeout;

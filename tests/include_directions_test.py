@@ -56,7 +56,6 @@ ROOMS = [
     ("grpc", "gRPC"),
     ("google/protobuf/", "gRPC"),
     ("prometheus/", "prometheus-cpp"),
-    ("CivetServer.h", "civetweb"),
     ("boost/", "Boost"),
     ("openssl/", "OpenSSL"),
     ("oneapi/", "oneDNN"),
@@ -92,7 +91,7 @@ ALLOWED = {
     "engine": {"core", "backend", "io", "nn", "models", "sampling", "pipelines", "batching",
                "engine.h", "job.h"},
     "server status": {"core", "engine.h", "proto", "gRPC"},
-    "telemetry": {"core", "engine.h", "proto", "gRPC", "prometheus-cpp", "civetweb", "server status"},
+    "telemetry": {"core", "engine.h", "proto", "gRPC", "prometheus-cpp", "server status"},
     "security": {"core", "proto", "gRPC", "OpenSSL", "server status", "telemetry"},
     "server models": {"core", "engine.h", "proto", "gRPC", "server status", "telemetry"},
     "jobs": {"core", "sampling", "engine.h", "proto", "gRPC", "OpenSSL", "server version"}

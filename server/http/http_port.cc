@@ -812,7 +812,7 @@ absl::StatusOr<std::unique_ptr<HttpPort>> HttpPort::Listen(const HttpPortOptions
   if (options.security.tls()) {
     DENOISED_ASSIGN_OR_RETURN(state->tls, TlsContext::Open(options.security));
   }
-  DENOISED_ASSIGN_OR_RETURN(state->acceptor, Acceptor::Listen("--http-listen", options.address,
+  DENOISED_ASSIGN_OR_RETURN(state->acceptor, Acceptor::Listen(options.flag, options.address,
                                                               options.max_connections, metrics));
   return std::unique_ptr<HttpPort>(new HttpPort(std::move(state)));
 }

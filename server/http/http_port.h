@@ -16,8 +16,9 @@ namespace denoised {
 class Metrics;
 
 struct HttpPortOptions {
-  std::string address;      // host:port
-  SecurityConfig security;  // TLS
+  std::string address;                 // host:port
+  SecurityConfig security;             // TLS
+  const char* flag = "--http-listen";  // that names the address, for errors
   int max_connections = 10'000;
   std::chrono::milliseconds handshake{20'000};  // for TLS, and for the headers of a request
   std::chrono::milliseconds idle{75'000};       // between requests of a connection
@@ -35,7 +36,7 @@ class HttpPort {
   static constexpr int64_t kMaxHeadBytes = 16 << 10;
 
   /// Opens the port, and answers from Start on. What is pointed to must outlive the port; `bodies`
-  /// is the memory for what clients send. Errors name --http-listen or the flags of TLS.
+  /// is the memory for what clients send. Errors name `flag` or the flags of TLS.
   static absl::StatusOr<std::unique_ptr<HttpPort>> Listen(const HttpPortOptions& options,
                                                           HttpHandler* handler,
                                                           MemoryBudget* bodies, Metrics* metrics);

@@ -356,7 +356,7 @@ TEST_F(TritonTest, AllProbesAgree) {
     name = absl::AsciiStrToLower(name);
     const bool ready = name == "serving";
     EXPECT_EQ(Ready(), ready) << name;
-    EXPECT_THAT(Get("/readyz"), StartsWith(ready ? "HTTP/1.0 200" : "HTTP/1.0 503")) << name;
+    EXPECT_THAT(Get("/readyz"), StartsWith(ready ? "HTTP/1.1 200" : "HTTP/1.1 503")) << name;
     EXPECT_THAT(Scrape(), HasSubstr("denoised_server_state{state=\"" + name + "\"} 1"));
     std::string health;
     grpc::ClientContext health_context;

@@ -1092,15 +1092,15 @@ TEST_F(ServerTest, ProbesOverHttpSayWhatHealthSays) {
   config_.metrics_listen = "127.0.0.1:0";
   std::latch loads{1};
   StartLoading({.on_open = [&](const std::string&) { loads.wait(); }});
-  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.0 200"));
-  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 503"));
-  EXPECT_THAT(Get("/"), StartsWith("HTTP/1.0 404"));
+  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 503"));
+  EXPECT_THAT(Get("/"), StartsWith("HTTP/1.1 404"));
   loads.count_down();
   ASSERT_TRUE(server_->Loaded(1min)->ok());
-  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 200"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 200"));
   server_->Drain(0ms);
-  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.0 503"));
-  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.0 200"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 503"));
+  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200"));
 }
 
 TEST_F(ServerTest, APortInUseIsAnErrorThatNamesIt) {
