@@ -625,11 +625,10 @@ std::string InputName(const std::string& field) {
   for (const Input& input : kInputs) {
     if (const auto name = renamed(input.path, input.name)) return *name;
   }
-  constexpr std::pair<const char*, const char*> kOthers[] = {{"count", "batch size"},
-                                                             {"init_image", "init_image"},
-                                                             {"mask", "mask"},
-                                                             {"model", "model_name"},
-                                                             {"conditions", "prompt"}};
+  constexpr std::pair<const char*, const char*> kOthers[] = {
+      {"count", "batch size"},      {"priority", "parameters.priority"},
+      {"init_image", "init_image"}, {"mask", "mask"},
+      {"model", "model_name"},      {"conditions", "prompt"}};
   for (const auto& [path, name] : kOthers) {
     if (const auto found = renamed(path, name)) return *found;
   }

@@ -211,7 +211,9 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryModelLoad(
     const auto violations =
         CheckRepositoryChange(asked.repository_name(), name, asked.parameters(), nullptr);
     if (!violations.empty()) return InvalidFields(violations, "");
-    return ToGrpc(catalog_->Load({.name = name, .unload_previous = true}).status());
+    return ToGrpc(
+        catalog_->Load({.name = name, .unload_previous = true, .name_field = "model_name"})
+            .status());
   });
 }
 
@@ -225,7 +227,7 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryModelUnload(
     const auto violations = CheckRepositoryChange(asked.repository_name(), name, asked.parameters(),
                                                   "unload_dependents");
     if (!violations.empty()) return InvalidFields(violations, "");
-    return ToGrpc(catalog_->Unload(name));
+    return ToGrpc(catalog_->Unload(name, "model_name"));
   });
 }
 

@@ -56,7 +56,8 @@ grpc::Status RequestPreparer::Prepare(const JobRequest& request, const std::stri
   grpc::Status refusal;
   const std::string& asked = request.params.model();
   const std::string name = asked.empty() ? ModelNameFor(request.params, catalog_->All()) : asked;
-  const auto model = catalog_->Select(name, "params.model", request_id, &refusal);
+  const auto model =
+      catalog_->Select(name, request.FieldName("params.model"), request_id, &refusal);
   if (!model) return refusal;
   prepared->model = EngineName(model->name, model->version);
   refusal = CheckReady(ShownTo(request.caller.admin, *model), request_id);
@@ -75,18 +76,15 @@ grpc::Status RequestPreparer::Prepare(const JobRequest& request, const std::stri
   auto job = engine_->Resolve(spec, &engine_violations);
   Merge(engine_violations, &violations);
   if (!violations.empty()) {
-    if (request.field_name != nullptr) {
-      for (FieldViolation& violation : violations) {
-        violation.field = request.field_name(violation.field);
-      }
+    for (FieldViolation& violation : violations) {
+      violation.field = request.FieldName(violation.field);
     }
     return InvalidFields(violations, request_id);
   }
   if (!translation.memory_status.ok()) {
-    const std::string& field = translation.memory_field;
-    return ToGrpcStatus(Annotate(translation.memory_status,
-                                 request.field_name != nullptr ? request.field_name(field) : field),
-                        reason::kDecodingMemory, request_id, queue_wait_->RetryDelay());
+    return ToGrpcStatus(
+        Annotate(translation.memory_status, request.FieldName(translation.memory_field)),
+        reason::kDecodingMemory, request_id, queue_wait_->RetryDelay());
   }
   if (!job.ok()) {
     prepared->replaced = true;  // it was ready a moment ago

@@ -440,7 +440,7 @@ class Translator {
     if (!params_.has_init_image()) {
       if (params_.has_mask())
         Violate("params.mask",
-                "is set, but params.init_image is not; give the picture that the mask is for");
+                "is set, but init_image is not; give the picture that the mask is for");
       return;
     }
     const v1::InitImage& init = params_.init_image();

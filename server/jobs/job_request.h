@@ -29,6 +29,10 @@ struct JobRequest {
   std::optional<Clock::time_point> deadline;
   /// What the caller's protocol calls a field of denoised.v1: "params.steps". Null: the same.
   std::string (*field_name)(const std::string& field) = nullptr;
+
+  std::string FieldName(const std::string& field) const {
+    return field_name == nullptr ? field : field_name(field);
+  }
 };
 
 /// Whether `id` may be used as GenerationParams.request_id says: 1 to 128 printable ASCII

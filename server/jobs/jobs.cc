@@ -118,10 +118,9 @@ std::string Difference(const v1::StreamGenerateRequest& a, const v1::StreamGener
 }
 
 grpc::Status AlreadyExists(const JobRequest& request, const std::string& difference) {
-  const std::string field = "params.request_id";
   const std::string& id = request.params.request_id();
   return FieldStatus(absl::StatusCode::kAlreadyExists,
-                     {request.field_name == nullptr ? field : request.field_name(field),
+                     {request.FieldName("params.request_id"),
                       fmt::format("{} belongs to a request that asks for something else ({}); use "
                                   "another id for another request",
                                   Quote(id), difference.substr(0, 200))},

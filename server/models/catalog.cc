@@ -314,11 +314,11 @@ absl::StatusOr<CatalogModel> Catalog::LoadVersion(const LoadRequest& request,
     MutexLock lock(&mutex_);
     if (const auto alias = aliases_.find(name); alias != aliases_.end()) {
       return absl::AlreadyExistsError(fmt::format(
-          "name: \"{}\" is an alias of {}; choose another name, or delete the alias first", name,
-          alias->second));
+          "{}: \"{}\" is an alias of {}; choose another name, or delete the alias first",
+          request.name_field, name, alias->second));
     }
     Model* model = FindModel(name);
-    if (!found.ok()) return Annotate(found.status(), "name");
+    if (!found.ok()) return Annotate(found.status(), request.name_field);
     directory = *found;
     if (version.empty()) {
       // Versions that are whole numbers; one of more digits than that is only a name.
@@ -413,7 +413,7 @@ absl::Status Catalog::Open(const std::string& name, const std::string& version,
   return status;
 }
 
-absl::Status Catalog::Unload(const std::string& name) {
+absl::Status Catalog::Unload(const std::string& name, const char* field) {
   const std::string model_name(NamePart(name));
   std::vector<std::string> versions;
   {
@@ -430,7 +430,8 @@ absl::Status Catalog::Unload(const std::string& name) {
       versions.push_back(version.version);
     }
     if (versions.empty()) {
-      return NotFound("name: there is no model {}; this server holds: {}", Quote(name), Names());
+      return NotFound("{}: there is no model {}; this server holds: {}", field, Quote(name),
+                      Names());
     }
     Leave(model, versions);
   }

@@ -77,6 +77,7 @@ class Catalog {
     /// Reload because files of the current version changed. Not saved, as a restart reads the new
     /// files anyway.
     bool reload = false;
+    const char* name_field = "name";  // what the caller's protocol calls it, for errors
   };
   // The four changes below are saved before they return. If TookEffect(error), the change was made,
   // but it could not be saved (a restart undoes it), or a version that it removed could not be
@@ -87,8 +88,8 @@ class Catalog {
   /// InvalidArgument (not in one of the roots), or the engine's error.
   absl::StatusOr<CatalogModel> Load(const LoadRequest& request);
   /// Removes "name@version" or all versions of "name", and their aliases. Blocks until their
-  /// requests have finished.
-  absl::Status Unload(const std::string& name);
+  /// requests have finished. `field` is what the caller's protocol calls the name.
+  absl::Status Unload(const std::string& name, const char* field = "name");
   /// If a model has the name `alias`, `target` must be one of its versions, which becomes current;
   /// otherwise AlreadyExists.
   absl::StatusOr<CatalogModel> SetAlias(const std::string& alias, const std::string& target);

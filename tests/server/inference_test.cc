@@ -36,6 +36,7 @@ using inference::ModelInferResponse;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsSupersetOf;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 template <typename T>
@@ -256,7 +257,10 @@ TEST_F(TritonTest, TheRepositoryIsListedLoadedAndUnloaded) {
 
   EXPECT_EQ(Load("cats").error_code(), StatusCode::NOT_FOUND);
   EXPECT_EQ(Load("..").error_code(), StatusCode::INVALID_ARGUMENT);
-  EXPECT_EQ(Unload("faces", "unload_dependents").error_code(), StatusCode::NOT_FOUND);
+  EXPECT_THAT(Load("cats").error_message(), StartsWith("model_name: "));
+  const grpc::Status unknown = Unload("faces", "unload_dependents");
+  EXPECT_EQ(unknown.error_code(), StatusCode::NOT_FOUND);
+  EXPECT_THAT(unknown.error_message(), StartsWith("model_name: there is no model"));
   EXPECT_THAT(Violated(Unload("digits", "force")), ElementsAre("parameters"));
   inference::RepositoryModelLoadRequest bad;
   bad.set_repository_name("mine");
@@ -602,6 +606,7 @@ TEST(InferenceTensorsTest, TextsMasksAndGuidance) {
   EXPECT_EQ(InputName("params.conditions"), "prompt");
   EXPECT_EQ(InputName(ProtoField("class_values")), "class_vector[0]");
   EXPECT_EQ(InputName("params.text_options.clip_skip"), "clip_skip");
+  EXPECT_EQ(InputName("params.priority"), "parameters.priority");
 
   *request.mutable_raw_input_contents(0) = RawTexts({"a", "b", "c"});  // one too many
   *request.mutable_raw_input_contents(1) = RawTexts({"a", "\xff"});
@@ -907,6 +912,16 @@ TEST_F(InferenceTest, RefusesByName) {
   }
   EXPECT_EQ(engine_->evaluations(), 0);
   EXPECT_TRUE(Infer({}).ok());
+}
+
+TEST_F(InferenceTest, AMaskWithoutItsPictureNamesInputs) {
+  Start({.channels = 3});
+  ModelInferRequest request;
+  AddBytes(&request, "mask", "a file");
+  const grpc::Status status = Infer(request);
+  EXPECT_THAT(Violated(status), ElementsAre("mask"));
+  EXPECT_THAT(status.error_message(), HasSubstr("init_image is not"));
+  EXPECT_THAT(status.error_message(), Not(HasSubstr("params")));
 }
 
 TEST_F(InferenceTest, AllThatIsWrongAtOnce) {
