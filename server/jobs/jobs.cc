@@ -80,7 +80,7 @@ void CopyUploads(const v1::GenerationParams& asked, v1::GenerationParams* effect
   if (effective->has_initial_noise()) *effective->mutable_initial_noise() = asked.initial_noise();
 }
 
-/// Writes the first difference alone: two requests may differ in millions of seeds.
+/// Counts the differences and writes the first alone: two requests may differ in millions of seeds.
 class FirstDifference : public google::protobuf::util::MessageDifferencer::StreamReporter {
  public:
   using StreamReporter::StreamReporter;
@@ -96,25 +96,39 @@ class FirstDifference : public google::protobuf::util::MessageDifferencer::Strea
   }
   void ReportModified(const google::protobuf::Message& a, const google::protobuf::Message& b,
                       const Path& path) override {
-    if (First()) StreamReporter::ReportModified(a, b, path);
+    if (!First()) return;
+    const FieldDescriptor* const field = path.back().field;
+    if (field == nullptr || field->type() != FieldDescriptor::TYPE_BYTES) {
+      return StreamReporter::ReportModified(a, b, path);
+    }
+    PrintPath(path, /*left_side=*/true);  // digests say nothing to a reader
+    Print(" differs\n");
   }
 
+  size_t count() const { return count_; }
+
  private:
-  bool First() { return !std::exchange(found_, true); }
-  bool found_ = false;
+  bool First() { return ++count_ == 1; }
+  size_t count_ = 0;
 };
 
-/// The first difference, "modified: params.steps: 4 -> 5"; empty if there is none.
-std::string Difference(const v1::StreamGenerateRequest& a, const v1::StreamGenerateRequest& b) {
+struct Difference {
+  size_t count = 0;
+  std::string first;  // "modified: params.steps: 4 -> 5", "params.mask.encoded differs"
+};
+
+Difference Compare(const v1::StreamGenerateRequest& a, const v1::StreamGenerateRequest& b) {
   google::protobuf::util::MessageDifferencer differencer;
-  std::string report;
+  Difference difference;
   {
-    google::protobuf::io::StringOutputStream stream(&report);
+    google::protobuf::io::StringOutputStream stream(&difference.first);
     FirstDifference first(&stream);
     differencer.ReportDifferencesTo(&first);
-    if (differencer.Compare(a, b)) return "";
-  }  // has written all to `report`
-  return report.substr(0, report.find('\n'));
+    differencer.Compare(a, b);
+    difference.count = first.count();
+  }  // has written all
+  difference.first.resize(std::min(difference.first.size(), difference.first.find('\n')));
+  return difference;
 }
 
 grpc::Status AlreadyExists(const JobRequest& request, const std::string& difference) {
@@ -173,13 +187,15 @@ std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
       if (request.preview == nullptr && there.asked.has_preview()) {
         *asked.mutable_preview() = there.asked.preview();
       }
-      if (const std::string difference = Difference(there.asked, asked); !difference.empty()) {
+      if (const Difference difference = Compare(there.asked, asked); difference.count > 0) {
         // The parameters that the job answers with ask for the same.
         v1::StreamGenerateRequest answered = there.asked;
         *answered.mutable_params() = there.generation->Params();
         CopyUploads(there.asked.params(), answered.mutable_params());
-        if (!Difference(answered, asked).empty()) {
-          *refusal = AlreadyExists(request, difference);
+        if (const Difference other = Compare(answered, asked); other.count > 0) {
+          // Of the two forms, the request has what it was made of.
+          *refusal = AlreadyExists(request,
+                                   other.count < difference.count ? other.first : difference.first);
           return nullptr;
         }
       }

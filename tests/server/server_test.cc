@@ -333,6 +333,27 @@ TEST_F(ServerTest, AJobSurvivesItsStreamAndIsWatchedFromWhereItWasLost) {
   EXPECT_GT(got.job().expire_time().seconds(), got.job().end_time().seconds());
 }
 
+TEST_F(ServerTest, AnIdOfAnotherUploadNamesIt) {
+  Start();
+  v1::GenerateRequest request;
+  v1::GenerationParams& params = *request.mutable_params();
+  params.set_request_id("mine");
+  v1::Tensor& noise = *params.mutable_initial_noise();
+  noise.set_data_type(v1::DATA_TYPE_FLOAT32);
+  for (const int extent : {1, 32, 32, 1}) noise.add_shape(extent);
+  noise.set_data(std::string(4096, '\0'));
+  v1::GenerateResponse response;
+  const grpc::Status drawn = Generate(request, &response);
+  ASSERT_TRUE(drawn.ok()) << drawn.error_message();
+  v1::GenerationParams effective = response.params();
+  noise.mutable_data()->back() = '\x40';
+  EXPECT_THAT(Generate(request).error_message(), HasSubstr("(params.initial_noise.data differs)"));
+  // As its reply told them: of what was added since, the upload alone is another.
+  *effective.mutable_initial_noise() = noise;
+  params = effective;
+  EXPECT_THAT(Generate(request).error_message(), HasSubstr("(params.initial_noise.data differs)"));
+}
+
 TEST_F(ServerTest, CancelJobEndsItForEverybodyWhoWatches) {
   Start();
   engine_->Pause(true);
