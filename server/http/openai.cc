@@ -279,7 +279,7 @@ class Reader {
                        "out",
                        quality);
       }
-      output.set_quality(std::max(1, quality));
+      output.set_quality(std::max(1, quality));  // OpenAI's begins at 0, and ours at 1
     });
     const std::string response = ReadString("response_format");
     if (!response.empty() && response != "b64_json" && response != "url") {

@@ -528,6 +528,17 @@ TEST_F(HttpTest, OpenAiFieldsAreThoseOfOurMessages) {
   }
 }
 
+TEST_F(HttpTest, OpenAiCompressionZeroIsTheStrongest) {
+  Start();
+  for (const int compression : {0, 1}) {
+    const json body = {
+        {"prompt", "5"}, {"output_format", "jpeg"}, {"output_compression", compression}};
+    const HttpAnswer answer = Ask("POST", "/v1/images/generations", body.dump());
+    ASSERT_EQ(answer.code, 200) << answer.body;
+    EXPECT_EQ(answer.Json()["denoised"]["params"]["output"]["quality"], 1);
+  }
+}
+
 TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
   Start();
   const std::pair<const char*, const char*> kBad[] = {
