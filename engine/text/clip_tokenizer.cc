@@ -323,6 +323,8 @@ class ClipTokenizerFiles {
     if (!Has("merges.txt")) return NotFound("{}: no such file", file);
     constexpr uintmax_t kMaxBytes = 64u << 20;  // as for JSON
     std::error_code error;
+    if (!fs::is_regular_file(file, error))
+      return InvalidArgument("{}: is not a regular file; copy it again", file);
     if (const uintmax_t size = fs::file_size(file, error); error || size > kMaxBytes)
       return InvalidArgument("{}: is larger than {} bytes", file, kMaxBytes);
     std::ifstream lines(file, std::ios::binary);

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -277,6 +278,12 @@ TEST_F(ClipTokenizerFilesTest, NamesMissingFiles) {
     EXPECT_EQ(Load().status().code(), absl::StatusCode::kNotFound);
     EXPECT_THAT(Error(), HasSubstr(directory_ / file + ": no such file"));
   }
+}
+
+TEST_F(ClipTokenizerFilesTest, RefusesMergesThatAreNoFile) {
+  Remove("merges.txt");
+  ASSERT_EQ(::mkfifo((directory_ / "merges.txt").c_str(), 0600), 0);
+  EXPECT_THAT(Error(), HasSubstr("merges.txt: is not a regular file"));
 }
 
 TEST_F(ClipTokenizerFilesTest, RefusesEmptyMerges) {
