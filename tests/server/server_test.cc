@@ -812,6 +812,13 @@ TEST_F(ServerTest, ModelsAreLoadedAndUnloadedByRpc) {
   EXPECT_EQ(refused.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_THAT(refused.error_message(),
               AllOf(HasSubstr("unload_previous"), HasSubstr("keep_current")));
+  grpc::ClientContext cut_context;
+  v1::LoadModelRequest cut;  // the system would read the path up to the NUL
+  cut.set_name("cats");
+  cut.set_directory(testing::TempDir() + std::string("\0x", 2));
+  const grpc::Status nul = admin->LoadModel(&cut_context, cut, &loaded);
+  EXPECT_EQ(nul.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(Violated(nul), ElementsAre("directory"));
   v1::SetAliasRequest alias;
   alias.set_alias("canary");
   alias.set_target("faces@2");
