@@ -33,8 +33,10 @@ namespace {
 
 std::shared_ptr<const Caller> CallerOf(const Clients& clients,
                                        const grpc::CallbackServerContext& context) {
-  auto caller = IdentifyCaller(clients, context.client_metadata(), context.auth_context().get());
-  // The port has checked the caller before, but a token may have been withdrawn since.
+  const auto connection = context.auth_context();
+  auto caller =
+      clients.IdentifyAdmitted(CredentialsOf(context.client_metadata(), connection.get()));
+  // The port has checked the caller before, so there is one, unless the file has changed twice.
   return caller.ok() ? *std::move(caller) : std::make_shared<const Caller>();
 }
 

@@ -137,7 +137,7 @@ std::shared_ptr<const Clients::Entries> Clients::Current() const {
   if (version == version_) return entries_;
   if (auto read = Read(path_); read.ok()) {
     version_ = std::move(version);
-    entries_ = *std::move(read);
+    former_ = std::exchange(entries_, *std::move(read));
     log::Info("clients read again", {{"clients", static_cast<int>(entries_->size())}});
   } else if (version != failed_version_) {
     // It is tried again at the next look, since a token may have been withdrawn, but told once.
@@ -157,6 +157,23 @@ absl::StatusOr<std::shared_ptr<const Caller>> Clients::Identify(
     if (!credentials.certificate.empty()) caller->name = credentials.certificate[0];
     return caller;
   }
+  return Find(*entries, credentials);
+}
+
+absl::StatusOr<std::shared_ptr<const Caller>> Clients::IdentifyAdmitted(
+    const Credentials& credentials) const {
+  auto caller = Identify(credentials);
+  if (caller.ok()) return caller;
+  std::shared_ptr<const Entries> former;
+  {
+    MutexLock lock(&mutex_);
+    former = former_;
+  }
+  return former == nullptr ? std::move(caller) : Find(*former, credentials);
+}
+
+absl::StatusOr<std::shared_ptr<const Caller>> Clients::Find(const Entries& entries,
+                                                            const Credentials& credentials) {
   if (!credentials.authorization.empty()) {
     constexpr absl::string_view kScheme = "Bearer ";
     const std::string_view scheme = credentials.authorization.substr(0, kScheme.size());
@@ -167,7 +184,7 @@ absl::StatusOr<std::shared_ptr<const Caller>> Clients::Identify(
     // Compares with all tokens, each in constant time, so that timing reveals nothing about the
     // file.
     std::shared_ptr<const Caller> found;
-    for (const Entry& entry : *entries) {
+    for (const Entry& entry : entries) {
       for (const std::string& known : entry.token_digests) {
         if (CRYPTO_memcmp(known.data(), digest.data(), digest.size()) == 0) found = entry.caller;
       }
@@ -176,7 +193,7 @@ absl::StatusOr<std::shared_ptr<const Caller>> Clients::Identify(
     return Unauthenticated("this server does not know the token; ask its operator for one");
   }
   for (const std::string_view name : credentials.certificate) {
-    for (const Entry& entry : *entries) {
+    for (const Entry& entry : entries) {
       for (const std::string& known : entry.certificates) {
         if (known == name) return entry.caller;
       }

@@ -80,6 +80,10 @@ class Clients {
 
   /// Never null. Unauthenticated says what is needed, without repeating what was sent.
   absl::StatusOr<std::shared_ptr<const Caller>> Identify(const Credentials& credentials) const;
+  /// As Identify, for a call that it let in a moment ago: a client that has been taken out of the
+  /// file since is still known.
+  absl::StatusOr<std::shared_ptr<const Caller>> IdentifyAdmitted(
+      const Credentials& credentials) const;
 
  private:
   struct Entry {
@@ -94,12 +98,15 @@ class Clients {
   static absl::StatusOr<std::shared_ptr<const Entries>> Read(const std::string& path);
   /// The entries, at most `refresh_` old. Null without a file.
   std::shared_ptr<const Entries> Current() const;
+  static absl::StatusOr<std::shared_ptr<const Caller>> Find(const Entries& entries,
+                                                            const Credentials& credentials);
 
   const std::string path_;
   const std::chrono::milliseconds refresh_;
   const bool everybody_is_admin_;
   mutable Mutex mutex_;
   mutable std::shared_ptr<const Entries> entries_ ABSL_GUARDED_BY(mutex_);
+  mutable std::shared_ptr<const Entries> former_ ABSL_GUARDED_BY(mutex_);  // null: none before
   mutable std::chrono::steady_clock::time_point checked_ ABSL_GUARDED_BY(mutex_);
   /// Identify states of the file.
   mutable std::string version_ ABSL_GUARDED_BY(mutex_);         // of `entries_`

@@ -66,7 +66,7 @@ class Gate final : public grpc::AuthMetadataProcessor {
                        OutputMetadata*, OutputMetadata*) override {
     const std::string_view path = MetadataValue(metadata, ":path");
     if (path.substr(0, kOpenService.size()) == kOpenService) return grpc::Status::OK;
-    const auto caller = IdentifyCaller(*clients_, metadata, connection);
+    const auto caller = clients_->Identify(CredentialsOf(metadata, connection));
     if (caller.ok()) return grpc::Status::OK;
     const auto* method = FindMethod(path);
     metrics_->CallRefused(method);
@@ -124,9 +124,8 @@ std::string_view MetadataValue(const std::multimap<grpc::string_ref, grpc::strin
   return {it->second.data(), it->second.size()};
 }
 
-absl::StatusOr<std::shared_ptr<const Caller>> IdentifyCaller(
-    const Clients& clients, const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
-    const grpc::AuthContext* connection) {
+Credentials CredentialsOf(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
+                          const grpc::AuthContext* connection) {
   Credentials credentials{.authorization = MetadataValue(metadata, "authorization")};
   for (const char* header : {"x-forwarded-for", "forwarded", "via"}) {
     credentials.forwarded = credentials.forwarded || metadata.count(header) > 0;
@@ -136,7 +135,7 @@ absl::StatusOr<std::shared_ptr<const Caller>> IdentifyCaller(
   for (const grpc::string_ref& name : names) {
     credentials.certificate.emplace_back(name.data(), name.size());
   }
-  return clients.Identify(credentials);
+  return credentials;
 }
 
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(

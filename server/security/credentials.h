@@ -20,7 +20,7 @@ namespace denoised {
 
 class Clients;
 class Metrics;
-struct Caller;
+struct Credentials;
 
 /// Credentials for the port. If `config` names a certificate: TLS, whose files are read again when
 /// they change; and every call except health checks must be from a client that `clients` knows. A
@@ -41,10 +41,10 @@ absl::Status CheckClientAuthority(const SecurityConfig& config);
 std::optional<std::chrono::system_clock::time_point> CertificateExpiry(
     const SecurityConfig& config);
 
-/// The caller of a call, from its metadata and the properties of its connection (may be null).
-absl::StatusOr<std::shared_ptr<const Caller>> IdentifyCaller(
-    const Clients& clients, const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
-    const grpc::AuthContext* connection);
+/// What a call says of its caller, in its metadata and the properties of its connection (may be
+/// null), both of which must outlive the result.
+Credentials CredentialsOf(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
+                          const grpc::AuthContext* connection);
 
 /// The value of `key`; empty if there is none.
 std::string_view MetadataValue(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,

@@ -183,6 +183,27 @@ TEST_F(ClientsTest, ReadsAChangedFileAndKeepsTheFormerWhenItIsWrong) {
   EXPECT_EQ(NameOf(*clients, "Bearer " + first), "first");
 }
 
+TEST_F(ClientsTest, ACallThatWasLetInKeepsItsCaller) {
+  const auto [first, first_digest] = MakePair("first");
+  const auto [second, second_digest] = MakePair("second");
+  const auto entry = [](const std::string& name, const std::string& digest) {
+    return "{\"" + name + "\": {\"token_sha256\": [\"" + digest + "\"]}}";
+  };
+  const auto clients = *Clients::Open(Write(entry("first", first_digest)), 0ms);
+  const auto admitted = [&](const std::string& token) {
+    return clients->IdentifyAdmitted({.authorization = token});
+  };
+  EXPECT_FALSE(admitted("Bearer " + second).ok());
+  Write(entry("second", second_digest));
+  EXPECT_THAT(NameOf(*clients, "Bearer " + first), HasSubstr("token"));
+  const auto caller = admitted("Bearer " + first);  // the port checked it before the change
+  ASSERT_TRUE(caller.ok()) << caller.status();
+  EXPECT_EQ((*caller)->name, "first");
+  EXPECT_EQ((*admitted("Bearer " + second))->name, "second");
+  Write("{}");
+  EXPECT_FALSE(admitted("Bearer " + first).ok()) << "of long ago";
+}
+
 /// A file that could not be read may become readable without being written again.
 TEST_F(ClientsTest, AChangeOfModeIsAChangeOfTheFile) {
   const std::string path = Write("{}");
