@@ -219,7 +219,10 @@ void Metrics::ImageDone(const std::string& model, const std::string& client) {
   MutexLock lock(&mutex_);
   Touch(model);
   images_.Get(model, {}).Increment();
-  client_images_.Add({{"client", ClientLabel(client)}, {"model", ModelLabel(model)}}).Increment();
+  const std::string name = ModelLabel(model);
+  auto& of_client = client_images_.Add({{"client", ClientLabel(client)}, {"model", name}});
+  of_client.Increment();
+  if (!model.empty()) client_images_of_[name].insert(&of_client);
 }
 
 void Metrics::ConnectionAccepted() { connections_.Add({}).Increment(); }
@@ -303,6 +306,13 @@ void Metrics::Retain(const std::set<std::string>& models, Clock::time_point now)
     nonfinite_images_.Remove(model);
     version = versions_.erase(version);
   }
+  std::set<std::string> names;
+  for (const auto& [model, seen] : versions_) names.insert(ModelLabel(model));
+  std::erase_if(client_images_of_, [&](const auto& each) {
+    if (names.contains(each.first)) return false;
+    for (prometheus::Counter* const metric : each.second) client_images_.Remove(metric);
+    return true;
+  });
 }
 
 void Metrics::OnNonfiniteImage(const std::string& model, const std::string&) {

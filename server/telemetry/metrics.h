@@ -69,7 +69,7 @@ class Metrics : public EngineObserver {
 
   /// Removes the series of versions that have not been in `models` (the engine's names) for
   /// kRetention, which gives scrapers time to see the last numbers. denoised_client_images_total
-  /// has no version and stays. Call it periodically.
+  /// has no version and goes with the last of a model. Call it periodically.
   void Retain(const std::set<std::string>& models, Clock::time_point now = Clock::now());
   static constexpr std::chrono::minutes kRetention{10};
 
@@ -127,6 +127,8 @@ class Metrics : public EngineObserver {
   ByVersion<prometheus::Histogram> first_preview_seconds_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Counter> images_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Histogram> encoding_seconds_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, std::set<prometheus::Counter*>> client_images_of_
+      ABSL_GUARDED_BY(mutex_);  // those of client_images_, by the name of the model
   ByVersion<prometheus::Gauge> model_info_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Gauge> model_load_seconds_ ABSL_GUARDED_BY(mutex_);
   ByVersion<prometheus::Histogram> evaluation_rows_ ABSL_GUARDED_BY(mutex_);

@@ -306,6 +306,13 @@ TEST_F(MetricsTest, SeriesOfAVersionGoAWhileAfterIt) {
   EXPECT_EQ(Versions(metrics, "denoised_images_total"), "digits 1, digits 2, unknown unknown");
   metrics.Retain({"digits@2"}, now + 3h);
   EXPECT_EQ(Versions(metrics, "denoised_images_total"), "digits 2, unknown unknown");
+  // What has no version goes with the last of them.
+  EXPECT_EQ(Versions(metrics, "denoised_client_images_total"), "digits , unknown ");
+  metrics.ImageDone("faces@1", "anonymous");
+  metrics.Retain({"faces@1"}, now + 4h);
+  EXPECT_EQ(Versions(metrics, "denoised_client_images_total"), "faces , unknown ");
+  metrics.ImageDone("digits@3", "anonymous");
+  EXPECT_EQ(Versions(metrics, "denoised_client_images_total"), "digits , faces , unknown ");
 }
 
 }  // namespace
