@@ -4,13 +4,16 @@ were skipped for each reason and, on the last line, "N passed, N failed, N skipp
 1 when one failed or none ran, or when a case needs a GPU and scripts/test-gpu would not find it.
 
 The folder holds ctest's JUnit files, one entry per test program, and in cases/ what GoogleTest
-programs wrote: cases/<program>.xml. A program without such a file counts as one case. again/ holds the same
-of programs that ran again because they had failed. One that then passed is named, and counts as it did then,
-unless the first run crashed or a sanitizer reported something."""
+programs wrote: cases/<program>.xml. A program without such a file counts as one case; what Python's
+unittest skipped in it counts as skipped besides, and it is not passed when that was all. again/ holds the
+same of programs that ran again because they had failed. One that then passed is named, and counts as it did
+then, unless the first run crashed or a sanitizer reported something."""
 
+import ast
 import collections
 import fnmatch
 import pathlib
+import re
 import sys
 import xml.etree.ElementTree as xml
 
@@ -44,6 +47,22 @@ def skipped_itself(program):
     return skip is not None and skip.get("message", "").startswith("SKIP_")
 
 
+def skipped_by_unittest(program):
+    """(whether any case ran, {why a case was skipped: how often}) of a program's output. unittest tells why
+    with verbosity=2."""
+    output = program.findtext("system-out") or ""
+    reasons = collections.Counter()
+    summary = re.search(r"^Ran (\d+) tests? in [^\n]*\n\n[A-Z ]+ \(.*?skipped=(\d+).*\)$", output, re.MULTILINE)
+    if not summary:
+        return True, reasons
+    ran, skipped = map(int, summary.groups())
+    for quoted in re.findall(r"^(?:.* \.\.\. )?skipped ('.*'|\".*\")$", output, re.MULTILINE):
+        reasons[ast.literal_eval(quoted)] += 1
+    if reasons.total() < skipped:
+        reasons[f"{program.get('name')} does not tell why"] = skipped - reasons.total()
+    return ran > skipped, reasons
+
+
 def programs_in(file):
     return xml.parse(file).getroot().iter("testcase") if file.exists() else []
 
@@ -58,16 +77,17 @@ def only_expected_something_else(program, cases):
 
 def main(folder):
     passed, failed, reasons = 0, [], collections.Counter()
-    passed_again = {program.get("name") for program in programs_in(folder / "again" / "ctest.xml")
+    passed_again = {program.get("name"): program for program in programs_in(folder / "again" / "ctest.xml")
                     if program.get("status") == "run"}
     for file in sorted(folder.glob("*.xml")):
         for program in programs_in(file):
-            name, status = program.get("name"), program.get("status")
+            name, status, ran = program.get("name"), program.get("status"), program
             cases = folder / "cases" / f"{name}.xml"
             if (status == "fail" and name in passed_again and
                     only_expected_something_else(program, cases)):
                 print(f"again: {name} failed beside other tests and passed alone; see its first run above")
                 status, cases = "run", folder / "again" / "cases" / f"{name}.xml"
+                ran = passed_again[name]
             if cases.exists():
                 case_passed, case_failed, case_skipped = read_cases(cases)
                 passed += case_passed
@@ -81,7 +101,9 @@ def main(folder):
                 if status == "fail" and not case_failed:
                     failed.append(name)
             elif status == "run":
-                passed += 1
+                any_ran, unittest_skipped = skipped_by_unittest(ran)
+                passed += any_ran
+                reasons.update(unittest_skipped)
             elif status == "disabled" or skipped_itself(program):
                 reasons[f"{name}: disabled" if status == "disabled" else name] += 1
             else:  # also a program that could not be started

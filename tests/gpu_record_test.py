@@ -6,11 +6,13 @@ like GoogleTest's and a GPU that is a script. Run: tests/gpu_record_test.py"""
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import unittest
+from xml.sax.saxutils import escape
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPTS = ["test-gpu", "gpu_record.py", "count_test_cases.py"]
@@ -235,6 +237,48 @@ class GpuRecordTest(unittest.TestCase):
         self.assertEqual((ran.returncode, ran.stdout), (
             0, "skipped: 1 × disabled\nskipped: 1 × needs a GPU\nskipped: 2 × needs two threads\n"
             "1 passed, 0 failed, 4 skipped\n"))
+
+    def count_python(self, cases, verbosity=2):
+        """Of a program of unittest with these cases, as ctest records what it printed."""
+        shutil.rmtree(self.root / "results", ignore_errors=True)
+        program = self.write("cases.py", "import sys, unittest\nclass Test(unittest.TestCase):\n" +
+                             "".join(f"    def test_{name}(self): {body}\n" for name, body in cases.items()) +
+                             f"unittest.main(verbosity={verbosity})\n")
+        ran = subprocess.run([sys.executable, program], text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT)
+        self.assertEqual(ran.returncode, 0, ran.stdout)
+        self.write("results/ctest.xml", '<t><testcase name="page_test" status="run">'
+                   f"<system-out>{escape(ran.stdout)}</system-out></testcase></t>")
+        return subprocess.run([sys.executable, self.root / "scripts/count_test_cases.py",
+                               self.root / "results"], text=True, capture_output=True)
+
+    def test_cases_that_unittest_skipped_are_counted(self):
+        a, b = "self.skipTest('there is no buf')", "self.skipTest('it\\'s \"away\"')"
+        noise = "print('noise', file=sys.stderr)"
+        for cases, verbosity, said in (
+                ({"a": a, "b": b, "c": a, "d": noise}, 2,
+                 "skipped: 1 × it's \"away\"\nskipped: 2 × there is no buf\n1 passed, 0 failed, 3 skipped\n"),
+                ({"a": noise + "; " + a, "d": noise}, 2,
+                 "skipped: 1 × there is no buf\n1 passed, 0 failed, 1 skipped\n"),
+                ({"a": a, "b": b, "d": noise}, 1,
+                 "skipped: 2 × page_test does not tell why\n1 passed, 0 failed, 2 skipped\n"),
+                ({"d": noise}, 2, "1 passed, 0 failed, 0 skipped\n")):
+            ran = self.count_python(cases, verbosity)
+            self.assertEqual((ran.returncode, ran.stdout), (0, said), ran.stderr)
+
+    def test_programs_that_may_skip_tell_why(self):
+        skips = re.compile(r"\.skipTest\(|@unittest\.skip")
+        tells = re.compile(r"unittest\.main\(.*verbosity=2")
+        texts = {path: path.read_text(encoding="utf-8") for folder in ("tests", "client", "deploy")
+                 for path in (ROOT / folder).rglob("*.py")}
+        may_skip = {path for path, text in texts.items() if skips.search(text)} - {pathlib.Path(__file__).resolve()}
+        self.assertGreater(len(may_skip), 5)
+        self.assertEqual([path for path in may_skip if not tells.search(texts[path])], [])
+
+    def test_a_program_whose_cases_were_all_skipped_did_not_pass(self):
+        ran = self.count_python({"a": "self.skipTest('there is no buf')"})
+        self.assertEqual((ran.returncode, ran.stdout), (
+            1, "skipped: 1 × there is no buf\n0 passed, 0 failed, 1 skipped\n"), ran.stderr)
 
     def test_a_case_that_test_gpu_would_not_run_is_a_failure(self):
         ran = self.count("server_test", "Case/0")

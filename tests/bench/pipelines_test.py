@@ -99,4 +99,4 @@ if __name__ == "__main__":
     parser.add_argument("--build", type=Path, required=True)
     args, rest = parser.parse_known_args()
     BUILD = args.build.resolve()
-    unittest.main(argv=[sys.argv[0], *rest])
+    unittest.main(argv=[sys.argv[0], *rest], verbosity=2)

@@ -1184,4 +1184,4 @@ class TokenTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    sys.exit(unittest.main())
+    sys.exit(unittest.main(verbosity=2))

@@ -510,7 +510,7 @@ def run(address, model_name, arguments):
     CLIENT = Client(address)
     request = CLIENT.type("GetModelRequest")(name=model_name)
     MODEL = CLIENT.methods["GetModel"](request, timeout=60).model
-    result = unittest.main(argv=[sys.argv[0]] + arguments, exit=False).result
+    result = unittest.main(argv=[sys.argv[0]] + arguments, verbosity=2, exit=False).result
     CLIENT.channel.close()
     return result.wasSuccessful() and result.testsRun > 0
 

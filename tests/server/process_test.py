@@ -362,4 +362,4 @@ if __name__ == "__main__":
     parser.add_argument("--binary", required=True)
     options, rest = parser.parse_known_args()
     BINARY = options.binary
-    unittest.main(argv=[sys.argv[0]] + rest)
+    unittest.main(argv=[sys.argv[0]] + rest, verbosity=2)

@@ -255,4 +255,4 @@ if __name__ == "__main__":
     if options.write:
         CONTRACT.write_text("\n".join(contract(compile_protos(ROOT, all_protos()))) + "\n")
         sys.exit(0)
-    unittest.main(argv=[sys.argv[0]] + rest)
+    unittest.main(argv=[sys.argv[0]] + rest, verbosity=2)
