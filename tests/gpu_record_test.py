@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/test-gpu, scripts/gpu_record.py and scripts/count_test_cases.py, on programs that behave
-like GoogleTest's and a GPU that is a script. Run: tests/gpu_record_test.py"""
+"""scripts/test-gpu, scripts/gpu_record.py, scripts/count_test_cases.py and .ci/run, on programs that
+behave like GoogleTest's and a GPU that is a script. Run: tests/gpu_record_test.py"""
 
 import json
 import os
@@ -285,6 +285,19 @@ class GpuRecordTest(unittest.TestCase):
         self.assertEqual(ran.returncode, 1)
         self.assertIn("FAILED: server_test: Cuda/A.Case/0 needs a GPU, and scripts/test-gpu",
                       ran.stdout)
+
+    def test_the_last_lines_of_ci_name_what_it_left_out(self):
+        (self.root / ".ci").mkdir()
+        shutil.copy(ROOT / ".ci/run", self.root / ".ci/run")
+        ran = subprocess.run(["bash", self.root / ".ci/run"], text=True, capture_output=True,
+                             env={**os.environ, "SECONDS": "3700"})
+        self.assertEqual((ran.returncode, ran.stderr), (1, ""))
+        parts = re.findall(r"^== (.*)$", ran.stdout, re.MULTILINE)
+        self.assertIn("scripts/test --asan, with clang and fuzzing", parts)
+        last = ran.stdout.split("s  in all\n")[1].splitlines()
+        self.assertEqual(last[-1], f"0 passed, 0 failed, {len(last) - 1} skipped")
+        for name in parts:
+            self.assertIn(f"skipped: {name}, because an hour is over", last)
 
     def count_again(self, output, failed_case=None, again="run"):
         """Of a program that failed with this output, in this case, and ran again."""
