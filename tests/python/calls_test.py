@@ -211,7 +211,7 @@ class CallsTest(unittest.TestCase):
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 running = pool.submit(call, client)
                 arrived.acquire()
-                time.sleep(0.1)  # until it pauses; if it does not yet, the test passes all the same
+                self.wait_for(lambda: client._pauses._waiters)
                 client.close()
                 with self.closed():
                     running.result(60)
@@ -220,7 +220,7 @@ class CallsTest(unittest.TestCase):
                 client = denoised.AsyncClient(address, retry=patient)
                 running = asyncio.ensure_future(call(client))
                 await asyncio.to_thread(arrived.acquire)
-                await asyncio.sleep(0.1)
+                await asyncio.to_thread(self.wait_for, lambda: client._pauses)
                 await client.close()
                 with self.closed():
                     await asyncio.wait_for(running, 60)
@@ -261,7 +261,7 @@ class CallsTest(unittest.TestCase):
             drawn = client.stream()
             running = pool.submit(drawn.result)
             arrived.acquire()
-            time.sleep(0.1)
+            self.wait_for(lambda: client._pauses._waiters)
             drawn.cancel()
             with self.assertRaisesRegex(denoised.Cancelled, "by the caller"):
                 running.result(60)
