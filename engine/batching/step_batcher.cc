@@ -838,12 +838,14 @@ absl::Status StepBatcher::Report() {
     Download* download = row.result ? row.result.get() : row.preview.get();
     if (!download) continue;
     DENOISED_ASSIGN_OR_RETURN(result.pixels, download->Wait());
-    if (row.result && !options_.allow_nonfinite && !AllFinite(result.pixels)) {
+    if (row.result && first_nonfinite == 0 && !AllFinite(result.pixels)) {
       // The state was finite, so the codec made it non-finite.
       if (observer_) observer_->OnNonfiniteImage(evaluated.model, device_name_);
-      outcomes.back().error =
-          NonfiniteImage(image.job->effective, result, image.job->effective.evaluations);
-      continue;
+      if (!options_.allow_nonfinite) {
+        outcomes.back().error =
+            NonfiniteImage(image.job->effective, result, image.job->effective.evaluations);
+        continue;
+      }
     }
     if (row.preview) {
       if (row.preview_scale != 1)

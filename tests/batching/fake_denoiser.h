@@ -22,9 +22,11 @@ class FakeDenoiser : public Denoiser {
       table_.as<float>()[i] = 0.01f * static_cast<float>((i * 7919) % 101 - 50);
   }
   /// What is drawn of this class from now on is NaN.
-  void BreakClass(int label) {
+  void BreakClass(int label) { FillClass(label, NAN); }
+  /// What is drawn of this class from now on depends on `value` alone, if that is large.
+  void FillClass(int label, float value) {
     const int64_t features = table_.dim(1);
-    std::fill_n(table_.as<float>() + label * features, features, NAN);
+    std::fill_n(table_.as<float>() + label * features, features, value);
   }
 
   const DenoiserTraits& traits() const override { return traits_; }

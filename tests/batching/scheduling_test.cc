@@ -113,6 +113,51 @@ TEST(Scheduling, AnImageThatIsNotFiniteEndsItsJobAloneAsInCompany) {
   }
 }
 
+/// Its state is finite to the end, so nothing but its pixels tells.
+TEST(Scheduling, AnImageThatTheCodecMakesNonfiniteEndsItsJobAlone) {
+  const Simulation::Options options{.huge_class = 3, .decode_cost = [](int) { return 0.001; }};
+  const Simulation::Request good{.steps = 60, .seed = 2}, huge{.steps = 60, .seed = 3};
+  Simulation alone(options);
+  const auto reference = alone.Submit(good);
+  alone.RunAll();
+  ASSERT_TRUE(reference->done->ok()) << *reference->done;
+  EXPECT_EQ(alone.nonfinite_images, 0);
+
+  Simulation simulation(options);
+  const auto before = simulation.Submit(good), broken = simulation.Submit(huge),
+             after = simulation.Submit(good);
+  simulation.RunAll();
+  ASSERT_TRUE(broken->done.has_value());
+  EXPECT_EQ(broken->done->code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(broken->done->message()),
+              HasSubstr("model 'fake' drew an image that is not finite: image 0 (seed 3, class "
+                        "label 3) has NaN or infinity since evaluation 60 of 60"));
+  EXPECT_TRUE(broken->images.empty());
+  EXPECT_EQ(simulation.nonfinite_images, 1);
+  EXPECT_EQ(simulation.widest, 3) << "else it had no neighbours";
+  for (const auto& job : {before, after}) {
+    ASSERT_TRUE(job->done->ok()) << *job->done;
+    EXPECT_EQ(job->images, reference->images);
+  }
+}
+
+TEST(Scheduling, ANonfiniteImageThatIsDeliveredIsCountedOnce) {
+  for (const bool codec : {false, true}) {  // what makes it non-finite
+    SCOPED_TRACE(codec);
+    Simulation simulation({.broken_class = codec ? std::nullopt : std::optional(3),
+                           .huge_class = codec ? std::optional(3) : std::nullopt,
+                           .allow_nonfinite = true,
+                           .decode_cost = [](int) { return 0.001; }});
+    const auto broken = simulation.Submit({.steps = 4, .seed = 3, .previews = true});
+    const auto good = simulation.Submit({.steps = 4, .seed = 2});
+    simulation.RunAll();
+    ASSERT_TRUE(broken->done.has_value() && broken->done->ok()) << *broken->done;
+    EXPECT_FALSE(std::isfinite(broken->images.at(0)[0]));
+    EXPECT_TRUE(std::isfinite(good->images.at(0)[0]));
+    EXPECT_EQ(simulation.nonfinite_images, 1);
+  }
+}
+
 TEST(Scheduling, ClientsHaveEqualSharesOfEvaluationsNotOfRequests) {
   Simulation simulation({});
   std::vector<std::shared_ptr<Heard>> few_long, many_short, heavier;

@@ -48,6 +48,8 @@ class Simulation : public EngineObserver {
     int keep_evaluations = 4;
     std::optional<int> broken_class;  // images of it are NaN
     bool pads_rows = false;           // to powers of two, as on a GPU; needs warm_up
+    std::optional<int> huge_class;    // latents of it are finite, and their pixels are not
+    bool allow_nonfinite = false;     // as StepBatcher::Options::allow_nonfinite
     bool warm_up = false;  // as the engine does, instead of being told what each bucket costs
     /// Models have a codec, and this many images decoded side by side take so long.
     std::function<double(int images)> decode_cost;
@@ -94,6 +96,7 @@ class Simulation : public EngineObserver {
           StepBatcher::Options{.device = i,
                                .batching = options.batching,
                                .keep_evaluations = options.keep_evaluations,
+                               .allow_nonfinite = options.allow_nonfinite,
                                .part_done = options.part_done});
       devices.push_back(std::move(device));
     }
@@ -108,6 +111,7 @@ class Simulation : public EngineObserver {
     for (const Device& device : devices) {
       const auto denoiser = std::make_shared<FakeDenoiser>(kSize, 1, classes);
       if (options_.broken_class && classes > 0) denoiser->BreakClass(*options_.broken_class);
+      if (options_.huge_class && classes > 0) denoiser->FillClass(*options_.huge_class, 1e30f);
       BatchedModel batched{.name = model,
                            .denoiser = denoiser,
                            .null_label = classes - 1,
