@@ -25,10 +25,14 @@ namespace fs = std::filesystem;
 struct EmojiTarget {
   const char* name;
   EngineOptions options;
+  double least_psnr;
 };
+/// Pictures count as the same from 45 dB on. On CPUs in fp32 124.7 to 129.4 dB are measured, which
+/// is rounding alone; 100 dB leave room for processors that add in another order, and are still 500
+/// times nearer to diffusers than 45 dB. For CUDA no measurement is recorded.
 const EmojiTarget kEmojiTargets[] = {
-    {"cpu", {.device = "cpu"}},
-    {"cuda_fp32", {.device = "cuda", .fp32 = true}},
+    {"cpu", {.device = "cpu"}, 100},
+    {"cuda_fp32", {.device = "cuda", .fp32 = true}, 45},
 };
 
 /// Of values in [0, 1], in dB.
@@ -79,7 +83,7 @@ TEST_P(EmojiParity, FromTheSameNoiseToTheSamePictures) {
       drawn.push_back(std::clamp(value / 2 + 0.5f, 0.0f, 1.0f));
     ASSERT_EQ(drawn.size() * job->images().size(), all.size());
     const double psnr = Psnr(drawn, all.subspan(index * drawn.size(), drawn.size()));
-    EXPECT_GE(psnr, 45) << (*facts)["prompts"][index];
+    EXPECT_GE(psnr, target.least_psnr) << (*facts)["prompts"][index];
     RecordProperty(fmt::format("psnr_{}", index), fmt::format("{:.1f}", psnr));
   }
 }
