@@ -739,9 +739,12 @@ TEST_F(FailingDevice, ARemovalThatDoesNotReturnIsAnError) {
 }
 
 TEST_F(FailingDevice, EvaluationsThatAreSlowButReturnAreNone) {
-  Open(/*watchdog_seconds=*/6);
+  // Together more than the limit and the quarter of it between two looks, so that a watchdog that
+  // took them for one evaluation would see it; each far less.
+  Open(/*watchdog_seconds=*/5);
   const auto job = Submit();
-  for (int i = 0; i < 8; ++i) {  // together more than the limit, and each far less
+  const auto begin = Clock::now();
+  for (int i = 0; i < 9; ++i) {
     {
       std::lock_guard lock(mutex_);
       hang_ = true;
@@ -750,6 +753,7 @@ TEST_F(FailingDevice, EvaluationsThatAreSlowButReturnAreNone) {
     Release();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
+  EXPECT_GT(Clock::now() - begin, std::chrono::seconds(7));
   EXPECT_TRUE(engine_->Health().ok()) << engine_->Health();
 }
 
