@@ -1,30 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cstdint>
 #include <fstream>
 #include <string>
 
 namespace denoised {
 
-/// The process's largest resident memory in bytes so far; 0 when the system does not tell.
-inline int64_t PeakMemory() {
+/// A figure in bytes of /proc/self/status, such as "VmHWM:", the largest resident memory so far. A
+/// test fails where there is none.
+inline int64_t MemoryFigure(const std::string& name) {
   std::ifstream status("/proc/self/status");
   std::string word;
   while (status >> word) {
     int64_t kilobytes = 0;
-    if (word == "VmHWM:" && status >> kilobytes) return kilobytes * 1024;
+    if (word == name && status >> kilobytes) return kilobytes * 1024;
   }
+  ADD_FAILURE() << "/proc/self/status has no " << name;
   return 0;
 }
 
-/// By how much `work` raises the process's resident memory at its peak, in bytes.
+/// By how much `work` raises the process's resident memory at its peak, in bytes. A test fails
+/// where that cannot be measured.
 template <typename Work>
 int64_t PeakGrowth(const Work& work) {
-  std::ofstream("/proc/self/clear_refs") << 5;  // the peak becomes what is resident now
-  const int64_t before = PeakMemory();
+  std::ofstream reset("/proc/self/clear_refs");
+  reset << 5 << std::flush;  // the peak becomes what is resident now
+  EXPECT_TRUE(reset.good()) << "/proc/self/clear_refs cannot be written";
+  const int64_t before = MemoryFigure("VmHWM:");
+  // Else an earlier peak would hide this one. The kernel counts pages of each core apart.
+  EXPECT_LT(before - MemoryFigure("VmRSS:"), 4 << 20) << "the peak was not reset";
   work();
-  return PeakMemory() - before;
+  return MemoryFigure("VmHWM:") - before;
 }
 
 }  // namespace denoised
