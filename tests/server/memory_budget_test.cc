@@ -3,14 +3,30 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <fstream>
+#include <future>
+#include <string>
 #include <thread>
 #include <vector>
+
+#include "tests/eventually.h"
 
 namespace denoised {
 namespace {
 
 using ::testing::HasSubstr;
+
+/// Whether a thread of this process waits for something, or is gone.
+bool Sleeps(pid_t thread) {
+  std::string line;  // 123 (its name) S …
+  std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
+  if (!std::getline(file, line)) return true;
+  const size_t name_end = line.rfind(')');
+  return name_end != std::string::npos && line.substr(name_end).starts_with(") S");
+}
 
 TEST(MemoryBudgetTest, WhatIsReservedIsGivenBackOnce) {
   MemoryBudget budget(100);
@@ -46,10 +62,17 @@ TEST(MemoryBudgetTest, WaitsUntilThereIsRoom) {
   MemoryBudget budget(100);
   MemoryBudget::Lease others;
   ASSERT_TRUE(budget.Reserve(60, &others).ok());
+  std::promise<pid_t> began;
+  std::atomic<bool> given_back{false};  // not before the waiter sleeps
   std::jthread waiter([&] {
+    began.set_value(gettid());
     const MemoryBudget::Lease lease = budget.Wait(50);
+    EXPECT_TRUE(given_back) << "it did not wait";
     EXPECT_EQ(budget.reserved(), 50);
   });
+  const pid_t thread = began.get_future().get();
+  EXPECT_TRUE(Eventually([&] { return Sleeps(thread); }));
+  given_back = true;
   others = {};
   waiter.join();
   EXPECT_EQ(budget.reserved(), 0);
