@@ -73,7 +73,8 @@ TEST(PixelsTest, ResizeKeepsConstantsAndMeans) {
   const Tensor image = Gradient(16, 16, 1);
   double mean = 0;
   for (const float value : image.span<float>()) mean += value / image.elements();
-  EXPECT_NEAR(Resize(image, 1, 1).as<float>()[0], mean, 0.02);
+  // The filter is symmetric about the middle, so of a gradient it is the mean but for rounding.
+  EXPECT_NEAR(Resize(image, 1, 1).as<float>()[0], mean, 1e-6);
 }
 
 TEST(PixelsTest, ResizeByTwoIsTheKnownFilter) {
