@@ -276,6 +276,12 @@ void FakeEngine::TellPlaces(const Estimate& estimate) {
   }
 }
 
+void FakeEngine::FailJobs(const absl::Status& error) {
+  std::lock_guard lock(mutex_);
+  for (const auto& job : jobs_) job->failure = error;
+  wake_.notify_all();
+}
+
 void FakeEngine::Pause(bool paused) {
   std::lock_guard lock(mutex_);
   paused_ = paused;
@@ -312,6 +318,7 @@ JobSpec FakeEngine::last_spec() const {
 
 /// OK while the job should go on. Under mutex_.
 absl::Status FakeEngine::ReasonToEnd(const Job& job) const {
+  if (!job.failure.ok()) return job.failure;
   if (job.cancelled) return Cancelled("the request was cancelled");
   if (job.job.spec.deadline && Clock::now() >= *job.job.spec.deadline) {
     return DeadlineExceeded("the deadline passed after {} evaluations; allow more time",

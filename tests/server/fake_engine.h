@@ -66,6 +66,8 @@ class FakeEngine : public Engine {
   /// Goes on for so many evaluations, and is paused again. For events that are to be seen before
   /// more come.
   void PauseAfter(int evaluations);
+  /// The jobs that are there now end with this.
+  void FailJobs(const absl::Status& error);
   /// Tells every job that waits that its place is this.
   void TellPlaces(const Estimate& estimate);
   /// What Close says from now on, though it closes; NotFound is said all the same.
@@ -92,6 +94,7 @@ class FakeEngine : public Engine {
     std::chrono::steady_clock::time_point submitted;
     double queued_seconds = 0, first_preview_seconds = -1;
     bool started = false, cancelled = false;
+    absl::Status failure;
     int admitted = 0, finished = 0, evaluations = 0;
   };
   struct Slot {

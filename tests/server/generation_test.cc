@@ -521,6 +521,29 @@ TEST_F(GenerationTest, ACancelledJobIsBegunAgain) {
   EXPECT_EQ(StateOf("a"), v1::JOB_STATE_SUCCEEDED);
 }
 
+TEST_F(GenerationTest, AFailedJobIsBegunAgain) {
+  for (const bool late : {false, true}) {  // what failed it: the engine, or its deadline
+    SCOPED_TRACE(late);
+    const std::string id = late ? "late" : "broken";
+    engine_.Pause(true);
+    const auto first = late ? Begin(Params(id), 1ms) : Begin(Params(id));
+    if (!late) {
+      ASSERT_TRUE(Eventually([&] { return engine_.QueuedImages("digits") == 1; }));
+      engine_.FailJobs(DataLoss("it drew an image that is not finite"));
+    }
+    EXPECT_EQ(first->Wait().error_code(),
+              late ? grpc::StatusCode::DEADLINE_EXCEEDED : grpc::StatusCode::DATA_LOSS);
+    ASSERT_TRUE(Eventually([&] { return StateOf(id) == v1::JOB_STATE_FAILED; }));
+    const auto second = Begin(Params(id));
+    ASSERT_NE(second->generation, nullptr) << second->refusal.error_message();
+    EXPECT_NE(first->generation, second->generation);
+    engine_.Pause(false);
+    EXPECT_TRUE(second->Wait().ok());
+    EXPECT_EQ(second->watcher->images().size(), 1u);
+    EXPECT_EQ(StateOf(id), v1::JOB_STATE_SUCCEEDED);
+  }
+}
+
 TEST_F(GenerationTest, NothingIsKeptOfWhatNobodyCanAskFor) {
   const auto call = Begin({});
   EXPECT_EQ(jobs_.size(), 1u);
