@@ -231,6 +231,30 @@ TEST_F(ServerTest, CancelReachesTheEngineWithinAnEvaluation) {
   EXPECT_TRUE(Eventually([&] { return engine_->Stats()[0].active_images == 0; }));
 }
 
+TEST_F(ServerTest, ACallOutlivesTheAgeOfItsConnection) {
+  config_.connections.max_age = 300ms;
+  Start();
+  grpc::ClientContext info_context, context;
+  v1::GetServerInfoResponse info;
+  ASSERT_TRUE(stub_->GetServerInfo(&info_context, {}, &info).ok());
+  EXPECT_EQ(info.limits().max_connection_age_seconds(), 0.3);
+  engine_->Pause(true);
+  auto reader = stub_->StreamGenerate(&context, {});
+  Event event;
+  ASSERT_TRUE(reader->Read(&event) && event.has_queued());
+  // The connection is asked to close, so the channel has none for new calls.
+  EXPECT_TRUE(Eventually([&] { return channel_->GetState(false) != GRPC_CHANNEL_READY; }));
+  std::this_thread::sleep_for(500ms);  // a grace that was as long as the age would be over
+  EXPECT_EQ(engine_->QueuedImages("digits"), 1) << "the job was cut off";
+  engine_->Pause(false);
+  while (reader->Read(&event)) {
+  }
+  EXPECT_TRUE(event.has_completed());
+  const grpc::Status status = reader->Finish();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  EXPECT_TRUE(Generate().ok()) << "on a connection of its own";
+}
+
 TEST_F(ServerTest, CancelOfAQueuedUnaryCall) {
   Start();
   engine_->Pause(true);
@@ -848,6 +872,37 @@ TEST_F(ServerTest, ModelsAreLoadedAndUnloadedByRpc) {
   request.mutable_params()->set_model("faces");
   EXPECT_EQ(Generate(request).error_code(), grpc::StatusCode::NOT_FOUND);
   EXPECT_EQ(engine_->Models().size(), 1u);
+}
+
+TEST_F(ServerTest, ACancelledCallDoesNotStopItsUnload) {
+  Start();
+  engine_->Pause(true);
+  grpc::ClientContext stream_context, context;
+  auto reader = stub_->StreamGenerate(&stream_context, {});
+  Event event;
+  ASSERT_TRUE(reader->Read(&event) && event.has_queued());
+  v1::UnloadModelRequest unload;
+  unload.set_name("digits");
+  v1::UnloadModelResponse unloaded;
+  const auto admin = v1::ModelAdmin::NewStub(channel_);
+  auto call = std::async(std::launch::async,
+                         [&] { return admin->UnloadModel(&context, unload, &unloaded); });
+  // It waits for the request that the model has.
+  ASSERT_TRUE(Eventually([&] { return engine_->Models().at(0)->state == ModelState::kUnloading; }));
+  context.TryCancel();
+  EXPECT_EQ(call.get().error_code(), grpc::StatusCode::CANCELLED);
+  v1::GenerateRequest request;
+  request.mutable_params()->set_model("digits");
+  std::this_thread::sleep_for(100ms);  // for an unload that would stop
+  EXPECT_EQ(Generate(request).error_code(), grpc::StatusCode::FAILED_PRECONDITION) << "it leaves";
+  engine_->Pause(false);
+  while (reader->Read(&event)) {
+  }
+  const grpc::Status status = reader->Finish();
+  EXPECT_TRUE(status.ok()) << "the request was cut off: " << status.error_message();
+  EXPECT_TRUE(Eventually(
+      [&] { return Generate(request).error_code() == grpc::StatusCode::NOT_FOUND; }, 10s));
+  EXPECT_TRUE(engine_->Models().empty());
 }
 
 TEST_F(ServerTest, WhatWaitsForNoModelWaitsForNoLoad) {
