@@ -1121,12 +1121,12 @@ def scheduling(data):
 
 
 def scheduling_mixed(data):
-    file = data("scheduling")
+    file = data("scheduling-mixed")
     return origin(file["context"]) + table(
         ["Requests in flight", "Rows a second", "Of a uniform queue's", "Padding"],
         [[f"{each['in_flight']}", number(each["rows_per_second"]),
           percent(each["rows_per_second"] / each["uniform_rows_per_second"], 1),
-          percent(each["padding"], 1)] for each in file["mixed"]])
+          percent(each["padding"], 1)] for each in file["rows"]])
 
 
 def scheduling_host(data):

@@ -871,8 +871,9 @@ def scheduling(session):
     figures = json.loads(file.read_text())
     file.unlink()
     host = f"simulated; host: {cpu_name()}, {len(os.sched_getaffinity(0))} cores"
-    session.write("scheduling", {"context": session.context({"device": host}, {}) |
-                                 {"rounds": 1, "driver": None}} | figures)
+    context = {"context": session.context({"device": host}, {}) | {"rounds": 1, "driver": None}}
+    session.write("scheduling-mixed", context | {"rows": figures.pop("mixed")})
+    session.write("scheduling", context | figures)
 
 
 TOPICS = {f.__name__: f

@@ -125,6 +125,8 @@ esac
     def test_the_simulation_gets_a_context(self):
         figures = json.loads((make_tables.ROOT / "docs/benchmarks/scheduling.json").read_text())
         figures.pop("context")
+        figures["mixed"] = [{"in_flight": 32, "rows_per_second": 9.5, "padding": 0.01,
+                             "uniform_rows_per_second": 10}]
         (self.out / "figures").write_text(json.dumps(figures))
         program = self.out / "scheduling-bench"
         program.write_text('#!/bin/sh\ncp "$(dirname "$0")/figures" "${1#--json=}"\n')
@@ -133,7 +135,7 @@ esac
             [sys.executable, HERE / "measure.py", "scheduling", f"--build={self.out}",
              f"--out={self.out}", "--commit=abc"], capture_output=True, text=True, check=False)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        for name in ("scheduling", "scheduling-host"):
+        for name in ("scheduling", "scheduling-mixed", "scheduling-host"):
             table = make_tables.TABLES[name](lambda name: self.read(name))
             self.assertRegex(table[0], r"simulated; host: .*, commit abc, one round")
 
