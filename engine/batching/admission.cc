@@ -15,6 +15,8 @@ constexpr double kNewest = 0.2;
 constexpr size_t kClientsBeforeSweep = 64, kSizesBeforeSweep = 64;
 // A refused client is told to retry once this part of the queue is done, within these bounds.
 constexpr double kRetryShare = 0.1, kShortestRetry = 0.25, kLongestRetry = 60;
+// How often an idle lane tries a job that its estimate would refuse.
+constexpr std::chrono::seconds kBetweenTrials{30};
 
 size_t TextBytes(const JobSpec& spec) {
   size_t bytes = 0;
@@ -41,7 +43,8 @@ size_t HostBytes(const EffectiveJob& job) {
 /// warm-up, soon does not count. Quick enough to follow a device that slows down as it warms up.
 class Admission::Recent {
  public:
-  void Add(double seconds) {
+  void Add(double seconds, bool of_work) {
+    of_work_ |= of_work;
     last_[count_++ % last_.size()] = seconds;
     std::array<double, kLast> sorted = last_;
     const size_t known = std::min(count_, kLast);
@@ -50,12 +53,15 @@ class Admission::Recent {
     median_ = sorted[(known - 1) / 2];
   }
   double seconds() const { return median_; }
+  /// Of a job, not of warm-up alone.
+  bool of_work() const { return of_work_; }
 
  private:
   static constexpr size_t kLast = 5;
   std::array<double, kLast> last_{};
   size_t count_ = 0;
   double median_ = 0;
+  bool of_work_ = false;
 };
 
 /// One client at one priority in one lane.
@@ -108,12 +114,24 @@ class Admission::Lane {
     return std::min(between, quicker * bucket / fewer);
   }
 
-  /// Of this bucket and all larger ones, because fewer rows never take longer: one that was
-  /// disturbed when it was measured, and not used since, is not believed.
+  /// What this bucket takes at most, by what is known of others: one that was disturbed when it was
+  /// measured, and not used since, is not believed. Fewer rows never take longer than more. And
+  /// until a job has used the bucket, it is at most proportional to each smaller one.
   double Least(std::map<int, Recent>::const_iterator bucket) const {
     double least = bucket->second.seconds();
-    for (; bucket != seconds.end(); ++bucket) least = std::min(least, bucket->second.seconds());
+    for (auto more = bucket; more != seconds.end(); ++more)
+      least = std::min(least, more->second.seconds());
+    if (bucket->second.of_work()) return least;
+    for (auto fewer = seconds.begin(); fewer != bucket; ++fewer)
+      least = std::min(least, fewer->second.seconds() * bucket->first / fewer->first);
     return least;
+  }
+
+  /// Whether a job is to be admitted although its deadline cannot be met by the estimate.
+  bool Tries(TimePoint now) {
+    if (jobs > 0 || (tried && now < *tried + kBetweenTrials)) return false;
+    tried = now;
+    return true;
   }
 
   int demand() const { return active_rows + waiting_rows; }
@@ -147,6 +165,8 @@ class Admission::Lane {
   Room room;
   std::map<int, Recent> seconds;                // of an evaluation, by bucket
   std::array<double, kStages> stage_seconds{};  // of an image, by stage; 0: not measured
+  std::array<bool, kStages> stage_of_work{};    // measured of a job, not of warm-up alone
+  std::optional<TimePoint> tried;               // when Tries() last said yes
   std::map<std::pair<Priority, std::string>, Client> clients;
   size_t sweep_at = kClientsBeforeSweep;
   int jobs = 0;              // unfinished
@@ -307,7 +327,7 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   } else if (spec.deadline && now >= *spec.deadline) {
     refusal = DeadlineExceeded("the deadline had passed before the request was queued");
   } else if (spec.deadline && expected.total_seconds &&
-             *expected.total_seconds > ToSeconds(*spec.deadline - now)) {
+             *expected.total_seconds > ToSeconds(*spec.deadline - now) && !lane.Tries(now)) {
     const double allowed = ToSeconds(*spec.deadline - now);
     const double alone = *expected.total_seconds - *expected.start_seconds;
     if (alone <= allowed)
@@ -558,7 +578,7 @@ void Admission::Measured(Lane& lane, int bucket, double seconds, const Charge* c
   MutexLock lock(&mutex_);
   if (seconds < 0) return;
   if (charge && charge->weight > 0) lane.turn += (seconds - charge->seconds) / charge->weight;
-  lane.seconds[bucket].Add(seconds);
+  lane.seconds[bucket].Add(seconds, charge != nullptr);
 }
 
 void Admission::MeasuredStage(Lane& lane, Stage stage, int images, double seconds, bool charged) {
@@ -568,7 +588,11 @@ void Admission::MeasuredStage(Lane& lane, Stage stage, int images, double second
   Lane& of = stage == Stage::kCondition ? *lane.model->own_size : lane;
   double& known = of.stage_seconds[static_cast<size_t>(stage)];
   const double each = seconds / images;
-  known = known > 0 ? known + kNewest * (each - known) : each;
+  bool& of_work = of.stage_of_work[static_cast<size_t>(stage)];
+  // The first that a job takes corrects a busy warm-up. Nothing is learnt from the cache.
+  const bool corrects = charged && seconds > 0 && !of_work && each < known;
+  of_work |= charged && seconds > 0;
+  known = known > 0 && !corrects ? known + kNewest * (each - known) : each;
 }
 
 std::array<double, kStages> Admission::StageSeconds(const std::string& name) const {

@@ -40,6 +40,15 @@ inline double ToSeconds(std::chrono::steady_clock::duration duration) {
 /// Lanes share the devices by measured seconds: the next evaluation of any device goes to the lane
 /// with the fewest seconds. Each second is divided by the weight of the clients that the lane had
 /// at the time.
+///
+/// Wrong estimates become right. Only what is admitted is measured. So if warm-up was disturbed (a
+/// busy machine, a process that was stopped) and every request had a deadline that the estimate
+/// refuses, nothing would ever be admitted nor measured. Therefore a lane without jobs admits,
+/// twice a minute at most, a job whose deadline is estimated not to be met. Its evaluations are
+/// measured, and so the jobs that follow are judged rightly. If the estimate was right, the
+/// deadline ends the job; what it took was idle time, or its fair share. A lane with jobs needs
+/// none of this, because it measures them. The first evaluation of a job corrects what warm-up
+/// measured, the third what jobs did.
 class Admission {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
@@ -77,7 +86,8 @@ class Admission {
   void Close(const std::string& model, bool keeps_lanes = false);
 
   /// Lets a job into the queue, or says which limit it would exceed (ResourceExhausted), that its
-  /// deadline cannot be met (DeadlineExceeded) or that there is no such model (NotFound).
+  /// deadline cannot be met (DeadlineExceeded; but see above for a lane without jobs) or that there
+  /// is no such model (NotFound).
   /// `estimate` is filled in either way; it may be null.
   absl::StatusOr<std::shared_ptr<Ticket>> Enter(JobId id, const EffectiveJob& job, TimePoint now,
                                                 Estimate* estimate);

@@ -98,6 +98,7 @@ TEST(Devices, EstimatesCountThem) {
   // A deadline that two meet and one does not.
   Simulation one(With(1)), two(With(2));
   const Request request = {.steps = 50, .count = 32, .deadline_seconds = 0.2};
+  one.Submit({.steps = 1});  // a device without jobs may try
   EXPECT_FALSE(one.TrySubmit(request).ok());
   const auto heard = two.TrySubmit(request);
   ASSERT_TRUE(heard.ok()) << heard.status();

@@ -589,6 +589,93 @@ TEST(Estimates, ADeadlineThatCannotBeMetIsRefusedAtOnce) {
   EXPECT_TRUE((*quick)->done->ok());
 }
 
+// Only what is admitted is measured: a server that refuses all would never learn better.
+TEST(Estimates, OfABusyWarmUpRefuseDeadlinesNoLongerThanAJobTakes) {
+  constexpr double kCost = 0.01;
+  bool busy = true;
+  Simulation simulation({.cost = [&](int) { return busy ? 25 * kCost : kCost; }, .warm_up = true});
+  busy = false;
+  const Simulation::Request request = {.steps = 20, .deadline_seconds = 22 * kCost};
+  const auto first = simulation.TrySubmit(request);
+  ASSERT_TRUE(first.ok()) << "the lane is idle: " << first.status();
+  EXPECT_EQ(simulation.TrySubmit(request).status().code(), absl::StatusCode::kDeadlineExceeded)
+      << "one is enough to find out";
+  for (int i = 0; i < 2; ++i) simulation.Step();
+  const auto second = simulation.TrySubmit(request);
+  ASSERT_TRUE(second.ok()) << "an evaluation was measured: " << second.status();
+  simulation.RunAll();
+  EXPECT_TRUE((*first)->done->ok()) << *(*first)->done;
+  EXPECT_TRUE((*second)->done->ok()) << *(*second)->done;
+}
+
+TEST(Estimates, OfABusyWarmUpAreCorrectedAlsoForMoreRows) {
+  Simulation simulation({});
+  Admission admission({});
+  const auto lane = admission.Open("fake", Simulation::kSize, Simulation::kSize,
+                                   {.rows = 4, .slots = 4, .buckets = {1, 2, 4}});
+  for (const int rows : {1, 2, 4}) admission.Measured(*lane, rows, 25.0);
+  const Admission::Charge charge;
+  admission.Measured(*lane, 1, 1.0, &charge);
+  EXPECT_EQ(admission.Cost(*lane, 2), 2.0) << "two rows take no longer than one row twice";
+  EXPECT_EQ(admission.Cost(*lane, 4), 4.0);
+  for (int i = 0; i < 2; ++i) admission.Measured(*lane, 4, 5.0, &charge);
+  EXPECT_EQ(admission.Cost(*lane, 4), 5.0) << "unless they did";
+}
+
+TEST(Estimates, StagesOfABusyWarmUpAreCorrectedByTheFirstJob) {
+  Simulation simulation({});
+  Admission admission({});
+  const auto lane = admission.Open("fake", Simulation::kSize, Simulation::kSize,
+                                   {.rows = 4, .slots = 4, .buckets = {1}});
+  const auto decode = [&] {
+    return admission.StageSeconds("fake")[static_cast<size_t>(Stage::kDecode)];
+  };
+  admission.MeasuredStage(*lane, Stage::kDecode, 1, 25.0, false);
+  admission.MeasuredStage(*lane, Stage::kDecode, 2, 2.0, true);
+  EXPECT_EQ(decode(), 1.0);
+  admission.MeasuredStage(*lane, Stage::kDecode, 1, 0.5, true);
+  EXPECT_EQ(decode(), 0.9) << "an average from then on";
+}
+
+// The machine was paused in all the evaluations that jobs have had.
+TEST(Estimates, OfAPausedMachineAreCorrectedToo) {
+  constexpr double kCost = 0.01;
+  bool paused = true;
+  Simulation simulation({.cost = [&](int) { return paused ? 25 * kCost : kCost; }});
+  simulation.Submit({.steps = 5});
+  simulation.RunAll();
+  paused = false;
+  const Simulation::Request request = {.steps = 20, .deadline_seconds = 22 * kCost};
+  for (int i = 0; i < 2; ++i) {
+    const auto heard = simulation.TrySubmit(request);
+    ASSERT_TRUE(heard.ok()) << heard.status();
+    simulation.RunAll();
+    EXPECT_TRUE((*heard)->done->ok()) << *(*heard)->done;
+  }
+}
+
+// What an idle lane tries and finds out is believed for a while.
+TEST(Estimates, AnIdleLaneTriesADeadlineThatCannotBeMetTwiceAMinute) {
+  Simulation simulation({});
+  const Simulation::Request request = {.steps = 100, .deadline_seconds = 0.05};
+  const auto begin = simulation.clock.now;
+  int tried = 0;
+  while (simulation.clock.now - begin < std::chrono::minutes(5)) {
+    const auto heard = simulation.TrySubmit(request);
+    simulation.RunAll();
+    if (heard.ok()) {
+      ++tried;
+      EXPECT_EQ((*heard)->done->code(), absl::StatusCode::kDeadlineExceeded);
+      EXPECT_LE((*heard)->seconds(), 0.06);
+    } else {
+      EXPECT_EQ(heard.status().code(), absl::StatusCode::kDeadlineExceeded);
+    }
+    simulation.clock.Advance(1);
+  }
+  EXPECT_GE(tried, 9);
+  EXPECT_LE(tried, 10);
+}
+
 double Seconds(FakeClock::TimePoint::duration duration) {
   return std::chrono::duration<double>(duration).count();
 }

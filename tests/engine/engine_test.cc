@@ -299,6 +299,8 @@ TEST_P(EngineTest, CancelDeadlineAndQueueLimit) {
   engine->Cancel(id);
   EXPECT_EQ(cancelled->Wait().code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(engine->QueuedImages("digits"), 0) << "its place in the queue is free at once";
+  slow.count = 1;
+  const auto other = Submit(*engine, slow, &id);  // an engine without jobs would try
   slow.deadline = Clock::now() + std::chrono::milliseconds(50);
   Estimate estimate;
   const absl::Status refused =
