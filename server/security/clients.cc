@@ -45,6 +45,13 @@ void ReadBound(ConfigReader* reader, const char* field, int* value) {
   if (*value < 0) reader->Complain(field, "use 1 or more, or leave it out for no bound");
 }
 
+/// Whether a name of a certificate, which can be a host, an e-mail address or a URI, tells its
+/// owner from others: one that cannot be seen does not.
+bool IsVisible(std::string_view name) {
+  return std::none_of(name.begin(), name.end(), absl::ascii_iscntrl) &&
+         !std::all_of(name.begin(), name.end(), absl::ascii_isspace);
+}
+
 absl::Status Unauthenticated(const char* message) {
   return absl::Status(absl::StatusCode::kUnauthenticated, message);
 }
@@ -154,7 +161,9 @@ absl::StatusOr<std::shared_ptr<const Caller>> Clients::Identify(
   if (entries == nullptr) {
     auto caller =
         std::make_shared<Caller>(Caller{.admin = everybody_is_admin_ && !credentials.forwarded});
-    if (!credentials.certificate.empty()) caller->name = credentials.certificate[0];
+    if (!credentials.certificate.empty() && IsVisible(credentials.certificate[0])) {
+      caller->name = credentials.certificate[0];
+    }
     return caller;
   }
   return Find(*entries, credentials);

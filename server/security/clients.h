@@ -62,7 +62,8 @@ struct Credentials {
 /// force.
 ///
 /// Without a file, everyone who can connect may call. The caller's name is the first name in its
-/// certificate, if it has one. Nobody is an admin unless `everybody_is_admin`, which the server
+/// certificate; callers without one are anonymous, and so are those whose name is empty, all spaces
+/// or has control characters. Nobody is an admin unless `everybody_is_admin`, which the server
 /// sets only if it listens on loopback alone and asks for no certificates: then every caller has a
 /// login on this machine. The peer address is not used, because behind a proxy on the same machine
 /// (a sidecar) every caller has a loopback address. Most proxies mark forwarded calls with a header

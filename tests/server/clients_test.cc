@@ -64,6 +64,17 @@ TEST_F(ClientsTest, EverybodyIsWelcomeWithoutAFile) {
   EXPECT_FALSE((*clients->Identify({.certificate = {"studio.example.org"}}))->admin);
 }
 
+/// Or all of them would be one client with a name, and find each other's jobs.
+TEST_F(ClientsTest, ACertificateWhoseNameCannotBeSeenIsAnonymous) {
+  const auto clients = *Clients::Open("", 0ms);
+  for (const std::string_view name : {"", " ", "\t \n", "studio\n", "a\x7f", "\x01"}) {
+    EXPECT_TRUE((*clients->Identify({.certificate = {name}}))->anonymous()) << name;
+  }
+  for (const char* name : {"Jane Doe", "spiffe://example.org/studio", "jos\u00e9@example.org"}) {
+    EXPECT_EQ(NameOf(*clients, "", {name}), name);
+  }
+}
+
 TEST_F(ClientsTest, EverybodyIsAnAdminOnlyWhereTheServerSaysSoAndWithoutAFile) {
   EXPECT_TRUE((*(*Clients::Open("", 0ms, true))->Identify({}))->admin);
   EXPECT_FALSE((*(*Clients::Open("", 0ms, true))->Identify({.forwarded = true}))->admin);

@@ -491,6 +491,9 @@ TEST_F(SecurityTest, ACertificateAloneMakesNoAdmin) {
   EXPECT_EQ(list(alice, true), -StatusCode::PERMISSION_DENIED);
   EXPECT_EQ(list(alice, false), 1);
   EXPECT_EQ(list(bob, false), 0) << "names keep jobs apart";
+  const auto nobody = Connect(authority_.certificate(), authority_.Issue("", ""));
+  ASSERT_TRUE(Generate(nobody).ok());
+  EXPECT_EQ(list(nobody, false), -StatusCode::PERMISSION_DENIED) << "who has no name is anonymous";
 }
 
 /// Callers without a name share one: the id of a job is what opens it, and nothing tells ids.
