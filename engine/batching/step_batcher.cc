@@ -563,9 +563,9 @@ void StepBatcher::Begin(Batch& batch, int slot, std::shared_ptr<Image> image) {
 }
 
 /// The slots of the images that the next evaluation advances: all that are not drawn, or, if these
-/// would be padded and a smaller bucket evaluates more rows per second, the first in the order that
-/// fit into it. Where the device is full, eight rows and then three take less time than eleven
-/// padded to sixteen, and eight images end sooner.
+/// would be padded, the first in the order that fit into a smaller bucket, where that and the rest
+/// together take less time by what was measured. Where the device is full, eight rows and then
+/// three take less time than eleven padded to sixteen, and eight images end sooner.
 std::vector<int> StepBatcher::Chosen(const Batch& batch) const {
   std::vector<int> all;
   const auto rows_of = [&](int slot) {
@@ -580,9 +580,7 @@ std::vector<int> StepBatcher::Chosen(const Batch& batch) const {
   }
   const std::vector<int>& buckets = batch.evaluator->buckets();
   const auto above = std::lower_bound(buckets.begin(), buckets.end(), rows);
-  const double seconds = admission_.Cost(*batch.lane, rows);
-  if (options_.batching != Batching::kStep || all.size() < 2 || *above == rows || seconds == 0)
-    return all;
+  if (options_.batching != Batching::kStep || all.size() < 2 || *above == rows) return all;
 
   std::vector<int> order = all;
   std::sort(order.begin(), order.end(), [&](int a, int b) {
@@ -591,8 +589,10 @@ std::vector<int> StepBatcher::Chosen(const Batch& batch) const {
            std::tuple(second.job->key(), second.evaluations_left(), b);
   });
   std::vector<int> chosen = all;
-  double best = rows / seconds;
-  for (auto bucket = buckets.begin(); bucket != above; ++bucket) {
+  double least = admission_.Cost(*batch.lane, rows);
+  for (auto bucket = above; bucket != buckets.begin();) {
+    --bucket;
+    if (rows_of(order.front()) > *bucket) break;  // the first is never left out
     std::vector<int> fit;
     int taken = 0;
     for (const int slot : order) {
@@ -600,9 +600,10 @@ std::vector<int> StepBatcher::Chosen(const Batch& batch) const {
       taken += rows_of(slot);
       fit.push_back(slot);
     }
-    const double rate = taken / admission_.Cost(*batch.lane, *bucket);
-    if (rate <= best) continue;
-    best = rate;
+    const double seconds =
+        admission_.Cost(*batch.lane, *bucket) + admission_.Cost(*batch.lane, rows - taken);
+    if (seconds >= least) continue;
+    least = seconds;
     chosen = std::move(fit);
   }
   return chosen;

@@ -284,6 +284,9 @@ TEST(Scheduling, RowsArePaddedOnlyWhereThatIsFaster) {
   const auto [guided, guided_jobs] = draw(0.0001, 0.01, 5, 3);
   EXPECT_EQ(guided->widest, 8);
   EXPECT_EQ(guided->Totals().padding_rows, 0);
+  // 8 rows and then 1 would take longer than 16, though 8 have more rows a second than 9 of 16.
+  const auto [between, between_jobs] = draw(0.02, 0.001, 9, 1);
+  EXPECT_EQ(between->widest, 9);
   const auto [flat, flat_jobs] = draw(0.1, 0.0001, 11, 1);
   EXPECT_EQ(flat->widest, 11);
   EXPECT_EQ(flat->evaluations, 6);
