@@ -6,6 +6,7 @@
 #include <numeric>
 #include <thread>
 
+#include "absl/cleanup/cleanup.h"
 #include "engine/backend/counting.h"
 #include "engine/batching/job_queue.h"
 #include "engine/core/condition_variable.h"
@@ -398,6 +399,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   CountingBackend counting(*backend);
   DENOISED_ASSIGN_OR_RETURN(const Pipeline counted, LoadPipeline(counting, files));
   info->weight_bytes = counting.weight_bytes();
+  progress(LoadPart::kDevice);
   if (const size_t free = backend->memory().free; info->weight_bytes > free) {
     return ResourceExhausted(
         "{}: its {} parameters need {} bytes of memory on {}, {} are free; choose a smaller model, "
@@ -421,6 +423,8 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   progress(LoadPart::kDevice);
   DENOISED_RETURN_IF_ERROR(backend->Synchronize());
   progress(LoadPart::kFiles);
+  // What is freed after an error waits for the device.
+  const absl::Cleanup watched = [&] { progress(LoadPart::kDevice); };
   const int classes = traits.condition == ClassCondition::kLabel ? traits.class_embeddings : 0;
   if (directory.null_class >= classes)
     return InvalidArgument(
