@@ -443,6 +443,7 @@ void Connection::OnHead() {
   if (auto refusal = shared_->handler->Admit(&request_)) {
     if (parser_->is_done()) {
       state_ = State::kServing;
+      Disarm(&read_timer_);
       return Reply(*std::move(refusal), {});
     }
     return Refuse(*std::move(refusal));
@@ -812,8 +813,9 @@ absl::StatusOr<std::unique_ptr<HttpPort>> HttpPort::Listen(const HttpPortOptions
   if (options.security.tls()) {
     DENOISED_ASSIGN_OR_RETURN(state->tls, TlsContext::Open(options.security));
   }
-  DENOISED_ASSIGN_OR_RETURN(state->acceptor, Acceptor::Listen(options.flag, options.address,
-                                                              options.max_connections, metrics));
+  DENOISED_ASSIGN_OR_RETURN(state->acceptor,
+                            Acceptor::Listen(options.flag, options.address, options.max_connections,
+                                             metrics, options.reserve));
   return std::unique_ptr<HttpPort>(new HttpPort(std::move(state)));
 }
 

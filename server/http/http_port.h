@@ -20,6 +20,7 @@ struct HttpPortOptions {
   SecurityConfig security;             // TLS
   const char* flag = "--http-listen";  // that names the address, for errors
   int max_connections = 10'000;
+  int reserve = 0;                              // see Acceptor
   std::chrono::milliseconds handshake{20'000};  // for TLS, and for the headers of a request
   std::chrono::milliseconds idle{75'000};       // between requests of a connection
   std::chrono::milliseconds write_timeout{30'000};

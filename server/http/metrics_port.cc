@@ -10,6 +10,9 @@
 namespace denoised {
 namespace {
 
+/// A request with a body is answered before it is read; a larger one is refused by its length.
+constexpr size_t kBodyBytes = 64 << 10;
+
 HttpReply PlainText(int code, std::string text) {
   return {.code = code,
           .headers = {{"Content-Type", "text/plain; charset=utf-8"}},
@@ -47,22 +50,25 @@ struct MetricsPort::State {
   explicit State(Pages pages) : handler(std::move(pages)) {}
 
   PageHandler handler;
-  MemoryBudget bodies{64 << 10};  // none is read
-  Metrics metrics;                // of this port itself: a scrape does not count itself as a call
+  MemoryBudget bodies{kBodyBytes};  // none is read
+  Metrics metrics;                  // of this port itself: a scrape does not count itself as a call
   std::unique_ptr<HttpPort> port;
 };
 
 absl::StatusOr<std::unique_ptr<MetricsPort>> MetricsPort::Listen(const std::string& address,
                                                                  int max_connections, Pages pages) {
   constexpr std::chrono::seconds kPatience{3};
+  constexpr int kReserve = 64;  // scrapes and probes get through a flood of clients
   auto state = std::make_unique<State>(std::move(pages));
   const HttpPortOptions options{.address = address,
                                 .security = {},
                                 .flag = "--metrics-listen",
                                 .max_connections = max_connections,
+                                .reserve = kReserve,
                                 .handshake = kPatience,
+                                .idle = kPatience,
                                 .write_timeout = kPatience,
-                                .max_body_bytes = 0};
+                                .max_body_bytes = kBodyBytes};
   DENOISED_ASSIGN_OR_RETURN(
       state->port, HttpPort::Listen(options, &state->handler, &state->bodies, &state->metrics));
   state->port->Start();

@@ -17,7 +17,8 @@ struct PageReply {
 };
 
 /// The port for monitoring: Prometheus and probes. It needs no login, and no client can keep the
-/// others waiting: one that sends or reads too slowly is cut off. Thread-safe.
+/// others waiting: one that sends or reads too slowly is cut off, and some descriptors are kept for
+/// this port when clients have all others. Thread-safe.
 class MetricsPort {
  public:
   /// Pages by path, such as "/metrics". Two threads call them concurrently.
@@ -27,7 +28,7 @@ class MetricsPort {
   /// `max_connections` is the process's, see Acceptor. Errors name --metrics-listen.
   static absl::StatusOr<std::unique_ptr<MetricsPort>> Listen(const std::string& address,
                                                              int max_connections, Pages pages);
-  /// Waits for replies in progress.
+  /// Waits for pages that are being made, and closes connections.
   ~MetricsPort();
 
   int port() const;

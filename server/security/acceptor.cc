@@ -68,7 +68,7 @@ int ListenOn(const addrinfo& info, int port) {
 
 }  // namespace
 
-Acceptor::Acceptor(int max_connections, Metrics* metrics) : metrics_(metrics) {
+Acceptor::Acceptor(int max_connections, int reserve, Metrics* metrics) : metrics_(metrics) {
   // The soft limit is 1024 on most systems, for programs that use select(); this is none.
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
@@ -78,12 +78,14 @@ Acceptor::Acceptor(int max_connections, Metrics* metrics) : metrics_(metrics) {
   }
   const auto allowed = static_cast<int64_t>(std::min<rlim_t>(limit.rlim_cur, INT32_MAX));
   highest_ = static_cast<int>(std::min<int64_t>(int64_t{max_connections} + kReservedDescriptors,
-                                                allowed - kReservedDescriptors));
+                                                allowed - kReservedDescriptors) +
+                              reserve);
 }
 
 absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const std::string& flag,
                                                            const std::string& address,
-                                                           int max_connections, Metrics* metrics) {
+                                                           int max_connections, Metrics* metrics,
+                                                           int reserve) {
   std::string host = address.substr(0, address.rfind(':'));
   const std::string port = address.substr(address.rfind(':') + 1);
   if (host.size() >= 2 && host.front() == '[' && host.back() == ']') {
@@ -99,7 +101,7 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const std::string& fl
   }
   const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> addresses(found, freeaddrinfo);
 
-  std::unique_ptr<Acceptor> acceptor(new Acceptor(max_connections, metrics));
+  std::unique_ptr<Acceptor> acceptor(new Acceptor(max_connections, reserve, metrics));
   acceptor->port_ = std::atoi(port.c_str());
   int error = 0;
   for (const addrinfo* info = found; info != nullptr; info = info->ai_next) {

@@ -20,12 +20,14 @@ class Metrics;
 class Acceptor {
  public:
   /// Listens on every address of "host:port"; port 0 picks one that is free. Connections beyond
-  /// `max_connections`, or beyond what the process may open, are closed at once. `metrics` counts
-  /// both kinds and outlives the acceptor. InvalidArgument names `flag`, "--listen", and what the
-  /// system says.
+  /// `max_connections`, or beyond what the process may open, are closed at once. This port may use
+  /// `reserve` more of the descriptors that are kept for other purposes, at most 64. `metrics`
+  /// counts both kinds and outlives the acceptor. InvalidArgument names `flag`, "--listen", and
+  /// what the system says.
   static absl::StatusOr<std::unique_ptr<Acceptor>> Listen(const std::string& flag,
                                                           const std::string& address,
-                                                          int max_connections, Metrics* metrics);
+                                                          int max_connections, Metrics* metrics,
+                                                          int reserve = 0);
   /// Stops.
   ~Acceptor();
 
@@ -42,7 +44,7 @@ class Acceptor {
   void Stop();
 
  private:
-  Acceptor(int max_connections, Metrics* metrics);
+  Acceptor(int max_connections, int reserve, Metrics* metrics);
   void Run();
   void AcceptFrom(int listener);
 
