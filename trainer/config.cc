@@ -5,6 +5,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -201,6 +202,37 @@ absl::Status ReadNetwork(const std::string& path, RunConfig* config) {
   return absl::OkStatus();
 }
 
+/// What is too large, and what is negative, CLI11 would wrap.
+CLI::Validator Seed() {
+  return CLI::Validator(
+      [](std::string& text) {
+        uint64_t seed = 0;
+        const char* const end = text.data() + text.size();
+        const auto [read, error] = std::from_chars(text.data(), end, seed);
+        if (error == std::errc() && read == end) return std::string();
+        return fmt::format("{} is no seed; use a whole number from 0 to {}", text, UINT64_MAX);
+      },
+      "");
+}
+
+/// CLI11 takes NaN and infinities for numbers, also in CLI::Range, and nothing for 0.
+void CheckNumbers(CLI::App& app) {
+  const CLI::Validator check(
+      [](std::string& text) {
+        double number = 0;
+        if (text.empty()) return std::string("the value is empty; use a number");
+        // What is no number at all is refused later.
+        if (!CLI::detail::lexical_cast(text, number) || std::isfinite(number)) return std::string();
+        return fmt::format("{} is not a finite number", text);
+      },
+      "");
+  for (CLI::Option* const option : app.get_options({})) {
+    const std::string type = option->get_type_name();
+    for (const char* const number : {"FLOAT", "INT", "UINT"})
+      if (type.starts_with(number)) option->check(check);
+  }
+}
+
 /// What the flags say, before Finish() resolves and checks it.
 struct Flags {
   RunConfig config;
@@ -265,7 +297,7 @@ void AddStepFlags(CLI::App& app, Flags* flags) {
                  "Parts of a batch whose gradients are added as a tree; a power of two. The result "
                  "depends on this number, but not on ranks, cores or accumulation");
   app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory");
-  app.add_option("--seed", t.seed, "Seed of all random numbers")->check(CLI::NonNegativeNumber);
+  app.add_option("--seed", t.seed, "Seed of all random numbers")->check(Seed());
   app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW");
   app.add_option("--schedule", flags->schedule,
                  "Learning rate after the warm-up: constant, cosine or inverse-sqrt");
@@ -630,6 +662,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   AddStepFlags(app, &flags);
   AddDataFlags(app, &flags);
   AddRunFlags(app, &flags);
+  CheckNumbers(app);
 
   std::vector<std::string> given(argv + 1, argv + argc);
   const auto parse = [&](const std::vector<std::string>& settings) -> absl::Status {

@@ -62,8 +62,14 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
     if (value > 0) return absl::OkStatus();
     return InvalidArgument("{} is {}; it must be greater than 0", field, value);
   };
-  DENOISED_RETURN_IF_ERROR(positive("--sigma-data", options.sigma_data));
-  DENOISED_RETURN_IF_ERROR(positive("--log-sigma-deviation", options.log_sigma_deviation));
+  const auto between = [](const char* field, double value, double low, double high) {
+    if (value >= low && value <= high) return absl::OkStatus();
+    return InvalidArgument("{} is {}; use {} to {}", field, value, low, high);
+  };
+  // Samplers go from 0.002 to 80. Far beyond, what the network gets would not be finite.
+  DENOISED_RETURN_IF_ERROR(between("--sigma-data", options.sigma_data, 1e-3, 1e3));
+  DENOISED_RETURN_IF_ERROR(between("--log-sigma-mean", options.log_sigma_mean, -10, 10));
+  DENOISED_RETURN_IF_ERROR(between("--log-sigma-deviation", options.log_sigma_deviation, 1e-3, 10));
   if (options.min_snr) DENOISED_RETURN_IF_ERROR(positive("--min-snr", *options.min_snr));
   if (options.cap_snr) DENOISED_RETURN_IF_ERROR(positive("--cap-snr", *options.cap_snr));
   if (options.cap_snr && (options.kind != Kind::kV || options.min_snr))
