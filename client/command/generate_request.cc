@@ -110,16 +110,17 @@ ImageFormat FormatOf(const std::string& name) {
 }
 
 absl::StatusOr<std::pair<int, int>> ParseExtents(const std::string& flag, const std::string& text) {
+  constexpr int kMost = 65536;
   const size_t x = text.find('x');
   if (x != std::string::npos) {
     const auto first = ParseInt(std::string_view(text).substr(0, x));
     const auto second = ParseInt(std::string_view(text).substr(x + 1));
-    if (first && second && *first >= 1 && *second >= 1 && *first <= 65536 && *second <= 65536) {
+    if (first && second && *first >= 1 && *second >= 1 && *first <= kMost && *second <= kMost) {
       return std::pair(*first, *second);
     }
   }
   return absl::InvalidArgumentError(
-      fmt::format("{} is {}; use two numbers of 1 or more, such as 4x3", flag, text));
+      fmt::format("{} is {}; use two numbers from 1 to {}, such as 4x3", flag, text, kMost));
 }
 
 absl::StatusOr<std::vector<int>> ResolveLabels(const std::vector<std::string>& words,

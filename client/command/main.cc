@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <iostream>
 #include <string>
@@ -104,6 +105,26 @@ Example:
   return {models, load, unload, alias};
 }
 
+/// CLI11 takes NaN and infinities for numbers, also in CLI::Range, and nothing for 0.
+void CheckNumbers(CLI::App& app) {
+  const CLI::Validator check(
+      [](std::string& text) {
+        double number = 0;
+        if (text.empty()) return std::string("the value is empty; use a number");
+        // What is no number at all is refused later.
+        if (!CLI::detail::lexical_cast(text, number) || std::isfinite(number)) return std::string();
+        return fmt::format("{} is not a finite number", text);
+      },
+      "");
+  for (CLI::Option* const option : app.get_options({})) {
+    const std::string type = option->get_type_name();
+    for (const char* const number : {"FLOAT", "INT", "UINT"}) {
+      if (type.starts_with(number)) option->check(check);
+    }
+  }
+  for (CLI::App* const command : app.get_subcommands({})) CheckNumbers(*command);
+}
+
 struct JobCommands {
   CLI::App *list, *get, *watch, *cancel;
 };
@@ -120,7 +141,7 @@ Example:
   CLI::App* list = jobs->add_subcommand("list", "List running and finished jobs");
   list->add_flag("--all", flags.query.all_clients, "Jobs of all clients (admins)");
   list->add_option("--limit", flags.query.limit, "List at most this many jobs, newest first")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, INT32_MAX))
       ->capture_default_str();
   list->footer(
       "Example:\n  denoise jobs list --json | jq -r '.[] | select(.state==\"running\") | "
@@ -134,7 +155,12 @@ Example:
   for (CLI::App* job : {get, watch, cancel}) {
     job->add_option("id", flags.request_id,
                     "Id of the job: what generate --detach printed, or --request-id")
-        ->required();
+        ->required()
+        ->check(CLI::Validator(
+            [](const std::string& id) {
+              return id.empty() ? "it is empty; use what generate --detach printed" : "";
+            },
+            ""));
   }
   for (CLI::App* job : {list, get, watch, cancel}) {
     job->add_flag("--json", flags.json, "Print JSON");
@@ -346,6 +372,7 @@ int Run(int argc, char** argv) {
   CLI::App* man = AddMan(app, man_folder);
   // Last: subcommands inherit the footer that is set when they are added.
   app.footer(std::string(kFooter) + kExitCodes);
+  CheckNumbers(app);
 
   // Before anything is parsed: the words are not flags of this call.
   if (argc > 1 && std::string_view(argv[1]) == "complete-words") {

@@ -402,6 +402,7 @@ TEST_F(CliTest, UsageErrorsSendNothing) {
       {"generate", "--grid", "2x2", "--format", "webp"},
       {"generate", "--steps", "many"},
       {"generate", "--timeout", "0"},
+      {"generate", "--guidance="},
       {"generate", "--size", "0x8"},
       {"generate", "--strength", "0.5"},
       {"generate", "--mask", Path("absent.png")},
@@ -417,6 +418,25 @@ TEST_F(CliTest, UsageErrorsSendNothing) {
     EXPECT_NE(result.err, "") << testing::PrintToString(arguments);
   }
   EXPECT_EQ(server_.generations(), 0);
+}
+
+TEST_F(CliTest, UsageErrorsNameTheFlagAndTheValue) {
+  const std::vector<std::pair<std::vector<std::string>, std::string>> wrong = {
+      {{"generate", "--timeout", "nan"}, "--timeout: nan is not a finite number"},
+      {{"generate", "--guidance", "inf"}, "--guidance: inf is not a finite number"},
+      {{"generate", "--count="}, "--count: the value is empty; use a number"},
+      {{"health", "--wait", "nan"}, "--wait: nan is not a finite number"},
+      {{"jobs", "list", "--limit", "0"}, "--limit: Value 0 not in range 1 to 2147483647"},
+      {{"generate", "--grid", "100000x100000"},
+       "--grid is 100000x100000; use two numbers from 1 to 65536, such as 4x3"},
+      {{"jobs", "watch", ""}, "id: it is empty; use what generate --detach printed"},
+      {{"jobs", "get", ""}, "id: it is empty"},
+      {{"jobs", "cancel", ""}, "id: it is empty"}};
+  for (const auto& [arguments, message] : wrong) {
+    const auto result = Run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << testing::PrintToString(arguments) << result.err;
+    EXPECT_THAT(result.err, HasSubstr(message));
+  }
 }
 
 TEST_F(CliTest, HelpTeaches) {
@@ -520,16 +540,6 @@ TEST_F(CliTest, ALabelCannotCommandTheTerminal) {
   server_.AddLabel("a\x1b]0;title\x07\nb\x7f\xc2\x9b, Mädchen");
   EXPECT_THAT(Run({"models", "digits"}).out,
               HasSubstr(R"(nine, a\x1b]0;title\x07\x0ab\x7f\x9b, Mädchen)"));
-}
-
-TEST_F(CliTest, NoTextOfAServerCanCommandTheTerminal) {
-  const std::string command = "a\x1b]0;title\x07\nb\x7f\xc2\x9b, Mädchen";
-  const auto printable = HasSubstr(R"(a\x1b]0;title\x07\x0ab\x7f\x9b, Mädchen)");
-  server_.SetText(command);
-  EXPECT_THAT(Run({"jobs", "get", "1"}).out, printable);
-  EXPECT_THAT(Run({"server", "info"}).out, printable);
-  server_.FailNext(1, {grpc::StatusCode::INTERNAL, command});
-  EXPECT_THAT(Run({"generate", "-o", Path("x.png")}).err, printable);
 }
 
 TEST_F(CliTest, HealthIsInTheExitCode) {
