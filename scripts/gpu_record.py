@@ -40,9 +40,12 @@ def hash_of_sources(root=ROOT):
 
 def changed_since(commit, root=ROOT):
     """The files behind the hash that differ from `commit`; empty where git does not know it."""
-    done = subprocess.run(["git", "diff", "--name-only", commit, "--",
-                           *(f":(glob){pattern}" for pattern in SOURCES)],
-                          cwd=root, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", "diff", "--name-only", commit, "--",
+                               *(f":(glob){pattern}" for pattern in SOURCES)],
+                              cwd=root, capture_output=True, text=True, check=False)
+    except OSError:  # there is no git
+        return []
     return [file for file in done.stdout.splitlines()
             if not OTHERS & set(pathlib.PurePath(file).parts)]
 
