@@ -4,6 +4,7 @@
 #include <google/protobuf/descriptor.h>
 #include <grpcpp/server_context.h>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -68,6 +69,9 @@ class CallRecord {
   /// As gRPC writes addresses.
   const std::string& peer() const { return peer_; }
   const TraceContext& trace() const { return trace_; }
+
+  /// The client has gone. Any thread may set and read it.
+  std::atomic<bool> gone{false};
 
   std::string request_id, model, sampler;
   int count = 0, steps = 0;

@@ -12,7 +12,7 @@
 namespace denoised {
 void GenerationCall::Post(Priority priority, Beginning begin) {
   self_ = shared_from_this();
-  context_.workers->Post(priority,
+  context_.workers->Post(priority, ClientKey(record_.caller(), record_.peer()),
                          [self = self_, begin = std::move(begin)] { self->Begin(begin); });
 }
 
@@ -41,6 +41,7 @@ void GenerationCall::Break() {
   {
     MutexLock lock(&mutex_);
     broken_ = true;
+    record_.gone = true;
     generation = generation_;
   }
   if (generation) generation->Leave(this);
@@ -207,6 +208,26 @@ std::shared_ptr<Generation> BeginWatch(const GenerationCallContext& context,
   }
   generation->Watch(watcher);
   return generation;
+}
+
+std::shared_ptr<Generation> BeginJob(const GenerationCallContext& context, const CallRecord& record,
+                                     const JobRequest& request,
+                                     const std::shared_ptr<GenerationWatcher>& watcher,
+                                     grpc::Status* refusal) {
+  if (request.params.disconnect_policy() != v1::DISCONNECT_POLICY_CONTINUE) {
+    const std::string& named = request.params.request_id();
+    const std::string id = IsRequestId(named) ? named : "";
+    if (request.deadline && *request.deadline <= std::chrono::steady_clock::now()) {
+      *refusal =
+          JobStatus(DeadlineExceeded("the deadline had passed before the request was queued"), id);
+      return nullptr;
+    }
+    if (record.gone) {
+      *refusal = JobStatus(Cancelled("the client has gone"), id);
+      return nullptr;
+    }
+  }
+  return context.jobs->Begin(request, watcher, refusal);
 }
 
 JobRequest MakeJobRequest(const CallRecord& record,

@@ -158,7 +158,15 @@ std::shared_ptr<Generation> BeginWatch(const GenerationCallContext& context,
                                        const std::shared_ptr<GenerationWatcher>& watcher,
                                        grpc::Status* refusal);
 
-/// The request of a call. `params` and `preview` (null: none) must live until Jobs::Begin returns.
+/// Finds or starts the job of a request. Null with `refusal` if it is refused, and for a client
+/// that has left, whose uploads would be unpacked for nobody; but a job that is to continue without
+/// its client starts without it.
+std::shared_ptr<Generation> BeginJob(const GenerationCallContext& context, const CallRecord& record,
+                                     const JobRequest& request,
+                                     const std::shared_ptr<GenerationWatcher>& watcher,
+                                     grpc::Status* refusal);
+
+/// The request of a call. `params` and `preview` (null: none) must live until BeginJob returns.
 JobRequest MakeJobRequest(const CallRecord& record,
                           std::optional<std::chrono::steady_clock::time_point> deadline,
                           const v1::GenerationParams& params, const v1::PreviewOptions* preview,

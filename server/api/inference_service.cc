@@ -138,7 +138,7 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
       const auto end = record->arrival() + *inference.timeout;
       asked.deadline = std::min(asked.deadline.value_or(end), end);
     }
-    return context_.jobs->Begin(asked, watcher, refusal);
+    return BeginJob(context_, *record, asked, watcher, refusal);
   };
   call->Post(ReadPriority(*request), begin);
   return call.get();

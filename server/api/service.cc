@@ -35,9 +35,9 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
   const Priority priority = ReadPriority(request->params());
   call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     const v1::GenerateRequest taken = Take(request);
-    return context_.jobs->Begin(
-        MakeJobRequest(*record, DeadlineOf(*context), taken.params(), nullptr, true), watcher,
-        refusal);
+    return BeginJob(context_, *record,
+                    MakeJobRequest(*record, DeadlineOf(*context), taken.params(), nullptr, true),
+                    watcher, refusal);
   });
   return call.get();
 }
@@ -49,9 +49,9 @@ grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::St
   call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     const v1::StreamGenerateRequest taken = Take(request);
     const v1::PreviewOptions* preview = taken.has_preview() ? &taken.preview() : nullptr;
-    return context_.jobs->Begin(
-        MakeJobRequest(*record, DeadlineOf(*context), taken.params(), preview, false), watcher,
-        refusal);
+    return BeginJob(context_, *record,
+                    MakeJobRequest(*record, DeadlineOf(*context), taken.params(), preview, false),
+                    watcher, refusal);
   });
   return call.get();
 }

@@ -666,7 +666,8 @@ void HttpApi::Generate(const std::shared_ptr<Exchange>& exchange) {
       if (refusal->ok()) *refusal = CheckSize(request);
       if (!refusal->ok()) return nullptr;
       const v1::PreviewOptions* preview = request.has_preview() ? &request.preview() : nullptr;
-      return context_.calls.jobs->Begin(
+      return BeginJob(
+          context_.calls, *record,
           MakeJobRequest(*record, exchange->request().deadline, request.params(), preview, false),
           watcher, refusal);
     });
@@ -681,7 +682,8 @@ void HttpApi::Generate(const std::shared_ptr<Exchange>& exchange) {
     *refusal = FromJson(exchange->TakeBody(&upload), &request);
     if (refusal->ok()) *refusal = CheckSize(request);
     if (!refusal->ok()) return nullptr;
-    return context_.calls.jobs->Begin(
+    return BeginJob(
+        context_.calls, *record,
         MakeJobRequest(*record, exchange->request().deadline, request.params(), nullptr, true),
         watcher, refusal);
   });
@@ -800,63 +802,65 @@ std::shared_ptr<Generation> BeginOpenAi(const GenerationCallContext& context,
   JobRequest asked = MakeJobRequest(record, exchange.request().deadline, message.params(), preview,
                                     !taken.reply.stream);
   asked.field_name = OpenAiField;
-  return context.jobs->Begin(asked, watcher, refusal);
+  return BeginJob(context, record, asked, watcher, refusal);
 }
 
 }  // namespace
 
 void HttpApi::OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit) {
   // Whether it is a stream stands in the body, which a worker reads.
-  context_.calls.workers->Post(Priority::kNormal, [this, exchange, edit] {
-    const auto request = std::make_shared<OpenAiRequest>();
-    const HttpRequest& http = exchange->request();
-    // Before the body is parsed, which a client with too many streams must not cause.
-    ClientLoad::Lease stream;
-    grpc::Status status = AdmitStream(context_.calls, *http.caller, http.peer, &stream);
-    if (status.ok()) {
-      MemoryBudget::Lease upload;
-      status = ReadOpenAi(http.Header("content-type"), exchange->TakeBody(&upload), edit,
-                          *context_.catalog, http.caller->admin, request.get());
-      request->upload = std::move(upload);
-    }
-    if (status.ok()) status = CheckSize(request->message);
-    const OpenAiReplyOptions options = request->reply;
-    if (options.stream && status.ok()) {
-      const auto events = std::make_shared<OpenAiEvents>(options);
-      const auto call = std::make_shared<HttpStreamCall>(
-          context_.calls, "denoised.v1.ImageGeneration.StreamGenerate", exchange, 0,
-          [events](const EventLog::Event& event) { return events->Format(event); });
-      call->SetStream(std::move(stream));
-      return call->Run(
-          [this, exchange, request, record = &call->record()](const auto& watcher, auto* refusal) {
+  context_.calls.workers->Post(
+      Priority::kNormal, ClientKey(*exchange->request().caller, exchange->request().peer),
+      [this, exchange, edit] {
+        const auto request = std::make_shared<OpenAiRequest>();
+        const HttpRequest& http = exchange->request();
+        // Before the body is parsed, which a client with too many streams must not cause.
+        ClientLoad::Lease stream;
+        grpc::Status status = AdmitStream(context_.calls, *http.caller, http.peer, &stream);
+        if (status.ok()) {
+          MemoryBudget::Lease upload;
+          status = ReadOpenAi(http.Header("content-type"), exchange->TakeBody(&upload), edit,
+                              *context_.catalog, http.caller->admin, request.get());
+          request->upload = std::move(upload);
+        }
+        if (status.ok()) status = CheckSize(request->message);
+        const OpenAiReplyOptions options = request->reply;
+        if (options.stream && status.ok()) {
+          const auto events = std::make_shared<OpenAiEvents>(options);
+          const auto call = std::make_shared<HttpStreamCall>(
+              context_.calls, "denoised.v1.ImageGeneration.StreamGenerate", exchange, 0,
+              [events](const EventLog::Event& event) { return events->Format(event); });
+          call->SetStream(std::move(stream));
+          return call->Run([this, exchange, request, record = &call->record()](const auto& watcher,
+                                                                               auto* refusal) {
             return BeginOpenAi(context_.calls, request.get(), *record, *exchange, watcher, refusal);
           });
-    }
-    const MakeLink link = [this, exchange](const std::string& mime_type, std::string bytes) {
-      const auto name = links_.Add({mime_type, std::move(bytes)});
-      if (!name.ok()) return std::string();
-      const HttpRequest& http = exchange->request();
-      const std::string host(http.Header("host"));
-      // A proxy that ends TLS: its name is listed.
-      const auto& origins = context_.origins;
-      const bool https =
-          http.tls || std::find(origins.begin(), origins.end(), "https://" + host) != origins.end();
-      return fmt::format("{}://{}{}{}.{}", https ? "https" : "http", host, kLinkPrefix, *name,
-                         mime_type.substr(mime_type.find('/') + 1));
-    };
-    const auto call =
-        std::make_shared<HttpUnaryCall>(context_.calls, "denoised.v1.ImageGeneration.Generate",
-                                        exchange, [options, link](v1::GenerateResponse* images) {
-                                          return JsonReply(OpenAiReply(options, images, link));
-                                        });
-    call->SetStream(std::move(stream));
-    call->Run([this, exchange, request, status, record = &call->record()](
-                  const auto& watcher, auto* refusal) -> std::shared_ptr<Generation> {
-      *refusal = status;
-      if (!status.ok()) return nullptr;
-      return BeginOpenAi(context_.calls, request.get(), *record, *exchange, watcher, refusal);
-    });
-  });
+        }
+        const MakeLink link = [this, exchange](const std::string& mime_type, std::string bytes) {
+          const auto name = links_.Add({mime_type, std::move(bytes)});
+          if (!name.ok()) return std::string();
+          const HttpRequest& http = exchange->request();
+          const std::string host(http.Header("host"));
+          // A proxy that ends TLS: its name is listed.
+          const auto& origins = context_.origins;
+          const bool https = http.tls || std::find(origins.begin(), origins.end(),
+                                                   "https://" + host) != origins.end();
+          return fmt::format("{}://{}{}{}.{}", https ? "https" : "http", host, kLinkPrefix, *name,
+                             mime_type.substr(mime_type.find('/') + 1));
+        };
+        const auto call = std::make_shared<HttpUnaryCall>(
+            context_.calls, "denoised.v1.ImageGeneration.Generate", exchange,
+            [options, link](v1::GenerateResponse* images) {
+              return JsonReply(OpenAiReply(options, images, link));
+            });
+        call->SetStream(std::move(stream));
+        call->Run([this, exchange, request, status, record = &call->record()](
+                      const auto& watcher, auto* refusal) -> std::shared_ptr<Generation> {
+          *refusal = status;
+          if (!status.ok()) return nullptr;
+          return BeginOpenAi(context_.calls, request.get(), *record, *exchange, watcher, refusal);
+        });
+      });
 }
 
 void HttpApi::ImageFile(const std::shared_ptr<Exchange>& exchange) {

@@ -323,9 +323,9 @@ void Generation::OnImage(ImageResult image) {
     inbox_.previews.erase(image.index);
     ++encoding_;
   }
-  context_.workers->Post(job_.spec.priority, [self = shared_from_this(), image = std::move(image)] {
-    self->Encode(image);
-  });
+  context_.workers->Post(
+      job_.spec.priority, ClientKey(origin_.caller, origin_.peer),
+      [self = shared_from_this(), image = std::move(image)] { self->Encode(image); });
 }
 
 void Generation::OnDone(const absl::Status& status, const JobTiming& timing) {
@@ -369,7 +369,8 @@ bool Generation::TakeDelivery() {
 
 void Generation::ScheduleDelivery() {
   if (!TakeDelivery()) return;
-  context_.workers->Post(job_.spec.priority, [self = shared_from_this()] { self->Deliver(); });
+  context_.workers->Post(job_.spec.priority, ClientKey(origin_.caller, origin_.peer),
+                         [self = shared_from_this()] { self->Deliver(); });
 }
 
 void Generation::Deliver() {

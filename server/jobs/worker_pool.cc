@@ -14,6 +14,25 @@ constexpr std::array<int64_t, kPriorities> kStrides = {1, 4, 16};
 
 }  // namespace
 
+void WorkerPool::Queue::Push(const std::string& client, std::function<void()> task) {
+  auto& line = tasks[client];
+  if (line.empty()) clients.push_back(client);
+  line.push_back(std::move(task));
+}
+
+std::function<void()> WorkerPool::Queue::Pop() {
+  const auto line = tasks.find(clients.front());
+  std::function<void()> task = std::move(line->second.front());
+  line->second.pop_front();
+  if (line->second.empty()) {
+    tasks.erase(line);
+  } else {
+    clients.push_back(clients.front());
+  }
+  clients.pop_front();
+  return task;
+}
+
 WorkerPool::WorkerPool(int threads) {
   for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Run(); });
 }
@@ -27,20 +46,20 @@ WorkerPool::~WorkerPool() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void WorkerPool::Post(Priority priority, std::function<void()> task) {
+void WorkerPool::Post(Priority priority, const std::string& client, std::function<void()> task) {
   {
     MutexLock lock(&mutex_);
     Queue& queue = queues_[static_cast<size_t>(priority)];
     // An empty queue does not accumulate turns.
-    if (queue.tasks.empty()) queue.turn = std::max(queue.turn, turn_);
-    queue.tasks.push_back(std::move(task));
+    if (queue.empty()) queue.turn = std::max(queue.turn, turn_);
+    queue.Push(client, std::move(task));
   }
   wake_.NotifyOne();
 }
 
 bool WorkerPool::HasTask() const {
   return std::any_of(queues_.begin(), queues_.end(),
-                     [](const Queue& queue) { return !queue.tasks.empty(); });
+                     [](const Queue& queue) { return !queue.empty(); });
 }
 
 std::function<void()> WorkerPool::Take() {
@@ -49,15 +68,13 @@ std::function<void()> WorkerPool::Take() {
   if (!HasTask()) return nullptr;
   size_t next = kPriorities;
   for (size_t i = 0; i < kPriorities; ++i) {
-    if (queues_[i].tasks.empty()) continue;
+    if (queues_[i].empty()) continue;
     if (next == kPriorities || queues_[i].turn < queues_[next].turn) next = i;
   }
   Queue& queue = queues_[next];
   turn_ = queue.turn;
   queue.turn += kStrides[next];
-  std::function<void()> task = std::move(queue.tasks.front());
-  queue.tasks.pop_front();
-  return task;
+  return queue.Pop();
 }
 
 void WorkerPool::Run() {

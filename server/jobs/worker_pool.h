@@ -5,7 +5,10 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/core/condition_variable.h"
@@ -15,10 +18,11 @@
 namespace denoised {
 
 /// Threads for work that must block neither gRPC's threads nor the engine's: checking requests,
-/// decoding and encoding images, writing events. Tasks of the same priority run in the order in
-/// which they were posted. A task goes before tasks of lower priority that wait, or after one of
-/// them at most. No priority starves: while all have tasks, of every 21 that start 16 are
-/// interactive, 4 normal and 1 batch. Thread-safe.
+/// decoding and encoding images, writing events. Among tasks of the same priority, clients that
+/// have some take turns, so that one with many delays another by one task at most for each thread;
+/// tasks of one client run in the order in which they were posted. A task goes before tasks of
+/// lower priority that wait, or after one of them at most. No priority starves: while all have
+/// tasks, of every 21 that start 16 are interactive, 4 normal and 1 batch. Thread-safe.
 class WorkerPool {
  public:
   explicit WorkerPool(int threads);
@@ -29,11 +33,19 @@ class WorkerPool {
   WorkerPool& operator=(const WorkerPool&) = delete;
 
   /// Tasks may post further tasks, also while the pool is being destroyed.
-  void Post(Priority priority, std::function<void()> task);
+  void Post(Priority priority, std::function<void()> task) { Post(priority, "", std::move(task)); }
+  /// `client`: ClientKey of the client that it is for; empty: of none.
+  void Post(Priority priority, const std::string& client, std::function<void()> task);
 
  private:
   struct Queue {
-    std::deque<std::function<void()>> tasks;
+    void Push(const std::string& client, std::function<void()> task);
+    /// Not of an empty queue.
+    std::function<void()> Pop();
+    bool empty() const { return clients.empty(); }
+
+    std::map<std::string, std::deque<std::function<void()>>> tasks;  // by client; none is empty
+    std::deque<std::string> clients;                                 // that have tasks; in turns
     int64_t turn = 0;  // the queue with the lowest runs next
   };
 

@@ -4,15 +4,11 @@
 #include <utility>
 
 namespace denoised {
-namespace {
 
-/// A host may use any number of ports.
-std::string KeyOf(const Caller& caller, const std::string& peer) {
+std::string ClientKey(const Caller& caller, const std::string& peer) {
   if (!caller.anonymous()) return caller.name;
-  return peer.substr(0, peer.rfind(':'));
+  return peer.substr(0, peer.rfind(':'));  // a host may use any number of ports
 }
-
-}  // namespace
 
 ClientLoad::Lease::~Lease() {
   if (load_ == nullptr) return;
@@ -34,7 +30,7 @@ absl::StatusOr<ClientLoad::Lease> ClientLoad::Admit(Kind kind, const Caller& cal
                                                     const std::string& peer) {
   const int limit = kind == kStream ? LowerLimit(caller.limits.max_streams, max_streams_)
                                     : caller.limits.max_queued_requests;
-  std::string key = KeyOf(caller, peer);
+  std::string key = ClientKey(caller, peer);
   MutexLock lock(&mutex_);
   const auto it = counts_[kind].find(key);
   const int count = it == counts_[kind].end() ? 0 : it->second;

@@ -11,6 +11,10 @@
 
 namespace denoised {
 
+/// Tells clients apart: the name, or the host of a caller without one. `peer` as gRPC writes
+/// addresses, "ipv4:192.0.2.7:34152".
+std::string ClientKey(const Caller& caller, const std::string& peer);
+
 /// Counts the streams and queued requests of each client, so that no client can take all of them.
 /// Callers without a name are counted by host. Thread-safe; must outlive its leases.
 class ClientLoad {

@@ -7,9 +7,11 @@
 #include <atomic>
 #include <functional>
 #include <future>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "inference/open_inference.grpc.pb.h"
 #include "tests/eventually.h"
@@ -95,6 +97,60 @@ class PriorityTest : public ServerFixture {
     return encoded;
   }
 };
+
+/// A request whose client left before its turn is not checked, and so its uploads are not unpacked.
+TEST_F(PriorityTest, NothingIsCheckedForClientsThatLeft) {
+  Start();
+  std::promise<void> may_go_on;
+  std::atomic<bool> holds{false};
+  std::atomic<int> left{0}, continued{0};
+  engine_->OnSubmit([&](const JobSpec& spec) {
+    if (spec.request_id.starts_with("left")) ++left;
+    if (spec.request_id == "continues") ++continued;
+    if (spec.request_id != "holder") return;
+    holds = true;
+    may_go_on.get_future().wait();
+  });
+  std::thread holder([&] {
+    v1::GenerateRequest request;
+    *request.mutable_params() = Params("holder", v1::PRIORITY_INTERACTIVE);
+    EXPECT_TRUE(Generate(request).ok());
+  });
+  EXPECT_TRUE(Eventually([&] { return holds.load(); }));
+
+  constexpr int kCalls = 3;
+  std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
+  std::vector<std::unique_ptr<grpc::ClientReader<v1::StreamGenerateResponse>>> readers;
+  const auto stream = [&](const v1::GenerationParams& params) {
+    v1::StreamGenerateRequest request;
+    *request.mutable_params() = params;
+    contexts.push_back(std::make_unique<grpc::ClientContext>());
+    readers.push_back(stub_->StreamGenerate(contexts.back().get(), request));
+  };
+  for (int i = 0; i < kCalls; ++i) {
+    stream(Params("left" + std::to_string(i), v1::PRIORITY_NORMAL));
+  }
+  v1::GenerationParams params = Params("continues", v1::PRIORITY_NORMAL);
+  params.set_disconnect_policy(v1::DISCONNECT_POLICY_CONTINUE);
+  stream(params);
+  EXPECT_TRUE(Eventually([&] {
+    return Metric("grpc_server_started_total", "grpc_method=\"StreamGenerate\"") == kCalls + 1;
+  }));
+  for (const auto& context : contexts) context->TryCancel();
+  for (const auto& reader : readers) {
+    EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  }
+  // The server hears of it a moment later, and has no way to say so.
+  for (int i = 0; i < 30; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  may_go_on.set_value();
+  holder.join();
+  EXPECT_TRUE(Eventually([&] {
+    return Metric("grpc_server_handled_total", "grpc_method=\"StreamGenerate\"") == kCalls + 1;
+  }));
+  EXPECT_EQ(left, 0);
+  EXPECT_EQ(continued, 1) << "its client wants it without being there";
+  engine_->OnSubmit(nullptr);
+}
 
 TEST_F(PriorityTest, GenerateIsCheckedBeforeBatchImagesAreEncoded) {
   Start();

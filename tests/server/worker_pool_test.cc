@@ -38,6 +38,25 @@ TEST(WorkerPoolTest, RunsSideBySide) {
   });
 }
 
+/// A client with many tasks does not hold up others.
+TEST(WorkerPoolTest, ClientsTakeTurns) {
+  std::string ran;  // touched by the one thread
+  std::promise<void> reached, posting;
+  {
+    WorkerPool pool(1);
+    pool.Post(Priority::kNormal, "a", [&] {
+      reached.set_value();
+      posting.get_future().wait();
+    });
+    reached.get_future().wait();
+    for (const char* task : {"a1", "a2", "a3", "a4", "b1", "b2", "c1"}) {
+      pool.Post(Priority::kNormal, std::string(1, task[0]), [&ran, task] { ran += task; });
+    }
+    posting.set_value();
+  }
+  EXPECT_EQ(ran, "a1b1c1a2b2a3a4");
+}
+
 /// Runs tasks on one thread that are all there before the first begins: "bbi" posts two batch tasks
 /// and an interactive one. The order in which they ran.
 std::string Order(const std::string& posted) {
