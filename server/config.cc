@@ -48,6 +48,8 @@ std::string CacheDirectory() {
 /// CLI11's contract is to throw its own exceptions; ParseCommandLine turns them into a Status.
 class JsonConfig : public CLI::Config {
  public:
+  explicit JsonConfig(const CLI::App* app) : app_(app) {}
+
   std::string to_config(const CLI::App* app, bool, bool, std::string) const override {
     nlohmann::ordered_json settings;
     for (const CLI::Option* option : app->get_options()) {
@@ -64,6 +66,7 @@ class JsonConfig : public CLI::Config {
     if (!json.ok()) throw CLI::FileError(std::string(json.status().message()));
     std::vector<CLI::ConfigItem> items;
     for (const auto& [key, value] : json->items()) {
+      if (app_->get_option_no_throw("--" + key) == nullptr) throw UnknownKey(key);
       // As CLI11, which takes an empty variable for none.
       const char* const variable = std::getenv(EnvironmentName(key).c_str());
       if (variable != nullptr && *variable != '\0') continue;
@@ -84,6 +87,18 @@ class JsonConfig : public CLI::Config {
   }
 
  private:
+  /// CLI11 names neither the file nor a remedy.
+  CLI::ConfigError UnknownKey(const std::string& key) const {
+    const auto file = app_->get_config_ptr()->results();
+    std::string flag = key;
+    std::replace(flag.begin(), flag.end(), '_', '-');
+    const bool known = app_->get_option_no_throw("--" + flag) != nullptr;
+    return {fmt::format(
+                "--config: {}: unknown key \"{}\"; {}", file.empty() ? "" : file.back(), key,
+                known ? fmt::format("write \"{}\"", flag) : "the keys are the names of the flags"),
+            CLI::ExitCodes::ConfigError};
+  }
+
   /// The effective value of `option`, or its default.
   static nlohmann::json Setting(const CLI::Option& option) {
     if (option.get_expected_min() == 0) return !option.empty() && option.as<bool>();
@@ -108,6 +123,8 @@ class JsonConfig : public CLI::Config {
     throw CLI::ConversionError(fmt::format(
         "--config: \"{}\" is {}; use a string, a number, true or false", key, value.dump()));
   }
+
+  const CLI::App* const app_;
 };
 
 /// The arguments, with --config from the environment when they have none: CLI11 reads the file
@@ -664,7 +681,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.name("denoised");
   app.option_defaults()->always_capture_default();
   app.set_version_flag("--version", std::string("denoised ") + kVersion);
-  app.config_formatter(std::make_shared<JsonConfig>());
+  app.config_formatter(std::make_shared<JsonConfig>(&app));
   app.set_config(
       "--config", "",
       "JSON file with the same names as these flags. Flags win over the environment "
@@ -712,13 +729,16 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
     return InvalidArgument("{}; see denoised --help", error.what());
   }
 
-  if (!flags.token_for.empty()) {
+  if (app.get_option("--make-token")->count() > 0) {
     DENOISED_ASSIGN_OR_RETURN(line.print, MakeToken(flags.token_for));
     return line;
   }
   if (flags.print_config) {
     line.print = app.config_to_str();
     return line;
+  }
+  if (app.get_option("--calibrate")->count() > 0 && flags.config.calibrate.empty()) {
+    return InvalidArgument("--calibrate: \"\" is no directory; give that of the model");
   }
   DENOISED_RETURN_IF_ERROR(Finish(&flags));
   line.config = std::move(flags.config);

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/strip.h"
 #include "server/api/call_record.h"
 #include "server/models/catalog.h"
 #include "server/security/clients.h"
@@ -65,6 +66,14 @@ grpc::Status ToGrpc(const absl::Status& status) {
     retry_delay = std::chrono::seconds(2);
   }
   if (TookEffect(status)) reason = reason::kChangeIncomplete;
+  if (absl::IsNotFound(status) && !TookEffect(status)) {
+    // The catalog's message begins with the field that names what is not there.
+    for (const char* field : {"name", "model_name", "alias", "target"}) {
+      absl::string_view description = status.message();
+      if (!absl::ConsumePrefix(&description, fmt::format("{}: ", field))) continue;
+      return FieldStatus(status.code(), {field, std::string(description)}, reason, "");
+    }
+  }
   return ToGrpcStatus(status, reason, "", retry_delay);
 }
 

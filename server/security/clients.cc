@@ -216,6 +216,10 @@ absl::StatusOr<std::shared_ptr<const Caller>> Clients::Find(const Entries& entri
 
 absl::StatusOr<std::string> MakeToken(const std::string& client) {
   if (!IsName(client)) return InvalidArgument("--make-token: \"{}\": {}", client, kNameRule);
+  if (client == kAnonymous) {
+    return InvalidArgument("--make-token: callers without a name are \"{}\"; choose another",
+                           client);
+  }
   std::array<unsigned char, 32> secret;
   if (RAND_bytes(secret.data(), secret.size()) != 1) {
     return Internal("--make-token: the system has no random bytes to give");

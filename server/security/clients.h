@@ -36,7 +36,7 @@ inline constexpr char kAnonymous[] = "anonymous";
 /// reveal the ids, so anonymous callers may not list them unless they are admins.
 struct Caller {
   std::string name = kAnonymous;  // in logs and metrics
-  bool admin = false;             // may change models and see the jobs of all clients
+  bool admin = false;             // may change models and list the jobs of all clients
   double weight = 1;              // share of the device relative to other clients
   ClientLimits limits;
 

@@ -16,6 +16,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 class ConfigTest : public ::testing::Test {
  protected:
@@ -266,6 +267,9 @@ TEST_F(ConfigTest, MakesTokens) {
   ASSERT_TRUE(line.ok() && line->print);
   EXPECT_THAT(*line->print, HasSubstr("\"studio\": {\"token_sha256\": [\""));
   EXPECT_THAT(Error({"--make-token", "a b"}), HasSubstr("--make-token"));
+  EXPECT_THAT(Error({"--make-token", ""}), HasSubstr("--make-token"));
+  EXPECT_THAT(Error({"--make-token", "anonymous"}), HasSubstr("choose another"))
+      << "the file of clients cannot have it";
 }
 
 TEST_F(ConfigTest, RefusesBadJson) {
@@ -273,7 +277,8 @@ TEST_F(ConfigTest, RefusesBadJson) {
   EXPECT_THAT(Error({"--config", Write("{\"fp32\": true, \"fp32\": false}")}),
               HasSubstr("\"fp32\" twice"));
   EXPECT_THAT(Error({"--config", Write("[1]")}), HasSubstr("JSON object"));
-  EXPECT_THAT(Error({"--config", Write("{\"listne\": \"127.0.0.1:0\"}")}), HasSubstr("listne"));
+  EXPECT_THAT(Error({"--config", Write("{\"listne\": \"127.0.0.1:0\"}")}),
+              AllOf(HasSubstr("config.json: unknown key \"listne\""), Not(HasSubstr("INI"))));
   EXPECT_THAT(Error({"--config", Write("{\"listen\": {\"a\": 1}}")}), HasSubstr("listen"));
   EXPECT_THAT(Error({"--config", Write("{\"max-rows\": \"many\"}")}), HasSubstr("max-rows"));
   EXPECT_THAT(Error({"--config", Path("absent.json")}), HasSubstr("absent.json"));
@@ -430,6 +435,7 @@ TEST_F(ConfigTest, CalibratingNeedsNoModelToServe) {
   ASSERT_TRUE(line.ok()) << line.status();
   EXPECT_EQ(line->config.calibrate, Path("a-model"));
   EXPECT_FALSE(Parse({}).ok());
+  EXPECT_THAT(std::string(Parse({"--calibrate", ""}).status().message()), HasSubstr("--calibrate"));
 }
 
 TEST_F(ConfigTest, MeasuredKernelsAreKeptInTheCacheOfTheUser) {

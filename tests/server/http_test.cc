@@ -287,9 +287,10 @@ TEST_F(HttpTest, AClientThatGoesFreesTheDevice) {
   Start({.evaluation_cost = 5ms});
   for (const bool stream : {true, false}) {
     const int before = engine_->cancels();
+    const auto evaluated = engine_->evaluations();
     HttpClient client = Stream("POST", stream ? "/v1/generate?stream=true" : "/v1/generate",
                                R"({"params": {"steps": 1000}})");
-    ASSERT_TRUE(Eventually([&] { return engine_->evaluations() > 0; }));
+    ASSERT_TRUE(Eventually([&] { return engine_->evaluations() > evaluated; }));
     client.Close();
     EXPECT_TRUE(Eventually([&] { return engine_->cancels() == before + 1; })) << stream;
   }
@@ -473,7 +474,12 @@ TEST_F(HttpTest, AdminsChangeModels) {
             200);
   EXPECT_EQ(Ask("PUT", "/v1/aliases/a", R"({"target": "cats", "alias": "b"})").code, 400);
   EXPECT_EQ(Ask("DELETE", "/v1/aliases/dall-e-3").Json(), json::object());
-  EXPECT_EQ(Ask("DELETE", "/v1/aliases/dall-e-3").code, 404);
+  const HttpAnswer no_alias = Ask("DELETE", "/v1/aliases/dall-e-3");
+  EXPECT_EQ(no_alias.code, 404);
+  EXPECT_EQ(no_alias.Error("param"), "alias");
+  EXPECT_THAT(no_alias.Error(), StartsWith("alias: there is no alias"));
+  EXPECT_EQ(Ask("PUT", "/v1/aliases/a", R"({"target": "nope"})").Error("param"), "target");
+  EXPECT_EQ(Ask("DELETE", "/v1/models/nope").Error("param"), "name");
   const json gone = Ask("DELETE", "/v1/models/cats").Json();
   EXPECT_EQ(gone, json({{"id", "cats"}, {"object", "model"}, {"deleted", true}}));
   EXPECT_EQ(Ask("DELETE", "/v1/models/cats").code, 404);
