@@ -92,7 +92,8 @@ class Admission::Lane {
   /// because the time of a row never grows with their number. Warm-up runs no bucket larger than
   /// one that fills the device, so the cost of more rows than the largest measured bucket is
   /// extrapolated from the two largest. If only one bucket was measured, they cost as much as that
-  /// bucket: the estimate is then too low, so no deadline that can be met is refused.
+  /// bucket: the estimate is then too low, so no deadline that can be met is refused. At another
+  /// size, fewer rows than were measured cost no more than at the model's own size, by pixels.
   double Cost(int rows) const {
     if (seconds.empty()) return OfOwnSize() * model->own_size->MeasuredCost(rows);
     return MeasuredCost(rows);
@@ -105,7 +106,12 @@ class Admission::Lane {
     auto above = seconds.lower_bound(bucket);
     if (above == seconds.end()) --above;
     const double slower = Least(above);
-    if (above->first == bucket || above == seconds.begin()) return slower;
+    if (above->first == bucket) return slower;
+    if (above == seconds.begin()) {
+      const Lane& own = *model->own_size;
+      if (this == &own || own.seconds.empty()) return slower;
+      return std::min(slower, OfOwnSize() * own.MeasuredCost(rows));
+    }
     const auto below = std::prev(above);
     const int fewer = below->first, more = above->first;
     const double quicker = Least(below);

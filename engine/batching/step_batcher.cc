@@ -563,8 +563,8 @@ void StepBatcher::Begin(Batch& batch, int slot, std::shared_ptr<Image> image) {
 }
 
 /// The slots of the images that the next evaluation advances: all that are not drawn, or, if these
-/// would be padded, the first in the order that fit into a smaller bucket, where that and the rest
-/// together take less time by what was measured. Where the device is full, eight rows and then
+/// would be padded, the first in the order that fit into the next smaller bucket, where that and
+/// the rest take less time by what was measured. Where the device is full, eight rows and then
 /// three take less time than eleven padded to sixteen, and eight images end sooner.
 std::vector<int> StepBatcher::Chosen(const Batch& batch) const {
   std::vector<int> all;
@@ -588,25 +588,29 @@ std::vector<int> StepBatcher::Chosen(const Batch& batch) const {
     return std::tuple(first.job->key(), first.evaluations_left(), a) <
            std::tuple(second.job->key(), second.evaluations_left(), b);
   });
-  std::vector<int> chosen = all;
-  double least = admission_.Cost(*batch.lane, rows);
-  for (auto bucket = above; bucket != buckets.begin();) {
-    --bucket;
-    if (rows_of(order.front()) > *bucket) break;  // the first is never left out
-    std::vector<int> fit;
-    int taken = 0;
-    for (const int slot : order) {
-      if (taken + rows_of(slot) > *bucket) continue;
-      taken += rows_of(slot);
-      fit.push_back(slot);
-    }
-    const double seconds =
-        admission_.Cost(*batch.lane, *bucket) + admission_.Cost(*batch.lane, rows - taken);
-    if (seconds >= least) continue;
-    least = seconds;
-    chosen = std::move(fit);
+  const int bucket = *std::prev(above);  // two images have more rows than the smallest
+  if (rows_of(order.front()) > bucket) return all;
+  std::vector<int> fit;
+  int taken = 0;
+  for (const int slot : order) {
+    if (taken + rows_of(slot) > bucket) continue;
+    taken += rows_of(slot);
+    fit.push_back(slot);
   }
-  return chosen;
+  const double apart =
+      admission_.Cost(*batch.lane, bucket) + LeastSeconds(*batch.lane, buckets, rows - taken);
+  return apart < admission_.Cost(*batch.lane, rows) ? fit : all;
+}
+
+/// Expected seconds of so many rows, in one evaluation or in several, whichever takes less.
+double StepBatcher::LeastSeconds(const Admission::Lane& lane, const std::vector<int>& buckets,
+                                 int rows) const {
+  const double together = admission_.Cost(lane, rows);
+  const auto above = std::lower_bound(buckets.begin(), buckets.end(), rows);
+  if (above == buckets.begin() || *above == rows) return together;
+  const int bucket = *std::prev(above);
+  return std::min(together,
+                  admission_.Cost(lane, bucket) + LeastSeconds(lane, buckets, rows - bucket));
 }
 
 absl::Status StepBatcher::Launch(Batch& batch) {

@@ -128,6 +128,7 @@ class StepBatcher {
   void Park(Batch& batch, int slot);
   void Begin(Batch& batch, int slot, std::shared_ptr<Image> image);
   std::vector<int> Chosen(const Batch& batch) const;
+  double LeastSeconds(const Admission::Lane& lane, const std::vector<int>& buckets, int rows) const;
   absl::Status Launch(Batch& batch);
   absl::StatusOr<Evaluated> NextToEnd();
   absl::Status Report();
