@@ -320,9 +320,9 @@ class ClipTokenizerFiles {
     DENOISED_ASSIGN_OR_RETURN(const json vocabulary, ReadJsonFile(vocabulary_file_));
     DENOISED_RETURN_IF_ERROR(ReadVocabulary(vocabulary));
     const std::string file = Path("merges.txt");
-    if (!Has("merges.txt")) return NotFound("{}: no such file", file);
     constexpr uintmax_t kMaxBytes = 64u << 20;  // as for JSON
     std::error_code error;
+    if (!fs::exists(file, error)) return NotFound("{}: no such file", file);
     if (!fs::is_regular_file(file, error))
       return InvalidArgument("{}: is not a regular file; copy it again", file);
     if (const uintmax_t size = fs::file_size(file, error); error || size > kMaxBytes)

@@ -259,7 +259,7 @@ class TextToImageTest(unittest.TestCase):
             ({"stage": "vae", "freeze-text": "true"}, "--freeze-text needs stage diffusion"),
             ({"kl-weight": 1}, "--kl-weight needs stage vae"),
             ({"stage": "vae", "kl-weight": -1}, "--kl-weight is -1; use a finite number of at least 0"),
-            ({"stage": "vae", "edge-weight": "nan"}, "--edge-weight is nan"),
+            ({"stage": "vae", "edge-weight": "nan"}, "--edge-weight: nan is not a finite number"),
             ({"stage": "vae", "prompt": "lines"},
              "--prompt needs stage diffusion, but this run has stage vae; leave it out"),
             ({"null-class": 1}, "--null-class needs a --network with classes and --class-dropout"),
