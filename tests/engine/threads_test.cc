@@ -16,12 +16,6 @@
 #include "tests/engine/submit.h"
 #include "tests/io/temporary_directory.h"
 
-#if defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define DENOISED_THREAD_SANITIZER
-#endif
-#endif
-
 namespace denoised {
 namespace {
 
