@@ -467,6 +467,18 @@ TEST(Estimates, OfMoreRowsThanWereMeasuredGoOnAtTheSamePace) {
   EXPECT_EQ(seconds(16), 1.0);
 }
 
+TEST(Estimates, OfAnotherSizeStartFromTheModelsOwn) {
+  Admission admission({});
+  const Admission::Room room{.rows = 16, .slots = 16, .buckets = {1, 2, 4, 8, 16}};
+  const auto own = admission.Open("model", 4, 4, room);
+  for (const int rows : room.buckets) admission.Measured(*own, rows, 0.01 * rows);
+  const auto other = admission.Open("model", 4, 8, room);
+  EXPECT_NEAR(admission.Cost(*other, 8), 0.16, 1e-9) << "twice the pixels";
+  admission.Measured(*other, 16, 0.3);
+  EXPECT_NEAR(admission.Cost(*other, 16), 0.3, 1e-9);
+  EXPECT_NEAR(admission.Cost(*other, 8), 0.16, 1e-9) << "and not what 16 rows take";
+}
+
 TEST(Estimates, AreOfTheBucketThatRowsArePaddedTo) {
   Simulation simulation({});
   Admission admission({});
