@@ -501,7 +501,8 @@ void AddEngineFlags(CLI::App* app, Flags* flags) {
   app->add_option(
          "--watchdog-seconds", config.engine.watchdog_seconds,
          "A device that takes longer for one evaluation, or for one step of loading or unloading a "
-         "model, counts as lost; without a device the process exits. 0: never")
+         "model, counts as lost; without a device the process exits. Reading files may take any "
+         "time. 0: never")
       ->check(Seconds(0.0, 86400.0));
   app->add_flag(
       "--allow-nonfinite", config.engine.allow_nonfinite,
