@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text-to-image request as diffusers draws it fastest, timed when measure.py says.
+"""A text-to-image request as PyTorch draws it fastest, timed when measure.py says.
 
 usage: peer_pipeline.py --model=DIRECTORY [--steps=20] [--guidance=7.5] [--device=cuda]
 
-The directory is a StableDiffusionPipeline, for example one that synthetic-model wrote. bf16, channels
-last; text encoder, UNet and decoder by torch.compile, the latter two each captured by hand in a CUDA
-graph, so that the host has as little to do as diffusers lets it. DDIM. A request is timed from its text
-to the bytes of a PNG, which Pillow makes at its fastest level. Requests: "compile" (everything but the
-capture), "prepare" (whole pictures that warm up) and "measure", the median of some. Needs diffusers and
-transformers.
+The directory is a StableDiffusionPipeline, for example one that synthetic-model wrote. Its models are
+diffusers' and transformers', in bf16, channels last, compiled by torch.compile; the update of a step is
+compiled with the UNet. On a GPU one CUDA graph holds the whole picture: text encoder, every step and
+decoder, so that Python has only the tokenizer and the PNG to do. DDIM. A request is timed from its text
+to the bytes of a PNG, which Pillow makes at its fastest level. Requests: "compile" (which also compares a
+picture with that of diffusers' own pipeline), "prepare" (whole pictures that warm up) and "measure", the
+median of some. Needs diffusers and transformers.
 """
 import argparse
 import io
@@ -18,69 +19,95 @@ import time
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline
 from diffusers import __version__ as diffusers_version
+from PIL import Image
 
 import peer
 
 REQUESTS = 5
-
-
-class Graphed:
-    """A function by torch.compile, captured at its first call: the tensors of later calls are copied to
-    where those of the first were. The result lies where the last one did."""
-
-    def __init__(self, function):
-        self.function = torch.compile(function, dynamic=False)
-        self.graph = self.result = None
-
-    def __call__(self, *args, **kwargs):
-        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-        if self.graph is None:
-            self.places = [each.clone() for each in given]
-            places = iter(self.places)
-            args, kwargs = ([next(places) if isinstance(each, torch.Tensor) else each for each in args],
-                            {name: next(places) if isinstance(each, torch.Tensor) else each
-                             for name, each in kwargs.items()})
-
-            def run(_):
-                self.result = self.function(*args, **kwargs)
-
-            self.graph = peer.captured(run, 1, warm_ups=3)
-        for place, tensor in zip(self.places, given):
-            place.copy_(tensor)
-        self.graph.replay()
-        return self.result
+# Mean difference of two pictures in [0, 1]. In bf16 two ways to draw one picture differ by about 0.01;
+# pictures of different noise, or with a wrong coefficient, by more than 0.1.
+MOST_DIFFERENCE = 0.05
 
 
 class Pictures:
     def __init__(self, args):
         peer.prepare()
-        self.args, self.drawn, self.seconds = args, 0, {}
-        on_gpu = args.device == "cuda"
+        self.args, self.drawn, self.seconds, self.graph = args, 0, {}, None
+        self.on_gpu = args.device == "cuda"
         pipe = StableDiffusionPipeline.from_pretrained(
-            args.model, torch_dtype=torch.bfloat16 if on_gpu else torch.float32, safety_checker=None,
+            args.model, torch_dtype=torch.bfloat16 if self.on_gpu else torch.float32, safety_checker=None,
             requires_safety_checker=False)
-        pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+        pipe.scheduler = scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+        if scheduler.config.prediction_type != "epsilon":
+            raise ValueError(f"prediction_type '{scheduler.config.prediction_type}': only epsilon is known here")
         pipe.set_progress_bar_config(disable=True)
         self.pipe = pipe.to(args.device)
         for part in (pipe.unet, pipe.vae):
             part.to(memory_format=torch.channels_last)
+        scheduler.set_timesteps(args.steps)
+        stride = scheduler.config.num_train_timesteps // args.steps
+        times = [int(each) for each in scheduler.timesteps]
+        kept = [(scheduler.alphas_cumprod[time],
+                 scheduler.alphas_cumprod[time - stride] if time >= stride else scheduler.final_alpha_cumprod)
+                for time in times]
+        self.steps = [tuple(torch.tensor(float(each), device=args.device) for each in (time, *alphas))
+                      for time, alphas in zip(times, kept)]
+        edge = pipe.unet.config.sample_size
+        self.latents = torch.zeros(1, pipe.unet.config.in_channels, edge, edge, device=args.device,
+                                   dtype=pipe.unet.dtype)
+        self.tokens = self.tokens_of("")
+        compiled = torch.compile if self.on_gpu else lambda function, **_: function
+        self.encode, self.step, self.decode = (compiled(each, dynamic=False)
+                                               for each in (self._encode, self._step, self._decode))
+
+    def tokens_of(self, text):
+        """Ids [2, tokens] of the empty prompt and the prompt."""
+        tokenizer = self.pipe.tokenizer
+        return tokenizer(["", text], padding="max_length", max_length=tokenizer.model_max_length,
+                         truncation=True, return_tensors="pt").input_ids.to(self.args.device)
+
+    def _encode(self, tokens):
+        return self.pipe.text_encoder(tokens)[0]
+
+    def _step(self, latents, states, time, alpha, alpha_after):
+        """DDIM with eta 0 (https://arxiv.org/abs/2010.02502, equation 12), in fp32."""
+        without, given = self.pipe.unet(torch.cat([latents, latents]), time, encoder_hidden_states=states,
+                                        return_dict=False)[0].float().chunk(2)
+        noise = without + self.args.guidance * (given - without)
+        clean = (latents.float() - (1 - alpha).sqrt() * noise) / alpha.sqrt()
+        return (alpha_after.sqrt() * clean + (1 - alpha_after).sqrt() * noise).to(latents.dtype)
+
+    def _decode(self, latents):
+        image = self.pipe.vae.decode(latents / self.pipe.vae.config.scaling_factor, return_dict=False)[0]
+        return ((image.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)[0].permute(1, 2, 0).contiguous()
+
+    def picture(self, _=None):
+        states, latents = self.encode(self.tokens), self.latents
+        for each in self.steps:
+            latents = self.step(latents, states, *each)
+        self.pixels = self.decode(latents)
 
     def draw(self):
         self.drawn += 1
-        image = self.pipe(f"a small red apple beside number {self.drawn} of the wooden birds",
-                          num_inference_steps=self.args.steps,
-                          guidance_scale=self.args.guidance).images[0]
+        self.tokens.copy_(self.tokens_of(f"a small red apple beside number {self.drawn} of the wooden birds"))
+        self.latents.normal_()
+        self.graph.replay() if self.graph else self.picture()
         png = io.BytesIO()
-        image.save(png, "PNG", compress_level=1)
+        Image.fromarray(self.pixels.cpu().numpy()).save(png, "PNG", compress_level=1)
         return png.getvalue()
 
     def compile(self):
-        pipe = self.pipe
-        if self.args.device == "cuda":
-            pipe.text_encoder.forward = torch.compile(pipe.text_encoder.forward, dynamic=False)
-            pipe.unet.forward = Graphed(pipe.unet.forward)
-            pipe.vae.decode = Graphed(pipe.vae.decode)
+        if self.on_gpu:
+            self.graph = peer.captured(self.picture, 1)
         self.draw()
+        prompt = f"a small red apple beside number {self.drawn} of the wooden birds"
+        theirs = self.pipe(prompt, num_inference_steps=self.args.steps, guidance_scale=self.args.guidance,
+                           latents=self.latents.clone(), output_type="pt").images[0]
+        ours = self.pixels.permute(2, 0, 1).float() / 255
+        self.difference = float((ours - theirs.float()).abs().mean())
+        if not self.difference <= MOST_DIFFERENCE:
+            raise ValueError(f"the picture differs from diffusers' by {self.difference:.3f} on average, more than "
+                             f"{MOST_DIFFERENCE}")
 
     def prepare(self):
         for _ in range(3):
@@ -100,7 +127,7 @@ class Pictures:
             return self.measure()
         {"compile": self.compile, "prepare": self.prepare}[verb]()
         self.seconds[verb] = round(time.monotonic() - begin, 1)
-        return {"seconds": dict(self.seconds)}
+        return {"seconds": dict(self.seconds), "difference_from_diffusers": self.difference}
 
 
 def main():

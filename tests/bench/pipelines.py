@@ -42,7 +42,7 @@ MIXED = ("steps=20,guidance=5,sampler=euler", "steps=30,guidance=7,sampler=dpm_s
          "steps=10,guidance=4,sampler=heun", "steps=16..24,guidance=6,sampler=uni_pc")
 # Of latent-errors: a model and what of it.
 ERRORS = ("sd15-text", "sd15-unet", "sdxl-unet", "sdxl-vae", "sd15-images")
-PEER = "diffusers, torch.compile, UNet and VAE in CUDA graphs"
+PEER = "diffusers' models, torch.compile, the whole picture in one CUDA graph"
 REQUEST = "steps=20,guidance=7.5,sampler=ddim"
 PREPARE_SECONDS, MEASURE_SECONDS = 300, 60
 
