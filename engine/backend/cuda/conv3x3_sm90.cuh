@@ -49,13 +49,6 @@ __device__ inline uint64_t HaloTileDescriptor(const void* halo_tile, int pitch) 
   return MatrixDescriptor(halo_tile) - kEightRows + (uint64_t(pitch * kStepBytes >> 4) << 32);
 }
 
-__device__ inline void LoadEight(const float* from, float (&v)[8]) {
-  const float4 a = *reinterpret_cast<const float4*>(from);
-  const float4 b = *reinterpret_cast<const float4*>(from + 4);
-  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-  v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-}
-
 /// The pixels that a thread normalises: it takes eight channels of every kPixelStride-th pixel of a
 /// halo tile of at most kPixels. Bit i: the i-th of them lies in the image; the others stay zero.
 /// `pitch`: a constant, or a FastDivmod.

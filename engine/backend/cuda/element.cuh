@@ -184,6 +184,14 @@ __device__ inline float Activate(Activation activation, float x) {
   return x;
 }
 
+/// From an aligned address.
+__device__ inline void LoadEight(const float* from, float (&v)[8]) {
+  const float4 a = *reinterpret_cast<const float4*>(from);
+  const float4 b = *reinterpret_cast<const float4*>(from + 4);
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+  v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
 __device__ inline float WarpSum(float value) {
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
   return value;

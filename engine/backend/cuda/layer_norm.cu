@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // LayerNorm: the normalisation of each token by itself.
 //
-// Policy. Bound by memory. A warp owns a token. In bf16 it holds the token in registers, each lane
-// kVectors vectors of eight channels, all loaded at once. Other tokens (fp32; channels that are not
-// whole aligned vectors, or too many) are read three times, the second and third time from the L1
-// cache. A lane writes only elements that it has read, so the result may overwrite the input. The
-// order of the sums depends on the number of channels alone.
+// Policy. Bound by memory, and by latency where tokens are few. A warp owns a token. In bf16 it
+// holds the token in registers, each lane kVectors vectors of eight channels, all loaded at once;
+// gamma and beta are copied to shared memory meanwhile, for they are needed later. Other tokens
+// (fp32; channels that are not whole aligned vectors, or too many) are read three times, the second
+// and third time from the L1 cache. A lane writes only elements that it has read, so the result may
+// overwrite the input. The order of the sums depends on the number of channels alone.
 
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/e4m3.cuh"
+#include "engine/backend/cuda/mma.cuh"
 
 namespace denoised::cuda {
 namespace {
@@ -36,16 +38,23 @@ __device__ inline float Factor(const LayerNormLaunch& norm, float square) {
 template <int kVectors, Element kOut>
 __global__ void __launch_bounds__(kThreads)
     LayerNormInRegistersKernel(const __grid_constant__ LayerNormLaunch norm) {
-  WaitForPredecessors();
+  constexpr int kMostChannels = kVectors * 256;
+  __shared__ __align__(16) float gammas[kMostChannels], betas[kMostChannels];
   ReleaseDependents();
+  for (int c = static_cast<int>(threadIdx.x) * 4; c < norm.channels; c += kThreads * 4) {
+    CopyAsync16(gammas + c, norm.gamma + c, true);
+    CopyAsync16(betas + c, norm.beta + c, true);
+  }
+  CommitCopies();
+  WaitForPredecessors();
   const int64_t token = Token();
-  if (token >= norm.tokens) return;
   const int lane = threadIdx.x % 32;
   const auto channel = [&](int i) { return (i * 32 + lane) * 8; };
+  const auto exists = [&](int i) { return token < norm.tokens && channel(i) < norm.channels; };
   float v[kVectors][8] = {};
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (channel(i) >= norm.channels) continue;
+    if (!exists(i)) continue;
     LoadVectorOf<Element::kBf16>(norm.x, token * norm.x.stride + channel(i), v[i]);
   }
   float sum = 0;
@@ -58,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
   float square = 0;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (channel(i) >= norm.channels) continue;
+    if (!exists(i)) continue;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       v[i][j] -= mean;
@@ -66,15 +75,14 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const float factor = Factor(norm, square);
-  const auto parameters = [](const float* from, int c) {
-    return Rows{const_cast<float*>(from) + c, 0, Element::kF32, true};
-  };
+  WaitCopies<0>();
+  __syncthreads();
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (channel(i) >= norm.channels) continue;
+    if (!exists(i)) continue;
     float gamma[8], beta[8];
-    LoadVectorOf<Element::kF32>(parameters(norm.gamma, channel(i)), 0, gamma);
-    LoadVectorOf<Element::kF32>(parameters(norm.beta, channel(i)), 0, beta);
+    LoadEight(gammas + channel(i), gamma);
+    LoadEight(betas + channel(i), beta);
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[i][j] = fmaf(v[i][j] * factor, gamma[j], beta[j]);
     if constexpr (kOut == Element::kE4m3x2) {
