@@ -311,6 +311,11 @@ absl::Status CheckSecurity(const Config& config) {
         "--clients needs TLS, since anybody on the way could read the tokens; give --tls-cert and "
         "--tls-key too, or --allow-plaintext-tokens behind a sidecar that encrypts");
   }
+  if (security.plaintext_tokens && security.clients.empty()) {
+    return InvalidArgument(
+        "--allow-plaintext-tokens without --clients: there are no tokens; name the clients, or "
+        "leave it out");
+  }
   if (security.plaintext_tokens && (security.tls() || !IsLoopbackAlone(config))) {
     return InvalidArgument(
         "--allow-plaintext-tokens is for a loopback address without TLS, and the server listens on "

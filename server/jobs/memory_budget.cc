@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/jobs/memory_budget.h"
 
+#include <fmt/format.h>
+
+#include <string>
 #include <utility>
 
 namespace denoised {
@@ -21,8 +24,9 @@ MemoryBudget::Lease::~Lease() {
 absl::Status MemoryBudget::Reserve(int64_t bytes, Lease* lease) {
   const int64_t held = lease->bytes_;
   if (bytes > bytes_ - held) {
-    return InvalidArgument("needs {} bytes beside {}, and there are {} for all requests", bytes,
-                           held, bytes_);
+    const std::string besides = held > 0 ? fmt::format(" beside the {} that it has", held) : "";
+    return InvalidArgument("needs {} bytes{}, and there are {} for all requests", bytes, besides,
+                           bytes_);
   }
   {
     MutexLock lock(&mutex_);

@@ -256,6 +256,7 @@ TEST_F(ConfigTest, LoginNeedsEncryption) {
   EXPECT_TRUE(Parse({"--model", "m=" + Path("a-model"), "--clients", "f",
                      "--allow-plaintext-tokens", "--listen", "127.0.0.1:1"})
                   .ok());
+  EXPECT_THAT(Error({"--allow-plaintext-tokens"}), HasSubstr("without --clients"));
   EXPECT_THAT(Error({"--tls-client-ca", "f"}), HasSubstr("--tls-client-ca needs TLS"));
   EXPECT_THAT(Error({"--tls-cert", "f"}), HasSubstr("--tls-cert is given without --tls-key"));
   EXPECT_THAT(Error({"--tls-key", "f"}), HasSubstr("--tls-key is given without --tls-cert"));

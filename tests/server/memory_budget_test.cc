@@ -51,8 +51,11 @@ TEST(MemoryBudgetTest, SaysWhetherWaitingHelps) {
   const absl::Status full = budget.Reserve(41, &second);
   EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(full.message()), HasSubstr("needs 41 bytes, and 60 of 100"));
-  EXPECT_EQ(budget.Reserve(101, &second).code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(budget.Reserve(41, &first).code(), absl::StatusCode::kInvalidArgument);
+  const absl::Status never = budget.Reserve(101, &second), beside = budget.Reserve(41, &first);
+  EXPECT_EQ(never.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(never.message()), HasSubstr("needs 101 bytes, and there are 100"));
+  EXPECT_EQ(beside.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(beside.message()), HasSubstr("41 bytes beside the 60 that it has"));
   EXPECT_EQ(budget.Reserve(INT64_MAX, &first).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(budget.reserved(), 60);
   EXPECT_TRUE(budget.Reserve(40, &second).ok());
