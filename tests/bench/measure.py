@@ -23,7 +23,7 @@ Whole text-to-image pipelines with random weights, served (pipelines.py); each t
   sd15 sdxl sdxl-lcm sd-turbo sd-turbo-tiny   images per second of a full queue; tiny: its VAE
   sdxl-mixed    rows per second of a queue of many sizes, steps, guidance scales and samplers, beside
                 a uniform one
-  sd15-request  one request at an idle server, until its first preview and its PNG, beside diffusers
+  sd15-request  one request at an idle server, until its first preview and its PNG, beside PyTorch
                 (peer_pipeline.py), which takes two minutes more to compile
   sd15-sd-cpp   one request at an idle server, beside stable-diffusion.cpp (peer_sd_cpp.py, --sd-cli)
   sdxl-start    from the start of the process until it serves

@@ -396,6 +396,19 @@ denoised_images_total 3
             "rows": 42, "evaluations": 5, "evaluation_seconds": 0.15, "decode_seconds": 0.75})
 
     def test_the_queues_are_of_as_many_kinds_as_sizes(self):
+        class Peer:
+            def __init__(self, *answers):
+                self.answers, self.asked = list(answers), []
+
+            def ask(self, verb, _name, _seconds):
+                self.asked.append(verb)
+                return self.answers.pop(0)
+
+        wrong = Peer({"error": "ValueError: the picture differs"}, {"seconds": {}})
+        self.assertEqual(pipelines.prepared(wrong, 1), {"error": "ValueError: the picture differs"})
+        self.assertEqual(wrong.asked, ["compile"])
+        self.assertEqual(pipelines.prepared(Peer({}, {"seconds": {"prepare": 1}}), 1), {"seconds": {"prepare": 1}})
+
         for sizes in (pipelines.SDXL_SIZES, pipelines.TINY_SIZES):
             self.assertEqual(len(sizes), len(pipelines.MIXED))
         for size in pipelines.SDXL_SIZES:

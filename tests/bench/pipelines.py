@@ -224,6 +224,15 @@ class OneRequest:
         return {"ms": 1e3 * found["latency_seconds"]["p50"]}
 
 
+def prepared(peer, seconds):
+    """What the peer answers when it has compiled and warmed up; or its first error, which ends this."""
+    for verb in ("compile", "prepare"):
+        details = peer.ask(verb, "", seconds)
+        if "error" in details:
+            break
+    return details
+
+
 def beside(session, row, label, ours, peer, details):
     """Both in turns, into the row. `details`: what the peer answered when it was prepared."""
     if "error" in details:
@@ -236,7 +245,7 @@ def beside(session, row, label, ours, peer, details):
 
 
 def sd15_request(session):
-    """One request at an idle server, beside diffusers compiled; then its first preview."""
+    """One request at an idle server, beside PyTorch in one CUDA graph; then its first preview."""
     args, topic = session.args, "sd15-request"
     row = {"name": "text to PNG", "unit": "ms", "peers": {}, "left_out": {}}
     with server_options(session) as options:
@@ -244,8 +253,7 @@ def sd15_request(session):
         peer = session.python("pipeline-peer", "bench/peer_pipeline.py", f"--model={directory}",
                               "--steps=20", "--guidance=7.5", f"--device={args.device}")
         peer_ready = peer.answer(PREPARE_SECONDS).get("ready", {})
-        for verb in ("compile", "prepare"):
-            details = peer.ask(verb, "", min(PREPARE_SECONDS, session.left() - 40))
+        details = prepared(peer, min(PREPARE_SECONDS, session.left() - 40))
         session.say(f"{topic}, peer: {json.dumps(details)[:300]}")
         with serving.Server(options, directory) as server:
             ours = OneRequest(server, args.requests)
