@@ -395,7 +395,7 @@ denoised_images_total 3
         self.assertEqual(pipelines.counters_in(page), {
             "rows": 42, "evaluations": 5, "evaluation_seconds": 0.15, "decode_seconds": 0.75})
 
-    def test_the_queues_are_of_as_many_kinds_as_sizes(self):
+    def test_a_peer_that_draws_something_else_is_not_measured(self):
         class Peer:
             def __init__(self, *answers):
                 self.answers, self.asked = list(answers), []
@@ -409,6 +409,7 @@ denoised_images_total 3
         self.assertEqual(wrong.asked, ["compile"])
         self.assertEqual(pipelines.prepared(Peer({}, {"seconds": {"prepare": 1}}), 1), {"seconds": {"prepare": 1}})
 
+    def test_the_queues_are_of_as_many_kinds_as_sizes(self):
         for sizes in (pipelines.SDXL_SIZES, pipelines.TINY_SIZES):
             self.assertEqual(len(sizes), len(pipelines.MIXED))
         for size in pipelines.SDXL_SIZES:
