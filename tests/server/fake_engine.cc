@@ -388,10 +388,17 @@ void FakeEngine::Evaluate(const std::vector<Slot*>& rows) {
   std::vector<Job*> touched;
   for (Slot* slot : rows) {
     Job& job = *slot->job;
-    const JobSpec& spec = job.job.spec;
     ++slot->done;
     ++job.evaluations;
     if (touched.empty() || touched.back() != &job) touched.push_back(&job);
+  }
+  // As the engine: progress comes before what the evaluation made.
+  for (Job* job : touched) {
+    job->listener->OnProgress(job->evaluations, job->job.evaluations * job->job.spec.count);
+  }
+  for (Slot* slot : rows) {
+    Job& job = *slot->job;
+    const JobSpec& spec = job.job.spec;
     if (slot->done == job.job.evaluations) {
       job.listener->OnImage(Draw(job, slot->index, 0));
     } else if (spec.previews && slot->done % spec.preview_every == 0) {
@@ -400,9 +407,6 @@ void FakeEngine::Evaluate(const std::vector<Slot*>& rows) {
           Draw(job, slot->index, 1.0 - static_cast<double>(slot->done) / job.job.evaluations),
           slot->done);
     }
-  }
-  for (Job* job : touched) {
-    job->listener->OnProgress(job->evaluations, job->job.evaluations * job->job.spec.count);
   }
 }
 
