@@ -88,11 +88,17 @@ class Pictures:
             latents = self.step(latents, states, *each)
         self.pixels = self.decode(latents)
 
+    def prompt(self):
+        return f"a small red apple beside number {self.drawn} of the wooden birds"
+
     def draw(self):
         self.drawn += 1
-        self.tokens.copy_(self.tokens_of(f"a small red apple beside number {self.drawn} of the wooden birds"))
+        self.tokens.copy_(self.tokens_of(self.prompt()))
         self.latents.normal_()
-        self.graph.replay() if self.graph else self.picture()
+        if self.graph:
+            self.graph.replay()
+        else:
+            self.picture()
         png = io.BytesIO()
         Image.fromarray(self.pixels.cpu().numpy()).save(png, "PNG", compress_level=1)
         return png.getvalue()
@@ -101,8 +107,7 @@ class Pictures:
         if self.on_gpu:
             self.graph = peer.captured(self.picture, 1)
         self.draw()
-        prompt = f"a small red apple beside number {self.drawn} of the wooden birds"
-        theirs = self.pipe(prompt, num_inference_steps=self.args.steps, guidance_scale=self.args.guidance,
+        theirs = self.pipe(self.prompt(), num_inference_steps=self.args.steps, guidance_scale=self.args.guidance,
                            latents=self.latents.clone(), output_type="pt").images[0]
         ours = self.pixels.permute(2, 0, 1).float() / 255
         self.difference = float((ours - theirs.float()).abs().mean())
