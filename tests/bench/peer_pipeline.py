@@ -38,6 +38,7 @@ class Pictures:
         pipe = StableDiffusionPipeline.from_pretrained(
             args.model, torch_dtype=torch.bfloat16 if self.on_gpu else torch.float32, safety_checker=None,
             requires_safety_checker=False)
+        # Not clipped, as in SD 1.5's own config; DDIMScheduler clips by default.
         pipe.scheduler = scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
         if scheduler.config.prediction_type != "epsilon":
             raise ValueError(f"prediction_type '{scheduler.config.prediction_type}': only epsilon is known here")
