@@ -227,7 +227,7 @@ absl::Status Run(const std::string& file, const std::vector<int>& rows, bool lay
   const Queue queue{context->compute(), properties.multiProcessorCount, true, true};
   DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv2dHopperKernels(), "loading kernels"));
   DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv3x3HopperKernels(), "loading kernels"));
-  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv64x64Kernels(), "loading kernels"));
+  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConvFewPixelsKernels(), "loading kernels"));
   Operands operands;
   DENOISED_RETURN_IF_ERROR(operands.Allocate());
 

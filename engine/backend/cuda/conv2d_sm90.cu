@@ -15,7 +15,7 @@ bool SuitsHopper(const ConvLayer& conv) {
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue) {
   const HopperTileSpec& spec = SpecOf(plan.tile);
-  if (!spec.IsPersistent()) return LaunchConv64x64(conv, plan, queue);
+  if (!spec.IsPersistent()) return LaunchConvFewPixels(conv, plan, queue);
   if (conv.output_norm.gamma != nullptr) return cudaErrorInvalidValue;
   if (spec.loader == Loader::kHaloTile) return LaunchConv3x3Hopper(conv, plan, queue);
   if (conv.input_factors != nullptr) return cudaErrorInvalidValue;

@@ -16,9 +16,9 @@
 /// output from shared memory. The CTAs of a cluster may multicast weights to each other.
 ///
 /// Split-K: the layer's shape alone decides on the number of splits, which are added in order. Here
-/// one CTA adds them in registers (kSplitK); in conv64x64_sm90.cu, for few pixels, the CTAs of a
-/// cluster share them. Both give the same bits. Nearest-neighbour doubling before a 3×3 convolution
-/// becomes four 2×2 convolutions, one for each parity of the output's row and column
+/// one CTA adds them in registers (kSplitK); in conv_few_pixels_sm90.cu, for few pixels, the CTAs
+/// of a cluster share them. Both give the same bits. Nearest-neighbour doubling before a 3×3
+/// convolution becomes four 2×2 convolutions, one for each parity of the output's row and column
 /// (pack_weight.cu adds the taps that see the same pixel).
 
 namespace denoised::cuda::im2col {
@@ -645,13 +645,13 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
 
 template <Element kElement>
 cudaError_t LaunchTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  return WithRow<Loader::kIm2col, kElement>(
+  return WithRow<Family::kPersistent, Loader::kIm2col, kElement>(
       plan.tile, [&](auto row) { return LaunchWithTile<Tile<row>>(conv, plan, queue); });
 }
 
 template <Element kElement>
 cudaError_t LoadKernels() {
-  return ForEachRow<Loader::kIm2col, kElement>([](auto row) {
+  return ForEachRow<Family::kPersistent, Loader::kIm2col, kElement>([](auto row) {
     using T = Tile<row>;
     cudaError_t loaded = LoadKernel(Conv2dHopperKernel<T, false, false>, T::kSharedBytes);
     if constexpr (T::kSplitK) {

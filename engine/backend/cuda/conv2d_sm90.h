@@ -8,7 +8,7 @@
 #include "engine/backend/cuda/launch.h"
 
 /// Convolution and linear on Hopper. conv2d_sm90.cu: im2col, any shape. conv3x3_sm90.cu: 3×3 from
-/// halo tiles, if SuitsHaloTile(). conv64x64_sm90.cu: few pixels. plan_hopper.cc chooses.
+/// halo tiles, if SuitsHaloTile(). conv_few_pixels_sm90.cu: few pixels. plan_hopper.cc chooses.
 
 namespace denoised::cuda {
 
@@ -62,11 +62,11 @@ cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue);
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue);
-cudaError_t LaunchConv64x64(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
+cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
 cudaError_t LaunchConv2dE4m3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
 cudaError_t LoadConv2dHopperKernels();
 cudaError_t LoadConv3x3HopperKernels();
-cudaError_t LoadConv64x64Kernels();
+cudaError_t LoadConvFewPixelsKernels();
 cudaError_t LoadConv2dE4m3Kernels();
 
 }  // namespace denoised::cuda

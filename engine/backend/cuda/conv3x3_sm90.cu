@@ -769,8 +769,8 @@ cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan
                                 const Queue& queue) {
   const auto launch = [&](auto row) { return LaunchWithTile<Tile<row>>(conv, plan, queue); };
   return conv.x.element == Element::kE4m3x2
-             ? WithRow<Loader::kHaloTile, Element::kE4m3x2>(plan.tile, launch)
-             : WithRow<Loader::kHaloTile>(plan.tile, launch);
+             ? WithRow<Family::kPersistent, Loader::kHaloTile, Element::kE4m3x2>(plan.tile, launch)
+             : WithRow<Family::kPersistent, Loader::kHaloTile>(plan.tile, launch);
 }
 
 cudaError_t LoadConv3x3HopperKernels() {
@@ -792,8 +792,9 @@ cudaError_t LoadConv3x3HopperKernels() {
     }
     return loaded;
   };
-  cudaError_t error = ForEachRow<Loader::kHaloTile>(load);
-  if (error == cudaSuccess) error = ForEachRow<Loader::kHaloTile, Element::kE4m3x2>(load);
+  cudaError_t error = ForEachRow<Family::kPersistent, Loader::kHaloTile>(load);
+  if (error == cudaSuccess)
+    error = ForEachRow<Family::kPersistent, Loader::kHaloTile, Element::kE4m3x2>(load);
   return error == cudaSuccess ? GetTensorMapEncoders().error : error;
 }
 

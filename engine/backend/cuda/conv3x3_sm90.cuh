@@ -3,7 +3,7 @@
 
 #include "engine/backend/cuda/conv_sm90.cuh"
 
-/// Shared by the 3×3 convolutions from halo tiles: conv3x3_sm90.cu, conv64x64_sm90.cu.
+/// Shared by the 3×3 convolutions from halo tiles: conv3x3_sm90.cu, conv_few_pixels_sm90.cu.
 ///
 /// A subtile is 8×8 pixels of an image: M = 64 of one wgmma. A halo tile is one or two subtiles and
 /// the pixel around them, 128 bytes (64 channels) per pixel, swizzled, `pitch` pixels per line. The

@@ -38,27 +38,36 @@ constexpr bool HasRegisters(const HopperTileSpec& spec) {
          65536 / kernel.threads / 8 * 8 * kernel.threads;
 }
 
-/// Returns what(row) for the persistent kernel of `tile` with this loader and element; `row` is the
-/// row of kTiles as a std::integral_constant; cudaErrorInvalidValue for other tiles.
-template <Loader kLoader, Element kElement = Element::kBf16, int kRow = 0, typename Do>
+/// Kernels that share a template.
+enum class Family : uint8_t { kPersistent, kFewPixels };
+constexpr Family FamilyOf(const HopperTileSpec& spec) {
+  return spec.IsPersistent() ? Family::kPersistent : Family::kFewPixels;
+}
+
+/// Returns what(row) for the kernel of `tile` if it is of this family, with this loader and
+/// element; `row` is the row of kTiles as a std::integral_constant. cudaErrorInvalidValue for other
+/// tiles.
+template <Family kFamily, Loader kLoader, Element kElement = Element::kBf16, int kRow = 0,
+          typename Do>
 cudaError_t WithRow(HopperTile tile, const Do& what) {
   if constexpr (kRow < kHopperTiles) {
     constexpr HopperTileSpec kSpec = kTiles[kRow];
-    if constexpr (kSpec.IsPersistent() && kSpec.loader == kLoader && kSpec.element == kElement) {
+    if constexpr (FamilyOf(kSpec) == kFamily && kSpec.loader == kLoader &&
+                  kSpec.element == kElement) {
       if (tile == HopperTile(kRow)) return what(std::integral_constant<int, kRow>());
     }
-    return WithRow<kLoader, kElement, kRow + 1>(tile, what);
+    return WithRow<kFamily, kLoader, kElement, kRow + 1>(tile, what);
   } else {
     return cudaErrorInvalidValue;
   }
 }
 /// Calls what(row) for each of these tiles, until one fails.
-template <Loader kLoader, Element kElement = Element::kBf16, typename Do>
+template <Family kFamily, Loader kLoader, Element kElement = Element::kBf16, typename Do>
 cudaError_t ForEachRow(const Do& what) {
   for (int row = 0; row < kHopperTiles; ++row) {
     const HopperTileSpec& spec = kTiles[row];
-    if (!spec.IsPersistent() || spec.loader != kLoader || spec.element != kElement) continue;
-    const cudaError_t error = WithRow<kLoader, kElement>(HopperTile(row), what);
+    if (FamilyOf(spec) != kFamily || spec.loader != kLoader || spec.element != kElement) continue;
+    const cudaError_t error = WithRow<kFamily, kLoader, kElement>(HopperTile(row), what);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -1145,7 +1145,7 @@ class CudaBackend final : public Backend {
 absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error : {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
                             hopper ? LoadConv3x3HopperKernels() : cudaSuccess,
-                            hopper ? LoadConv64x64Kernels() : cudaSuccess,
+                            hopper ? LoadConvFewPixelsKernels() : cudaSuccess,
                             hopper ? LoadConv2dE4m3Kernels() : cudaSuccess,
                             LoadRoundToE4m3Kernels(),
                             hopper ? LoadGroupNormStreamKernels() : cudaSuccess,

@@ -21,7 +21,7 @@ enum class Loader : uint8_t {
 enum class Schedule : uint8_t {
   kCooperative,    // persistent; the consumer warpgroups share a tile
   kPingPong,       // persistent; each consumer warpgroup has its own tile
-  kClusterSplitK,  // not persistent, for few pixels: conv64x64_sm90.cu, with either loader
+  kClusterSplitK,  // not persistent, for few pixels: conv_few_pixels_sm90.cu, with either loader
 };
 
 /// Where the splits of k, and the steps of a shortcut, are added.
@@ -72,11 +72,13 @@ struct HopperTileSpec {
   /// Whether the tile can normalise its input (Conv2dLaunch::input_factors).
   constexpr bool FusesInputNorm() const {
     constexpr int kRegisters = 72;  // needed to normalise
+    constexpr int kProducers = 64;  // kClusterSplitK: the other threads normalise
     return loader == Loader::kHaloTile &&
-           (!IsPersistent() || kernel.producer_registers >= kRegisters);
+           (IsPersistent() ? kernel.producer_registers >= kRegisters
+                           : kernel.threads > kernel.consumers * 128 + kProducers);
   }
   /// Whether the tile can compute the norm after it (Conv2dLaunch::output_norm).
-  constexpr bool FusesOutputNorm() const { return !IsPersistent(); }
+  constexpr bool FusesOutputNorm() const { return !IsPersistent() && kernel.consumers == 1; }
   /// Whether the tile has an epilogue for Conv2dLaunch::gated.
   constexpr bool FusesGate() const {
     return loader == Loader::kIm2col && IsPersistent() && n >= 128;
@@ -94,6 +96,10 @@ constexpr HopperTileSpec kTiles[] = {
      {14, 1, 192}, {{0.02, 0.3, 2.3}, {}, 0.23, 0.89}},
     {Loader::kHaloTile, Schedule::kClusterSplitK, SplitK::kCluster, 64, 64,
      {14, 1, 288}, {{0.01, 0.298, 2.5}, {}, 0.29, 0.67}},
+    {Loader::kIm2col,   Schedule::kClusterSplitK, SplitK::kCluster, 128, 64,
+     {14, 2, 320}, {{0.02, 0.34, 2.5}, {}, 0.23, 0.89}},
+    {Loader::kHaloTile, Schedule::kClusterSplitK, SplitK::kCluster, 128, 64,
+     {14, 2, 320}, {{0.01, 0.34, 2.7}, {}, 0.29, 0.67}},
     {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kNone,    128, 32,
      {5, 2, 384, 232, 40}, {{0.68, 0.358, 0.78}}},
     {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kCta,     128, 128,

@@ -3,20 +3,21 @@
 // conv3x3_sm90.cu with small CTA tiles and split-K over a cluster, so that few pixels fill the
 // device.
 //
-// Policy. The CTA tile is 64 pixels × 64 outputs. The layer's splits of k are shared by the CTAs of
-// a cluster: one each if there are few tiles, all in one CTA if there are many. CTAs are not
-// persistent: each computes its splits, sends the partial sums to the CTAs that own the outputs
+// Policy. The CTA tile is 64 or 128 pixels × 64 outputs. The layer's splits of k are shared by the
+// CTAs of a cluster: one each if there are few tiles, all in one CTA if there are many. CTAs are
+// not persistent: each computes its splits, sends the partial sums to the CTAs that own the outputs
 // (st.async), adds the received ones in the order of the splits, and ends. Which CTA adds does not
 // affect the bits.
 //
-// One consumer warpgroup, and two producer warps: a thread for weights and one for inputs, because
-// a single thread would issue loads more slowly than the consumer multiplies. Inputs are either 64
-// pixels at one tap per step (im2col, as in conv2d_sm90.cu) or, for a 3×3 convolution, halo tiles
-// of 8×8 pixels for nine steps each (as in conv3x3_sm90.cu). If a group norm comes before, three
-// more warps normalise these.
+// A consumer warpgroup for each 64 pixels, and two producer warps: a thread for weights and one for
+// inputs, because a single thread would issue loads more slowly than a consumer multiplies. Inputs
+// are either the pixels at one tap per step (im2col, as in conv2d_sm90.cu) or, for a 3×3
+// convolution, halo tiles of 8×8 pixels for nine steps each (as in conv3x3_sm90.cu). If a group
+// norm comes before, three more warps normalise these, with 64 pixels. With 128 pixels half as many
+// bytes of weights come from the L2, which limits layers of many outputs.
 //
-// Fused output norm: for images of up to 64 pixels a CTA holds whole groups of up to eight
-// channels, so it can also compute the group norm that comes after (NormaliseOutputs).
+// Fused output norm, with 64 pixels: for images of up to 64 pixels a CTA holds whole groups of up
+// to eight channels, so it can also compute the group norm that comes after (NormaliseOutputs).
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv3x3_sm90.cuh"
@@ -25,33 +26,38 @@
 namespace denoised::cuda {
 namespace {
 
-constexpr int kPixels = 64, kOutputs = 64, kConsumers = 128;
-constexpr HopperTile kHaloTile64x64 =
-    FindTile(Loader::kHaloTile, Schedule::kClusterSplitK, kPixels, kOutputs);
+constexpr int kPixels = 64, kConsumers = 128;  // pixels and threads of a consumer warpgroup
+constexpr int kOutputs = 64;
 constexpr int kAccumulators = kPixels * kOutputs / kConsumers;  // per thread
 constexpr int kPitch = kSubtileEdge + 2, kHaloTilePixels = kPitch * kPitch;
 constexpr int kHaloTileSlot = 13 * 1024, kHaloTileBytes = kHaloTilePixels * kStepBytes;
 static_assert(kHaloTileBytes <= kHaloTileSlot);
 constexpr int kShortcutSlot = kPixels * kStepBytes;  // bytes of a halo tile without halo
 
-/// Inputs are loaded as halo tiles, or as boxes of 64 pixels, one per step.
-template <bool kInHaloTiles, bool kShortcut>
-struct Tile64x64 {
-  static constexpr HopperTileSpec kSpec = SpecOf(kInHaloTiles ? kHaloTile64x64 : kTile64x64);
-  static_assert(kSpec.m == kPixels && kSpec.n == kOutputs);
-  using P = HaloTiles<kShortcut, kHaloTileSlot, kShortcutSlot>;
+/// The tile of a row of kTiles. Each of kGroups consumer warpgroups has 64 pixels; all share the
+/// weights. Inputs are loaded as halo tiles, or as boxes of all pixels, one per step.
+template <int kRow, bool kShortcut_>
+struct Tile {
+  static constexpr HopperTileSpec kSpec = kTiles[kRow];
+  static constexpr bool kInHaloTiles = kSpec.loader == Loader::kHaloTile, kShortcut = kShortcut_;
+  static constexpr int kGroups = kSpec.kernel.consumers;
+  static_assert(kSpec.m == kGroups * kPixels && kSpec.n == kOutputs);
+  using P = HaloTiles<kShortcut, kGroups * kHaloTileSlot, kGroups * kShortcutSlot>;
+  using Step = StepAt<kShortcut, kInHaloTiles ? kTaps : 0>;
   static constexpr int kWindowed = kInHaloTiles ? P::kWindowed : 0;
   static constexpr int kOfShortcut = kInHaloTiles ? P::kOfShortcut : 0;
   static constexpr int kSlots = kWindowed + kOfShortcut;
   static constexpr int kAllHaloTileBytes = kInHaloTiles ? P::kBytes : 0;
   static constexpr int kWeightBytes = kOutputs * kStepBytes;
-  static constexpr int kStageBytes = kWeightBytes + (kInHaloTiles ? 0 : kPixels * kStepBytes);
+  static constexpr int kInputBytes = kPixels * kStepBytes;  // of a group
+  static constexpr int kStageBytes = kWeightBytes + (kInHaloTiles ? 0 : kGroups * kInputBytes);
   static constexpr int kThreads = kSpec.kernel.threads;
   // After the consumers: a warp for weights, one for inputs, and those that normalise.
-  static constexpr int kWeightWarp = kConsumers / 32, kInputWarp = kWeightWarp + 1;
+  static constexpr int kWeightWarp = kGroups * kConsumers / 32, kInputWarp = kWeightWarp + 1;
   static constexpr int kTransformerWarp = kInputWarp + 1;
   static constexpr int kTransformers = kThreads - kTransformerWarp * 32;
   static_assert(kTransformers == 0 || kInHaloTiles);
+  static_assert((kTransformers > 0) == kSpec.FusesInputNorm());
   /// For __launch_bounds__: at most 128 registers.
   static constexpr int kBoundThreads = kThreads > 256 ? kThreads : 256;
   static constexpr int kStages = kSpec.kernel.stages;  // at most
@@ -60,15 +66,16 @@ struct Tile64x64 {
 /// Two CTAs fit on an SM, the second of this launch or the next. The next launch can load its first
 /// weights and instructions early only if it fits beside this one.
 constexpr int kMostBytes = 228 * 1024 / 2 - 1024;
-/// With many steps and an SM to itself, a CTA gains more from a longer pipeline.
-constexpr int kMostBytesAlone = 190 * 1024, kManySteps = 12;
+/// With many steps and an SM to itself, a CTA gains more from a longer pipeline. So does one that
+/// would have fewer stages than these.
+constexpr int kMostBytesAlone = 190 * 1024, kManySteps = 12, kFewestStages = 4;
 
 struct Params {
   CUtensorMap x, x2, weight;
   int chunks = 0;  // of x
   Depth depth;
   Grid grid;
-  FastDivmod m_tiles, n_tiles;          // m_tiles: boxes per phase, or subtiles of all images
+  FastDivmod m_tiles, n_tiles;          // m_tiles: per phase, or of all images
   FastDivmod subtiles_x, subtiles;      // per image, in halo tiles
   int log_splits = 0, log_cluster = 0;  // binary logarithms
   int stages = 0;                       // that fit in shared memory
@@ -78,7 +85,7 @@ struct Params {
   ShortcutParams shortcut;
 };
 
-/// Number of partial sums that a CTA receives: one from the first CTA, which adds its splits in
+/// Number of partial sums that a group receives: one from the first CTA, which adds its splits in
 /// registers, and one for each split of the others.
 __host__ __device__ constexpr int SlotsOf(int log_splits, int log_cluster) {
   return 1 + (((1 << log_cluster) - 1) << (log_splits - log_cluster));
@@ -89,34 +96,37 @@ __host__ __device__ constexpr int SlotBytes(int log_cluster) {
 
 struct TileAt {
   int m0, phase;    // of boxes
-  int image, y, x;  // of a halo tile
+  int image, y, x;  // of a halo tile; beyond the last image there is nothing
   int n0;
 };
-template <bool kInHaloTiles>
-__device__ inline TileAt TileOf(const Params& params, int index) {
+/// The part of a group.
+template <typename T>
+__device__ inline TileAt TileOf(const Params& params, int index, int group) {
   const int m = index / params.n_tiles, n0 = index % params.n_tiles * kOutputs;
-  if constexpr (kInHaloTiles) {
-    const int subtile = m % params.subtiles;
+  if constexpr (T::kInHaloTiles) {
+    const int of_all = m * T::kGroups + group, subtile = of_all % params.subtiles;
     return {0,
             0,
-            m / params.subtiles,
+            of_all / params.subtiles,
             subtile / params.subtiles_x * kSubtileEdge,
             subtile % params.subtiles_x * kSubtileEdge,
             n0};
   } else {
-    return {m % params.m_tiles * kPixels, m / params.m_tiles, 0, 0, 0, n0};
+    return {(m % params.m_tiles * T::kGroups + group) * kPixels, m / params.m_tiles, 0, 0, 0, n0};
   }
 }
-template <bool kInHaloTiles>
-__device__ inline int ImageOf(const Params& params, const TileAt& tile, int pixel) {
-  if constexpr (kInHaloTiles) return tile.image;
+template <typename T>
+__device__ inline int ImageOf(const Conv2dLaunch& conv, const Params& params, const TileAt& tile,
+                              int pixel) {
+  if (T::kInHaloTiles) return T::kGroups > 1 ? min(tile.image, conv.images - 1) : tile.image;
   return min(tile.m0 + pixel, params.grid.pixels - 1) / params.grid.image_pixels;
 }
 /// The output pixel of a pixel of the tile, or -1.
-template <bool kInHaloTiles>
+template <typename T>
 __device__ inline int64_t RowOf(const Conv2dLaunch& conv, const Params& params, const TileAt& tile,
                                 int pixel) {
-  if constexpr (kInHaloTiles) {
+  if constexpr (T::kInHaloTiles) {
+    if (T::kGroups > 1 && tile.image >= conv.images) return -1;
     return (int64_t{tile.image} * conv.height + tile.y + pixel / kSubtileEdge) * conv.width +
            tile.x + pixel % kSubtileEdge;
   }
@@ -144,9 +154,9 @@ struct Finished {
 };
 
 /// Writes silu(group norm) of the CTA's result to conv.out: `mine` blocks of eight outputs,
-/// starting at `output`. Leaves, trees and arithmetic are those of LaunchGroupNormCluster. Groups
-/// have kRun channels. `affine`: halves of gamma and beta of these outputs. `row_of(pixel)`: its
-/// row of conv.out, or −1.
+/// starting at `output`. Leaves, trees and arithmetic are those of
+/// LaunchGroupNormCluster. Groups have kRun channels. `affine`: halves of gamma and beta of these
+/// outputs. `row_of(pixel)`: its row of conv.out, or −1.
 template <int kRun, typename RowOf>
 __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished& finished,
                                         const float2* affine, float count_inverse, int output,
@@ -214,11 +224,8 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
 }
 
 /// A CTA's shared memory, and its steps along k.
-template <bool kInHaloTiles, bool kShortcut>
+template <typename T>
 struct Cta {
-  using U = Tile64x64<kInHaloTiles, kShortcut>;
-  using Step = StepAt<kShortcut, kInHaloTiles ? kTaps : 0>;
-
   unsigned char* shared;
   unsigned char* ring;  // of stages: the weights of a step, then its inputs unless in halo tiles
   uint64_t *full, *empty;
@@ -227,52 +234,53 @@ struct Cta {
   float4* partials_received;
   int rank, log_splits, steps, splits;  // splits: of this CTA
   int first_step, end_step;
+  int mine;  // blocks of eight outputs that it finishes
 
   __device__ Cta(const Params& params, unsigned char* shared, int rank)
       : shared(shared),
-        ring(shared + U::kAllHaloTileBytes),
-        full(reinterpret_cast<uint64_t*>(ring + params.stages * U::kStageBytes)),
-        empty(full + U::kStages),
-        halo_tile_full(empty + U::kStages),
-        halo_tile_normal(halo_tile_full + U::kSlots),
-        halo_tile_empty(halo_tile_normal + U::kWindowed),
-        received(halo_tile_empty + U::kSlots),
-        partials_received(reinterpret_cast<float4*>(full + U::kBarriers)),
+        ring(shared + T::kAllHaloTileBytes),
+        full(reinterpret_cast<uint64_t*>(ring + params.stages * T::kStageBytes)),
+        empty(full + T::kStages),
+        halo_tile_full(empty + T::kStages),
+        halo_tile_normal(halo_tile_full + T::kSlots),
+        halo_tile_empty(halo_tile_normal + T::kWindowed),
+        received(halo_tile_empty + T::kSlots),
+        partials_received(reinterpret_cast<float4*>(full + T::kBarriers)),
         rank(rank),
         log_splits(params.log_splits),
         steps(params.depth.steps.value),
         splits(1 << (params.log_splits - params.log_cluster)),
         first_step(BeginOf(rank * splits)),
-        end_step(BeginOf((rank + 1) * splits)) {}
+        end_step(BeginOf((rank + 1) * splits)),
+        mine(kOutputs / 8 >> params.log_cluster) {}
 
   __device__ int BeginOf(int split) const { return steps * split >> log_splits; }
-  __device__ unsigned char* WeightsOf(int stage) const { return ring + stage * U::kStageBytes; }
-  __device__ unsigned char* InputsOf(int stage) const { return WeightsOf(stage) + U::kWeightBytes; }
-  __device__ unsigned char* HaloTileOf(int slot) const { return U::P::At(shared, slot); }
+  __device__ unsigned char* WeightsOf(int stage) const { return ring + stage * T::kStageBytes; }
+  __device__ unsigned char* InputsOf(int stage) const { return WeightsOf(stage) + T::kWeightBytes; }
+  __device__ unsigned char* HaloTileOf(int slot) const { return T::P::At(shared, slot); }
 };
 
 /// One thread: initialises the barriers.
-template <bool kInHaloTiles, bool kShortcut>
-__device__ inline void InitBarriers(const Cta<kInHaloTiles, kShortcut>& cta, const Params& params) {
-  using U = Tile64x64<kInHaloTiles, kShortcut>;
+template <typename T>
+__device__ inline void InitBarriers(const Cta<T>& cta, const Params& params) {
 #pragma unroll 1
   for (int stage = 0; stage < params.stages; ++stage) {
     InitBarrier(&cta.full[stage], 1);
-    InitBarrier(&cta.empty[stage], 1);
+    InitBarrier(&cta.empty[stage], T::kGroups);
   }
-  for (int slot = 0; slot < U::kSlots; ++slot) {
+  for (int slot = 0; slot < T::kSlots; ++slot) {
     InitBarrier(&cta.halo_tile_full[slot], 1);
-    InitBarrier(&cta.halo_tile_empty[slot], 1);
+    InitBarrier(&cta.halo_tile_empty[slot], T::kGroups);
   }
-  for (int slot = 0; slot < U::kWindowed; ++slot) {
-    InitBarrier(&cta.halo_tile_normal[slot], U::kTransformers);
+  for (int slot = 0; slot < T::kWindowed; ++slot) {
+    InitBarrier(&cta.halo_tile_normal[slot], T::kTransformers);
   }
   InitBarrier(cta.received, 1);
   FenceBarrierInit();
   if (params.log_cluster > 0) {
     const int own = cta.rank == 0 ? 1 : cta.splits;
     ArriveExpectTx(cta.received, (SlotsOf(params.log_splits, params.log_cluster) - own) *
-                                     SlotBytes(params.log_cluster));
+                                     T::kGroups * SlotBytes(params.log_cluster));
   }
 }
 
@@ -281,18 +289,16 @@ __device__ inline void InitBarriers(const Cta<kInHaloTiles, kShortcut>& cta, con
 
 /// Loads the weights of every step. The first loads, one for each stage, overlap the preceding
 /// kernel, because no kernel writes weights.
-template <bool kInHaloTiles, bool kShortcut>
-__device__ inline void LoadWeights(const Cta<kInHaloTiles, kShortcut>& cta,
-                                   const Conv2dLaunch& conv, const Params& params,
-                                   const TileAt& tile) {
-  using U = Tile64x64<kInHaloTiles, kShortcut>;
-  typename Cta<kInHaloTiles, kShortcut>::Step at(conv, params, cta.first_step);
+template <typename T>
+__device__ inline void LoadWeights(const Cta<T>& cta, const Conv2dLaunch& conv,
+                                   const Params& params, const TileAt& tile) {
+  typename T::Step at(conv, params, cta.first_step);
   int stage = 0, round = 0;
 #pragma unroll 1
   for (int step = cta.first_step; step < cta.end_step; ++step) {
     Wait(&cta.empty[stage], (round & 1) ^ 1);
     if (ElectOne()) {
-      ArriveExpectTx(&cta.full[stage], U::kStageBytes);  // of the inputs, too
+      ArriveExpectTx(&cta.full[stage], T::kStageBytes);  // of the inputs, too
       const WeightAt from = WeightOf(params, at);
       TmaLoadWeights(cta.WeightsOf(stage), from.map, &cta.full[stage], from.channel, from.tap,
                      tile.n0, tile.phase);
@@ -302,11 +308,12 @@ __device__ inline void LoadWeights(const Cta<kInHaloTiles, kShortcut>& cta,
   }
 }
 
-/// Loads the inputs of every step.
-template <bool kShortcut>
-__device__ inline void LoadInputs(const Cta<false, kShortcut>& cta, const Conv2dLaunch& conv,
-                                  const Params& params, const TileAt& tile) {
-  StepAt<kShortcut> at(conv, params, cta.first_step);
+/// Loads the boxes of every step. `index`: of the CTA's tile.
+template <typename T>
+__device__ inline void LoadBoxes(const Cta<T>& cta, const Conv2dLaunch& conv, const Params& params,
+                                 int index) {
+  const TileAt tile = TileOf<T>(params, index, 0);
+  typename T::Step at(conv, params, cta.first_step);
   const StartAt start = StartOf(params.grid, tile.m0);
   int stage = 0, round = 0;
   WaitForPredecessors();
@@ -322,47 +329,56 @@ __device__ inline void LoadInputs(const Cta<false, kShortcut>& cta, const Conv2d
   }
 }
 /// Loads halo tiles in the order of the steps that need them.
-template <bool kShortcut>
-__device__ inline void LoadInputs(const Cta<true, kShortcut>& cta, const Conv2dLaunch& conv,
-                                  const Params& params, const TileAt& tile) {
-  using U = Tile64x64<true, kShortcut>;
-  StepAt<kShortcut, kTaps> at(conv, params, cta.first_step);
-  const auto load = [&](int slot, int round, int bytes, const ChunkAt& from, int around) {
+template <typename T>
+__device__ inline void LoadHaloTiles(const Cta<T>& cta, const Conv2dLaunch& conv,
+                                     const Params& params, int index) {
+  TileAt tiles[T::kGroups];
+#pragma unroll
+  for (int group = 0; group < T::kGroups; ++group) {
+    tiles[group] = TileOf<T>(params, index, group);
+  }
+  typename T::Step at(conv, params, cta.first_step);
+  // `bytes` and `pitch`: of a group.
+  const auto load = [&](int slot, int round, int bytes, int pitch, const ChunkAt& from,
+                        int around) {
     Wait(&cta.halo_tile_empty[slot], (round & 1) ^ 1);
     if (!ElectOne()) return;
-    ArriveExpectTx(&cta.halo_tile_full[slot], bytes);
-    TmaLoad(cta.HaloTileOf(slot), from.map, &cta.halo_tile_full[slot], from.channel,
-            tile.x - around, tile.y - around, tile.image);
+    ArriveExpectTx(&cta.halo_tile_full[slot], T::kGroups * bytes);
+#pragma unroll
+    for (int group = 0; group < T::kGroups; ++group) {
+      const TileAt& tile = tiles[group];
+      TmaLoad(cta.HaloTileOf(slot) + group * pitch, from.map, &cta.halo_tile_full[slot],
+              from.channel, tile.x - around, tile.y - around, tile.image);
+    }
   };
   int next = at.chunk, slot = 0, round = 0, of_shortcut = 0;
   WaitForPredecessors();
 #pragma unroll 1
   for (int step = cta.first_step; step < cta.end_step; ++step) {
-    if (kShortcut && at.IsOfShortcut(params.depth)) {
-      load(U::kWindowed + of_shortcut % 2, of_shortcut / 2, kShortcutSlot,
+    if (T::kShortcut && at.IsOfShortcut(params.depth)) {
+      load(T::kWindowed + of_shortcut % 2, of_shortcut / 2, kShortcutSlot, kShortcutSlot,
            ChunkOf(params.shortcut, at.of_shortcut), 0);
       ++of_shortcut;
     } else if (at.chunk == next) {
-      load(slot, round, kHaloTileBytes, ChunkOf(params, at.chunk), 1);
+      load(slot, round, kHaloTileBytes, kHaloTileSlot, ChunkOf(params, at.chunk), 1);
       ++next;
-      if (++slot == U::kWindowed) slot = 0, ++round;
+      if (++slot == T::kWindowed) slot = 0, ++round;
     }
     at.Advance(conv, params);
   }
 }
 
 /// kTransformers threads: normalise the halo tiles in shared memory.
-template <bool kShortcut>
-__device__ inline void NormaliseInputs(const Cta<true, kShortcut>& cta, const Conv2dLaunch& conv,
+template <typename T>
+__device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& conv,
                                        const Params& params, const TileAt& tile, int thread) {
-  using U = Tile64x64<true, kShortcut>;
-  const StepAt<kShortcut, kTaps> first(conv, params, cta.first_step),
-      end(conv, params, cta.end_step);
+  static_assert(T::kGroups == 1);
+  const typename T::Step first(conv, params, cta.first_step), end(conv, params, cta.end_step);
   const bool has_windowed = cta.end_step - end.of_shortcut > cta.first_step - first.of_shortcut;
   const int end_chunk = has_windowed ? end.chunk + (end.tap > 0 ? 1 : 0) : first.chunk;
   const int vector = thread % 8, channels = conv.channels + conv.channels2;
   int slot = 0, round = 0;
-  const uint32_t inside = PixelsInside<U::kTransformers / 8, kHaloTilePixels>(
+  const uint32_t inside = PixelsInside<T::kTransformers / 8, kHaloTilePixels>(
       conv, kPitch, thread, tile.y - 1, tile.x - 1);
   WaitForPredecessors();
 #pragma unroll 1
@@ -379,23 +395,22 @@ __device__ inline void NormaliseInputs(const Cta<true, kShortcut>& cta, const Co
     }
     Wait(&cta.halo_tile_full[slot], round & 1);
     if (has_channels) {
-      Normalise<U::kTransformers / 8>(cta.HaloTileOf(slot), 0, thread, inside, factor, offset);
+      Normalise<T::kTransformers / 8>(cta.HaloTileOf(slot), 0, thread, inside, factor, offset);
     }
     FenceProxyAsync();  // wgmma reads through the async proxy
     Arrive(&cta.halo_tile_normal[slot]);
-    if (++slot == U::kWindowed) slot = 0, ++round;
+    if (++slot == T::kWindowed) slot = 0, ++round;
   }
 }
 
-/// The consumer: multiplies the steps of each split into `accumulators`, and calls finish(split)
+/// A consumer: multiplies the steps of each split into `accumulators`, and calls finish(split)
 /// after its last one. `halo_tile_ready`: full, or normalised.
-template <bool kInHaloTiles, bool kShortcut, typename Finish>
-__device__ inline void Multiply(const Cta<kInHaloTiles, kShortcut>& cta, const Conv2dLaunch& conv,
-                                const Params& params, uint64_t* halo_tile_ready,
+template <typename T, typename Finish>
+__device__ inline void Multiply(const Cta<T>& cta, const Conv2dLaunch& conv, const Params& params,
+                                int group, int thread, uint64_t* halo_tile_ready,
                                 float (&accumulators)[kAccumulators], const Finish& finish) {
-  using U = Tile64x64<kInHaloTiles, kShortcut>;
-  const bool leads = threadIdx.x == 0;
-  const typename Cta<kInHaloTiles, kShortcut>::Step first(conv, params, cta.first_step);
+  const bool leads = thread == 0;
+  const typename T::Step first(conv, params, cta.first_step);
   int stage = 0, parity = 0, slot = 0, halo_tile_round = 0, previous = -1;
   int taps_left = 0, tap_x = 0;
   bool new_halo_tile = true;
@@ -407,22 +422,24 @@ __device__ inline void Multiply(const Cta<kInHaloTiles, kShortcut>& cta, const C
   const auto begin_halo_tile = [&](int tap) {
     taps_left = kTaps - tap;
     tap_x = tap % 3;
-    window = HaloTileDescriptor(cta.HaloTileOf(slot), kPitch) +
+    window = HaloTileDescriptor(cta.HaloTileOf(slot) + group * kHaloTileSlot, kPitch) +
              ((tap / 3 * kPitch + tap_x) * kStepBytes >> 4);
   };
   // A step's halo tile is the window's current one or the shortcut's next one.
   int due = first.due, shortcut_at = 0, used_slot = -1;
   bool of_shortcut = false;
-  const auto shortcut_slot = [&] { return U::kWindowed + shortcut_at % 2; };
+  const auto shortcut_slot = [&] { return T::kWindowed + shortcut_at % 2; };
   const auto begin_step = [&] {
-    if constexpr (kInHaloTiles) {
-      of_shortcut = kShortcut && due >= cta.steps;
-      input = of_shortcut ? MatrixDescriptor(cta.HaloTileOf(shortcut_slot())) : window;
+    if constexpr (T::kInHaloTiles) {
+      of_shortcut = T::kShortcut && due >= cta.steps;
+      input = of_shortcut
+                  ? MatrixDescriptor(cta.HaloTileOf(shortcut_slot()) + group * kShortcutSlot)
+                  : window;
     } else {
-      input = descriptor_of(weight + (U::kWeightBytes >> 4));
+      input = descriptor_of(weight + (T::kWeightBytes + group * T::kInputBytes >> 4));
     }
   };
-  if constexpr (kInHaloTiles) begin_halo_tile(first.tap);
+  if constexpr (T::kInHaloTiles) begin_halo_tile(first.tap);
   begin_step();
 #pragma unroll 1
   for (int split = 0; split < cta.splits; ++split) {
@@ -430,9 +447,9 @@ __device__ inline void Multiply(const Cta<kInHaloTiles, kShortcut>& cta, const C
     PinAccumulators(accumulators);
 #pragma unroll 1
     for (int left = cta.BeginOf(cta.rank * cta.splits + split + 1) - begin; left > 0; --left) {
-      if (kInHaloTiles && of_shortcut) {
+      if (T::kInHaloTiles && of_shortcut) {
         Wait(&cta.halo_tile_full[shortcut_slot()], shortcut_at / 2 & 1);
-      } else if (kInHaloTiles && new_halo_tile) {
+      } else if (T::kInHaloTiles && new_halo_tile) {
         Wait(&halo_tile_ready[slot], halo_tile_round & 1);
       }
       Wait(&cta.full[stage], parity);
@@ -446,11 +463,11 @@ __device__ inline void Multiply(const Cta<kInHaloTiles, kShortcut>& cta, const C
       // is bound by instructions, not by products.
       const int finished = previous, finished_slot = used_slot;
       previous = stage;
-      weight += U::kStageBytes >> 4;
+      weight += T::kStageBytes >> 4;
       if (++stage == params.stages) {
         stage = 0, parity ^= 1, weight = static_cast<uint32_t>(first_weight);
       }
-      if constexpr (kInHaloTiles) {
+      if constexpr (T::kInHaloTiles) {
         if (of_shortcut) {
           used_slot = shortcut_slot();
           ++shortcut_at, due -= cta.steps;
@@ -458,7 +475,7 @@ __device__ inline void Multiply(const Cta<kInHaloTiles, kShortcut>& cta, const C
           new_halo_tile = --taps_left == 0;
           used_slot = new_halo_tile ? slot : -1;
           if (new_halo_tile) {
-            if (++slot == U::kWindowed) slot = 0, ++halo_tile_round;
+            if (++slot == T::kWindowed) slot = 0, ++halo_tile_round;
             begin_halo_tile(0);
           } else {
             const bool next_line = tap_x == 2;
@@ -471,7 +488,9 @@ __device__ inline void Multiply(const Cta<kInHaloTiles, kShortcut>& cta, const C
       begin_step();
       WgmmaWait<1>();  // for the previous step
       if (finished >= 0 && leads) Arrive(&cta.empty[finished]);
-      if (kInHaloTiles && finished_slot >= 0 && leads) Arrive(&cta.halo_tile_empty[finished_slot]);
+      if (T::kInHaloTiles && finished_slot >= 0 && leads) {
+        Arrive(&cta.halo_tile_empty[finished_slot]);
+      }
     }
     WgmmaWait<0>();
     PinAccumulators(accumulators);
@@ -480,17 +499,16 @@ __device__ inline void Multiply(const Cta<kInHaloTiles, kShortcut>& cta, const C
 }
 
 /// Sends a thread's partial sums of a split to the CTAs that own the outputs: [slots, mine,
-/// threads] of four values.
-template <bool kInHaloTiles, bool kShortcut>
-__device__ inline void SendPartials(const Cta<kInHaloTiles, kShortcut>& cta, const Params& params,
-                                    int split, const float (&total)[kAccumulators]) {
-  const int mine = kOutputs / 8 >> params.log_cluster;
+/// threads] of four values. `received`: the group's in this CTA.
+template <typename T>
+__device__ inline void SendPartials(const Cta<T>& cta, const Params& params, float4* received,
+                                    int thread, int split, const float (&total)[kAccumulators]) {
   const int to_slot = cta.rank == 0 ? 0 : 1 + (cta.rank - 1) * cta.splits + split;
-  float4* const to = cta.partials_received + to_slot * mine * kConsumers + threadIdx.x;
+  float4* const to = received + to_slot * cta.mine * kConsumers + thread;
 #pragma unroll
   for (int j = 0; j < kOutputs / 8; ++j) {
     const int owner = j >> (3 - params.log_cluster);
-    float4* const at = to + (j & (mine - 1)) * kConsumers;
+    float4* const at = to + (j & (cta.mine - 1)) * kConsumers;
     const float4 four = {total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]};
     if (owner != cta.rank) {
       StoreAsync(ClusterAddress(at, owner), ClusterAddress(cta.received, owner), four);
@@ -500,14 +518,15 @@ __device__ inline void SendPartials(const Cta<kInHaloTiles, kShortcut>& cta, con
   }
 }
 
-/// What a thread finishes. The CTA has `mine` of the eight blocks of eight outputs. As in a wgmma's
+/// What a thread finishes. The CTA has `mine` blocks of eight outputs. As in a wgmma's
 /// accumulators, a thread has two neighbouring outputs of each block, of `pixel` and of pixel + 8.
 struct Outputs {
   static constexpr int kAtOnce = 2;  // blocks whose residuals are loaded ahead
   using Residuals = uint32_t[2 * kAtOnce];
 
   const Conv2dLaunch& conv;
-  const float4* partials_received;
+  const float4* partials_received;  // of the group
+  int thread;                       // of the group
   int mine, slots;
   int first;        // output of the CTA
   int pixel;        // of the tile
@@ -529,7 +548,7 @@ struct Outputs {
   }
   /// Adds the splits in order.
   __device__ void Sum(int j, float (&v)[4]) const {
-    const float4* const from = partials_received + j * kConsumers + threadIdx.x;
+    const float4* const from = partials_received + j * kConsumers + thread;
     float4 sum = *from;
 #pragma unroll 1
     for (int slot = 1; slot < slots; ++slot) {
@@ -586,55 +605,61 @@ struct Outputs {
 };
 
 /// kNormRun: channels of a group of conv.output_norm; 0: no norm.
-template <bool kInHaloTiles, bool kShortcut, int kNormRun>
-__global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThreads, 2)
-    Conv64x64Kernel(const __grid_constant__ Conv2dLaunch conv,
+template <typename T, int kNormRun>
+__global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
+    FewPixelsKernel(const __grid_constant__ Conv2dLaunch conv,
                     const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using U = Tile64x64<kInHaloTiles, kShortcut>;
   extern __shared__ __align__(1024) unsigned char shared[];  // the swizzle's alignment
   // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int rank = static_cast<int>(ClusterRank());
-  const Cta<kInHaloTiles, kShortcut> cta(params, shared, rank);
-  const TileAt tile = TileOf<kInHaloTiles>(params, blockIdx.x >> params.log_cluster);
+  const Cta<T> cta(params, shared, rank);
+  const int index = static_cast<int>(blockIdx.x >> params.log_cluster);
+  const bool produces = warp >= T::kWeightWarp;
+  const int group = T::kGroups == 1 || produces ? 0 : warp / 4;
+  const TileAt tile = TileOf<T>(params, index, group);
   const bool clustered = params.log_cluster > 0;
-  const bool normalises = kInHaloTiles && conv.input_factors != nullptr;
+  const bool normalises = T::kInHaloTiles && conv.input_factors != nullptr;
 
-  if (warp == U::kWeightWarp && ElectOne()) {
-    PrefetchTensorMaps<kShortcut>(params);
+  if (warp == T::kWeightWarp && ElectOne()) {
+    PrefetchTensorMaps<T::kShortcut>(params);
     InitBarriers(cta, params);
   }
   __syncthreads();
   if (clustered) ArriveAtCluster();
 
-  if (warp >= kConsumers / 32) {
-    if (warp == U::kWeightWarp) {
+  if (produces) {
+    if (warp == T::kWeightWarp) {
       LoadWeights(cta, conv, params, tile);
-    } else if (warp == U::kInputWarp) {
-      LoadInputs(cta, conv, params, tile);
+    } else if (warp == T::kInputWarp) {
+      if constexpr (T::kInHaloTiles) {
+        LoadHaloTiles(cta, conv, params, index);
+      } else {
+        LoadBoxes(cta, conv, params, index);
+      }
     } else if (normalises) {
-      if constexpr (kInHaloTiles) {
-        NormaliseInputs(cta, conv, params, tile, threadIdx.x - U::kTransformerWarp * 32);
+      if constexpr (T::kTransformers > 0) {
+        NormaliseInputs(cta, conv, params, tile, threadIdx.x - T::kTransformerWarp * 32);
       }
     }
     if (clustered) WaitForCluster();
     return;
   }
 
-  const int mine = kOutputs / 8 >> params.log_cluster;
+  const int thread = static_cast<int>(threadIdx.x) - group * kConsumers;
+  const int mine = cta.mine;
   const int slots = SlotsOf(params.log_splits, params.log_cluster);
-  const int pixel = warp * 16 + threadIdx.x % 32 / 4;
-  const auto row_of = [&](int pixel) { return RowOf<kInHaloTiles>(conv, params, tile, pixel); };
-  const Outputs outputs = {conv,
-                           cta.partials_received,
-                           mine,
-                           slots,
-                           tile.n0 + rank * mine * 8,
-                           pixel,
-                           {row_of(pixel), row_of(pixel + 8)}};
+  const int pixel = (warp - group * 4) * 16 + threadIdx.x % 32 / 4;
+  const auto row_of = [&](int pixel) { return RowOf<T>(conv, params, tile, pixel); };
+  float4* const received = cta.partials_received + group * slots * mine * kConsumers;
+  const Outputs outputs = {conv,   received,
+                           thread, mine,
+                           slots,  tile.n0 + rank * mine * 8,
+                           pixel,  {row_of(pixel), row_of(pixel + 8)}};
   float2* const affine =
       reinterpret_cast<float2*>(cta.partials_received + slots * mine * kConsumers);
+  static_assert(kNormRun == 0 || T::kGroups == 1);
   if constexpr (kNormRun > 0) {
     const int c = threadIdx.x, n = outputs.first + c;
     if (c < mine * 8 && n < conv.outputs) {
@@ -649,19 +674,19 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThre
   if (kNormRun > 0) ReleaseDependents();
   Outputs::Residuals residuals;
   if constexpr (kNormRun == 0) outputs.LoadResiduals(0, residuals);
-  constexpr int kAdds = kInHaloTiles ? 1 : 2;  // a halo tile is of one image
+  constexpr int kAdds = T::kInHaloTiles ? 1 : 2;  // a halo tile is of one image
   uint32_t add[kAdds][kAccumulators / 4];
   const bool adds = rank == 0 && params.add.data != nullptr;
   if (adds) {
 #pragma unroll
     for (int h = 0; h < kAdds; ++h) {
-      LoadPerImage(conv, params.add, ImageOf<kInHaloTiles>(params, tile, pixel + 8 * h), tile.n0,
+      LoadPerImage(conv, params.add, ImageOf<T>(conv, params, tile, pixel + 8 * h), tile.n0,
                    add[h]);
     }
   }
 
   uint64_t* const halo_tile_ready = normalises ? cta.halo_tile_normal : cta.halo_tile_full;
-  Multiply(cta, conv, params, halo_tile_ready, accumulators, [&](int split) {
+  Multiply(cta, conv, params, group, thread, halo_tile_ready, accumulators, [&](int split) {
     if (adds && split == 0) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) AddPerImage(add[kAdds == 1 ? 0 : h], h, accumulators);
@@ -674,13 +699,14 @@ __global__ void __launch_bounds__(Tile64x64<kInHaloTiles, kShortcut>::kBoundThre
       accumulators[i] = 0;
     }
     if (clustered && split == 0) WaitForCluster();  // all its CTAs have started
-    if (rank > 0 || split == cta.splits - 1) SendPartials(cta, params, split, total);
+    if (rank > 0 || split == cta.splits - 1)
+      SendPartials(cta, params, received, thread, split, total);
   });
 
   if (kNormRun == 0) ReleaseDependents();
   if (clustered) WaitForStores(cta.received, 0);
   if constexpr (kNormRun > 0) {
-    const Finished finished{reinterpret_cast<unsigned char*>(cta.partials_received)};
+    const Finished finished{reinterpret_cast<unsigned char*>(received)};
     outputs.Keep(finished);
     NormaliseOutputs<kNormRun>(conv, finished, affine, params.norm_count_inverse, outputs.first,
                                mine, warp, row_of);
@@ -698,46 +724,53 @@ int NormRunOf(const ConvLayer& conv) {
 }
 
 /// Null if there is none.
-template <bool kInHaloTiles, bool kShortcut>
+template <typename T>
 Kernel* KernelOf(int norm_run) {
-  if (norm_run == 0) return Conv64x64Kernel<kInHaloTiles, kShortcut, 0>;
-  if constexpr (!kShortcut) {
+  if (norm_run == 0) return FewPixelsKernel<T, 0>;
+  if constexpr (T::kSpec.FusesOutputNorm() && !T::kShortcut) {
     switch (norm_run) {
       case 2:
-        return Conv64x64Kernel<kInHaloTiles, false, 2>;
+        return FewPixelsKernel<T, 2>;
       case 4:
-        return Conv64x64Kernel<kInHaloTiles, false, 4>;
+        return FewPixelsKernel<T, 4>;
       case 8:
-        return Conv64x64Kernel<kInHaloTiles, false, 8>;
+        return FewPixelsKernel<T, 8>;
     }
   }
   return nullptr;
 }
 
-template <bool kInHaloTiles, bool kShortcut>
+template <typename T>
 cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  using U = Tile64x64<kInHaloTiles, kShortcut>;
   Params params;
   params.grid = GridOf(conv);
-  if (kInHaloTiles) {
+  if (T::kInHaloTiles) {
     params.subtiles_x = FastDivmod(conv.width / kSubtileEdge);
     params.subtiles = FastDivmod(params.subtiles_x.value * (conv.height / kSubtileEdge));
-    params.m_tiles = FastDivmod(conv.images * params.subtiles.value);
+    params.m_tiles =
+        FastDivmod((conv.images * params.subtiles.value + T::kGroups - 1) / T::kGroups);
   } else {
-    params.m_tiles = FastDivmod((params.grid.pixels + kPixels - 1) / kPixels);
+    params.m_tiles = FastDivmod((params.grid.pixels + T::kSpec.m - 1) / T::kSpec.m);
   }
   params.n_tiles = FastDivmod((conv.outputs + kOutputs - 1) / kOutputs);
   params.log_splits = BinaryLogarithm(plan.splits);
   params.log_cluster = BinaryLogarithm(plan.cluster);
   const int norm_run = NormRunOf(conv);
-  const int norm_bytes = norm_run > 0 ? kOutputs * sizeof(float2) >> params.log_cluster : 0;
+  const int of_group =
+      SlotsOf(params.log_splits, params.log_cluster) * SlotBytes(params.log_cluster) +
+      (norm_run > 0 ? kOutputs * sizeof(float2) >> params.log_cluster : 0);
   const int64_t tiles = int64_t{params.grid.phases} * params.m_tiles.value * params.n_tiles.value;
   const bool alone =
       tiles * plan.cluster <= queue.multiprocessors && StepsOf(conv) > kManySteps * plan.cluster;
-  const int others = U::kAllHaloTileBytes + U::kBarriers * 8 + norm_bytes +
-                     SlotsOf(params.log_splits, params.log_cluster) * SlotBytes(params.log_cluster);
-  params.stages =
-      std::min(U::kStages, ((alone ? kMostBytesAlone : kMostBytes) - others) / U::kStageBytes);
+  const int others = T::kAllHaloTileBytes + T::kBarriers * 8 + T::kGroups * of_group;
+  // Two CTAs with four splits each receive the most.
+  static_assert(kMaxSplits == 8 && T::kAllHaloTileBytes + T::kBarriers * 8 +
+                                           T::kGroups * SlotsOf(3, 1) * SlotBytes(1) +
+                                           2 * T::kStageBytes <=
+                                       kMostBytesAlone);
+  const auto stages_in = [&](int bytes) { return (bytes - others) / T::kStageBytes; };
+  const bool shares = !alone && stages_in(kMostBytes) >= kFewestStages;
+  params.stages = std::min(T::kStages, stages_in(shares ? kMostBytes : kMostBytesAlone));
   params.bias = conv.bias;
   params.add = conv.add;
   if (norm_run > 0) {
@@ -748,36 +781,40 @@ cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Que
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
     const int edge = shortcut ? kSubtileEdge : kPitch;
-    return kInHaloTiles ? EncodeImages(map, rows, channels, conv, kStep, edge, edge, 1)
-                        : EncodeInputs(map, rows, channels, conv, params.grid,
-                                       params.grid.flat || shortcut, kPixels);
+    return T::kInHaloTiles ? EncodeImages(map, rows, channels, conv, kStep, edge, edge, 1)
+                           : EncodeInputs(map, rows, channels, conv, params.grid,
+                                          params.grid.flat || shortcut, T::kSpec.m);
   };
   const CUresult result = EncodeDepth(&params, conv, kOutputs, encode);
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   return LaunchDependent(
-      KernelOf<kInHaloTiles, kShortcut>(norm_run),
+      KernelOf<T>(norm_run),
       {.grid = static_cast<unsigned>(tiles * plan.cluster),
-       .block = U::kThreads,
-       .shared_bytes = static_cast<size_t>(params.stages * U::kStageBytes + others),
+       .block = T::kThreads,
+       .shared_bytes = static_cast<size_t>(params.stages * T::kStageBytes + others),
        .cluster = static_cast<unsigned>(plan.cluster)},
       queue, EpilogueOf(conv), params);
 }
 
-template <bool kInHaloTiles>
+template <Loader kLoader>
 cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  return conv.shortcut.x.data != nullptr ? LaunchAs<kInHaloTiles, true>(conv, plan, queue)
-                                         : LaunchAs<kInHaloTiles, false>(conv, plan, queue);
+  return WithRow<Family::kFewPixels, kLoader>(plan.tile, [&](auto row) {
+    return conv.shortcut.x.data != nullptr ? LaunchAs<Tile<row, true>>(conv, plan, queue)
+                                           : LaunchAs<Tile<row, false>>(conv, plan, queue);
+  });
 }
 
-template <bool kInHaloTiles>
+template <Loader kLoader>
 cudaError_t Load() {
-  cudaError_t error = LoadKernel(KernelOf<kInHaloTiles, true>(0), kMostBytesAlone);
-  for (int norm_run : {0, 2, 4, 8}) {
-    if (error != cudaSuccess) return error;
-    error = LoadKernel(KernelOf<kInHaloTiles, false>(norm_run), kMostBytesAlone);
-  }
-  return error;
+  return ForEachRow<Family::kFewPixels, kLoader>([](auto row) {
+    cudaError_t error = LoadKernel(KernelOf<Tile<row, true>>(0), kMostBytesAlone);
+    for (int norm_run : {0, 2, 4, 8}) {
+      Kernel* const kernel = KernelOf<Tile<row, false>>(norm_run);
+      if (error == cudaSuccess && kernel != nullptr) error = LoadKernel(kernel, kMostBytesAlone);
+    }
+    return error;
+  });
 }
 
 }  // namespace
@@ -792,21 +829,26 @@ bool SuitsOutputNorm(const ConvLayer& conv) {
          (split == 2 || split == 4 || split == 8);
 }
 
-cudaError_t LaunchConv64x64(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan,
+                                const Queue& queue) {
   const bool powers = plan.splits == 1 << BinaryLogarithm(plan.splits) &&
                       plan.cluster == 1 << BinaryLogarithm(plan.cluster);
   if (!powers || plan.cluster > plan.splits || plan.splits > kMaxSplits ||
       !HasVectorOutputs(conv) || (conv.output_norm.gamma != nullptr && !SuitsOutputNorm(conv))) {
     return cudaErrorInvalidValue;
   }
-  if (plan.tile == kTile64x64) return Launch<false>(conv, plan, queue);
-  if (plan.tile != kHaloTile64x64) return cudaErrorInvalidValue;
-  return SuitsHaloTile(conv) ? Launch<true>(conv, plan, queue) : cudaErrorInvalidValue;
+  const HopperTileSpec& spec = SpecOf(plan.tile);
+  if ((conv.input_factors != nullptr && !spec.FusesInputNorm()) ||
+      (conv.output_norm.gamma != nullptr && !spec.FusesOutputNorm())) {
+    return cudaErrorInvalidValue;
+  }
+  if (spec.loader == Loader::kIm2col) return Launch<Loader::kIm2col>(conv, plan, queue);
+  return SuitsHaloTile(conv) ? Launch<Loader::kHaloTile>(conv, plan, queue) : cudaErrorInvalidValue;
 }
 
-cudaError_t LoadConv64x64Kernels() {
-  const cudaError_t error = Load<true>();
-  return error == cudaSuccess ? Load<false>() : error;
+cudaError_t LoadConvFewPixelsKernels() {
+  const cudaError_t error = Load<Loader::kHaloTile>();
+  return error == cudaSuccess ? Load<Loader::kIm2col>() : error;
 }
 
 }  // namespace denoised::cuda
