@@ -25,12 +25,6 @@ if(DENOISED_BUILD_SERVER)
   pkg_check_modules(SPNG REQUIRED IMPORTED_TARGET spng)
   pkg_check_modules(TURBOJPEG REQUIRED IMPORTED_TARGET libturbojpeg)
   pkg_check_modules(WEBP REQUIRED IMPORTED_TARGET libwebp libwebpmux)
-  # Debian's package has neither a .pc file nor one for CMake.
-  find_path(LODEPNG_INCLUDE_DIR lodepng.h REQUIRED)
-  find_library(LODEPNG_LIBRARY lodepng REQUIRED)
-  add_library(denoised_lodepng INTERFACE)
-  target_include_directories(denoised_lodepng SYSTEM INTERFACE ${LODEPNG_INCLUDE_DIR})
-  target_link_libraries(denoised_lodepng INTERFACE ${LODEPNG_LIBRARY})
   if(DENOISED_PORTABLE)
     denoised_prefer_archives(gRPC::grpc++ gRPC::grpc++_reflection absl::status absl::statusor
                              PkgConfig::SPNG PkgConfig::TURBOJPEG PkgConfig::UTF8PROC PkgConfig::WEBP)

@@ -2,6 +2,7 @@
 #include "command/bench.h"
 
 #include <fmt/format.h>
+#include <malloc.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -256,6 +257,10 @@ ExitCode Bench(const std::vector<client::Client>& clients, const BenchFlags& fla
   }
   std::optional<ProgressView> view;
   if (IsTerminal(STDERR_FILENO)) view.emplace(stderr);
+  // By default malloc gives the memory of an image back when the image is gone, and the next image
+  // would wait for new pages.
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 256 << 20);
   BenchReport report = MakeReport(RunLoad(
       clients, *std::move(workload), ToOptions(flags, call), on_sent,
       [&view](const LoadProgress& progress) {

@@ -14,7 +14,8 @@
 
 namespace denoised::command {
 
-/// FNV-1a, 64 bits, of an image's file or array.
+/// A hash of an image's file or array, of words and not of bytes: the stream's next event waits for
+/// it. Another version of denoise may have another hash.
 uint64_t HashOf(const client::Image& image);
 
 /// What decides an image's bytes: model, seed, label, sampler, steps, size, format. `image` needs

@@ -5,6 +5,8 @@
 #include <array>
 #include <cmath>
 
+#include "engine/core/each_isa.h"
+
 namespace denoised {
 namespace {
 
@@ -59,6 +61,16 @@ Tensor FilterMiddle(const Tensor& in, int64_t outer, int from, int to, int64_t i
   return out;
 }
 
+DENOISED_EACH_ISA
+void Quantise(const float* values, int64_t count, uint8_t* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = (values[i] + 1.0f) * 127.5f;
+    // Written so that NaN fails the first comparison. lround() would give halves in fp32 other
+    // bits. NOLINTNEXTLINE(bugprone-incorrect-roundings)
+    out[i] = value > 0.0f ? static_cast<uint8_t>(std::min(value, 255.0f) + 0.5f) : 0;
+  }
+}
+
 }  // namespace
 
 absl::Status CheckSize(const char* format, int64_t width, int64_t height, int64_t max_pixels,
@@ -72,16 +84,8 @@ absl::Status CheckSize(const char* format, int64_t width, int64_t height, int64_
 }
 
 std::vector<uint8_t> ToBytes(const Tensor& image) {
-  const int64_t count = image.elements();
-  std::vector<uint8_t> bytes(count);
-  const float* const values = image.as<float>();
-  uint8_t* const out = bytes.data();
-  for (int64_t i = 0; i < count; ++i) {
-    const float value = (values[i] + 1.0f) * 127.5f;
-    // Written so that NaN fails the first comparison. lround() would give halves in fp32 other
-    // bits. NOLINTNEXTLINE(bugprone-incorrect-roundings)
-    out[i] = value > 0.0f ? static_cast<uint8_t>(std::min(value, 255.0f) + 0.5f) : 0;
-  }
+  std::vector<uint8_t> bytes(image.elements());
+  Quantise(image.as<float>(), image.elements(), bytes.data());
   return bytes;
 }
 

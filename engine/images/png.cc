@@ -1,80 +1,114 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/images/png.h"
 
+#include <isa-l/crc.h>
 #include <isa-l/igzip_lib.h>
-#include <lodepng.h>
 #include <spng.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
 #include <memory>
 
-// lodepng writes files, because it lets ISA-L compress; spng has zlib alone for that. spng reads
-// files: it is strict about damage and bounds what texts and profiles unpack to.
+#include "engine/core/each_isa.h"
+
+// Files are read by spng, which is strict about damage and bounds what texts and profiles unpack
+// to. They are written by hand, compressed and summed by ISA-L. No library for PNG does so: spng
+// and libpng compress with zlib alone, and lodepng's checksum of noise takes twice as long as
+// ISA-L's compression.
 
 namespace denoised {
 namespace {
 
 using Context = std::unique_ptr<spng_ctx, void (*)(spng_ctx*)>;
 
-/// lodepng's hook: a zlib stream, by ISA-L. docs/benchmarks.md compares it with zlib and
-/// libdeflate.
-unsigned Compress(unsigned char** out, size_t* out_size, const unsigned char* in, size_t in_size,
-                  const LodePNGCompressSettings*) {
+constexpr std::string_view kSignature = "\x89PNG\r\n\x1a\n";
+
+/// Bytes that are not cleared first.
+struct Buffer {
+  explicit Buffer(size_t room) : bytes(std::make_unique_for_overwrite<uint8_t[]>(room)) {}
+
+  std::unique_ptr<uint8_t[]> bytes;
+  size_t size = 0;
+};
+
+/// a − b, modulo 256, and the sum of its amounts.
+DENOISED_EACH_ISA
+unsigned Subtract(const uint8_t* a, const uint8_t* b, size_t count, uint8_t* out) {
+  unsigned total = 0;
+  for (size_t i = 0; i < count; ++i) {
+    out[i] = static_cast<uint8_t>(a[i] - b[i]);
+    const auto difference = static_cast<int8_t>(out[i]);
+    total += static_cast<unsigned>(difference < 0 ? -difference : difference);
+  }
+  return total;
+}
+
+/// The rows as PNG filters them: Sub or Up for each, whichever leaves the smaller differences. To
+/// choose among all five filters takes longer than the compression.
+Buffer FilterRows(const Pixels& pixels) {
+  constexpr uint8_t kSub = 1, kUp = 2;
+  const auto row = static_cast<size_t>(pixels.width) * pixels.channels;
+  Buffer filtered((row + 1) * pixels.height);
+  std::vector<uint8_t> up(row);
+  for (int y = 0; y < pixels.height; ++y) {
+    const uint8_t* const here = pixels.samples.data() + y * row;
+    uint8_t* const out = filtered.bytes.get() + filtered.size;
+    filtered.size += row + 1;
+    out[0] = kSub;
+    uint8_t* const rest = std::copy_n(here, pixels.channels, out + 1);
+    const unsigned sub = Subtract(here + pixels.channels, here, row - pixels.channels, rest);
+    if (y > 0 && Subtract(here, here - row, row, up.data()) < sub) {
+      out[0] = kUp;
+      std::copy(up.begin(), up.end(), out + 1);
+    }
+  }
+  return filtered;
+}
+
+/// A zlib stream. docs/benchmarks.md compares ISA-L with zlib and libdeflate.
+absl::StatusOr<Buffer> Compress(const Buffer& in) {
   // Enough for blocks that are stored, which is what ISA-L does with what it cannot shrink.
   constexpr size_t kStoredBlock = 65535, kBlockHeader = 5, kZlibHeaderAndChecksum = 6;
   const size_t room =
-      in_size + kBlockHeader * (in_size / kStoredBlock + 1) + kZlibHeaderAndChecksum;
-  if (room > std::numeric_limits<uint32_t>::max()) return 1;
-  *out = static_cast<unsigned char*>(std::malloc(room));
-  if (*out == nullptr) return 1;
+      in.size + kBlockHeader * (in.size / kStoredBlock + 1) + kZlibHeaderAndChecksum;
+  if (room > std::numeric_limits<int32_t>::max()) return Internal("too many for one chunk");
+  Buffer out(room);
   isal_zstream stream{};  // isal_deflate_stateless_init() leaves hist_bits, the window, as it was
   isal_deflate_stateless_init(&stream);
-  const auto buffer = std::make_unique_for_overwrite<uint8_t[]>(ISAL_DEF_LVL1_DEFAULT);
+  const Buffer tables(ISAL_DEF_LVL1_DEFAULT);
   stream.level = 1;
-  stream.level_buf = buffer.get();
+  stream.level_buf = tables.bytes.get();
   stream.level_buf_size = ISAL_DEF_LVL1_DEFAULT;
   stream.gzip_flag = IGZIP_ZLIB;
   stream.end_of_stream = 1;
-  stream.next_in = const_cast<uint8_t*>(in);
-  stream.avail_in = static_cast<uint32_t>(in_size);
-  stream.next_out = *out;
+  stream.next_in = in.bytes.get();
+  stream.avail_in = static_cast<uint32_t>(in.size);
+  stream.next_out = out.bytes.get();
   stream.avail_out = static_cast<uint32_t>(room);
-  if (isal_deflate_stateless(&stream) != COMP_OK) return 1;
-  *out_size = stream.total_out;
-  return 0;
-}
-
-/// Sub or Up for each row, whichever leaves the smaller differences. lodepng's own choice, among
-/// all five filters, takes longer than the compression.
-std::vector<uint8_t> ChooseFilters(const Pixels& pixels) {
-  constexpr uint8_t kSub = 1, kUp = 2;
-  const auto row = static_cast<size_t>(pixels.width) * pixels.channels;
-  const auto sum = [row](const uint8_t* a, const uint8_t* b, size_t begin) {
-    unsigned total = 0;
-    for (size_t i = begin; i < row; ++i) {
-      const auto difference = static_cast<int8_t>(a[i] - b[i]);  // modulo 256, as filters have it
-      total += static_cast<unsigned>(difference < 0 ? -difference : difference);
-    }
-    return total;
-  };
-  std::vector<uint8_t> filters(pixels.height, kSub);
-  for (int y = 1; y < pixels.height; ++y) {
-    const uint8_t* const here = pixels.samples.data() + y * row;
-    if (sum(here, here - row, 0) < sum(here, here - pixels.channels, pixels.channels)) {
-      filters[y] = kUp;
-    }
+  if (const int error = isal_deflate_stateless(&stream); error != COMP_OK) {
+    return Internal("ISA-L's error {}", error);
   }
-  return filters;
+  out.size = stream.total_out;
+  return out;
 }
 
-/// Adds a chunk before the picture, where programs find it that read no further; lodepng would
-/// write its texts behind the picture. 0, or lodepng's error.
-unsigned AddText(LodePNGInfo& info, const std::string& keyword, const std::string& text) {
-  constexpr unsigned kKeywordLength = 89;  // lodepng's number of this error
-  if (keyword.empty() || keyword.size() > 79) return kKeywordLength;
+std::string BigEndian(uint32_t value) {
+  std::string bytes;
+  for (int shift = 24; shift >= 0; shift -= 8) bytes += static_cast<char>(value >> shift);
+  return bytes;
+}
+
+void AppendChunk(std::string_view type, std::string_view data, std::string* file) {
+  *file += BigEndian(static_cast<uint32_t>(data.size()));
+  const size_t begin = file->size();
+  file->append(type).append(data);
+  *file += BigEndian(crc32_gzip_refl(0, reinterpret_cast<const uint8_t*>(file->data()) + begin,
+                                     file->size() - begin));
+}
+
+void AppendText(const std::string& keyword, const std::string& text, std::string* file) {
+  DENOISED_CHECK(!keyword.empty() && keyword.size() <= 79, "PNG keyword \"{}\"", keyword);
   // A plain text chunk is Latin-1 without control characters; other texts are written as UTF-8.
   const bool plain = std::all_of(text.begin(), text.end(),
                                  [](char c) { return c == '\n' || (c >= ' ' && c <= '~'); });
@@ -82,9 +116,7 @@ unsigned AddText(LodePNGInfo& info, const std::string& keyword, const std::strin
   // Not compressed, no language, no translated keyword.
   if (!plain) data += std::string(4, '\0');
   data += text;
-  return lodepng_chunk_create(&info.unknown_chunks_data[1], &info.unknown_chunks_size[1],
-                              static_cast<unsigned>(data.size()), plain ? "tEXt" : "iTXt",
-                              reinterpret_cast<const unsigned char*>(data.data()));
+  AppendChunk(plain ? "tEXt" : "iTXt", data, file);
 }
 
 Context NewContext() { return {spng_ctx_new(0), spng_ctx_free}; }
@@ -102,7 +134,7 @@ struct Opened {
 
 absl::StatusOr<Opened> Open(std::string_view file, int64_t max_pixels,
                             const ReserveMemory& reserve) {
-  if (file.substr(0, 8) != "\x89PNG\r\n\x1a\n") {
+  if (!file.starts_with(kSignature)) {
     return InvalidArgument("the image is no PNG; send a PNG file");
   }
   Opened png;
@@ -141,32 +173,30 @@ absl::StatusOr<std::vector<uint8_t>> Unpack(spng_ctx* context, int format) {
 }  // namespace
 
 absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& texts) {
-  lodepng::State state;
-  state.info_raw.bitdepth = state.info_png.color.bitdepth = 8;
-  state.info_raw.colortype = state.info_png.color.colortype =
-      pixels.channels == 1 ? LCT_GREY : LCT_RGB;
-  const std::vector<uint8_t> filters = ChooseFilters(pixels);
-  state.encoder.auto_convert = 0;  // never to a palette
-  state.encoder.filter_strategy = LFS_PREDEFINED;
-  state.encoder.predefined_filters = filters.data();
-  state.encoder.zlibsettings.custom_zlib = Compress;
-  unsigned error = 0;
+  DENOISED_CHECK(pixels.width > 0 && pixels.height > 0, "{}×{} pixels", pixels.width,
+                 pixels.height);
+  const absl::StatusOr<Buffer> rows = Compress(FilterRows(pixels));
+  if (!rows.ok()) {
+    return Internal("cannot encode {}×{} pixels as PNG: {}", pixels.width, pixels.height,
+                    std::string(rows.status().message()));
+  }
+  std::string file(kSignature);
+  std::string header = BigEndian(pixels.width) + BigEndian(pixels.height);
+  header += '\x8';  // bits
+  header += static_cast<char>(pixels.channels == 1 ? SPNG_COLOR_TYPE_GRAYSCALE
+                                                   : SPNG_COLOR_TYPE_TRUECOLOR);
+  header += std::string(3, '\0');  // deflate, filters for each row, not interlaced
+  AppendChunk("IHDR", header, &file);
+  // Before the picture, where programs find them that read no further.
   for (const auto& [keyword, text] : texts) {
     // An empty text says nothing.
-    if (error == 0 && !text.empty()) error = AddText(state.info_png, keyword, text);
+    if (!text.empty()) AppendText(keyword, text, &file);
   }
-  unsigned char* data = nullptr;
-  size_t size = 0;
-  if (error == 0) {
-    error = lodepng_encode(&data, &size, pixels.samples.data(), static_cast<unsigned>(pixels.width),
-                           static_cast<unsigned>(pixels.height), &state);
-  }
-  const std::unique_ptr<unsigned char, void (*)(void*)> owned(data, std::free);
-  if (error != 0) {
-    return Internal("cannot encode {}×{} pixels as PNG: {}", pixels.width, pixels.height,
-                    lodepng_error_text(error));
-  }
-  return std::string(reinterpret_cast<const char*>(data), size);
+  constexpr size_t kChunk = 12;  // around its data
+  file.reserve(file.size() + kChunk + rows->size + kChunk);
+  AppendChunk("IDAT", {reinterpret_cast<const char*>(rows->bytes.get()), rows->size}, &file);
+  AppendChunk("IEND", "", &file);
+  return file;
 }
 
 absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,

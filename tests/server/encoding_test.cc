@@ -43,16 +43,16 @@ double LargestDifference(const Tensor& a, const Tensor& b) {
 }
 
 TEST(PixelsTest, QuantisesRoundedAndClipped) {
-  const float values[] = {-1,
-                          1,
-                          0,
-                          -7,
-                          7,
-                          std::numeric_limits<float>::quiet_NaN(),
-                          std::numeric_limits<float>::infinity(),
-                          -1 + 2 * 100.6f / 255};
-  const std::vector<uint8_t> bytes = ToBytes(Tensor::HostF32({1, 8, 1}, values));
-  EXPECT_EQ(bytes, (std::vector<uint8_t>{0, 255, 128, 0, 255, 0, 255, 101}));
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  std::vector<float> values;
+  std::vector<uint8_t> expected;
+  for (int i = 0; i < 25; ++i) {  // enough for the widest vectors, and a rest
+    values.insert(values.end(),
+                  {-1, 1, 0, -7, 7, kNan, kInfinity, -kInfinity, -1 + 2 * 100.6f / 255});
+    expected.insert(expected.end(), {0, 255, 128, 0, 255, 0, 255, 0, 101});
+  }
+  EXPECT_EQ(ToBytes(Tensor::HostF32({1, 225, 1}, values)), expected);
 }
 
 TEST(PixelsTest, ConvertsBetweenGreyAndRgb) {
@@ -171,6 +171,7 @@ TEST(PngTest, CarriesTexts) {
   EXPECT_THAT(*file, HasSubstr(std::string("iTXtprompt\0\0\0\0\0", 15) + "ein grüner 🍏"));
   EXPECT_THAT(*file, HasSubstr(std::string("iTXtodd\0\0\0\0\0", 12) + "\t\x01"));
   EXPECT_THAT(*file, Not(HasSubstr("negative")));  // an empty text says nothing
+  EXPECT_TRUE(DecodePng(*file, kPlenty).ok());     // it compares all checksums
   // Before the picture, or programs would have to read all of it.
   EXPECT_LT(file->find("iTXtodd"), file->find("IDAT"));
 }

@@ -5,16 +5,9 @@
 #include <cmath>
 #include <cstdint>
 
-/// What the vectorised loops of the CPU share, in serving and in training.
+#include "engine/core/each_isa.h"
 
-// GCC compiles such a function once for each level of x86-64 and lets the loader choose. The
-// sanitizers' runtimes are not up yet when the loader asks.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(DENOISED_SANITIZED)
-#define DENOISED_EACH_ISA \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define DENOISED_EACH_ISA
-#endif
+/// What the vectorised loops of the CPU share, in serving and in training.
 
 namespace denoised::cpu {
 
