@@ -397,9 +397,18 @@ TEST_P(CudaTest, AttentionDoesNotDependOnItsCompany) {
   struct {
     int64_t rows, tokens, keys, dim;
     int heads;
-  } cases[] = {{9, 300, 300, 64, 12}, {8, 900, 77, 40, 4},    {13, 250, 250, 64, 12},
-               {21, 64, 64, 64, 12},  {12, 256, 256, 80, 8},  {9, 200, 333, 128, 8},
-               {9, 256, 256, 160, 9}, {66, 256, 256, 256, 1}, {7, 700, 700, 512, 1}};
+  } cases[] = {{9, 300, 300, 64, 12},
+               {8, 900, 77, 40, 4},
+               {13, 250, 250, 64, 12},
+               {21, 64, 64, 64, 12},
+               {12, 256, 256, 80, 8},
+               {9, 200, 333, 128, 8},
+               {9, 256, 256, 160, 9},
+               {66, 256, 256, 256, 1},
+               {7, 700, 700, 512, 1},
+               // Heads that begin with wide steps and end with narrow ones, on 132 multiprocessors.
+               {2, 1000, 1000, 64, 20},
+               {5, 310, 77, 64, 24}};
   for (const auto& c : cases) {
     const Array qkv = Random({c.rows, c.tokens, 3 * c.heads * c.dim}),
                 kv = Random({c.rows, c.keys, 2 * c.heads * c.dim});

@@ -69,13 +69,14 @@ struct Tile {
 };
 
 /// Arguments besides the AttentionLaunch. A step is the work of a CTA's warpgroups at one time:
-/// neighbouring query tiles of one head (and part). The first `wide_heads` are divided into steps
-/// of as many query tiles as there are warpgroups, the others into steps of `narrow`.
+/// neighbouring query tiles of one head (and part). The first `wide_heads` begin with `wide_steps`
+/// of as many query tiles as there are warpgroups; what is left of them, and the other heads, are
+/// divided into steps of `narrow`. All wide steps come first.
 struct Params {
   CUtensorMap q, k, v;
   int query_tiles = 0;  // per head
   int wide_heads = 0, narrow = 1, steps = 0;
-  FastDivmod wide_steps, narrow_steps;  // per head
+  FastDivmod wide_steps, left_steps, narrow_steps;  // per head; zero where there are none
   FastDivmod heads, blocks;
   int shift = 0;  // from one round of steps to the next, in CTAs
 };
@@ -90,12 +91,20 @@ __device__ inline Step StepAt(const AttentionLaunch& attention, const Params& pa
   const int blocks = gridDim.x;
   int index = turn * blocks + (static_cast<int>(blockIdx.x) + turn * params.shift) % params.blocks;
   if (index >= params.steps) return {};
-  const bool wide = index < params.wide_heads * params.wide_steps.value;
-  const int width = wide ? T::kGroups : params.narrow;
-  const FastDivmod& of_head = wide ? params.wide_steps : params.narrow_steps;
-  if (!wide) index -= params.wide_heads * params.wide_steps.value;
-  const int head = index / of_head + (wide ? 0 : params.wide_heads),
-            first = index % of_head * width;
+  const int wide = params.wide_heads * params.wide_steps.value;
+  const int left = params.wide_heads * params.left_steps.value;
+  int head, first, width = params.narrow;
+  if (index < wide) {
+    width = T::kGroups;
+    head = index / params.wide_steps, first = index % params.wide_steps * width;
+  } else if (index -= wide; index < left) {
+    head = index / params.left_steps;
+    first = params.wide_steps.value * T::kGroups + index % params.left_steps * width;
+  } else {
+    index -= left;
+    head = index / params.narrow_steps + params.wide_heads;
+    first = index % params.narrow_steps * width;
+  }
   Step step;
   step.active = min(width, params.query_tiles - first);
   step.query = first * kQueryTile;
@@ -459,26 +468,34 @@ using Dim160Selecting = Selecting<160, 2>;
 constexpr int kMaxSelectingDim = 160;
 
 /// Wide steps are the fastest per query tile, but may leave the last wave nearly empty. So some
-/// heads, or all, are divided into narrower steps, by the cost of the waves. The last step of a
-/// head may be partly filled. To give each CTA its share of these, its place in a head shifts from
-/// wave to wave.
+/// heads, or all, or what is left of them after a few wide steps, are divided into narrower ones,
+/// by the cost of the waves. The last step of a head may be partly filled. To give each CTA its
+/// share of these, its place in a head shifts from wave to wave.
 void CutIntoSteps(int heads, int groups, int blocks, Params* params) {
-  const auto rounds = [&](int steps) { return (steps + blocks - 1) / blocks; };
+  const auto up = [](int value, int by) { return (value + by - 1) / by; };
   const auto cost = [](double width) { return 6 + 5 * width; };  // per step, measured on an H200
-  const int wide_steps = (params->query_tiles + groups - 1) / groups;
-  const double mean_cost = cost(static_cast<double>(params->query_tiles) / wide_steps);
-  while (std::gcd(blocks + params->shift, wide_steps) != 1) ++params->shift;
-  const int full_rounds = static_cast<int>(int64_t{heads} * wide_steps / blocks);
+  const int tiles = params->query_tiles, all_wide = up(tiles, groups);
+  while (std::gcd(blocks + params->shift, all_wide) != 1) ++params->shift;
   double least = INFINITY;
-  for (int wide_heads : {heads, static_cast<int>(int64_t{full_rounds} * blocks / wide_steps), 0}) {
-    for (int narrow = groups; narrow > 0; --narrow) {
-      const int wide = wide_heads * wide_steps;
-      const int steps = wide + (heads - wide_heads) * ((params->query_tiles + narrow - 1) / narrow);
-      const double total = (wide > 0 ? (rounds(wide) - 1) * mean_cost + cost(groups) : 0) +
-                           (rounds(steps) - rounds(wide)) * cost(narrow);
-      if (total < least) {
-        least = total;
-        params->wide_heads = wide_heads, params->narrow = narrow, params->steps = steps;
+  for (int wide_steps = all_wide; wide_steps > 0; --wide_steps) {
+    const double mean_cost =
+        cost(std::min<double>(groups, static_cast<double>(tiles) / wide_steps));
+    const int left = std::max(0, tiles - wide_steps * groups);
+    const int full_waves = static_cast<int>(int64_t{heads} * wide_steps / blocks);
+    for (int wide_heads : {heads, static_cast<int>(int64_t{full_waves} * blocks / wide_steps), 0}) {
+      for (int narrow = groups; narrow > 0; --narrow) {
+        const int wide = wide_heads * wide_steps;
+        const int steps =
+            wide + wide_heads * up(left, narrow) + (heads - wide_heads) * up(tiles, narrow);
+        const double total = (wide > 0 ? (up(wide, blocks) - 1) * mean_cost + cost(groups) : 0) +
+                             (up(steps, blocks) - up(wide, blocks)) * cost(narrow);
+        if (total < least) {
+          least = total;
+          params->wide_heads = wide_heads, params->narrow = narrow, params->steps = steps;
+          params->wide_steps = FastDivmod(wide_steps);
+          params->left_steps = FastDivmod(up(left, narrow));
+          params->narrow_steps = FastDivmod(up(tiles, narrow));
+        }
       }
     }
   }
@@ -504,10 +521,6 @@ cudaError_t LaunchTile(const AttentionLaunch& attention, const Queue& queue) {
   const int blocks = queue.multiprocessors * T::kBlocks;
   CutIntoSteps(attention.images * attention.heads * T::kParts, T::kGroups, blocks, &params);
   const int grid = std::min(params.steps, blocks);
-  const auto of_head = [&](int width) {
-    return FastDivmod((params.query_tiles + width - 1) / width);
-  };
-  params.wide_steps = of_head(T::kGroups), params.narrow_steps = of_head(params.narrow);
   params.heads = FastDivmod(attention.heads), params.blocks = FastDivmod(grid);
   return LaunchDependent(AttentionHopperKernel<T>,
                          {static_cast<unsigned>(grid), T::kThreads, T::kSharedBytes}, queue,
