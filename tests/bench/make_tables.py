@@ -61,7 +61,6 @@ PIPELINE_BARS = {
 PIPELINE_PARTS = {"sd15": ((40, "sd15-unet/rows:16"), (1, "sdxl-vae@64/rows:8")),
                   "sdxl": ((40, "sdxl-unet/rows:16"), (1, "sdxl-vae@128/rows:1")),
                   "sdxl-lcm": ((4, "sdxl-unet/rows:16"), (1, "sdxl-vae@128/rows:1"))}
-REQUEST_PARTS = ((40, "sd15-unet/rows:2"), (1, "sdxl-vae@64/rows:1"))
 # Images per second, whose, and whether on such a GPU. docs/benchmarks.md names the sources.
 PUBLISHED = {"sdxl": (2.37, "published, MLPerf, FP8", True),
              "sdxl-lcm": (10.79, "published, MLPerf's open division", True),
@@ -973,20 +972,15 @@ def pipelines(data):
         evaluations = sum(each["evaluations"] for each in servers)
         return f"{sum(each['rows'] for each in servers) / evaluations:.1f}" if evaluations else "–"
 
-    def request(what, beside, found, bar, aim, parts=None):
-        """`found`: figures with a row of ours and its peers'. `parts`: milliseconds of the peer's parts. On a
-        loaded host the time of a peer that waits for its host is no measure."""
+    def request(what, beside, found, bar, aim):
+        """`found`: figures with a row of ours and its peers'. On a loaded host the time of a peer that waits for
+        its host is no measure."""
         best = best_of(found["row"]) if found else None
         pairs = found["row"]["peers"][best[0]]["pairs"] if best else []
         ratios = [theirs / ours for ours, theirs in pairs]
         beside = f"{seconds(1e-3 * best[1])}: {best[0]}" if best else beside
         measured = f"{seconds(1e-3 * ours_of(found['row']))}: {spread(ratios)}" if best else ""
-        also = []
-        if parts and best:
-            also = [[parts / ours for ours, _ in pairs]]
-            beside += f"; {seconds(1e-3 * parts)}: its UNet and decoder alone"
-            measured += f"; {spread(also[0])}"
-        row(what, beside, measured, f"≥ {bar}×", f"{aim}×", ratios, bar, also=also,
+        row(what, beside, measured, f"≥ {bar}×", f"{aim}×", ratios, bar,
             unjudged=LOADED if best and is_busy(contexts[-1]) else None)
 
     for topic, (what, reach, aim) in PIPELINE_BARS.items():
@@ -1016,7 +1010,7 @@ def pipelines(data):
         of_rounds(previews) if previews else "", f"≤ {FIRST_PREVIEW_BAR}", "",
         [-each for each in previews], -FIRST_PREVIEW_BAR)
     request("the same: text to PNG at the client, 20 guided steps", "diffusers' models, torch.compile", found,
-            REQUEST_BAR, REQUEST_AIM, parts_of(data, REQUEST_PARTS))
+            REQUEST_BAR, REQUEST_AIM)
     if found and not best_of(found["row"]):
         alone = found["ms_alone"]
         rows[-1][2:4] = f"{seconds(1e-3 * statistics.median(alone))}, no peer", len(alone)
@@ -1208,13 +1202,12 @@ def speed(data):
     ratios = [each.ratio for each in found]
     misses = [each.verdict for each in found].count(MISS)
     single = data("sd15-request")["figures"]["row"]
-    parts = parts_of(data, REQUEST_PARTS) / ours_of(single)
+    ratio = best_of(single)[2]
     lines.append(f"Less is gained elsewhere. A request for 16 digits is {times(best_of(request)[2])} as fast as "
                  f"PyTorch's sampling alone. Stable Diffusion's UNets are {times(min(ratios))} to "
                  f"{times(max(ratios))} as fast, and {misses} of {len(ratios)} rows miss their bar. A request to "
-                 f"SD 1.5, from text to PNG, is {times(best_of(single)[2])} as fast as diffusers' models in one CUDA "
-                 f"graph with Pillow's PNG, and {times(parts)} as fast as their UNet and decoder alone"
-                 f"{'' if parts >= REQUEST_BAR else ', a miss'}.")
+                 f"SD 1.5, from text to PNG, is {times(ratio)} as fast as diffusers' models in one CUDA graph"
+                 f"{'' if ratio >= REQUEST_BAR else ', a miss'}.")
     return textwrap.wrap(" ".join(lines), 120, break_on_hyphens=False)
 
 
