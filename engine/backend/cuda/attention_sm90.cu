@@ -76,7 +76,7 @@ struct Params {
   CUtensorMap q, k, v;
   int query_tiles = 0;  // per head
   int wide_heads = 0, narrow = 1, steps = 0;
-  FastDivmod wide_steps, left_steps, narrow_steps;  // per head; zero where there are none
+  FastDivmod wide_steps, left_steps, narrow_steps;  // per head; left_steps may be 0
   FastDivmod heads, blocks;
   int shift = 0;  // from one round of steps to the next, in CTAs
 };
@@ -477,7 +477,7 @@ void CutIntoSteps(int heads, int groups, int blocks, Params* params) {
   const int tiles = params->query_tiles, all_wide = up(tiles, groups);
   while (std::gcd(blocks + params->shift, all_wide) != 1) ++params->shift;
   double least = INFINITY;
-  for (int wide_steps = all_wide; wide_steps > 0; --wide_steps) {
+  for (int wide_steps = all_wide; wide_steps > std::max(0, all_wide - groups); --wide_steps) {
     const double mean_cost =
         cost(std::min<double>(groups, static_cast<double>(tiles) / wide_steps));
     const int left = std::max(0, tiles - wide_steps * groups);

@@ -62,7 +62,8 @@ cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue);
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue);
-cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
+cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan,
+                                const Queue& queue);
 cudaError_t LaunchConv2dE4m3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
 cudaError_t LoadConv2dHopperKernels();
 cudaError_t LoadConv3x3HopperKernels();

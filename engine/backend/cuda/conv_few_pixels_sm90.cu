@@ -58,7 +58,7 @@ struct Tile {
   static constexpr int kTransformers = kThreads - kTransformerWarp * 32;
   static_assert(kTransformers == 0 || kInHaloTiles);
   static_assert((kTransformers > 0) == kSpec.FusesInputNorm());
-  /// For __launch_bounds__: at most 128 registers.
+  /// For __launch_bounds__: at most 128 registers if two CTAs share an SM.
   static constexpr int kBoundThreads = kThreads > 256 ? kThreads : 256;
   static constexpr int kStages = kSpec.kernel.stages;  // at most
   static constexpr int kBarriers = (2 * kStages + 2 * kSlots + kWindowed + 1 + 1) / 2 * 2;
@@ -66,9 +66,8 @@ struct Tile {
 /// Two CTAs fit on an SM, the second of this launch or the next. The next launch can load its first
 /// weights and instructions early only if it fits beside this one.
 constexpr int kMostBytes = 228 * 1024 / 2 - 1024;
-/// With many steps and an SM to itself, a CTA gains more from a longer pipeline. So does one that
-/// would have fewer stages than these.
-constexpr int kMostBytesAlone = 190 * 1024, kManySteps = 12, kFewestStages = 4;
+/// With many steps and an SM to itself, a CTA gains more from a longer pipeline.
+constexpr int kMostBytesAlone = 190 * 1024, kManySteps = 12;
 
 struct Params {
   CUtensorMap x, x2, weight;
@@ -760,17 +759,18 @@ cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Que
       SlotsOf(params.log_splits, params.log_cluster) * SlotBytes(params.log_cluster) +
       (norm_run > 0 ? kOutputs * sizeof(float2) >> params.log_cluster : 0);
   const int64_t tiles = int64_t{params.grid.phases} * params.m_tiles.value * params.n_tiles.value;
-  const bool alone =
-      tiles * plan.cluster <= queue.multiprocessors && StepsOf(conv) > kManySteps * plan.cluster;
+  // 128 pixels leave no room for a second CTA.
+  const bool alone = T::kGroups > 1 || (tiles * plan.cluster <= queue.multiprocessors &&
+                                        StepsOf(conv) > kManySteps * plan.cluster);
   const int others = T::kAllHaloTileBytes + T::kBarriers * 8 + T::kGroups * of_group;
   // Two CTAs with four splits each receive the most.
-  static_assert(kMaxSplits == 8 && T::kAllHaloTileBytes + T::kBarriers * 8 +
-                                           T::kGroups * SlotsOf(3, 1) * SlotBytes(1) +
-                                           2 * T::kStageBytes <=
-                                       kMostBytesAlone);
-  const auto stages_in = [&](int bytes) { return (bytes - others) / T::kStageBytes; };
-  const bool shares = !alone && stages_in(kMostBytes) >= kFewestStages;
-  params.stages = std::min(T::kStages, stages_in(shares ? kMostBytes : kMostBytesAlone));
+  static_assert(T::kGroups == 1 ||
+                (kMaxSplits == 8 && T::kAllHaloTileBytes + T::kBarriers * 8 +
+                                            T::kGroups * SlotsOf(3, 1) * SlotBytes(1) +
+                                            2 * T::kStageBytes <=
+                                        kMostBytesAlone));
+  params.stages =
+      std::min(T::kStages, ((alone ? kMostBytesAlone : kMostBytes) - others) / T::kStageBytes);
   params.bias = conv.bias;
   params.add = conv.add;
   if (norm_run > 0) {

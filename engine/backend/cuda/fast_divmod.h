@@ -20,7 +20,7 @@ struct FastDivmod {
 
   FastDivmod() = default;
   explicit FastDivmod(int value) : value(value) {
-    if (value < 1) return;  // no images: the launch reports the error
+    if (value < 1) return;  // 0: nothing may be divided by it
     while ((int64_t{1} << shift) < value) ++shift;
     multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + value - 1) / value);
   }

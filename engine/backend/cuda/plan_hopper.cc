@@ -16,8 +16,8 @@ namespace {
 constexpr double kFewWaves = 4;
 // With more outputs, CTAs multicast weights wherever that adds no tile. At the power limit this is
 // up to 18 % faster and at most 2 % slower, which short measurements do not show.
-// And then a tile of 128 pixels, which has an SM to itself, gains more from reading weights once
-// than it loses by keeping the next launch out.
+// With more outputs, too, tiles of 128 pixels for few pixels gain more from reading weights once
+// than they lose by keeping the next launch out.
 constexpr int kFewOutputs = 1024;
 constexpr double kGatedFinish = 2;  // factor of an epilogue that computes GELU
 constexpr int kMinSplitSteps = 4;
@@ -108,8 +108,9 @@ double MicrosecondsOf(const ConvLayer& layer, const HopperPlan& plan,
   const int blocks = splits_over_cluster ? plan.cluster : 1;  // CTAs that share a tile's splits
   const int splits_each = plan.splits / blocks;
   // CTAs with several splits receive more partial sums. As measured, they cost as much as if each
-  // had an SM to itself.
-  const int beside = !spec.IsPersistent() && (blocks == 1 || splits_each == 1) ? 2 : 1;
+  // had an SM to itself, as tiles of 128 pixels do.
+  const bool shares = !spec.IsPersistent() && spec.kernel.consumers == 1;
+  const int beside = shares && (blocks == 1 || splits_each == 1) ? 2 : 1;
   const double waves = static_cast<double>(tiles * blocks) / (queue.multiprocessors * beside);
   const double step = cost.step * (waves > kFewWaves ? cost.busy : 1) *
                       (beside == 2 ? std::clamp(waves, spec.cost.alone, 1.0) : spec.cost.alone);
