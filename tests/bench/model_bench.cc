@@ -29,9 +29,9 @@
 //
 // --turns measures when its standard input says so (turns.h); a NAME is "rows:16".
 //
-// --beside evaluates a second model at the same time, in a queue of its own: milliseconds of an
-// evaluation of each, alone and together, by the host's clock; `shares` is how much of its speed
-// alone each keeps, summed up: 1 is what taking turns would give.
+// --beside runs a second model, or a codec, at the same time, in a queue of its own: milliseconds
+// of an evaluation of each, alone and together, by the host's clock; `shares` is how much of its
+// speed alone each keeps, summed up: 1 is what taking turns would give.
 
 #include <benchmark/benchmark.h>
 
@@ -436,20 +436,25 @@ class Measurement {
   /// Median seconds of an evaluation and of the model alone, in turns; of a codec, which has no
   /// evaluation, twice the same.
   absl::StatusOr<std::vector<double>> Seconds(const Samples& samples) {
-    std::vector<std::function<absl::Status()>> works = {[&] {
-      backend_->Launch(forward_->graph());
-      return backend_->status();
-    }};
+    std::vector<std::function<absl::Status()>> works = {[&] { return RunModel(); }};
     if (drawing_) works.insert(works.begin(), [&] { return drawing_->Evaluate(); });
     DENOISED_ASSIGN_OR_RETURN(std::vector<double> seconds,
                               MedianDeviceSeconds(*backend_, works, samples));
     if (seconds.size() == 1) seconds.push_back(seconds[0]);
     return seconds;
   }
+  /// An evaluation; of a codec, what it makes of its rows.
+  absl::Status Run() { return drawing_ ? drawing_->Evaluate() : RunModel(); }
+  Backend& backend() { return *backend_; }
   double flop() const { return forward_->flop(); }
   const std::map<std::string, double>& counters() const { return counters_; }
 
  private:
+  absl::Status RunModel() {
+    backend_->Launch(forward_->graph());
+    return backend_->status();
+  }
+
   Backend* backend_ = nullptr;
   std::unique_ptr<Drawing> drawing_;  // null for a codec
   std::unique_ptr<Forward> forward_;
@@ -497,14 +502,14 @@ void TakeTurns(const Resident& resident, bool guided) {
   for (Request request; ReadRequest(&request);) Answer(answer(request));
 }
 
-/// How many evaluations the device makes within the time, the host one ahead as in the engine.
-absl::StatusOr<int> CountEvaluations(Backend& backend, Drawing& drawing, double seconds) {
+/// How many runs the device makes within the time, the host one ahead as in the engine.
+absl::StatusOr<int> CountRuns(Measurement& measurement, double seconds) {
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
   std::unique_ptr<Marker> last;
   int count = 0;
   for (; Clock::now() < end; ++count) {
-    DENOISED_RETURN_IF_ERROR(drawing.Evaluate());
-    auto marker = backend.Mark();
+    DENOISED_RETURN_IF_ERROR(measurement.Run());
+    auto marker = measurement.backend().Mark();
     if (last) DENOISED_RETURN_IF_ERROR(last->Wait());
     last = std::move(marker);
   }
@@ -517,20 +522,18 @@ absl::Status MeasureBeside(const Resident& one, const Resident& other, int rows,
                            benchmark::State& state) {
   constexpr double kSeconds = 1;
   const std::array<const Resident*, 2> residents = {&one, &other};
-  std::array<std::unique_ptr<Drawing>, 2> drawings;
+  std::array<std::unique_ptr<Measurement>, 2> measurements;
   std::array<double, 2> alone;
   std::array<absl::StatusOr<int>, 2> counts;
   for (size_t i = 0; i < 2; ++i) {
-    Backend& backend = *residents[i]->backend;
-    DENOISED_ASSIGN_OR_RETURN(drawings[i], Drawing::Create(*residents[i], rows, false));
-    DENOISED_ASSIGN_OR_RETURN(const int count, CountEvaluations(backend, *drawings[i], kSeconds));
+    DENOISED_ASSIGN_OR_RETURN(measurements[i], Measurement::Create(*residents[i], rows, false));
+    DENOISED_ASSIGN_OR_RETURN(const int count, CountRuns(*measurements[i], kSeconds));
     alone[i] = kSeconds / count;
   }
   for (auto _ : state) {
     std::vector<std::thread> threads;
     for (size_t i = 0; i < 2; ++i)
-      threads.emplace_back(
-          [&, i] { counts[i] = CountEvaluations(*residents[i]->backend, *drawings[i], kSeconds); });
+      threads.emplace_back([&, i] { counts[i] = CountRuns(*measurements[i], kSeconds); });
     for (std::thread& thread : threads) thread.join();
     double sum = 0;
     for (size_t i = 0; i < 2; ++i) {
@@ -556,17 +559,16 @@ absl::Status Run(const Options& options) {
   Resident other;
   if (!options.beside.empty()) {
     DENOISED_ASSIGN_OR_RETURN(other, Load(options, options.beside, ""));
-    if (!resident.model || !other.model)
-      return InvalidArgument("--beside compares two UNets, and a config is a codec's");
   }
   for (const int rows : options.rows) {
-    const std::string name =
-        fmt::format("{}{}{}/rows:{}", options.config, other.model ? "+" : "", options.beside, rows);
+    const std::string name = fmt::format("{}{}{}/rows:{}", options.config,
+                                         options.beside.empty() ? "" : "+", options.beside, rows);
     benchmark::RegisterBenchmark(name.c_str(),
                                  [&, rows](benchmark::State& state) {
                                    const absl::Status status =
-                                       other.model ? MeasureBeside(resident, other, rows, state)
-                                                   : Measure(resident, rows, options.guided, state);
+                                       options.beside.empty()
+                                           ? Measure(resident, rows, options.guided, state)
+                                           : MeasureBeside(resident, other, rows, state);
                                    if (!status.ok())
                                      state.SkipWithError(std::string(status.message()).c_str());
                                  })
