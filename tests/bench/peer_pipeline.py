@@ -13,6 +13,7 @@ weights draw. Requests: "compile" (which also compares a picture with that of di
 pixels are on the host. Needs diffusers, transformers and isal.
 """
 import argparse
+import importlib.metadata
 import statistics
 import struct
 import time
@@ -163,7 +164,7 @@ def main():
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     args = parser.parse_args()
     pictures = Pictures(args)
-    peer.serve(lambda: peer.context() | {"diffusers": diffusers_version}, pictures.answer)
+    peer.serve(lambda: peer.context() | {"diffusers": diffusers_version, "isal": importlib.metadata.version("isal")}, pictures.answer)
 
 
 if __name__ == "__main__":
