@@ -164,7 +164,8 @@ def main():
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     args = parser.parse_args()
     pictures = Pictures(args)
-    peer.serve(lambda: peer.context() | {"diffusers": diffusers_version, "isal": importlib.metadata.version("isal")}, pictures.answer)
+    versions = {"diffusers": diffusers_version, "isal": importlib.metadata.version("isal")}
+    peer.serve(lambda: peer.context() | versions, pictures.answer)
 
 
 if __name__ == "__main__":
