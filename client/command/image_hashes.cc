@@ -3,10 +3,8 @@
 
 #include <fmt/format.h>
 
-#include <array>
-#include <bit>
 #include <charconv>
-#include <cstring>
+#include <functional>
 #include <string_view>
 
 namespace denoised::command {
@@ -14,25 +12,7 @@ namespace denoised::command {
 uint64_t HashOf(const client::Image& image) {
   const auto* tensor = std::get_if<client::Tensor>(&image.content);
   const std::string_view bytes = tensor ? tensor->data : std::get<std::string>(image.content);
-  std::array<uint64_t, 4> lanes = {1, 2, 3, 4};  // independent, so that multiplications overlap
-  std::array<uint64_t, 4> words;
-  const auto mix = [](uint64_t hash, uint64_t word) {  // as XXH64 does
-    return std::rotl(hash + word * 0xc2b2ae3d27d4eb4fu, 31) * 0x9e3779b185ebca87u;
-  };
-  const auto mix_words = [&] {
-    for (size_t i = 0; i < lanes.size(); ++i) lanes[i] = mix(lanes[i], words[i]);
-  };
-  size_t at = 0;
-  for (; at + sizeof(words) <= bytes.size(); at += sizeof(words)) {
-    std::memcpy(words.data(), bytes.data() + at, sizeof(words));
-    mix_words();
-  }
-  words = {};
-  std::memcpy(words.data(), bytes.data() + at, bytes.size() - at);
-  mix_words();
-  uint64_t hash = bytes.size();
-  for (const uint64_t lane : lanes) hash = mix(hash, lane);
-  return hash;
+  return std::hash<std::string_view>()(bytes);  // the same in every process, unlike absl::Hash
 }
 
 std::string ImageKey(const client::EffectiveParams& params, const client::Image& image) {

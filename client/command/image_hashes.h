@@ -14,8 +14,7 @@
 
 namespace denoised::command {
 
-/// A hash of an image's file or array, of words and not of bytes: the stream's next event waits for
-/// it. Another version of denoise may have another hash.
+/// The C++ library's hash of an image's file or array. Another library may have another one.
 uint64_t HashOf(const client::Image& image);
 
 /// What decides an image's bytes: model, seed, label, sampler, steps, size, format. `image` needs

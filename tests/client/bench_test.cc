@@ -530,32 +530,15 @@ TEST(ImageHashesTest, FindsDifferences) {
 }
 
 TEST(ImageHashesTest, HashesTheBytes) {
-  std::string bytes(100, 'a');  // whole words and a rest
-  const auto hash = [&bytes] { return HashOf({.content = bytes}); };
-  EXPECT_EQ(HashOf({.content = client::Tensor{.data = bytes}}), hash());
-  std::set<uint64_t> hashes = {hash()};
-  size_t count = 1;
-  // Two bits that differ, too: highest bits of words, say, must not cancel each other.
-  for (size_t first = 0; first < 8 * bytes.size(); ++first) {
-    for (const size_t distance : {0, 1, 64, 256}) {
-      const size_t second = first + distance;
-      if (second >= 8 * bytes.size()) continue;
-      const std::string before = bytes;
-      bytes[first / 8] = static_cast<char>(bytes[first / 8] ^ 1 << first % 8);
-      if (distance > 0) bytes[second / 8] = static_cast<char>(bytes[second / 8] ^ 1 << second % 8);
-      hashes.insert(hash());
-      ++count;
-      bytes = before;
-    }
+  std::string bytes(100, 'a');
+  const uint64_t hash = HashOf({.content = bytes});
+  EXPECT_EQ(HashOf({.content = client::Tensor{.data = bytes}}), hash);
+  for (char& byte : bytes) {
+    byte ^= 1;
+    EXPECT_NE(HashOf({.content = bytes}), hash);
+    byte ^= 1;
   }
-  for (const size_t size : {99, 96, 8, 1, 0}) {
-    bytes.assign(size, 'a');
-    hashes.insert(hash());
-    bytes.assign(size, '\0');
-    hashes.insert(hash());
-    count += 2;
-  }
-  EXPECT_EQ(hashes.size(), count - 1);  // nothing, twice
+  EXPECT_NE(HashOf({.content = bytes.substr(1)}), hash);
 }
 
 }  // namespace
