@@ -10,7 +10,9 @@
 // memory that the warpgroups share. A warpgroup issues the scores of key tile i, then the output
 // products of tile i - 1, and computes the weights of tile i as soon as its scores are complete.
 // Warpgroups ping-pong: named barriers order their products, so that one's softmax overlaps
-// another's products.
+// another's products. Where heads are small enough for four warpgroups (!kOverlaps), the weights
+// take the place of the scores, each warpgroup works on one tile after the other, and the four
+// overlap by themselves.
 //
 // Cross-attention: images share sets of keys, and a set may have fewer keys than there is room for
 // (kSelects). The producer looks up the set and tells the consumers how many keys it has; the tiles
@@ -18,10 +20,11 @@
 //
 // A row's bits depend on its own query and its image's keys alone; the size of the grid only
 // decides which query tiles share a CTA. Above 256 dimensions a query tile computes 256 columns of
-// the output, and scores are computed once for each of these parts. TMA fills columns beyond a
-// head's dimensions and keys beyond the last with zeros.
+// the output, and scores are computed once for each of these parts. TMA fills queries beyond a
+// head's dimensions, and keys beyond the last, with zeros.
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <numeric>
 #include <type_traits>
@@ -42,11 +45,12 @@ constexpr int kLine = 64;       // dimensions: 128 bytes of bf16, the widest swi
 constexpr int kMaxPart = 256;   // columns of the output that a warpgroup's registers hold
 constexpr int kMaxShared = 232448;
 
-/// Heads of up to kDim dimensions. kBlocks CTAs share an SM. kSelects: by SelectsKeys().
+/// Heads of up to kDim dimensions. kBlocks CTAs share an SM. kSelects: by SelectsKeys(). kOverlaps:
+/// a warpgroup's own softmax overlaps its products.
 template <int kDim_, int kKeys_, int kStages_, int kGroups_, int kBlocks_, int kMaxPart_ = kMaxPart,
-          bool kSelects_ = false>
+          bool kSelects_ = false, bool kOverlaps_ = true>
 struct Tile {
-  static constexpr bool kSelects = kSelects_;
+  static constexpr bool kSelects = kSelects_, kOverlaps = kOverlaps_;
   static constexpr int kDim = kDim_, kKeys = kKeys_, kStages = kStages_;
   static constexpr int kGroups = kGroups_, kBlocks = kBlocks_;
   static constexpr int kParts = (kDim + kMaxPart_ - 1) / kMaxPart_, kPart = kDim / kParts;
@@ -66,6 +70,7 @@ struct Tile {
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 160 : 112;
   static_assert(kPart % 8 == 0 && kKeys % 16 == 0 && kSharedBytes <= kMaxShared);
+  static_assert(kOverlaps || kParts == 1);
 };
 
 /// Arguments besides the AttentionLaunch. A step is the work of a CTA's warpgroups at one time:
@@ -118,38 +123,32 @@ __device__ inline Step StepAt(const AttentionLaunch& attention, const Params& pa
 /// The running softmax of two rows. Of a thread's accumulators (hopper.cuh), index 0 and 1 are row
 /// 0, 2 and 3 row 1, and so on.
 struct Softmax {
-  float maximum[2];
-  float sum[2];     // over this lane's columns; lanes are added at the end
-  float shrink[2];  // factor of the output so far
+  // Before the first tile any maximum moves, so that what was before it counts nothing.
+  float maximum[2] = {-FLT_MAX, -FLT_MAX};
+  float sum[2] = {0, 0};     // over this lane's columns; lanes are added at the end
+  float shrink[2] = {1, 1};  // factor of the output so far
 
-  /// Turns scores into weights; kMasked: only keys before `valid` count. The maximum moves only
-  /// when it grows by more than 2^kSlack, so that the output is seldom rescaled; weights up to
-  /// 2^kSlack are as precise. This depends on the row alone.
+  /// Turns scores into weights. The maximum moves only when it grows by more than 2^kSlack, so that
+  /// the output is seldom rescaled; weights up to 2^kSlack are as precise. This depends on the row
+  /// alone. Every tile has a valid key, so the maximum is finite.
   ///
   /// No branches: the compiler waits for a wgmma before any branch.
-  template <bool kMasked, int kScores>
-  __device__ inline void Add(float (&scores)[kScores], bool first, int valid, float scale_log2) {
+  template <int kScores>
+  __device__ inline void Add(float (&scores)[kScores], float scale_log2) {
     constexpr float kSlack = 8;
-    const int lane = threadIdx.x % 32;
-    if constexpr (kMasked) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= valid) scores[i] = -INFINITY;
-      }
-    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float tile_maximum = scores[2 * r];  // finite: every tile has a valid key
+      float tile_maximum = scores[2 * r];
 #pragma unroll
       for (int i = 2 * r; i < kScores; i += 4) {
         tile_maximum = fmaxf(tile_maximum, fmaxf(scores[i], scores[i + 1]));
       }
       tile_maximum = fmaxf(tile_maximum, __shfl_xor_sync(~0u, tile_maximum, 1));
       tile_maximum = fmaxf(tile_maximum, __shfl_xor_sync(~0u, tile_maximum, 2));
-      const float growth = first ? 0.0f : (tile_maximum - maximum[r]) * scale_log2;
+      const float growth = (tile_maximum - maximum[r]) * scale_log2;
       const bool moves = growth > kSlack;
       shrink[r] = Exp2(moves ? -growth : 0.0f);
-      maximum[r] = first || moves ? tile_maximum : maximum[r];
+      maximum[r] = moves ? tile_maximum : maximum[r];
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -162,10 +161,19 @@ struct Softmax {
         tile_sum += scores[i];
         tile_sum += scores[i + 1];
       }
-      sum[r] = first ? tile_sum : fmaf(sum[r], shrink[r], tile_sum);
+      sum[r] = fmaf(sum[r], shrink[r], tile_sum);
     }
   }
 };
+/// Leaves out the keys from `valid` of a tile.
+template <int kScores>
+__device__ inline void Mask(int valid, float (&scores)[kScores]) {
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    if (i / 4 * 8 + column + i % 2 >= valid) scores[i] = -INFINITY;
+  }
+}
 
 /// A warp's 16 rows, starting at `query`.
 template <typename T>
@@ -259,19 +267,20 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         next_keys = keys_of(next);  // prefetched: it takes as long as several loads
         const int ahead = turn % T::kAhead, key_tiles = tiles_of(keys.count);
         const auto copy = [&](unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
-                              int rows, int first_line, int token, int image) {
+                              int rows, int first, int head, int token, int image) {
 #pragma unroll
           for (int line = 0; line < T::kLines; ++line) {
-            TmaLoad(to + line * rows * kLine * 2, map, barrier, (first_line + line) * kLine,
-                    step.head, token, image);
+            TmaLoad(to + line * rows * kLine * 2, map, barrier, first + line * kLine, head, token,
+                    image);
           }
         };
         const auto load = [&](const CUtensorMap* map, int key_tile, int part) {
           uint64_t* const barrier = &full[state.stage];
           Wait(&empty[state.stage], state.EmptyParity());
           ArriveExpectTx(barrier, T::kStageBytes);
-          copy(ring + state.stage * T::kStageBytes, map, barrier, T::kKeys, part * T::kLines,
-               key_tile * T::kKeys, keys.set);
+          copy(ring + state.stage * T::kStageBytes, map, barrier, T::kKeys,
+               step.head * attention.dim + part * T::kLines * kLine, 0, key_tile * T::kKeys,
+               keys.set);
           state.Advance(1);
         };
         const auto load_keys = [&](int key_tile) {
@@ -285,15 +294,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
           for (int part = 0; part < T::kParts; ++part) {
             copy(queries + ahead * T::kStepBytes + i * T::kUnitBytes +
                      part * T::kUnitBytes / T::kParts,
-                 &params.q, &queries_full[ahead], kQueryTile, part * T::kLines,
+                 &params.q, &queries_full[ahead], kQueryTile, part * T::kLines * kLine, step.head,
                  step.query + i * kQueryTile, step.image);
           }
         }
-        for (int i = 1; i < key_tiles; ++i) {
-          load_keys(i);
-          load(&params.v, i - 1, step.part);
+        for (int i = 0; i < key_tiles; ++i) {  // in the order of use
+          const bool more = i + 1 < key_tiles;
+          if (T::kOverlaps && more) load_keys(i + 1);
+          load(&params.v, i, step.part);
+          if (!T::kOverlaps && more) load_keys(i + 1);
         }
-        load(&params.v, key_tiles - 1, step.part);
       }
       ReleaseDependents();
     }
@@ -305,7 +315,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const float scale_log2 = attention.scale * 1.4426950408889634f;  // exp(x) = exp2(x log₂ e)
   float scores[T::kKeys / 2], output[T::kPart / 2];
   uint32_t weights[T::kKeys / 4];
-  Softmax softmax;
 
   const auto multiply_keys = [&](int ahead) {
 #pragma unroll
@@ -349,11 +358,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     FenceProxyAsync();
     NamedBarrierSync(1 + T::kGroups + group, 128);
   };
-  int released = 0;  // stages are released in the order of their loads
-  const auto release = [&](int stages) {
+  // Releases `stages` stages, the first of which was loaded `back` loads before the next one.
+  const auto release = [&](int back, int stages) {
     for (int i = 0; i < stages; ++i) {
-      if (signals) Arrive(&empty[released]);
-      released = (released + 1) % T::kStages;
+      if (signals) Arrive(&empty[(state.stage + T::kStages - back + i) % T::kStages]);
     }
   };
   const auto pack = [&] {
@@ -365,13 +373,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
   // Named barrier 1 + i: warpgroup i may start its products. The warpgroup before it arrives there.
   // Between steps it is the turn of the first.
+  constexpr bool kPingPong = T::kOverlaps && T::kGroups > 1;
   const auto await_turn = [&](int active) {
-    if (T::kGroups > 1 && active > 1) NamedBarrierSync(1 + group, 256);
+    if (kPingPong && active > 1) NamedBarrierSync(1 + group, 256);
   };
   const auto pass_turn = [&](int active) {
-    if (T::kGroups > 1 && active > 1) NamedBarrierArrive(group + 1 == active ? 1 : 2 + group, 256);
+    if (kPingPong && active > 1) NamedBarrierArrive(group + 1 == active ? 1 : 2 + group, 256);
   };
-  if (T::kGroups > 1 && group == 1) NamedBarrierArrive(1, 256);
+  if (kPingPong && group == 1) NamedBarrierArrive(1, 256);
 
   Step step;
   for (int turn = 0; (step = StepAt<T>(attention, params, turn)).active > 0; ++turn) {
@@ -395,60 +404,81 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         __syncwarp();
       }
       state.Advance(stages);
-      released = state.stage;
       continue;
     }
 
+    Softmax softmax;
 #pragma unroll
     for (int i = 0; i < T::kPart / 2; ++i) output[i] = 0;
-    multiply_keys(ahead);
-    WgmmaWait<0>();
-    PinAccumulators(scores);
-    release(T::kParts);
-    // Only scores read queries, so those of the next step may be loaded during the last values.
-    if (signals && key_tiles == 1) Arrive(&queries_empty[ahead]);
-    if (key_tiles == 1) {
-      softmax.Add<true>(scores, true, valid, scale_log2);
-    } else {
-      softmax.Add<false>(scores, true, valid, scale_log2);
-    }
-    pack();
-    const auto add_tile = [&](auto last) {
-      constexpr bool kLast = decltype(last)::value;
-      await_turn(step.active);
-      multiply_keys(ahead);
-      multiply_values();  // of the previous tile
-      pass_turn(step.active);
-      WgmmaWait<1>();  // for the scores
-      PinAccumulators(scores);
-      release(T::kParts);
-      if (kLast && signals) Arrive(&queries_empty[ahead]);
-      softmax.Add<kLast>(scores, false, valid, scale_log2);
-      PinAccumulators(scores);  // keeps the compiler from moving the wait before the softmax
-      WgmmaWait<0>();
-      PinAccumulators(output);
-      release(1);
+    const auto shrink_output = [&] {
       if (__any_sync(~0u, softmax.shrink[0] != 1 || softmax.shrink[1] != 1)) {
 #pragma unroll
         for (int j = 0; j < T::kPart / 2; ++j) output[j] *= softmax.shrink[j / 2 % 2];
       }
-      pack();
     };
+    if constexpr (T::kOverlaps) {
+      multiply_keys(ahead);
+      WgmmaWait<0>();
+      PinAccumulators(scores);
+      release(T::kParts, T::kParts);
+      // Only scores read queries, so those of the next step may be loaded during the last values.
+      if (signals && key_tiles == 1) Arrive(&queries_empty[ahead]);
+      if (key_tiles == 1) Mask(valid, scores);
+      softmax.Add(scores, scale_log2);
+      pack();
+      const auto add_tile = [&](auto last) {
+        constexpr bool kLast = decltype(last)::value;
+        await_turn(step.active);
+        multiply_keys(ahead);
+        multiply_values();  // of the previous tile
+        pass_turn(step.active);
+        WgmmaWait<1>();  // for the scores
+        PinAccumulators(scores);
+        release(T::kParts + 1, T::kParts);
+        if (kLast && signals) Arrive(&queries_empty[ahead]);
+        if constexpr (kLast) Mask(valid, scores);
+        softmax.Add(scores, scale_log2);
+        PinAccumulators(scores);  // keeps the compiler from moving the wait before the softmax
+        WgmmaWait<0>();
+        PinAccumulators(output);
+        release(1, 1);
+        shrink_output();
+        pack();
+      };
 #pragma unroll 1
-    for (int i = 1; i < key_tiles - 1; ++i) add_tile(std::false_type());
-    if (key_tiles > 1) add_tile(std::true_type());
-    if (T::kSelects && keys < attention.key_tokens) clear_values_from(valid);
-    multiply_values();
-    WgmmaWait<0>();
-    PinAccumulators(output);
-    release(1);
+      for (int i = 1; i < key_tiles - 1; ++i) add_tile(std::false_type());
+      if (key_tiles > 1) add_tile(std::true_type());
+      if (T::kSelects && keys < attention.key_tokens) clear_values_from(valid);
+      multiply_values();
+      WgmmaWait<0>();
+      PinAccumulators(output);
+      release(1, 1);
+    } else {
+#pragma unroll 1
+      for (int i = 1; i <= key_tiles; ++i) {
+        multiply_keys(ahead);
+        WgmmaWait<0>();
+        PinAccumulators(scores);
+        release(1, 1);
+        if (i == key_tiles && signals) Arrive(&queries_empty[ahead]);
+        if (i == key_tiles && valid < T::kKeys) Mask(valid, scores);
+        softmax.Add(scores, scale_log2);
+        shrink_output();
+        pack();
+        if (i == key_tiles && T::kSelects && keys < attention.key_tokens) clear_values_from(valid);
+        multiply_values();
+        WgmmaWait<0>();
+        PinAccumulators(output);
+        release(1, 1);
+      }
+    }
     WriteOutput<T>(attention, step, step.query + warp * 16, softmax, output);
   }
-  if (T::kGroups > 1 && group == 0) NamedBarrierSync(1, 256);  // consumes the last arrival
+  if (kPingPong && group == 0) NamedBarrierSync(1, 256);  // consumes the last arrival
 #endif
 }
 
-using Dim40 = Tile<40, 128, 4, 3, 1>;
+using Dim40 = Tile<40, 128, 8, 4, 1, kMaxPart, false, /*kOverlaps=*/false>;
 using Dim64 = Tile<64, 128, 4, 3, 1>;
 using Dim64Short = Tile<64, 64, 4, 1, 3>;
 using Dim64Whole = Tile<64, 64, 16, 4, 1>;
@@ -460,9 +490,9 @@ using Dim256Halves = Tile<256, 64, 8, 1, 1, 128>;
 using Dim256Quarters = Tile<256, 64, 16, 1, 1, 64>;
 using Dim512 = Tile<512, 64, 5, 1, 1>;
 template <int kDim, int kGroups>
-using Selecting = Tile<kDim, 80, 4, kGroups, 1, kMaxPart, /*kSelects=*/true>;
-using Dim40Selecting = Selecting<40, 3>;
-using Dim64Selecting = Selecting<64, 3>;
+using Selecting = Tile<kDim, 80, 4, kGroups, 1, kMaxPart, /*kSelects=*/true, kGroups != 4>;
+using Dim40Selecting = Selecting<40, 4>;
+using Dim64Selecting = Selecting<64, 4>;
 using Dim80Selecting = Selecting<80, 2>;
 using Dim160Selecting = Selecting<160, 2>;
 constexpr int kMaxSelectingDim = 160;
@@ -505,13 +535,17 @@ template <typename T>
 cudaError_t LaunchTile(const AttentionLaunch& attention, const Queue& queue) {
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   Params params;
-  const auto encode = [&](CUtensorMap* map, const Rows& rows, int images, int tokens, int box) {
-    return EncodeHeads(map, rows, images, tokens, attention.heads, attention.dim, box);
+  // What fills the last line of a head's keys and values does not matter, and TMA takes half as
+  // long for the columns of the next head as for zeros (H200). The queries' zeros cancel those of
+  // keys.
+  const auto encode_keys = [&](CUtensorMap* map, const Rows& rows) {
+    return EncodeHeads(map, rows, attention.key_sets, attention.key_tokens, 1,
+                       attention.heads * attention.dim, T::kKeys);
   };
   for (CUresult result :
-       {encode(&params.q, attention.q, attention.images, attention.tokens, kQueryTile),
-        encode(&params.k, attention.k, attention.key_sets, attention.key_tokens, T::kKeys),
-        encode(&params.v, attention.v, attention.key_sets, attention.key_tokens, T::kKeys)}) {
+       {EncodeHeads(&params.q, attention.q, attention.images, attention.tokens, attention.heads,
+                    attention.dim, kQueryTile),
+        encode_keys(&params.k, attention.k), encode_keys(&params.v, attention.v)}) {
     if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
   }
   params.query_tiles = (attention.tokens + kQueryTile - 1) / kQueryTile;

@@ -37,7 +37,7 @@ CUresult EncodeHeads(CUtensorMap* map, const Rows& rows, int images, int tokens,
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   return GetTensorMapEncoders().tiled(
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, boxes, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
