@@ -36,6 +36,8 @@ bool IsBare(const ConvLayer& conv) {
 
 constexpr int kInputThreads = 128;
 constexpr int kInputTiles = 8;  // per warp: 64 outputs
+/// Blocks that fit on a multiprocessor beside each other.
+constexpr int InputBlocks(int steps) { return steps > 3 ? 2 : steps > 2 ? 3 : 4; }
 
 /// Permutes 32 outputs so that lane t of four, which has columns 2t and 2t + 1 of four tiles, has
 /// eight neighbouring outputs.
@@ -54,7 +56,7 @@ struct InputTile {
 /// grid (blocks that share the tiles, outputs / 64); shared: bf16 [height + kernel - 1,
 /// width + kernel - 1, channels].
 template <int kSteps, Element kElement>
-__global__ void __launch_bounds__(kInputThreads, kSteps > 2 ? 2 : 4)
+__global__ void __launch_bounds__(kInputThreads, InputBlocks(kSteps))
     FewInputsKernel(const __grid_constant__ Conv2dLaunch conv,
                     const __grid_constant__ InputTile size) {
   extern __shared__ uint16_t seen[];
@@ -188,9 +190,9 @@ cudaError_t LaunchFewInputs(const Conv2dLaunch& conv, const Queue& queue) {
   size.of_image =
       FastDivmod(size.across.value * ((conv.out_height + size.height - 1) / size.height));
   size.tiles = conv.images * size.of_image.value;
-  // Persistent blocks read the weights once. Up to four of them fit on a multiprocessor.
-  const unsigned blocks =
-      std::min<unsigned>(size.tiles, std::max<unsigned>(4 * queue.multiprocessors / slices, 1));
+  // Persistent blocks read the weights once.
+  const unsigned resident = InputBlocks(kSteps) * queue.multiprocessors;
+  const unsigned blocks = std::min<unsigned>(size.tiles, std::max(resident / slices, 1u));
   const size_t shared = sizeof(uint16_t) * (size.height + conv.kernel - 1) *
                         (width + conv.kernel - 1) * conv.channels;
   return LaunchDependent(conv.x.element == Element::kBf16 ? FewInputsKernel<kSteps, Element::kBf16>
