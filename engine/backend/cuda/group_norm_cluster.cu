@@ -358,7 +358,7 @@ Plan PlanOf(const GroupNormLaunch& norm, const Queue& queue) {
   const struct {
     int most, of_thread, least_channels;
   } preferences[] = {
-      {512, 2, 16}, {queue.hopper ? 512 : 2000, 2, 32}, {queue.hopper ? 1500 : 4000, 4, 64}};
+      {512, 2, 16}, {queue.hopper ? 1500 : 2000, 2, 32}, {queue.hopper ? 3000 : 4000, 4, 64}};
   for (const auto& preference : preferences) {
     if (vectors > preference.most) continue;
     const Plan plan = queue.hopper
