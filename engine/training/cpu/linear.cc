@@ -2,6 +2,7 @@
 #include <oneapi/dnnl/dnnl.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "engine/backend/cpu/parallel.h"
 #include "engine/training/cpu/loops.h"
@@ -12,6 +13,31 @@ namespace {
 
 void Check(dnnl_status_t status) {
   if (status != dnnl_success) throw dnnl::error(status, "a matrix product failed");
+}
+
+/// y[m, n] = x[m, k] · w + beta · y; w is [n, k] if `transposed`, else [k, n]. A row has the same
+/// bits in any place and with any other rows: oneDNN's sgemm for AVX2 sums the rows after a
+/// multiple of twelve in another order, so the last ones are multiplied with zeros after them.
+void MultiplyRows(bool transposed, int64_t m, int64_t n, int64_t k, const float* x,
+                  int64_t x_stride, const float* w, float beta, float* y, int64_t y_stride) {
+  constexpr int64_t kRows = 24;  // a multiple of 12, and of AVX-512's 8
+  const auto multiply = [&](int64_t rows, const float* from, int64_t from_stride, float* to,
+                            int64_t to_stride) {
+    Check(dnnl_sgemm('N', transposed ? 'T' : 'N', rows, n, k, 1.0f, from, from_stride, w,
+                     transposed ? k : n, beta, to, to_stride));
+  };
+  const int64_t last = m / kRows * kRows;
+  if (last > 0) multiply(last, x, x_stride, y, y_stride);
+  if (last == m) return;
+  std::vector<float> from(kRows * k), to(kRows * n);
+  for (int64_t row = last; row < m; ++row) {
+    std::copy_n(x + row * x_stride, k, from.data() + (row - last) * k);
+    if (beta != 0) std::copy_n(y + row * y_stride, n, to.data() + (row - last) * n);
+  }
+  multiply(kRows, from.data(), k, to.data(), n);
+  for (int64_t row = last; row < m; ++row) {
+    std::copy_n(to.data() + (row - last) * n, n, y + row * y_stride);
+  }
 }
 
 }  // namespace
@@ -26,8 +52,8 @@ void Linear(const LinearArgs& args) {
     const int64_t part = weight.parts[i];
     if (!weight.biases.empty())
       for (int64_t p = 0; p < m; ++p) std::copy_n(weight.biases[i], part, y + p * out + column);
-    Check(dnnl_sgemm('N', 'T', m, part, in, 1.0f, args.x.as<float>(), in, weight.weights[i], in,
-                     weight.biases.empty() ? 0.0f : 1.0f, y + column, out));
+    MultiplyRows(/*transposed=*/true, m, part, in, args.x.as<float>(), in, weight.weights[i],
+                 weight.biases.empty() ? 0.0f : 1.0f, y + column, out);
   }
   Finish(y, nullptr, args.residual ? args.residual.as<float>() : nullptr, args.scale, m, out);
 }
@@ -59,8 +85,8 @@ void LinearBackward(const LinearBackwardArgs& args, int64_t chunk_rows) {
     if (!args.dx) continue;
     if (i == 0 && args.add && args.add.data() != args.dx.data())
       std::copy_n(args.add.as<float>(), m * in, args.dx.as<float>());
-    Check(dnnl_sgemm('N', 'N', m, in, part, 1.0f, dy + column, out, weight.weights[i], in,
-                     i == 0 && !args.add ? 0.0f : 1.0f, args.dx.as<float>(), in));
+    MultiplyRows(/*transposed=*/false, m, in, part, dy + column, out, weight.weights[i],
+                 i == 0 && !args.add ? 0.0f : 1.0f, args.dx.as<float>(), in);
   }
 }
 
