@@ -111,7 +111,10 @@ TEST_P(OpTest, Linear) {
 }
 
 TEST_P(OpTest, ALinearsRowHasTheSameBitsInAnyPlace) {
-  constexpr int kMost = 101, kIn = 40, kOut = 72;
+  struct Case {
+    int rows, in, out;
+    std::vector<int> parts;  // rows
+  };
   const auto normal = [](uint64_t seed, int64_t count) {
     std::vector<float> values(count);
     for (int64_t i = 0; i < count; ++i) values[i] = PhiloxNormal(seed, 0, i / 4).v[i % 4];
@@ -121,25 +124,29 @@ TEST_P(OpTest, ALinearsRowHasTheSameBitsInAnyPlace) {
     return std::vector<float>(of_all.begin() + int64_t{first} * columns,
                               of_all.begin() + int64_t{first + rows} * columns);
   };
-  const auto x = normal(1, kMost * kIn), dout = normal(2, kMost * kOut);
-  const auto packed = backend_->NewLinear(kIn, {kOut});
-  const Tensor weight = OnDevice(*backend_, {kOut, kIn}, normal(3, kOut * kIn), DType::kF32);
-  const Tensor bias = OnDevice(*backend_, {kOut}, normal(4, kOut), DType::kF32);
-  backend_->PackLinear({weight}, {bias}, packed.get());
-  const auto run = [&](int first, int rows) {
-    const Tensor in = Activations({rows, kIn}, rows_of(x, first, rows, kIn));
-    const Tensor out = New({rows, kOut}), dx = New({rows, kIn});
-    backend_->Linear({.x = in, .weight = packed.get(), .out = out});
-    const Tensor d = Activations({rows, kOut}, rows_of(dout, first, rows, kOut));
-    backend_->LinearBackward({.x = in, .weight = packed.get(), .dout = d, .dx = dx});
-    return std::pair(Values(out), Values(dx));
-  };
-  const auto [out, dx] = run(0, kMost);
-  for (const int rows : {1, 7, 12, 13, 48, 49, 100}) {
-    for (const int first : {0, kMost - rows}) {
-      const auto [part_out, part_dx] = run(first, rows);
-      EXPECT_EQ(part_out, rows_of(out, first, rows, kOut)) << rows << " rows from " << first;
-      EXPECT_EQ(part_dx, rows_of(dx, first, rows, kIn)) << rows << " rows from " << first;
+  // oneDNN has another kernel for products as large as the second.
+  for (const Case& c : {Case{101, 40, 72, {1, 7, 12, 13, 48, 49, 100}},
+                        Case{600, 512, 512, {1, 24, 241, 300, 599}}}) {
+    const auto x = normal(1, c.rows * c.in), dout = normal(2, c.rows * c.out);
+    const Tensor weight = OnDevice(*backend_, {c.out, c.in}, normal(3, c.out * c.in), DType::kF32);
+    const Tensor bias = OnDevice(*backend_, {c.out}, normal(4, c.out), DType::kF32);
+    const auto packed = backend_->NewLinear(c.in, {c.out});
+    backend_->PackLinear({weight}, {bias}, packed.get());
+    const auto run = [&](int first, int rows) {
+      const Tensor in = Activations({rows, c.in}, rows_of(x, first, rows, c.in));
+      const Tensor out = New({rows, c.out}), dx = New({rows, c.in});
+      backend_->Linear({.x = in, .weight = packed.get(), .out = out});
+      const Tensor d = Activations({rows, c.out}, rows_of(dout, first, rows, c.out));
+      backend_->LinearBackward({.x = in, .weight = packed.get(), .dout = d, .dx = dx});
+      return std::pair(Values(out), Values(dx));
+    };
+    const auto [out, dx] = run(0, c.rows);
+    for (const int rows : c.parts) {
+      for (const int first : {0, c.rows - rows}) {
+        const auto [part_out, part_dx] = run(first, rows);
+        EXPECT_TRUE(part_out == rows_of(out, first, rows, c.out)) << rows << " from " << first;
+        EXPECT_TRUE(part_dx == rows_of(dx, first, rows, c.in)) << rows << " from " << first;
+      }
     }
   }
 }
