@@ -397,6 +397,7 @@ TEST_P(CudaTest, AttentionDoesNotDependOnItsCompany) {
   struct {
     int64_t rows, tokens, keys, dim;
     int heads;
+    int64_t count = 0;  // of the keys that exist, if they are told; else all do
   } cases[] = {{9, 300, 300, 64, 12},
                {8, 900, 77, 40, 4},
                {13, 250, 250, 64, 12},
@@ -408,7 +409,11 @@ TEST_P(CudaTest, AttentionDoesNotDependOnItsCompany) {
                {7, 700, 700, 512, 1},
                // Heads that begin with wide steps and end with narrow ones, on 132 multiprocessors.
                {2, 1000, 1000, 64, 20},
-               {5, 310, 77, 64, 24}};
+               {5, 310, 77, 64, 24},
+               // Four warpgroups, with a second wave of steps and a last tile of keys to mask.
+               {2, 1000, 1000, 40, 20},
+               {5, 310, 154, 40, 24, 130},
+               {5, 310, 154, 64, 24, 77}};
   for (const auto& c : cases) {
     const Array qkv = Random({c.rows, c.tokens, 3 * c.heads * c.dim}),
                 kv = Random({c.rows, c.keys, 2 * c.heads * c.dim});
@@ -416,12 +421,17 @@ TEST_P(CudaTest, AttentionDoesNotDependOnItsCompany) {
     const Tensor queries = Upload(qkv), others = Upload(kv);
     const auto of_rows = [&](int64_t begin, int64_t count) {
       const Tensor q = queries.Slice(begin, count), kv = others.Slice(begin, count);
-      return AttentionArgs{.q = q.Columns(width, width),
-                           .k = kv.Columns(0, width),
-                           .v = kv.Columns(width, width),
-                           .heads = c.heads,
-                           .scale = static_cast<float>(1 / std::sqrt(static_cast<double>(c.dim))),
-                           .out = Output({count, c.tokens, width})};
+      AttentionArgs args{.q = q.Columns(width, width),
+                         .k = kv.Columns(0, width),
+                         .v = kv.Columns(width, width),
+                         .heads = c.heads,
+                         .scale = static_cast<float>(1 / std::sqrt(static_cast<double>(c.dim))),
+                         .out = Output({count, c.tokens, width})};
+      if (c.count > 0) {
+        const std::vector<int32_t> counts(count, static_cast<int32_t>(c.count));
+        args.key_counts = UploadInts(counts, {count});
+      }
+      return args;
     };
     const AttentionArgs args = of_rows(0, c.rows);
     backend().Attention(args);
@@ -430,7 +440,8 @@ TEST_P(CudaTest, AttentionDoesNotDependOnItsCompany) {
       backend().Attention(alone);
       ExpectSameBits(alone.out, args.out, row);
     }
-    Array q({1, 3, width}), k({1, c.keys, width}), v({1, c.keys, width}), actual({1, 3, width});
+    const int64_t keys = c.count > 0 ? c.count : c.keys;
+    Array q({1, 3, width}), k({1, keys, width}), v({1, keys, width}), actual({1, 3, width});
     const Array out = Read(args.out);
     const int64_t row = c.rows - 1;
     for (int64_t i = 0; i < 3 * width; ++i) {  // the first, the middle and the last query
@@ -438,7 +449,7 @@ TEST_P(CudaTest, AttentionDoesNotDependOnItsCompany) {
       q.at(i) = qkv.at(from * 3 * width + width + i % width);
       actual.at(i) = out.at(from * width + i % width);
     }
-    for (int64_t i = 0; i < c.keys * width; ++i) {
+    for (int64_t i = 0; i < keys * width; ++i) {
       const int64_t from = (row * c.keys + i / width) * 2 * width + i % width;
       k.at(i) = kv.at(from);
       v.at(i) = kv.at(from + width);

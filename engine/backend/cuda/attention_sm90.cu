@@ -10,9 +10,8 @@
 // memory that the warpgroups share. A warpgroup issues the scores of key tile i, then the output
 // products of tile i - 1, and computes the weights of tile i as soon as its scores are complete.
 // Warpgroups ping-pong: named barriers order their products, so that one's softmax overlaps
-// another's products. Where heads are small enough for four warpgroups (!kOverlaps), the weights
-// take the place of the scores, each warpgroup works on one tile after the other, and the four
-// overlap by themselves.
+// another's products. Tiles with !kOverlaps have four warpgroups whose weights take the place of
+// the scores: each works on one tile after the other, and the four overlap by themselves.
 //
 // Cross-attention: images share sets of keys, and a set may have fewer keys than there is room for
 // (kSelects). The producer looks up the set and tells the consumers how many keys it has; the tiles
@@ -20,8 +19,8 @@
 //
 // A row's bits depend on its own query and its image's keys alone; the size of the grid only
 // decides which query tiles share a CTA. Above 256 dimensions a query tile computes 256 columns of
-// the output, and scores are computed once for each of these parts. TMA fills queries beyond a
-// head's dimensions, and keys beyond the last, with zeros.
+// the output, and scores are computed once for each of these parts. TMA fills with zeros the
+// columns of queries beyond a head's dimensions, and the rows of keys and values beyond the last.
 
 #include <algorithm>
 #include <cfloat>
@@ -123,7 +122,7 @@ __device__ inline Step StepAt(const AttentionLaunch& attention, const Params& pa
 /// The running softmax of two rows. Of a thread's accumulators (hopper.cuh), index 0 and 1 are row
 /// 0, 2 and 3 row 1, and so on.
 struct Softmax {
-  // Before the first tile any maximum moves, so that what was before it counts nothing.
+  // So low that the first tile's maximum replaces it and `shrink` becomes 0.
   float maximum[2] = {-FLT_MAX, -FLT_MAX};
   float sum[2] = {0, 0};     // over this lane's columns; lanes are added at the end
   float shrink[2] = {1, 1};  // factor of the output so far
@@ -358,7 +357,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     FenceProxyAsync();
     NamedBarrierSync(1 + T::kGroups + group, 128);
   };
-  // Releases `stages` stages, the first of which was loaded `back` loads before the next one.
+  // Releases `stages` stages, the first of them `back` stages before state.stage.
   const auto release = [&](int back, int stages) {
     for (int i = 0; i < stages; ++i) {
       if (signals) Arrive(&empty[(state.stage + T::kStages - back + i) % T::kStages]);
