@@ -86,13 +86,13 @@ void CheckAddresses(const Config& config, Report* report) {
 
 double Megabytes(size_t bytes) { return static_cast<double>(bytes) / 1e6; }
 
-/// The stages of a pipeline, and the time of each for one prompt, row or image.
+/// The stages of a pipeline, and the times of those that were measured, for one prompt, row or image.
 std::string DescribeStages(const ModelInfo& model) {
   std::string stages;
   for (const Stage stage : model.stages) {
     const double seconds = model.stage_seconds[static_cast<size_t>(stage)];
     stages += fmt::format("{}{}", stages.empty() ? "" : ", ", StageName(stage));
-    if (seconds > 0) stages += fmt::format(" {:.3g} ms", 1e3 * seconds);
+    if (seconds > 0) stages += fmt::format(" {:.{}f} ms", 1e3 * seconds, seconds < 0.1 ? 1 : 0);
   }
   return stages;
 }

@@ -240,7 +240,7 @@ CLI::Validator Number(double low, double high, const char* unit = "NUMBER") {
         }
         return fmt::format("{} is not a number from {} to {}", text, low, high);
       },
-      unit);
+      fmt::format("{} in [{} - {}]", unit, low, high));
 }
 
 /// An option whose values have names. CLI::CheckedTransformer would replace the names by numbers,

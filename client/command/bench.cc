@@ -34,7 +34,7 @@ CLI::Validator Number(double low, double high) {
         }
         return fmt::format("{} is not a number from {} to {}", text, low, high);
       },
-      "");
+      fmt::format("FLOAT in [{} - {}]", low, high));
 }
 
 absl::StatusOr<ImageHashes> ReadHashes(const std::string& path) {
