@@ -86,7 +86,7 @@ void CheckAddresses(const Config& config, Report* report) {
 
 double Megabytes(size_t bytes) { return static_cast<double>(bytes) / 1e6; }
 
-/// The stages of a pipeline, and the times of those that were measured, for one prompt, row or image.
+/// The stages of a pipeline, and the times of those that were measured: of a prompt, row or image.
 std::string DescribeStages(const ModelInfo& model) {
   std::string stages;
   for (const Stage stage : model.stages) {
