@@ -5,6 +5,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
@@ -46,6 +47,10 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const nlohmann::json& confi
     }
     const auto scalar = [&](const nlohmann::json& one) -> absl::StatusOr<std::string> {
       if (one.is_string()) return one.get<std::string>();
+      // Templates print large whole numbers as 1e+06.
+      if (one.is_number_float() && std::abs(one.get<double>()) < 1e15 &&
+          one.get<double>() == std::trunc(one.get<double>()))
+        return std::to_string(one.get<int64_t>());
       if (one.is_number() || one.is_boolean()) return one.dump();
       return InvalidArgument("{}: field '{}' is {}; use a string, a number, true or false", file,
                              field, one.dump());
@@ -221,6 +226,14 @@ void CheckNumbers(CLI::App& app) {
       [](std::string& text) {
         double number = 0;
         if (text.empty()) return std::string("the value is empty; use a number");
+        // CLI11 reads 010 as 8 and 0x10 as 16.
+        const size_t digits = text[0] == '-' || text[0] == '+';
+        if (text.size() > digits + 1 && text[digits] == '0' && std::isalnum(text[digits + 1]) &&
+            text[digits + 1] != 'e' && text[digits + 1] != 'E')
+          return fmt::format(
+              "{} begins with a zero, as octal and hexadecimal numbers do; write it "
+              "without",
+              text);
         // What is no number at all is refused later.
         if (!CLI::detail::lexical_cast(text, number) || std::isfinite(number)) return std::string();
         return fmt::format("{} is not a finite number", text);

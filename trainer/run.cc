@@ -17,6 +17,7 @@
 #include <system_error>
 #include <utility>
 
+#include "engine/sampling/sampler.h"
 #include "engine/text/unicode.h"
 #include "engine/training/latents.h"
 #include "trainer/checkpoint.h"
@@ -121,6 +122,8 @@ class Session {
   absl::Status ReadTexts(uLong* checksum);
   absl::Status NameClasses();
   absl::Status EncodePictures();
+  int DefaultSteps() const;
+  absl::Status CheckSchedule() const;
   absl::StatusOr<Pipeline> PixelPipeline(const std::map<std::string, Tensor>& weights) const;
   Tensor SomePictures() const;
   absl::Status OpenBackend();
@@ -493,6 +496,34 @@ void Session::Log(const StepReport& report, double images_per_second) {
                                          {"skipped", static_cast<double>(skipped_)}}));
 }
 
+/// Of a pixel network's pictures.
+int Session::DefaultSteps() const {
+  if (config_.default_steps > 0) return config_.default_steps;
+  using Kind = training::ObjectiveOptions::Kind;
+  const training::ObjectiveOptions& objective = config_.trainer.objective;
+  if (objective.kind == Kind::kEdm) return 18;
+  // Other samplers take no more steps than there are timesteps.
+  return std::min(objective.timesteps, objective.kind == Kind::kFlow ? 28
+                                       : objective.learned_variance  ? 100
+                                                                     : 50);
+}
+
+/// Whether the server can draw with the noise levels that the network learns.
+absl::Status Session::CheckSchedule() const {
+  if (config_.pipeline) return absl::OkStatus();
+  DENOISED_ASSIGN_OR_RETURN(const training::Objective objective,
+                            training::Objective::Make(config_.trainer.objective));
+  DENOISED_ASSIGN_OR_RETURN(
+      const SchedulerConfig scheduler,
+      SchedulerConfig::Parse(objective.SchedulerConfig(), "scheduler_config.json"));
+  const auto plan = scheduler.Compile({.steps = DefaultSteps()});
+  if (plan.ok()) return absl::OkStatus();
+  return InvalidArgument(
+      "the server could not draw with this noise schedule ({}); change --beta-start, --beta-end, "
+      "--beta-schedule, --timesteps or --default-steps",
+      std::string(plan.status().message()));
+}
+
 absl::StatusOr<Pipeline> Session::PixelPipeline(
     const std::map<std::string, Tensor>& weights) const {
   Pipeline pipeline;
@@ -502,16 +533,7 @@ absl::StatusOr<Pipeline> Session::PixelPipeline(
   DENOISED_ASSIGN_OR_RETURN(const training::Objective objective,
                             training::Objective::Make(config_.trainer.objective));
   pipeline.scheduler = objective.SchedulerConfig();
-  using Kind = training::ObjectiveOptions::Kind;
-  const Kind kind = config_.trainer.objective.kind;
-  const training::ObjectiveOptions& objective_options = config_.trainer.objective;
-  const int steps = kind == Kind::kEdm                   ? 18
-                    : kind == Kind::kFlow                ? 28
-                    : objective_options.learned_variance ? 100
-                                                         : 50;
-  // DDPM's samplers take no more steps than there are timesteps.
-  nlohmann::json ours = {
-      {"default_steps", kind == Kind::kEdm ? steps : std::min(steps, objective_options.timesteps)}};
+  nlohmann::json ours = {{"default_steps", DefaultSteps()}};
   if (config_.trainer.class_dropout > 0) ours["null_class"] = config_.trainer.null_class;
   pipeline.index = {{"_class_name", "DiffusionPipeline"},
                     {"unet", {"diffusers", "UNet2DModel"}},
@@ -540,10 +562,25 @@ Tensor Session::SomePictures() const {
   return some;
 }
 
+/// Whether all of a flat tensor of F32 is finite.
+bool IsFinite(const Tensor& values) {
+  const float* const begin = values.as<float>();
+  return std::all_of(begin, begin + values.elements(), [](float v) { return std::isfinite(v); });
+}
+
 absl::Status Session::Save() {
-  saved_step_ = step_;
-  if (!first()) return absl::OkStatus();
+  if (!first()) {
+    saved_step_ = step_;
+    return absl::OkStatus();
+  }
   DENOISED_ASSIGN_OR_RETURN(TrainerState state, trainer_->State());
+  if (!IsFinite(state.trained) ||
+      !std::all_of(state.averages.begin(), state.averages.end(), IsFinite))
+    return FailedPrecondition(
+        "the weights are not finite at step {}: the run has diverged. Nothing was saved since step "
+        "{}. Lower --learning-rate or raise --adam-eps, and start anew in another --output",
+        step_, std::max<int64_t>(saved_step_, 0));
+  saved_step_ = step_;
   DENOISED_RETURN_IF_ERROR(
       SaveCheckpoint(Output("checkpoints"), {state, fingerprint_}, config_.keep));
   DENOISED_RETURN_IF_ERROR(WriteModels(state));
@@ -635,11 +672,19 @@ absl::Status Session::Loop() {
     }
   }
   if (stopped && first()) Say("stopped by a signal after step {}", step_);
+  if (!stopped && 2 * skipped_ > step_)
+    return FailedPrecondition(
+        "the gradient was not finite in {} of {} steps, which changed nothing: the model has "
+        "hardly "
+        "learned. Lower --learning-rate or raise --warmup-steps, and start anew in another "
+        "--output",
+        skipped_, step_);
   return absl::OkStatus();
 }
 
 absl::Status Session::Run() {
   // What can be refused at once is refused before the pictures are read, which may take minutes.
+  DENOISED_RETURN_IF_ERROR(CheckSchedule());
   if (!config_.dry_run) DENOISED_RETURN_IF_ERROR(OpenOutput());
   if (!config_.dry_run && first() && !config_.metrics_listen.empty()) {
     DENOISED_ASSIGN_OR_RETURN(metrics_,

@@ -306,10 +306,11 @@ absl::Status TrainerOptions::Check(int ranks) const {
       between("--reference-steps", static_cast<double>(rate.reference_steps), 1, 4e9));
   DENOISED_RETURN_IF_ERROR(between("--beta1", beta1, 0, 0.9999999));
   DENOISED_RETURN_IF_ERROR(between("--beta2", beta2, 0, 0.9999999));
-  DENOISED_RETURN_IF_ERROR(between("--adam-eps", eps, 0, 1));
+  // Squares below float32's range are 0; eps then bounds the step.
+  DENOISED_RETURN_IF_ERROR(between("--adam-eps", eps, 1e-16, 1));
   DENOISED_RETURN_IF_ERROR(between("--weight-decay", weight_decay, 0, 1e3));
   DENOISED_RETURN_IF_ERROR(between("--clip", clip, 0, 1e9));
-  DENOISED_RETURN_IF_ERROR(between("dropout", dropout, 0, 0.999));
+  DENOISED_RETURN_IF_ERROR(between("--dropout", dropout, 0, 0.999));
   DENOISED_RETURN_IF_ERROR(between("--class-dropout", class_dropout, 0, 1));
   DENOISED_RETURN_IF_ERROR(between("--augment", augment, 0, 1));
   // Mirrored after it is augmented, a sample would not be what its labels tell the network.

@@ -319,6 +319,12 @@ class RunTest(unittest.TestCase):
         entries = (self.root / "a/log.jsonl").read_text().splitlines()
         self.assertEqual(json.loads(entries[-1])["skipped"], 3)
 
+    def test_a_run_that_learned_nothing_fails_though_it_is_short(self):
+        said = self.train("a", rc=1, **{
+            "learning-rate": 1000, "weight-decay": 1000, "clip": 0, "steps": 30})  # fmt: skip
+        self.assertRegex(said, r"not finite (in \d+ of 30 steps|at step 30)")
+        self.assertIn("Lower --learning-rate", said)
+
     def test_bad_pictures(self):
         bad = self.data / "down/bad.png"
         bad.write_bytes(png(lambda x, y: 0)[:40])
@@ -613,6 +619,8 @@ class RunTest(unittest.TestCase):
             self.assertNotIn("metrics on port", said)
         config.write_text('{"stepps": 3}')
         self.assertIn("stepps", self.train("c", rc=2, config=config))
+        config.write_text('{"steps": 3.0, "warmup-steps": 1e3}')
+        self.assertIn("saved step 3", self.train("floats", steps=None, config=config))
         config.write_text('{"steps": 3, "batch": 16, "steps": 4}')
         said = self.train("c", rc=2, steps=None, config=config)
         self.assertIn(f'{config}: has "steps" twice; give it once', said)
@@ -656,6 +664,13 @@ class RunTest(unittest.TestCase):
             ({"log-sigma-deviation": "1e300"}, "--log-sigma-deviation is 1e+300; use 0.001 to 10"),
             ({"seed": -1}, "--seed: -1 is no seed; use a whole number from 0 to 18446744073709551615. See"),
             ({"seed": "18446744073709551616"}, "--seed: 18446744073709551616 is no seed"),
+            ({"adam-eps": 0}, "--adam-eps is 0; use 1e-16 to 1"),
+            ({"steps": "010"}, "--steps: 010 begins with a zero, as octal"),
+            ({"batch": "0x10"}, "--batch: 0x10 begins with a zero"),
+            ({"objective": "epsilon", "beta-start": "1e-45", "beta-end": "1e-40"},
+             "the server could not draw with this noise schedule"),
+            ({"objective": "epsilon", "beta-start": 0.5, "beta-end": 0.9},
+             "change --beta-start, --beta-end, --beta-schedule, --timesteps or --default-steps"),
             ({"prompt": "a cat"}, "--prompt needs --pipeline"),
             ({"stage": "vae"}, "--stage needs --pipeline"),
             ({"data": self.root / "network.json"}, "neither a folder, .zip"),
