@@ -253,7 +253,7 @@ ExitCode Bench(const std::vector<client::Client>& clients, const BenchFlags& fla
   std::string trace;
   std::function<void(const Arrival&)> on_sent;
   if (!flags.save_trace.empty()) {
-    on_sent = [&trace](const Arrival& arrival) { trace += ToTrace(arrival).dump() + "\n"; };
+    on_sent = [&trace](const Arrival& arrival) { trace += PrintableJson(ToTrace(arrival)) + "\n"; };
   }
   std::optional<ProgressView> view;
   if (IsTerminal(STDERR_FILENO)) view.emplace(stderr);
@@ -272,9 +272,7 @@ ExitCode Bench(const std::vector<client::Client>& clients, const BenchFlags& fla
   if (earlier) report.images_compared = report.load.hashes.CompareWith(*earlier);
   if (flags.json != "-") std::fputs(Describe(report).c_str(), stdout);
   if (!flags.json.empty()) {
-    // A message may quote bytes that are not UTF-8.
-    const std::string text =
-        ToJson(report).dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+    const std::string text = PrintableJson(ToJson(report), 1) + "\n";
     if (absl::Status status = WriteFile(flags.json, text); !status.ok()) {
       return Report(status, false);
     }

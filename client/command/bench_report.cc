@@ -138,7 +138,7 @@ std::string Describe(const BenchReport& report) {
   text += Rows("milliseconds", report.all);
   if (report.kinds.size() > 1) {
     for (const auto& [name, summary] : report.kinds) {
-      text += "\n" + name + "  " + Counts(summary) + Rows("", summary);
+      text += "\n" + Printable(name) + "  " + Counts(summary) + Rows("", summary);
     }
   }
   text += fmt::format("\nthroughput     {:.2f} images/s, {:.2f} requests/s\n",
@@ -168,7 +168,7 @@ std::string Describe(const BenchReport& report) {
   size_t shown = 0;
   for (const std::string& key : differences) {
     if (shown++ == kDifferencesShown) break;
-    text += "  differs: " + key + "\n";
+    text += "  differs: " + Printable(key) + "\n";
   }
   return text;
 }

@@ -124,7 +124,7 @@ absl::StatusOr<Contexts> ReadContexts(const std::string& path) {
     if (errno == ENOENT || errno == ENOTDIR || errno == EACCES) return Contexts();
     return Failed("read", path);
   }
-  auto text = ReadFile(path);
+  auto text = ReadFile(path, kMaxSmallFileBytes);
   if (!text.ok()) return text.status();
   const auto json = ParseJson(*text);
   if (!json.ok()) {
@@ -155,8 +155,7 @@ absl::Status WriteContexts(const std::string& path, const Contexts& contexts) {
   nlohmann::json json = {{"current", contexts.current}, {"contexts", nlohmann::json::object()}};
   for (const auto& [name, context] : contexts.by_name)
     json["contexts"][name] = ContextToJson(context);
-  const std::string text =
-      json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  const std::string text = PrintableJson(json, 2) + "\n";
   const std::string folder = fs::path(path).parent_path();
   std::error_code error;
   if (fs::create_directories(folder, error); error) {
@@ -233,7 +232,9 @@ absl::Status Add(const ContextFlags& flags, const CLI::App& app, ConnectionFlags
   for (std::string* path : {&connection.files.ca_file, &connection.files.cert_file,
                             &connection.files.key_file, &connection.token_file}) {
     if (path->empty()) continue;
-    if (const auto bytes = ReadFile(*path); !bytes.ok()) return bytes.status();
+    if (const auto bytes = ReadFile(*path, kMaxSmallFileBytes); !bytes.ok()) {
+      return bytes.status();
+    }
     *path = fs::absolute(*path).lexically_normal();
   }
   const std::string path = ContextsPath();
@@ -278,7 +279,7 @@ ExitCode ListContexts(const ContextFlags& flags) {
       entry["current"] = name == contexts->current;
       json.push_back(entry);
     }
-    std::puts(json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+    std::puts(PrintableJson(json).c_str());
     return kOk;
   }
   std::vector<std::vector<std::string>> rows = {{"", "NAME", "SERVER", "TOKEN FILE", "PAGE"}};

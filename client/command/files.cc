@@ -20,7 +20,7 @@ absl::Status Failed(const char* what, const std::string& path) {
 
 }  // namespace
 
-absl::StatusOr<std::string> ReadFile(const std::string& path) {
+absl::StatusOr<std::string> ReadFile(const std::string& path, size_t limit) {
   errno = 0;
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"),
                                                              std::fclose);
@@ -28,6 +28,10 @@ absl::StatusOr<std::string> ReadFile(const std::string& path) {
   std::string bytes;
   char buffer[1 << 16];
   while (const size_t count = std::fread(buffer, 1, sizeof buffer, file.get())) {
+    if (count > limit - bytes.size()) {
+      return absl::InvalidArgumentError(fmt::format(
+          "cannot read {}: it has more than {} bytes; use a smaller file", path, limit));
+    }
     bytes.append(buffer, count);
   }
   if (std::ferror(file.get())) return Failed("cannot read", path);

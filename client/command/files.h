@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -10,8 +11,14 @@
 
 namespace denoised::command {
 
-/// The whole file. Errors name the path and the reason.
-absl::StatusOr<std::string> ReadFile(const std::string& path);
+/// As much as the library sends in one message, so a larger picture would be of no use.
+constexpr size_t kMaxFileBytes = 256 << 20;
+/// Of tokens, certificates and contexts.
+constexpr size_t kMaxSmallFileBytes = 1 << 20;
+
+/// The whole file. Errors name the path and the reason. More than `limit` bytes are an error, too:
+/// a device such as /dev/zero has no end.
+absl::StatusOr<std::string> ReadFile(const std::string& path, size_t limit = kMaxFileBytes);
 
 /// Writes the whole file; "-" is stdout.
 absl::Status WriteFile(const std::string& path, std::string_view bytes);

@@ -77,7 +77,7 @@ class Saver {
                                         {"seed", std::to_string(params.seed)},
                                         {"sampler", std::string(client::Name(params.sampler))},
                                         {"steps", std::to_string(params.steps)},
-                                        {"parameters", parameters.dump()}});
+                                        {"parameters", PrintableJson(parameters)}});
     if (!file.ok()) return file.status();
     const auto path =
         FillPath(pattern_, {.seed = params.seed, .label = "grid", .model = params.model});
@@ -123,7 +123,7 @@ class Saver {
           {"type", "completed"}, {"params", ToJson(params)}, {"timing", ToJson(timing)}};
       const auto& timeline = drawing_.completed()->timeline;
       if (!timeline.empty()) json["timeline"] = ToJson(timeline);
-      std::puts(json.dump().c_str());
+      std::puts(PrintableJson(json).c_str());
     } else if (!to_stdout()) {
       fmt::print("{} {} in {}: {}, {} on {} noise levels, {} steps\n", params.count,
                  params.count == 1 ? "image" : "images",
@@ -155,7 +155,7 @@ class Saver {
   void Tell(const std::string& path, nlohmann::json json, const std::string& text) const {
     if (flags_.json) {
       json["path"] = path;
-      std::puts(json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+      std::puts(PrintableJson(json).c_str());
     } else if (!to_stdout()) {
       fmt::print("{}  {}\n", Printable(path), text);
     }
@@ -228,7 +228,7 @@ ExitCode Detach(const client::Client& client, const GenerateRequest& request, bo
     if (queued->estimated_total_seconds) {
       line["estimated_total_seconds"] = *queued->estimated_total_seconds;
     }
-    std::puts(line.dump().c_str());
+    std::puts(PrintableJson(line).c_str());
   } else {
     std::puts(Printable(queued->params.request_id).c_str());
     std::fputs(fmt::format("note: only this server knows the job: --server {}\n",

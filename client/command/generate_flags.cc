@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "command/generate_flags.h"
 
-#include <fmt/format.h>
-
-#include <charconv>
-#include <cstdint>
-
 #include "command/completion.h"
 #include "denoised/generation.h"
 
@@ -18,19 +13,6 @@ std::vector<std::string> Names(const std::vector<Enum>& values) {
   names.reserve(values.size());
   for (const Enum value : values) names.emplace_back(client::Name(value));
   return names;
-}
-
-/// What is too large, and what is negative, CLI11 would wrap.
-CLI::Validator Seed() {
-  return CLI::Validator(
-      [](std::string& text) {
-        uint64_t seed = 0;
-        const char* const end = text.data() + text.size();
-        const auto [read, error] = std::from_chars(text.data(), end, seed);
-        if (error == std::errc() && read == end) return std::string();
-        return fmt::format("{} is no seed; use a whole number from 0 to {}", text, UINT64_MAX);
-      },
-      "");
 }
 
 void AddContentFlags(CLI::App& command, GenerateFlags& flags) {
@@ -68,8 +50,7 @@ void AddContentFlags(CLI::App& command, GenerateFlags& flags) {
           "-s,--seed", flags.seeds,
           "Seed of the first image; image i uses seed + i. Or a seed for each image: 7,9,12. "
           "The same seed gives the same bytes. Default: random")
-      ->delimiter(',')
-      ->check(Seed());
+      ->delimiter(',');
   command.add_option("--size", flags.size,
                      "Size in pixels: 64 or WIDTHxHEIGHT. Default: the model's");
   command

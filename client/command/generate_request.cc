@@ -37,6 +37,10 @@ absl::StatusOr<std::variant<std::string, client::Tensor>> ReadPicture(const std:
                                                                       const std::string& path) {
   auto file = ReadFile(path);
   if (!file.ok()) return WithFlag(flag, file.status());
+  if (file->empty()) {
+    return absl::InvalidArgumentError(
+        fmt::format("{} {} is empty; use a PNG, JPEG, WebP or .npy file", flag, path));
+  }
   if (!HasExtension(path, ".npy")) return *std::move(file);
   auto tensor = ReadNpy(*file);
   if (!tensor.ok()) return WithFlag(flag + " " + path, tensor.status());

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "command/call_options.h"
+#include "command/json.h"
 #include "command/progress.h"
 #include "command/table.h"
 
@@ -98,11 +99,10 @@ ExitCode Health(const client::Client& client, const HealthFlags& flags,
   }
   if (call.stop.stop_requested()) answer.code = kInterrupted;
   if (flags.json) {
-    std::puts(nlohmann::json({{"service", flags.service},
-                              {"status", answer.status},
-                              {"comment", answer.comment},
-                              {"waited_seconds", waited().count()}})
-                  .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
+    std::puts(PrintableJson({{"service", flags.service},
+                             {"status", answer.status},
+                             {"comment", answer.comment},
+                             {"waited_seconds", waited().count()}})
                   .c_str());
   } else {
     std::puts(answer.status.c_str());

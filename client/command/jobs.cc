@@ -40,7 +40,7 @@ void Print(const client::Job& job) {
 ExitCode Tell(const absl::StatusOr<client::Job>& job, bool json) {
   if (!job.ok()) return Report(job.status(), json);
   if (json) {
-    std::puts(ToJson(*job).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+    std::puts(PrintableJson(ToJson(*job)).c_str());
   } else {
     Print(*job);
   }
@@ -73,7 +73,7 @@ ExitCode ListJobs(const client::Client& client, const JobsFlags& flags,
   }
   nlohmann::json json = nlohmann::json::array();
   for (const client::Job& job : *jobs) json.push_back(ToJson(job));
-  std::puts(json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+  std::puts(PrintableJson(json).c_str());
   return kOk;
 }
 

@@ -4,9 +4,12 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <cstdint>
 #include <optional>
 #include <set>
 #include <string>
+
+#include "command/table.h"
 
 namespace denoised::command {
 namespace {
@@ -197,6 +200,22 @@ nlohmann::json ToJson(const std::vector<client::TimelineEntry>& timeline) {
     json.push_back(std::move(item));
   }
   return json;
+}
+
+std::string PrintableJson(const nlohmann::json& json, int indent) {
+  const std::string text =
+      json.dump(indent, ' ', /*ensure_ascii=*/false, nlohmann::json::error_handler_t::replace);
+  std::string printable;
+  for (size_t i = 0; i < text.size();) {
+    const auto control = ControlAt(text, i);
+    if (control && control->code > 0x20) {  // below it, only the ends of indented lines are left
+      printable += fmt::format("\\u{:04x}", static_cast<uint32_t>(control->code));
+      i += control->bytes;
+    } else {
+      printable += text[i++];
+    }
+  }
+  return printable;
 }
 
 absl::StatusOr<nlohmann::json> ParseJson(std::string_view text) {

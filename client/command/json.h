@@ -2,6 +2,7 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -22,6 +23,11 @@ nlohmann::json ToJson(const client::Model& model);
 nlohmann::json ToJson(const client::Job& job);
 nlohmann::json ToJson(const client::ServerInfo& info);
 nlohmann::json ToJson(const std::vector<client::TimelineEntry>& timeline);
+
+/// The text of all JSON that the command writes: in one line, or indented. Characters that a
+/// terminal would obey are escaped, since a prompt may be another user's. Bytes that are not UTF-8,
+/// which a message may quote, become U+FFFD.
+std::string PrintableJson(const nlohmann::json& json, int indent = -1);
 
 /// Parses a user's file. InvalidArgument also when an object has a key twice, of which
 /// nlohmann::json would silently keep the last.

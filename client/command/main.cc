@@ -3,11 +3,14 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <iostream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -24,6 +27,7 @@
 #include "command/models.h"
 #include "command/page.h"
 #include "command/server_info.h"
+#include "command/table.h"
 
 using namespace denoised;  // NOLINT: the program itself
 
@@ -105,22 +109,62 @@ Example:
   return {models, load, unload, alias};
 }
 
-/// CLI11 takes NaN and infinities for numbers, also in CLI::Range, and nothing for 0.
+/// What is wrong with a number that CLI11 would not read in base 10; empty if nothing is.
+std::string NotDecimal(const std::string& text, bool integer) {
+  const size_t begin = std::min(text.find_first_not_of(" \t\n\v\f\r"), text.size());
+  const bool signs = begin < text.size() && (text[begin] == '-' || text[begin] == '+');
+  const std::string sign = signs && text[begin] == '-' ? "-" : "";
+  const std::string_view digits = std::string_view(text).substr(begin + (signs ? 1 : 0));
+  if (digits.size() < 2 || digits[0] != '0') return "";
+  const auto letter = static_cast<char>(digits[1] | 0x20);  // in lower case
+  if (const int base = letter == 'x' ? 16 : letter == 'b' && integer ? 2 : 0; base > 0) {
+    uint64_t value = 0;
+    const char* const end = digits.data() + digits.size();
+    const auto [read, error] = std::from_chars(digits.data() + 2, end, value, base);
+    const bool whole = error == std::errc() && read == end;
+    return fmt::format("{} is not decimal; write {}", text,
+                       whole ? sign + std::to_string(value) : "a decimal number");
+  }
+  // 010 as FLOAT is ten to everybody.
+  if (!integer || digits.find_first_not_of("0123456789") != std::string_view::npos) return "";
+  const size_t first = std::min(digits.find_first_not_of('0'), digits.size() - 1);
+  return fmt::format("{} begins with a zero, which could mean octal; write {}{}", text, sign,
+                     digits.substr(first));
+}
+
+/// CLI11 takes NaN and infinities for numbers, also in CLI::Range, and nothing for 0. It reads
+/// integers as C does, 010 as 8, and wraps what is negative or too large for UINT.
 void CheckNumbers(CLI::App& app) {
-  const CLI::Validator check(
+  const auto check = [](bool integer) {
+    return CLI::Validator(
+        [integer](std::string& text) {
+          if (text.empty()) return std::string("the value is empty; use a number");
+          if (std::string wrong = NotDecimal(text, integer); !wrong.empty()) return wrong;
+          double number = 0;
+          // What is no number at all is refused later.
+          if (!CLI::detail::lexical_cast(text, number) || std::isfinite(number)) {
+            return std::string();
+          }
+          return fmt::format("{} is not a finite number", text);
+        },
+        "");
+  };
+  const CLI::Validator unsigned_number(
       [](std::string& text) {
-        double number = 0;
-        if (text.empty()) return std::string("the value is empty; use a number");
-        // What is no number at all is refused later.
-        if (!CLI::detail::lexical_cast(text, number) || std::isfinite(number)) return std::string();
-        return fmt::format("{} is not a finite number", text);
+        uint64_t number = 0;
+        const char* const end = text.data() + text.size();
+        const auto [read, error] = std::from_chars(text.data(), end, number);
+        if (error == std::errc() && read == end) return std::string();
+        return fmt::format("{} is not a whole number from 0 to {}", text, UINT64_MAX);
       },
       "");
   for (CLI::Option* const option : app.get_options({})) {
     const std::string type = option->get_type_name();
-    for (const char* const number : {"FLOAT", "INT", "UINT"}) {
-      if (type.starts_with(number)) option->check(check);
-    }
+    const bool is_unsigned = type.starts_with("UINT");
+    if (is_unsigned) option->transform(unsigned_number);
+    // transform() puts it before a CLI::Range, whose message for 08 would have no remedy.
+    if (is_unsigned || type.starts_with("INT")) option->transform(check(/*integer=*/true));
+    if (type.starts_with("FLOAT")) option->transform(check(/*integer=*/false));
   }
   for (CLI::App* const command : app.get_subcommands({})) CheckNumbers(*command);
 }
@@ -373,6 +417,12 @@ int Run(int argc, char** argv) {
   // Last: subcommands inherit the footer that is set when they are added.
   app.footer(std::string(kFooter) + kExitCodes);
   CheckNumbers(app);
+  app.failure_message([](const CLI::App* failed, const CLI::Error& error) {
+    // It quotes the command line, which may come from somebody else.
+    return CLI::FailureMessage::simple(
+        failed,
+        CLI::Error(error.get_name(), command::Printable(error.what()), error.get_exit_code()));
+  });
 
   // Before anything is parsed: the words are not flags of this call.
   if (argc > 1 && std::string_view(argv[1]) == "complete-words") {

@@ -109,7 +109,7 @@ ExitCode Models(const client::Client& client, const ModelsFlags& flags,
     const auto model = client.GetModel(flags.name, options);
     if (!model.ok()) return Report(model.status(), flags.json);
     if (flags.json) {
-      std::puts(ToJson(*model).dump().c_str());
+      std::puts(PrintableJson(ToJson(*model)).c_str());
     } else {
       PrintModel(*model);
     }
@@ -123,7 +123,7 @@ ExitCode Models(const client::Client& client, const ModelsFlags& flags,
   }
   nlohmann::json json = nlohmann::json::array();
   for (const client::Model& model : *models) json.push_back(ToJson(model));
-  std::puts(json.dump().c_str());
+  std::puts(PrintableJson(json).c_str());
   return kOk;
 }
 
@@ -132,7 +132,7 @@ namespace {
 ExitCode TellModel(const absl::StatusOr<client::Model>& model, bool json) {
   if (!model.ok()) return Report(model.status(), json);
   if (json) {
-    std::puts(ToJson(*model).dump().c_str());
+    std::puts(PrintableJson(ToJson(*model)).c_str());
   } else {
     PrintTable({*model});
   }

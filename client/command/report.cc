@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <string_view>
 
+#include "command/json.h"
 #include "command/progress.h"
 #include "command/table.h"
 
@@ -140,8 +141,7 @@ std::string DescribeAsJson(const absl::Status& status) {
   if (details.retry_after) {
     json["retry_after_seconds"] = std::chrono::duration<double>(*details.retry_after).count();
   }
-  // A message may quote bytes that are not UTF-8.
-  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return PrintableJson(json);
 }
 
 ExitCode Report(const absl::Status& status, bool json) {

@@ -17,7 +17,7 @@ ExitCode ServerInfo(const client::Client& client, bool json, const client::CallO
   const auto info = client.GetServerInfo(WithTimeout(call, std::chrono::seconds(10)));
   if (!info.ok()) return Report(info.status(), json);
   if (json) {
-    std::puts(ToJson(*info).dump().c_str());
+    std::puts(PrintableJson(ToJson(*info)).c_str());
     return kOk;
   }
   const auto line = [](const std::string& key, const std::string& value) {

@@ -189,6 +189,7 @@ absl::Status ParseLine(const std::string& line, double* at_seconds, RequestKind*
 
 absl::StatusOr<RequestKind> ParseMix(const std::string& text) {
   RequestKind kind;
+  std::set<std::string> keys;
   std::istringstream parts(text);
   for (std::string part; std::getline(parts, part, ',');) {
     const size_t equals = part.find('=');
@@ -196,8 +197,12 @@ absl::StatusOr<RequestKind> ParseMix(const std::string& text) {
       return absl::InvalidArgumentError(fmt::format(
           "--mix: \"{}\" has no '='; use keys and values such as steps=4..50,weight=2", part));
     }
-    if (absl::Status status = Set(part.substr(0, equals), part.substr(equals + 1), &kind);
-        !status.ok()) {
+    const std::string key = part.substr(0, equals);
+    if (!keys.insert(key).second) {
+      return absl::InvalidArgumentError(
+          fmt::format("--mix: {} is given twice; give it once, or another --mix", key));
+    }
+    if (absl::Status status = Set(key, part.substr(equals + 1), &kind); !status.ok()) {
       return absl::InvalidArgumentError(fmt::format("--mix: {}", std::string(status.message())));
     }
   }
@@ -284,6 +289,13 @@ absl::Status Workload::Learn(const client::Client& client, const client::CallOpt
                       at_ ? "\"model\" in the trace" : "-x model=NAME"));
     }
     known_[name] = {model->limits.num_classes, model->capabilities.text};
+    if (model->capabilities.text) continue;
+    for (const RequestKind& kind : kinds_) {
+      if (kind.model != name || !(kind.prompt || kind.words || kind.negative)) continue;
+      return absl::InvalidArgumentError(
+          fmt::format("{}: the model {} reads no text; leave prompt, words and negative out",
+                      at_ ? "--trace" : "--mix", model->name));
+    }
   }
   return absl::OkStatus();
 }
@@ -320,7 +332,8 @@ std::optional<Arrival> Workload::Next() {
   generation.format = format_;
   Known known;
   if (const auto found = known_.find(kind->model); found != known_.end()) known = found->second;
-  if (known.classes > 0) {
+  const bool prompted = kind->prompt || kind->words || kind->negative || known.reads_text;
+  if (known.classes > 0 && !prompted) {  // a server refuses both
     const auto classes = static_cast<uint64_t>(known.classes);
     for (int i = 0; i < generation.count.value_or(1); ++i) {
       generation.class_labels.push_back(static_cast<int>((*generation.seed + i) % classes));
@@ -329,7 +342,7 @@ std::optional<Arrival> Workload::Next() {
   if (kind->previews) arrival.preview = {.every_evaluations = kind->previews};
   arrival.deadline_seconds = kind->deadline;
   if (kind->cancel) arrival.cancel_seconds = random.In(*kind->cancel);
-  if (kind->prompt || kind->words || kind->negative || known.reads_text) {
+  if (prompted) {
     client::Prompt& prompt = generation.prompts.emplace_back();
     prompt.negative = kind->negative;
     if (kind->prompt) {

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <fstream>
-#include <iterator>
 #include <tuple>
 #include <utility>
 
@@ -82,7 +81,7 @@ class GrpcConnection : public Connection {
     }
     v1::GenerateResponse response;
     const absl::Status status = Call(options, [&](grpc::ClientContext* context) {
-      return stub_->Generate(context, request, &response);
+      return ExplainTooLarge(stub_->Generate(context, request, &response), request.ByteSizeLong());
     });
     if (!status.ok()) return status;
     return FromProto(std::move(response));
@@ -99,6 +98,10 @@ class GrpcConnection : public Connection {
     if (preview) *request.mutable_preview() = ToProto(*preview);
     auto setup = Setup(options);
     if (!setup.ok()) return FailedStreamCall(setup.status(), listener);
+    setup->to_status = [bytes = request.ByteSizeLong(),
+                        to_status = std::move(setup->to_status)](const grpc::Status& status) {
+      return to_status(ExplainTooLarge(status, bytes));
+    };
     setup->generate = std::move(request);
     return StartStreamCall(stub_, *std::move(setup), std::move(listener), options.stop);
   }
@@ -394,10 +397,20 @@ class GrpcConnection : public Connection {
   grpc::TemplatedGenericStub<health::HealthCheckRequest, health::HealthCheckResponse> health_;
 };
 
+/// A token, or certificates in PEM.
 absl::StatusOr<std::string> ReadFile(const char* option, const std::string& path) {
+  constexpr size_t kMaxBytes = 1 << 20;  // /dev/zero has no end
   std::ifstream file(path, std::ios::binary);
-  std::string text(std::istreambuf_iterator<char>(file), {});
-  if (!file || text.empty()) {
+  std::string text;
+  char buffer[1 << 12];
+  while (file.read(buffer, sizeof buffer), file.gcount() > 0) {
+    text.append(buffer, static_cast<size_t>(file.gcount()));
+    if (text.size() > kMaxBytes) {
+      return absl::InvalidArgumentError(fmt::format(
+          "{}: \"{}\" has more than {} bytes; use a smaller file", option, path, kMaxBytes));
+    }
+  }
+  if (file.bad() || text.empty()) {
     return absl::NotFoundError(fmt::format("{}: \"{}\" cannot be read or is empty", option, path));
   }
   return text;

@@ -86,11 +86,20 @@ TEST(MixTest, RefusesByKeyAndValue) {
            {"previews=0", "previews is \"0\""},
            {"deadline=inf", "deadline is \"inf\""},
            {"cancel=-1", "cancel is \"-1\""},
+           {"steps=08..x", "steps is \"08..x\""},
+           {"steps=0x10", "steps is \"0x10\""},
+           {"steps=1,steps=2", "--mix: steps is given twice; give it once, or another --mix"},
            {"colour=red", "there is no key \"colour\"; use name"}}) {
     const auto kind = ParseMix(text);
     EXPECT_EQ(kind.status().code(), absl::StatusCode::kInvalidArgument) << text;
     EXPECT_THAT(std::string(kind.status().message()), HasSubstr(message)) << text;
   }
+}
+
+TEST(MixTest, NumbersAreDecimal) {
+  EXPECT_EQ(ParseMix("steps=010")->steps->low, 10);
+  EXPECT_EQ(ParseMix("previews=010")->previews, 10);
+  EXPECT_EQ(ParseMix("size=064")->size, std::pair(64, 64));
 }
 
 TEST(WorkloadTest, RequestsDependOnTheSeedAndNotOnTheRate) {
@@ -445,6 +454,18 @@ TEST_F(LoadTest, LabelsFollowFromTheSeed) {
   const client::Generation& generation = arrivals.at(0).generation;
   const int first = static_cast<int>(*generation.seed % 10);
   EXPECT_THAT(generation.class_labels, ElementsAre(first, (first + 1) % 10, (first + 2) % 10));
+}
+
+TEST_F(LoadTest, ModelsThatReadNoTextGetNoPrompts) {
+  connection_->classes = 10;
+  for (const std::string mix : {"words=5", "prompt=x", "negative=x"}) {
+    auto workload = Workload::FromMix({"steps=4", "model=digits," + mix}, 0, 1);
+    ASSERT_TRUE(workload.ok()) << workload.status();
+    const absl::Status status = workload->Learn(client::Client(connection_), {});
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << mix;
+    EXPECT_EQ(status.message(),
+              "--mix: the model digits reads no text; leave prompt, words and negative out");
+  }
 }
 
 TEST_F(LoadTest, ModelsThatReadTextGetPrompts) {

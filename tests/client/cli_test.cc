@@ -71,11 +71,14 @@ TEST_F(CliTest, SeveralSeedsAreOneForEachImage) {
   const auto refused = Run({"generate", "-n", "3", "--seed", "9,2", "-o", Path("x-{index}.png")});
   EXPECT_EQ(refused.exit_code, 2);
   EXPECT_THAT(refused.err, HasSubstr("--seed names 2 seeds for 3 images"));
-  for (const char* seed : {"-1", "18446744073709551616", "1.5", "0x7"}) {
-    const auto again = Run({"generate", std::string("--seed=") + seed, "-o", Path("y.png")});
-    EXPECT_EQ(again.exit_code, 2) << seed;
-    EXPECT_THAT(again.err, HasSubstr(std::string(seed) + " is no seed"));
+  for (const char* command : {"generate", "bench"}) {
+    for (const char* seed : {"-1", "18446744073709551616", "1.5"}) {
+      const auto again = Run({command, std::string("--seed=") + seed});
+      EXPECT_EQ(again.exit_code, 2) << seed;
+      EXPECT_THAT(again.err, HasSubstr(std::string(seed) + " is not a whole number from 0 to "));
+    }
   }
+  EXPECT_EQ(server_.requests().size(), 1u);
 }
 
 TEST_F(CliTest, AFlagWithNothingBehindItsEqualsSignIsEmpty) {
@@ -429,6 +432,25 @@ TEST_F(CliTest, UsageErrorsNameTheFlagAndTheValue) {
       {{"jobs", "list", "--limit", "0"}, "--limit: Value 0 not in range 1 to 2147483647"},
       {{"generate", "--grid", "100000x100000"},
        "--grid is 100000x100000; use two numbers from 1 to 65536, such as 4x3"},
+      {{"generate", "-s", "010"},
+       "--seed: 010 begins with a zero, which could mean octal; write 10"},
+      {{"generate", "-s", "7,08"},
+       "--seed: 08 begins with a zero, which could mean octal; write 8"},
+      {{"generate", "-n", " 010"}, "--count:  010 begins with a zero"},
+      {{"generate", "-n", "-010"}, "write -10"},
+      {{"generate", "-n", "00"}, "write 0"},
+      {{"generate", "--steps", "0x10"}, "--steps: 0x10 is not decimal; write 16"},
+      {{"generate", "--steps", "0b11"}, "--steps: 0b11 is not decimal; write 3"},
+      {{"generate", "--guidance", "0X1.8p1"},
+       "--guidance: 0X1.8p1 is not decimal; write a decimal number"},
+      {{"bench", "-s", "010"}, "--seed: 010 begins with a zero"},
+      {{"bench", "-c", "08"}, "--concurrency: 08 begins with a zero"},
+      {{"bench", "-r", "0x10"}, "--rate: 0x10 is not decimal; write 16"},
+      {{"jobs", "watch", "x", "--after", "-1"}, "--after: -1 is not a whole number from 0 to "},
+      {{"generate", "--sampler",
+        "m\xc2\x9b"
+        "31m\x1b[2J\u202e"},
+       "--sampler: m\\x9b31m\\x1b[2J\\u202e not in {"},
       {{"jobs", "watch", ""}, "id: it is empty; use what generate --detach printed"},
       {{"jobs", "get", ""}, "id: it is empty"},
       {{"jobs", "cancel", ""}, "id: it is empty"}};
@@ -437,6 +459,47 @@ TEST_F(CliTest, UsageErrorsNameTheFlagAndTheValue) {
     EXPECT_EQ(result.exit_code, 2) << testing::PrintToString(arguments) << result.err;
     EXPECT_THAT(result.err, HasSubstr(message));
   }
+}
+
+TEST_F(CliTest, FloatsMayBeginWithZeros) {
+  EXPECT_EQ(Run({"generate", "--guidance", "010", "--eta", "0.5", "--churn", "0", "-n", "1", "-s",
+                 "0", "-o", Path("x.png")})
+                .exit_code,
+            0);
+  EXPECT_EQ(server_.requests().at(0).guidance_scale(), 10);
+  EXPECT_EQ(server_.requests().at(0).seed(), 0u);
+}
+
+TEST_F(CliTest, FilesWithoutEndAreRefused) {
+  const std::string large = "cannot read /dev/zero: it has more than 268435456 bytes";
+  const std::vector<std::pair<std::vector<std::string>, std::string>> wrong = {
+      {{"generate", "--noise", "/dev/zero"}, "--noise: " + large},
+      {{"generate", "--init-image", "/dev/zero"}, "--init-image: " + large},
+      {{"generate", "--init-image", Path("x.png"), "--mask", "/dev/zero"}, "--mask: " + large},
+      {{"bench", "--trace", "/dev/zero"}, large},
+      {{"bench", "--compare", "/dev/zero"}, large},
+      {{"models", "--token-file", "/dev/zero", "--allow-plaintext-token"},
+       "token_file: \"/dev/zero\" has more than 1048576 bytes"},
+      {{"models", "--tls-ca", "/dev/zero"},
+       "tls.ca_file: \"/dev/zero\" has more than 1048576 bytes"},
+      {{"generate", "--init-image", "/dev/null"},
+       "--init-image /dev/null is empty; use a PNG, JPEG, WebP or .npy file"}};
+  ASSERT_TRUE(WriteFile(Path("x.png"), "a picture").ok());
+  for (const auto& [arguments, message] : wrong) {
+    const auto result = Run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << testing::PrintToString(arguments) << result.err;
+    EXPECT_THAT(result.err, HasSubstr(message));
+  }
+  EXPECT_EQ(server_.generations(), 0);
+}
+
+TEST_F(CliTest, ARequestThatIsTooLargeForTheServerIsRefusedWithItsSize) {
+  ASSERT_TRUE(WriteFile(Path("x.png"), std::string(65 << 20, 'x')).ok());  // the fake takes 64 MiB
+  const auto result = Run({"generate", "--init-image", Path("x.png"), "-o", Path("y.png")});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.err, StartsWith("error: the request has 681574"));
+  EXPECT_THAT(result.err, HasSubstr(" bytes (65.0 MiB), and the server takes at most 67108864 "
+                                    "(64.0 MiB); make the pictures or the noise in it smaller"));
 }
 
 TEST_F(CliTest, HelpTeaches) {
@@ -540,6 +603,25 @@ TEST_F(CliTest, ALabelCannotCommandTheTerminal) {
   server_.AddLabel("a\x1b]0;title\x07\nb\x7f\xc2\x9b, Mädchen");
   EXPECT_THAT(Run({"models", "digits"}).out,
               HasSubstr(R"(nine, a\x1b]0;title\x07\x0ab\x7f\x9b, Mädchen)"));
+}
+
+TEST_F(CliTest, JsonCannotCommandTheTerminal) {
+  const std::string text = "a\x1b\x7f\u009b31m\u2028\u202e\u2066\u2069 Mädchen\u2030";
+  server_.SetText(text);
+  server_.AddLabel(text);
+  for (const std::vector<std::string>& command :
+       std::vector<std::vector<std::string>>{{"jobs", "list"},
+                                             {"jobs", "get", "1"},
+                                             {"server", "info"},
+                                             {"models"},
+                                             {"models", "digits"},
+                                             {"health", "--service", text}}) {
+    std::vector<std::string> arguments = command;
+    arguments.emplace_back("--json");
+    const auto result = Run(arguments);
+    EXPECT_THAT(result.out, HasSubstr(R"(a\u001b\u007f\u009b31m\u2028\u202e\u2066\u2069 Mädchen‰)"))
+        << command[0];
+  }
 }
 
 TEST_F(CliTest, HealthIsInTheExitCode) {

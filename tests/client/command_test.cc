@@ -17,10 +17,12 @@
 #include "command/npy.h"
 #include "command/progress.h"
 #include "command/report.h"
+#include "command/table.h"
 #include "command/terminal.h"
 #include "command/timeline.h"
 #include "denoised/rpc_status.h"
 #include "tests/client/fake_service.h"
+#include "tests/io/temporary_directory.h"
 
 namespace denoised::command {
 namespace {
@@ -211,6 +213,17 @@ TEST(NpyTest, RefusesWhatItCannotRead) {
     EXPECT_FALSE(ReadNpy(file.substr(0, size)).ok());
 }
 
+TEST(ReadFileTest, HasALimit) {
+  const TemporaryDirectory folder;
+  const std::string path = folder / "file";
+  ASSERT_TRUE(WriteFile(path, std::string(100'000, 'x')).ok());
+  EXPECT_EQ(ReadFile(path, 100'000)->size(), 100'000u);
+  const absl::Status status = ReadFile(path, 99'999).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message(),
+            "cannot read " + path + ": it has more than 99999 bytes; use a smaller file");
+}
+
 TEST(FillPathTest, FillsPlaceholders) {
   const PathFields fields = {.index = 3, .count = 12, .seed = 45, .label = "7", .model = "digits"};
   EXPECT_EQ(*FillPath("a/{model}-{label}-{seed}-{index}.png", fields), "a/digits-7-45-03.png");
@@ -355,6 +368,16 @@ TEST(ReportTest, AServerCannotCommandTheTerminal) {
   EXPECT_EQ(
       Describe(client::FromGrpc(client::InvalidFields({{"x\x1b[2J", "is \x1b]0;title\x07"}}))),
       "error: x\\x1b[2J is \\x1b]0;title\\x07\n");
+}
+
+TEST(ReportTest, EverythingATerminalObeysIsEscaped) {
+  // U+0085, U+202A to U+202E, and the neighbours of what is escaped.
+  EXPECT_EQ(Printable("\u0085\u202a\u202e\u2066|\u00a0\u2027\u202f\u2065\u206a\xe2\x80"),
+            "\\x85\\u202a\\u202e\\u2066|\u00a0\u2027\u202f\u2065\u206a\xe2\x80");
+  EXPECT_EQ(PrintableJson({{"\u009b", "\u2029\x7f"}}), R"({"\u009b":"\u2029\u007f"})");
+  const nlohmann::json text = "\x01\u009b\u2028\u202e\u2069 M\u00e4dchen";
+  EXPECT_EQ(nlohmann::json::parse(PrintableJson(text)), text);  // programs read what was sent
+  EXPECT_EQ(PrintableJson({{"a", 1}}, 2), "{\n  \"a\": 1\n}");
 }
 
 TEST(ReportTest, JsonSurvivesBytesThatAreNoText) {

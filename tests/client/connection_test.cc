@@ -533,6 +533,18 @@ TEST_F(ConnectionTest, ManyStreamsAtOnce) {
   }
 }
 
+TEST_F(ConnectionTest, ARequestThatIsTooLargeIsAnInvalidArgument) {
+  const Generation generation = {
+      .init_image = InitImage{.source = std::string(65 << 20, 'x')}};  // the fake takes 64 MiB
+  const absl::Status unary = client_.Generate(generation).status();
+  const absl::Status stream = client_.StreamGenerate(generation, std::nullopt, {})->Wait();
+  for (const absl::Status& status : {unary, stream}) {
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("the server takes at most 67108864"));
+  }
+  EXPECT_EQ(server_.generations(), 0);
+}
+
 TEST_F(ConnectionTest, LargeRepliesPass) {
   server_.SetImageBytes(12 << 20);  // a raw 1024 x 1024 image; gRPC's own limit is 4 MB
   const auto result = client_.Generate({.count = 2});

@@ -371,6 +371,7 @@ grpc::Status FakeServer::ListJobs(grpc::ServerContext*, const v1::ListJobsReques
     v1::Job* job = response->add_jobs();
     job->set_request_id(std::to_string(--before));
     job->set_client(request->all_clients() ? "somebody" : "me");
+    job->mutable_error()->set_message(text_);
   }
   if (before > 0) response->set_next_page_token(std::to_string(before));
   return grpc::Status::OK;

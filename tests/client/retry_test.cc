@@ -76,5 +76,29 @@ TEST(ErrorDetailsTest, GarbageIsNoDetail) {
   EXPECT_TRUE(Details(absl::OkStatus()).reason.empty());
 }
 
+TEST(RpcStatusTest, ExplainsThatARequestIsTooLarge) {
+  const auto explained = [](const std::string& message, size_t bytes) {
+    return ExplainTooLarge({grpc::StatusCode::RESOURCE_EXHAUSTED, message}, bytes);
+  };
+  const grpc::Status server =
+      explained("Received message larger than max (104857649 vs. 67108864)", 104857649);
+  EXPECT_EQ(server.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(server.error_message(),
+            "the request has 104857649 bytes (100.0 MiB), and the server takes at most 67108864 "
+            "(64.0 MiB); make the pictures or the noise in it smaller, or raise the server's "
+            "--max-request-bytes");
+  const grpc::Status client = explained("CLIENT: Sent message larger than max (9 vs. 8)", 9);
+  EXPECT_EQ(client.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(client.error_message(),
+            "the request has 9 bytes (0.0 MiB), and this client sends at most 8 (0.0 MiB); make "
+            "the pictures or the noise in it smaller");
+  // A reply's size, and what has no sizes, stay as they are.
+  for (const char* message : {"Received message larger than max (10 vs. 8)", "the queue is full",
+                              "Received message larger than max (9", ""}) {
+    EXPECT_EQ(explained(message, 9).error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED) << message;
+    EXPECT_EQ(explained(message, 9).error_message(), message);
+  }
+}
+
 }  // namespace
 }  // namespace denoised::client
