@@ -6,6 +6,8 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <iterator>
@@ -119,6 +121,14 @@ class JsonConfig : public CLI::Config {
 
   static std::string Scalar(const std::string& key, const nlohmann::json& value) {
     if (value.is_string()) return value.get<std::string>();
+    // 8.0 and 1.073741824e+09, as some programs write whole numbers. Beyond 2^53 not every whole
+    // number is a double.
+    constexpr double kExact = 9007199254740992;
+    if (value.is_number_float()) {
+      const double number = value.get<double>();
+      if (number == std::trunc(number) && std::abs(number) <= kExact)
+        return fmt::format("{}", static_cast<int64_t>(number));
+    }
     if (value.is_number() || value.is_boolean()) return value.dump();
     throw CLI::ConversionError(fmt::format(
         "--config: \"{}\" is {}; use a string, a number, true or false", key, value.dump()));
@@ -243,6 +253,32 @@ CLI::Validator Number(double low, double high, const char* unit = "NUMBER") {
       fmt::format("{} in [{} - {}]", unit, low, high));
 }
 
+/// CLI11 reads whole numbers as C does: "0100" as 64, "0x10" as 16.
+CLI::Validator Decimal() {
+  return CLI::Validator(
+      [](std::string& text) {
+        const size_t digits = std::min(text.find_first_not_of("+- \t\n\v\f\r"), text.size());
+        const std::string number = text.substr(digits);
+        const std::string sign = text.find('-') < digits ? "-" : "";
+        if (number.size() < 2 || number[0] != '0') return std::string();
+        if (number.find_first_not_of("0123456789") == std::string::npos) {
+          const size_t first = std::min(number.find_first_not_of('0'), number.size() - 1);
+          return fmt::format("{} begins with a zero, which could mean octal; write {}{}", text,
+                             sign, number.substr(first));
+        }
+        const char base = absl::ascii_tolower(static_cast<unsigned char>(number[1]));
+        if (base != 'x' && base != 'b') return std::string();
+        uint64_t value = 0;
+        const char* const end = number.data() + number.size();
+        const auto [read, error] =
+            std::from_chars(number.data() + 2, end, value, base == 'x' ? 16 : 2);
+        if (read != end || error != std::errc()) return std::string();  // refused later
+        return fmt::format("{} is {}; write {}{}", text, base == 'x' ? "hexadecimal" : "binary",
+                           sign, value);
+      },
+      "");
+}
+
 /// An option whose values have names. CLI::CheckedTransformer would replace the names by numbers,
 /// in --help and --print-config too.
 template <typename Value>
@@ -256,6 +292,20 @@ CLI::Option* AddChoice(CLI::App* app, const std::string& flag, Value* value,
 }
 
 CLI::Validator Seconds(double low, double high) { return Number(low, high, "SECONDS"); }
+
+/// 0, which turns something off, or a time in seconds.
+CLI::Validator OffOrSeconds(double low, double high) {
+  return CLI::Validator(
+      [low, high](std::string& text) {
+        double number = 0;
+        if (CLI::detail::lexical_cast(text, number) &&
+            (number == 0 || (number >= low && number <= high))) {
+          return std::string();
+        }
+        return fmt::format("{} is neither 0 nor a number from {} to {}", text, low, high);
+      },
+      fmt::format("SECONDS 0 or in [{} - {}]", low, high));
+}
 
 /// A time in seconds, from `low` to `high`.
 void AddSeconds(CLI::App* app, const std::string& flag, std::chrono::milliseconds* time, double low,
@@ -507,8 +557,8 @@ void AddEngineFlags(CLI::App* app, Flags* flags) {
          "--watchdog-seconds", config.engine.watchdog_seconds,
          "A device that takes longer for one evaluation, or for one step of loading or unloading a "
          "model, counts as lost; without a device the process exits. Reading files may take any "
-         "time. 0: never")
-      ->check(Seconds(0.0, 86400.0));
+         "time. At least 1; 0: never")
+      ->check(OffOrSeconds(1.0, 86400.0));
   app->add_flag(
       "--allow-nonfinite", config.engine.allow_nonfinite,
       "For debugging: deliver images that contain NaN or infinity. Without it, their requests "
@@ -716,6 +766,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   AddLogFlags(&app, &flags);
 
   for (CLI::Option* option : app.get_options()) {
+    const std::string type = option->get_type_name();
+    // Transforms run before checks, which would judge the octal number.
+    if (type.starts_with("INT") || type.starts_with("UINT")) option->transform(Decimal());
     // DENOISED_VERSION is what images and charts call their tag, and DENOISED_CHECK no setting.
     if (!option->get_configurable() && option != app.get_config_ptr()) continue;
     option->envname(EnvironmentName(option->get_lnames().front()));

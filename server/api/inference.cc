@@ -314,7 +314,7 @@ class RequestReader {
     const Shape64 shape = ShapeOf(*input, model_);
     if (!Fits(tensor.shape(), shape)) {
       return Violate(name, "has shape {}; use {}{}", ShapeText(tensor.shape()), ShapeText(shape),
-                     EachImage(*input) ? ", an entry for each image" : "");
+                     EachImage(*input) ? " with the number of images in place of -1" : "");
     }
     if (raw != nullptr && tensor.has_contents()) {
       return Violate(name, "has contents, and raw_input_contents are given too; use one of them");

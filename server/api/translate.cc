@@ -71,6 +71,15 @@ auto ToWire(const Table& table, Ours ours) {
   return table[0].wire;
 }
 
+struct Range {
+  float low, high;
+};
+
+/// Far beyond standard normal noise, images in [-1, 1] and class vectors. Much larger values
+/// overflow inside the model, and then its image is not finite, which is for the operator to look
+/// into.
+constexpr Range kSamples{-1e4f, 1e4f};
+
 /// One request on its way to a JobSpec; collects every violation.
 class Translator {
  public:
@@ -172,6 +181,8 @@ class Translator {
         Violate(field, "is empty; set text, class_label or class_vector");
       } else if (kinds != KindsOf(params_.conditions(0))) {
         Violate(field, "is of another kind than params.conditions[0]; use one kind for all images");
+      } else if (kinds.text && !model_.text) {
+        return RefuseText(field, condition);  // one complaint is enough
       } else {
         if (kinds.text) Text(field, condition);
         if (kinds.label) result_.spec.class_labels.push_back(condition.class_label());
@@ -193,14 +204,27 @@ class Translator {
   }
 
   void Text(const std::string& field, const v1::Condition& condition) {
-    // The engine refuses every text for a model that reads none.
-    if (!condition.has_text() && model_.text)
-      Violate(field + ".text", "is not set; use \"\" for an empty text");
+    if (!condition.has_text()) Violate(field + ".text", "is not set; use \"\" for an empty text");
     TextPrompt& read = result_.spec.prompts.emplace_back();
     read.text = condition.text();
     if (condition.has_negative_text()) read.negative = condition.negative_text();
     if (condition.has_text_2()) read.text_2 = condition.text_2();
     if (condition.has_negative_text_2()) read.negative_2 = condition.negative_text_2();
+  }
+
+  /// For a model that reads no text. The engine would refuse all conditions, and say no more.
+  void RefuseText(const std::string& field, const v1::Condition& condition) {
+    const char* const given = condition.has_text()            ? "text"
+                              : condition.has_negative_text() ? "negative_text"
+                              : condition.has_text_2()        ? "text_2"
+                                                              : "negative_text_2";
+    const bool more = condition.has_class_label() || !condition.class_vector().empty();
+    const char* const remedy = more                                         ? "leave it out"
+                               : model_.condition == ClassCondition::kLabel ? "use class_label"
+                               : model_.condition == ClassCondition::kNone  ? "leave conditions out"
+                                                                            : "use class_vector";
+    Violate(fmt::format("{}.{}", field, given), "is not for model '{}', which reads no text; {}",
+            model_.name, remedy);
   }
 
   void Vector(const std::string& field, const v1::Condition& condition) {
@@ -209,11 +233,12 @@ class Translator {
       Violate(field + ".class_vector", "has {} numbers; use {}", values.size(),
               model_.class_vector_size);
     }
-    const auto bad = std::find_if(values.begin(), values.end(),
-                                  [](float value) { return !std::isfinite(value); });
+    const auto bad = std::find_if(values.begin(), values.end(), [](float value) {
+      return !(value >= kSamples.low && value <= kSamples.high);  // NaN too
+    });
     if (bad != values.end()) {
       Violate(fmt::format("{}.class_vector[{}]", field, bad - values.begin()),
-              "is {}; use a finite number", *bad);
+              "is {}; use {} to {}", *bad, kSamples.low, kSamples.high);
       return;
     }
     result_.spec.class_values.insert(result_.spec.class_values.end(), values.begin(), values.end());
@@ -338,9 +363,10 @@ class Translator {
     return status.ok();
   }
 
-  /// Checks that the data fill the shape; F32 values in host memory, undefined when they do not.
+  /// Checks that the data fill the shape, and that floats are in `range`; F32 values in host
+  /// memory, undefined when they are refused.
   Tensor ReadTensor(const std::string& field, const v1::Tensor& tensor, const Shape& shape,
-                    bool bytes_allowed) {
+                    Range range, bool bytes_allowed) {
     const bool floats = tensor.data_type() == v1::DATA_TYPE_FLOAT32;
     if (!floats && !(bytes_allowed && tensor.data_type() == v1::DATA_TYPE_UINT8)) {
       Violate(field + ".data_type", "is {}; use DATA_TYPE_FLOAT32{}",
@@ -364,8 +390,9 @@ class Translator {
     }
     std::memcpy(values, tensor.data().data(), expected);  // little-endian, as all our hosts
     for (int64_t i = 0; i < result.elements(); ++i) {
-      if (!std::isfinite(values[i])) {
-        Violate(field + ".data", "holds {} at element {}; use finite numbers", values[i], i);
+      if (!(values[i] >= range.low && values[i] <= range.high)) {  // false for NaN too
+        Violate(field + ".data", "holds {} at element {}; use {} to {}", values[i], i, range.low,
+                range.high);
         return {};
       }
     }
@@ -387,8 +414,8 @@ class Translator {
               ShapeText(noise), all[0], all[1], all[2], all[3]);
       return;
     }
-    result_.spec.initial_noise =
-        ReadTensor("params.initial_noise", noise, Shape(std::span<const int64_t>(all)), false);
+    result_.spec.initial_noise = ReadTensor("params.initial_noise", noise,
+                                            Shape(std::span<const int64_t>(all)), kSamples, false);
   }
 
   /// Undefined when it was refused.
@@ -405,7 +432,7 @@ class Translator {
       return {};
     }
     return ReadTensor("params.init_image.tensor", tensor,
-                      {tensor.shape(0), tensor.shape(1), tensor.shape(2)}, true);
+                      {tensor.shape(0), tensor.shape(1), tensor.shape(2)}, kSamples, true);
   }
 
   Tensor ReadInitFile(const std::string& file) {
@@ -533,16 +560,10 @@ class Translator {
               ShapeText(tensor), limits_.max_init_pixels);
       return {};
     }
-    Tensor mask =
-        ReadTensor("params.mask.tensor", tensor, {tensor.shape(0), tensor.shape(1), 1}, true);
+    Tensor mask = ReadTensor("params.mask.tensor", tensor, {tensor.shape(0), tensor.shape(1), 1},
+                             {0, 1}, true);
     if (!mask || tensor.data_type() == v1::DATA_TYPE_UINT8) return mask;
-    for (float& value : mask.span<float>()) {
-      if (!(value >= 0 && value <= 1)) {
-        Violate("params.mask.tensor.data", "holds {}; use 0 to 1", value);
-        return {};
-      }
-      value = 2 * value - 1;
-    }
+    for (float& value : mask.span<float>()) value = 2 * value - 1;
     return mask;
   }
 

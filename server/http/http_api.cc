@@ -2,6 +2,7 @@
 #include "server/http/http_api.h"
 
 #include <absl/strings/ascii.h>
+#include <absl/strings/numbers.h>
 #include <absl/strings/str_split.h>
 #include <fmt/format.h>
 
@@ -10,6 +11,7 @@
 #include <cctype>
 #include <charconv>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <utility>
 
@@ -139,15 +141,34 @@ class QueryReader {
   std::vector<FieldViolation> violations_;
 };
 
-/// Whether a header Accept, which may be empty, names a media type or a range with it.
-bool Accepts(std::string_view accept, std::string_view type) {
-  if (accept.empty()) return true;
-  const std::string range = std::string(type.substr(0, type.find('/'))) + "/*";
-  const std::vector<std::string> types = absl::StrSplit(std::string(accept), ',');
-  return std::any_of(types.begin(), types.end(), [&](const std::string& each) {
-    const std::string given(absl::StripAsciiWhitespace(MediaType(each)));
-    return given == type || given == "*/*" || given == range;
-  });
+/// What `Accept` says of a media type.
+struct Preference {
+  double quality = 0;  // 0: the client does not take it
+  bool named = false;  // not only by "*/*" and the like
+};
+
+/// RFC 9110, section 12.5.1: the range that fits `type` best has its quality.
+Preference PreferenceFor(std::string_view accept, std::string_view type) {
+  if (accept.empty()) return {.quality = 1};
+  const std::string group = std::string(type.substr(0, type.find('/'))) + "/*";
+  Preference preference;
+  int best = 0;
+  const std::vector<std::string> ranges = absl::StrSplit(std::string(accept), ',');
+  for (const std::string& each : ranges) {
+    std::vector<std::string> parts = absl::StrSplit(absl::AsciiStrToLower(each), ';');
+    for (std::string& part : parts) absl::StripAsciiWhitespace(&part);
+    const std::string& range = parts[0];
+    const int fit = range == type ? 3 : range == group ? 2 : range == "*/*" ? 1 : 0;
+    if (fit <= best) continue;
+    best = fit;
+    preference = {.quality = 1, .named = range == type};
+    for (const std::string& part : parts) {
+      double quality = 0;
+      if (part.starts_with("q=") && absl::SimpleAtod(part.substr(2), &quality))
+        preference.quality = quality;
+    }
+  }
+  return preference;
 }
 
 /// OpenAI's description of a model.
@@ -545,13 +566,24 @@ std::optional<HttpReply> HttpApi::Admit(HttpRequest* head) {
             fmt::format("the Content-Type is {}; use application/json{}", Quote(type),
                         head->route->body == Route::kFormOrJson ? " or multipart/form-data" : "")));
   }
+  const std::string encoding(head->Header("content-encoding"));
+  if (head->route->body != Route::kNone && !encoding.empty() &&
+      absl::AsciiStrToLower(encoding) != "identity") {
+    HttpReply refusal = ErrorReply(
+        415, grpc::Status(grpc::StatusCode::INVALID_ARGUMENT,
+                          fmt::format("the Content-Encoding is {}, and the server reads no "
+                                      "compressed bodies; send it uncompressed",
+                                      Quote(encoding))));
+    refusal.headers.emplace_back("Accept-Encoding", "identity");
+    return refusal;
+  }
   if (auto refusal = ReadQuery(head)) return refusal;
   constexpr uint64_t kSmall = 64 << 10;
   if (head->route->body == Route::kSmallJson) head->max_body_bytes = kSmall;
   if (const std::string text(head->Header("request-timeout")); !text.empty()) {
     char* end = nullptr;
     const double seconds = std::strtod(text.c_str(), &end);
-    if (*end != '\0' || !(seconds > 0)) {
+    if (*end != '\0' || !(seconds > 0) || !std::isfinite(seconds)) {
       return ErrorReply(InvalidFields(
           {{"Request-Timeout", fmt::format("is {}; use seconds, such as 12.5", Quote(text))}}, ""));
     }
@@ -645,9 +677,12 @@ void HttpApi::Generate(const std::shared_ptr<Exchange>& exchange) {
   query.Read("stream", &asked);
   if (auto refusal = query.refusal()) return exchange->Reply(*std::move(refusal));
   const std::string_view accept = http.Header("accept");
-  const bool stream = asked.value_or(accept.find("text/event-stream") != std::string_view::npos);
+  const Preference events = PreferenceFor(accept, "text/event-stream");
+  const Preference json = PreferenceFor(accept, "application/json");
+  const bool stream =
+      asked.value_or(events.named && events.quality > 0 && events.quality >= json.quality);
   const char* const type = stream ? "text/event-stream" : "application/json";
-  if (!Accepts(accept, type)) {
+  if (!((stream ? events : json).quality > 0)) {
     return exchange->Reply(ErrorReply(InvalidFields(
         {{"Accept", fmt::format("is {}, but the reply is {} with stream={}; accept that, or change "
                                 "stream",

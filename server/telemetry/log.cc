@@ -6,12 +6,11 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <nlohmann/json.hpp>
-#include <string_view>
 
 namespace denoised::log {
 namespace {
@@ -71,14 +70,36 @@ void Write(Level level, const std::string& message, const Fields& fields) {
   logger.log(SpdlogLevel(level), "{}", Render(current_format, Now(), level, message, fields));
 }
 
+/// What a terminal obeys or an editor does not show as it is: DEL, the C1 controls (U+009B begins
+/// an escape sequence), the line separators and the bidirectional controls. JSON escapes the C0
+/// controls itself.
+bool IsControl(uint32_t code) {
+  return (code >= 0x7f && code <= 0x9f) || code == 0x61c || code == 0x200e || code == 0x200f ||
+         (code >= 0x2028 && code <= 0x202e) || (code >= 0x2066 && code <= 0x2069);
+}
+
+/// `json` in one line of UTF-8, with control characters as \uXXXX.
+template <typename Json>
+std::string Dump(const Json& json) {
+  const std::string text = json.dump(-1, ' ', false, Json::error_handler_t::replace);
+  std::string escaped;
+  for (size_t at = 0; at < text.size();) {
+    const auto first = static_cast<unsigned char>(text[at]);
+    const size_t size = first < 0x80 ? 1 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
+    uint32_t code = size == 1 ? first : first & (0x7fu >> size);
+    for (size_t i = 1; i < size; ++i) code = code << 6 | (text[at + i] & 0x3fu);
+    escaped += IsControl(code) ? fmt::format("\\u{:04x}", code) : text.substr(at, size);
+    at += size;
+  }
+  return escaped;
+}
+
 /// A text line must stay one line, and a value one word.
 std::string TextValue(const std::string& value) {
-  const auto special = [](char c) {
-    return std::string_view(" \"=\\\x7f").find(c) != std::string_view::npos ||
-           static_cast<unsigned char>(c) < ' ';
-  };
-  if (!value.empty() && std::none_of(value.begin(), value.end(), special)) return value;
-  return nlohmann::json(value).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  const std::string quoted = Dump(nlohmann::json(value));
+  const bool plain = !value.empty() && value.find_first_of(" =") == std::string::npos &&
+                     quoted.size() == value.size() + 2 && quoted.substr(1, value.size()) == value;
+  return plain ? value : quoted;
 }
 
 }  // namespace
@@ -97,7 +118,7 @@ std::string Render(Format format, const std::string& time, Level level, const st
         line[field.name] = field.text;
       }
     }
-    return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    return Dump(line);
   }
   std::string line = fmt::format("{} {:<7} {}", time, LevelName(level), message);
   for (const Field& field : fields) {

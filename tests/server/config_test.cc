@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/config.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -17,6 +18,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
+using ::testing::StartsWith;
 
 class ConfigTest : public ::testing::Test {
  protected:
@@ -326,6 +328,62 @@ TEST_F(ConfigTest, NamesFlagValueAndRemedy) {
   const auto none = Parse({});
   ASSERT_FALSE(none.ok());
   EXPECT_THAT(std::string(none.status().message()), HasSubstr("--model"));
+}
+
+/// CLI11 reads 0100 as 64.
+TEST_F(ConfigTest, IntegersAreDecimal) {
+  EXPECT_THAT(
+      Error({"--max-count", "0100"}),
+      StartsWith("--max-count: 0100 begins with a zero, which could mean octal; write 100"));
+  EXPECT_THAT(Error({"--max-count", "-0100"}), HasSubstr("; write -100"));
+  EXPECT_THAT(Error({"--max-count", " 08"}), HasSubstr("begins with a zero"));
+  EXPECT_THAT(Error({"--max-rows", "00"}), HasSubstr("; write 0;"));
+  EXPECT_THAT(Error({"--max-steps", "0x10"}),
+              StartsWith("--max-steps: 0x10 is hexadecimal; write 16"));
+  EXPECT_THAT(Error({"--max-queued-bytes", "0X100000"}), HasSubstr("; write 1048576"));
+  EXPECT_THAT(Error({"--max-steps", "0b11"}), HasSubstr("--max-steps: 0b11 is binary; write 3"));
+  EXPECT_THAT(Error({"--devices", "0,01"}), HasSubstr("--devices: 01 begins with a zero"));
+  EXPECT_THAT(Error({"--config", Write("{\"max-count\": \"010\"}")}),
+              HasSubstr("--max-count: 010 begins with a zero"));
+  {
+    const Variable count("DENOISED_MAX_COUNT", "010");
+    EXPECT_THAT(Error({}), HasSubstr("--max-count: 010 begins with a zero"));
+  }
+  EXPECT_EQ(Error({"--max-rows", "0", "--devices", "0,10", "--grace-seconds", "00.5"}), "accepted");
+  EXPECT_THAT(Error({"--max-rows", "0x"}), HasSubstr("--max-rows: "));
+}
+
+/// As Helm and jq write large numbers.
+TEST_F(ConfigTest, WholeNumbersOfAFileMayBeInFloatNotation) {
+  const auto line = Parse({"--model", "m=" + Path("a-model"), "--config",
+                           Write("{\"max-queued-bytes\": 1.073741824e+09, \"max-rows\": 8.0,"
+                                 " \"devices\": [0.0, 1.0], \"grace-seconds\": 2.0}")});
+  ASSERT_TRUE(line.ok()) << line.status().message();
+  EXPECT_EQ(line->config.engine.max_queued_bytes, size_t{1} << 30);
+  EXPECT_EQ(line->config.engine.max_rows, 8);
+  EXPECT_EQ(line->config.engine.devices, (std::vector<int>{0, 1}));
+  EXPECT_EQ(line->config.grace.count(), 2000);
+  for (const char* value : {"8.5", "1e300", "-8.0"}) {
+    EXPECT_THAT(Error({"--config", Write(fmt::format("{{\"max-rows\": {}}}", value))}),
+                HasSubstr("--max-rows"))
+        << value;
+  }
+}
+
+/// A limit that every evaluation exceeds would end the process at the first load.
+TEST_F(ConfigTest, TheWatchdogIsOffOrWaitsASecond) {
+  for (const char* bad : {"1e-300", "0.99", "86401", "nan", "soon"}) {
+    EXPECT_THAT(Error({"--watchdog-seconds", bad}),
+                HasSubstr(fmt::format("--watchdog-seconds: {} is neither 0 nor a number from 1 to "
+                                      "86400",
+                                      bad)));
+  }
+  for (const char* good : {"0", "1", "1.5", "86400"}) {
+    EXPECT_EQ(Error({"--watchdog-seconds", good}), "accepted") << good;
+  }
+  const auto help = Parse({"--help"});
+  ASSERT_TRUE(help.ok() && help->print);
+  EXPECT_THAT(*help->print, HasSubstr("SECONDS 0 or in [1 - 86400]"));
 }
 
 TEST_F(ConfigTest, PrintsWhatConfigReads) {

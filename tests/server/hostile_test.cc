@@ -204,6 +204,8 @@ const BadRequest kBadRequests[] = {
     {"params.conditions[0].class_label", [](P p) { p->add_conditions()->set_class_label(-1); }},
     {"params.conditions[0].class_vector[0]",
      [](P p) { p->add_conditions()->add_class_vector(kNaN); }},
+    {"params.conditions[0].class_vector[0]",
+     [](P p) { p->add_conditions()->add_class_vector(1e37F); }},
     {"params.request_id", [](P p) { p->set_request_id(std::string(129, 'a')); }},
     {"params.request_id", [](P p) { p->set_request_id("line\nbreak"); }},
     {"params.request_id", [](P p) { p->set_request_id(std::string("nul\0", 4)); }},
@@ -234,6 +236,10 @@ const BadRequest kBadRequests[] = {
      [](P p) {
        SetNoise(p, {1, 32, 32, 1}, std::string(4096, '\xff'));
      }},  // NaNs
+    {"params.initial_noise.data",
+     [](P p) {
+       SetNoise(p, {1, 32, 32, 1}, std::string(4096, '\x7e'));
+     }},  // 8e37
     {"params.init_image", [](P p) { p->mutable_init_image(); }},
     {"params.init_image.strength", [](P p) { p->mutable_init_image()->set_strength(kNaN); }},
     {"params.init_image.encoded", [](P p) { p->mutable_init_image()->set_encoded("GIF89a"); }},

@@ -388,7 +388,7 @@ TEST_F(HttpTest, TheDeadlineEndsTheJob) {
   ASSERT_TRUE(last);
   EXPECT_EQ(last->Json()["error"]["status"], "DEADLINE_EXCEEDED");
   EXPECT_TRUE(ended());
-  for (const char* bad : {"0", "-1", "soon", "nan"}) {
+  for (const char* bad : {"0", "-1", "soon", "nan", "inf", "1e400"}) {
     EXPECT_THAT(Ask("POST", "/v1/generate", "{}", {{"Request-Timeout", bad}}).Error(),
                 HasSubstr("Request-Timeout"))
         << bad;
@@ -1018,6 +1018,21 @@ TEST_F(HttpTest, PagesOfOtherOriginsNeedLeave) {
   }
 }
 
+TEST_F(HttpTest, CompressedBodiesAreRefused) {
+  Start();
+  for (const char* encoding : {"gzip", "br", "identity, gzip"}) {
+    const HttpAnswer answer = Ask("POST", "/v1/generate", "{}", {{"Content-Encoding", encoding}});
+    EXPECT_EQ(answer.code, 415) << encoding;
+    EXPECT_EQ(answer.Header("accept-encoding"), "identity");
+    EXPECT_EQ(answer.Error(), "the Content-Encoding is \"" + std::string(encoding) +
+                                  "\", and the server reads no compressed bodies; send it "
+                                  "uncompressed");
+  }
+  for (const char* encoding : {"identity", "Identity", ""}) {
+    EXPECT_EQ(Ask("POST", "/v1/generate", "{}", {{"Content-Encoding", encoding}}).code, 200);
+  }
+}
+
 TEST_F(HttpTest, AnotherHostIsRefusedWithoutAdminsToo) {
   config_.admin = false;
   Start();
@@ -1078,6 +1093,22 @@ TEST_F(HttpTest, QueriesAreChecked) {
   for (const char* accept : {"*/*", "image/png, */*;q=0.1", "application/*", "Application/JSON;q=1",
                              "text/event-stream, application/json"}) {
     EXPECT_EQ(Ask("POST", "/v1/generate?stream=false", "{}", {{"Accept", accept}}).code, 200)
+        << accept;
+  }
+  const auto type = [&](const char* accept) {
+    return Ask("POST", "/v1/generate", "{}", {{"Accept", accept}}).Header("content-type");
+  };
+  for (const char* accept :
+       {"text/event-stream;q=0, application/json", "application/json, text/event-stream; q=0.000",
+        "text/event-stream;q=0, */*", "text/event-stream;q=0.1, application/json", "*/*"}) {
+    EXPECT_EQ(type(accept), "application/json") << accept;
+  }
+  for (const char* accept : {"application/json, text/event-stream", "Text/Event-Stream;q=0.5",
+                             "text/event-stream, */*;q=0.1"}) {
+    EXPECT_EQ(type(accept), "text/event-stream") << accept;
+  }
+  for (const char* accept : {"text/event-stream;q=0", "application/json;q=0, */*"}) {
+    EXPECT_THAT(error("/v1/generate?stream=false", {{"Accept", accept}}), StartsWith("Accept: "))
         << accept;
   }
   EXPECT_EQ(Ask("POST", "/v1/generate?stream=%7", "{}").code, 400);

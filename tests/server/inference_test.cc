@@ -550,7 +550,8 @@ TEST(InferenceTensorsTest, FollowTheModel) {
   request.mutable_raw_input_contents(0)->resize(16);
   ReadInference(request, latents, {}, &memory, &violations);
   ASSERT_EQ(violations.size(), 1u);
-  EXPECT_EQ(violations[0].description, "has shape [2, 2]; use [-1, 3], an entry for each image");
+  EXPECT_EQ(violations[0].description,
+            "has shape [2, 2]; use [-1, 3] with the number of images in place of -1");
 }
 
 /// As BYTES has them in raw_input_contents.
@@ -796,7 +797,7 @@ TEST_F(InferenceTest, RefusesByName) {
        },
        "steps", "has shape [2]; use [1]"},
       {[](auto* r) { Add(r, "label", "INT32", {-1}, Raw<int32_t>({2})); }, "label",
-       "has shape [-1]; use [-1], an entry for each image"},
+       "has shape [-1]; use [-1] with the number of images in place of -1"},
       {[](auto* r) { Add(r, "label", "INT32", {0}, ""); }, "label", "has shape [0]"},
       {[](auto* r) {
          Add(r, "label", "INT32", {1, 1}, Raw<int32_t>({2}));

@@ -38,6 +38,12 @@ ModelInfo Digits(int channels = 1) {
   return model;
 }
 
+ModelInfo ReadsText() {
+  ModelInfo model = Digits();
+  model.text.emplace();
+  return model;
+}
+
 struct Outcome {
   Translation translation;
   std::vector<FieldViolation> violations;
@@ -215,7 +221,7 @@ TEST(TranslateTest, PromptsAndWhatIsReadOfThem) {
   condition.set_negative_text("");
   params.mutable_text_options()->set_clip_skip(1);
   params.mutable_text_options()->set_max_chunks(2);
-  Outcome outcome = Translated(params);
+  Outcome outcome = Translated(params, nullptr, ReadsText());
   EXPECT_THAT(outcome.fields(), ElementsAre());
   const JobSpec& spec = outcome.translation.spec;
   ASSERT_EQ(spec.prompts.size(), 1u);
@@ -244,18 +250,12 @@ TEST(TranslateTest, PromptsAndWhatIsReadOfThem) {
   EXPECT_FALSE(effective.conditions(0).has_text_2());
 
   params.mutable_text_options()->set_max_chunks(0);
-  EXPECT_THAT(Translated(params).fields(), ElementsAre("params.text_options.max_chunks"));
+  EXPECT_THAT(Translated(params, nullptr, ReadsText()).fields(),
+              ElementsAre("params.text_options.max_chunks"));
   condition.clear_text();
   condition.set_negative_text("blur");
-  ModelInfo reads_text = Digits();
-  reads_text.text.emplace();
-  EXPECT_THAT(Translated(params, nullptr, reads_text).fields(),
+  EXPECT_THAT(Translated(params, nullptr, ReadsText()).fields(),
               ElementsAre("params.conditions[0].text", "params.text_options.max_chunks"));
-  // A model without text is not to be given one; the engine says so.
-  params.mutable_text_options()->set_max_chunks(1);
-  const Outcome no_text = Translated(params);
-  EXPECT_THAT(no_text.fields(), ElementsAre());
-  EXPECT_EQ(no_text.translation.spec.prompts.size(), 1u);
 }
 
 TEST(TranslateTest, WhatAModelIsToldOfSizes) {
@@ -311,7 +311,7 @@ TEST(TranslateTest, EffectiveParametersCanBeSentAgain) {
   params.mutable_output()->set_format(v1::IMAGE_FORMAT_JPEG);
   params.mutable_output()->set_quality(7);
   params.mutable_output()->set_embed_metadata(false);
-  const Outcome outcome = Translated(params);
+  const Outcome outcome = Translated(params, nullptr, ReadsText());
   ASSERT_THAT(outcome.fields(), ElementsAre());
   EffectiveJob job{.spec = outcome.translation.spec};
   job.spec.model = "m@1";
@@ -527,8 +527,7 @@ TEST(TranslateTest, EachBadFieldIsNamedAlone) {
       {"preview.max_edge", [](P, V v) { v->set_max_edge(-1); }},
       {"preview.format", [](P, V v) { v->set_format(static_cast<v1::ImageFormat>(9)); }},
   };
-  ModelInfo model = Digits();
-  model.text.emplace();  // else the engine alone judges texts
+  const ModelInfo model = ReadsText();  // else every text is refused
   for (const BadField& bad : cases) {
     v1::GenerationParams params;
     v1::PreviewOptions preview;
@@ -562,6 +561,71 @@ TEST(TranslateTest, AllViolationsAtOnce) {
   params.mutable_output()->set_quality(1000);
   EXPECT_THAT(Translated(params).fields(),
               ElementsAre("params.count", "params.steps", "params.eta", "params.output.quality"));
+}
+
+TEST(TranslateTest, SamplesOfTensorsHaveARange) {
+  const auto noise = [](float value) {
+    v1::GenerationParams params;
+    std::vector<float> values(64, 0.0f);
+    values[63] = value;
+    *params.mutable_initial_noise() = Floats({8, 8, 1}, values);
+    return params;
+  };
+  const auto image = [](float value) {
+    v1::GenerationParams params;
+    *params.mutable_init_image()->mutable_tensor() = Floats({1, 2, 1}, {0, value});
+    return params;
+  };
+  const auto said = [](const v1::GenerationParams& params) {
+    const auto violations = Translated(params).violations;
+    return violations.empty() ? "accepted" : violations[0].field + " " + violations[0].description;
+  };
+  EXPECT_EQ(said(noise(1e37f)),
+            "params.initial_noise.data holds 1e+37 at element 63; use -10000 to 10000");
+  EXPECT_EQ(said(noise(-10001)),
+            "params.initial_noise.data holds -10001 at element 63; use -10000 to 10000");
+  EXPECT_EQ(said(noise(static_cast<float>(kNan))),
+            "params.initial_noise.data holds nan at element 63; use -10000 to 10000");
+  EXPECT_EQ(said(noise(10000)), "accepted");
+  EXPECT_EQ(said(image(-3e38f)),
+            "params.init_image.tensor.data holds -3e+38 at element 1; use -10000 to 10000");
+  EXPECT_EQ(said(image(-10000)), "accepted");
+  v1::GenerationParams mask = image(0);
+  *mask.mutable_mask()->mutable_tensor() = Floats({1, 2}, {0, 1e37f});
+  EXPECT_EQ(said(mask), "params.mask.tensor.data holds 1e+37 at element 1; use 0 to 1");
+}
+
+TEST(TranslateTest, TextForAModelThatReadsNoneIsNamed) {
+  const auto said = [](ClassCondition condition, const v1::GenerationParams& params) {
+    ModelInfo model = Digits();
+    model.condition = condition;
+    std::string all;
+    for (const auto& violation : Translated(params, nullptr, model).violations)
+      all += violation.field + " " + violation.description;
+    return all;
+  };
+  v1::GenerationParams params;
+  params.add_conditions()->set_text("a seven");
+  params.add_conditions()->set_text("an eight");
+  EXPECT_EQ(said(ClassCondition::kLabel, params),
+            "params.conditions[0].text is not for model 'digits', which reads no text; use "
+            "class_label");
+  EXPECT_EQ(said(ClassCondition::kVector, params),
+            "params.conditions[0].text is not for model 'digits', which reads no text; use "
+            "class_vector");
+  EXPECT_EQ(said(ClassCondition::kNone, params),
+            "params.conditions[0].text is not for model 'digits', which reads no text; leave "
+            "conditions out");
+  params.mutable_conditions(0)->set_class_label(7);
+  params.mutable_conditions(1)->set_class_label(8);
+  EXPECT_EQ(said(ClassCondition::kLabel, params),
+            "params.conditions[0].text is not for model 'digits', which reads no text; leave it "
+            "out");
+  params.clear_conditions();
+  params.add_conditions()->set_negative_text("a blur");
+  EXPECT_EQ(said(ClassCondition::kLabel, params),
+            "params.conditions[0].negative_text is not for model 'digits', which reads no text; "
+            "use class_label");
 }
 
 TEST(TranslateTest, NoiseComesWithAndWithoutCount) {
