@@ -6,7 +6,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -16,6 +15,7 @@
 
 #include "engine/core/address.h"
 #include "engine/core/config_reader.h"
+#include "engine/core/decimal.h"
 #include "server/models/model_roots.h"
 #include "server/security/clients.h"
 #include "server/status/name.h"
@@ -255,28 +255,7 @@ CLI::Validator Number(double low, double high, const char* unit = "NUMBER") {
 
 /// CLI11 reads whole numbers as C does: "0100" as 64, "0x10" as 16.
 CLI::Validator Decimal() {
-  return CLI::Validator(
-      [](std::string& text) {
-        const size_t digits = std::min(text.find_first_not_of("+- \t\n\v\f\r"), text.size());
-        const std::string number = text.substr(digits);
-        const std::string sign = text.find('-') < digits ? "-" : "";
-        if (number.size() < 2 || number[0] != '0') return std::string();
-        if (number.find_first_not_of("0123456789") == std::string::npos) {
-          const size_t first = std::min(number.find_first_not_of('0'), number.size() - 1);
-          return fmt::format("{} begins with a zero, which could mean octal; write {}{}", text,
-                             sign, number.substr(first));
-        }
-        const char base = absl::ascii_tolower(static_cast<unsigned char>(number[1]));
-        if (base != 'x' && base != 'b') return std::string();
-        uint64_t value = 0;
-        const char* const end = number.data() + number.size();
-        const auto [read, error] =
-            std::from_chars(number.data() + 2, end, value, base == 'x' ? 16 : 2);
-        if (read != end || error != std::errc()) return std::string();  // refused later
-        return fmt::format("{} is {}; write {}{}", text, base == 'x' ? "hexadecimal" : "binary",
-                           sign, value);
-      },
-      "");
+  return CLI::Validator([](std::string& text) { return NotDecimal(text); }, "");
 }
 
 /// An option whose values have names. CLI::CheckedTransformer would replace the names by numbers,

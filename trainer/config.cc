@@ -5,7 +5,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
@@ -14,6 +13,7 @@
 
 #include "engine/core/address.h"
 #include "engine/core/config_reader.h"
+#include "engine/core/decimal.h"
 #include "trainer/version.h"
 
 namespace denoised::trainer {
@@ -226,23 +226,18 @@ void CheckNumbers(CLI::App& app) {
       [](std::string& text) {
         double number = 0;
         if (text.empty()) return std::string("the value is empty; use a number");
-        // CLI11 reads 010 as 8 and 0x10 as 16.
-        const size_t digits = text[0] == '-' || text[0] == '+';
-        if (text.size() > digits + 1 && text[digits] == '0' && std::isalnum(text[digits + 1]) &&
-            text[digits + 1] != 'e' && text[digits + 1] != 'E')
-          return fmt::format(
-              "{} begins with a zero, as octal and hexadecimal numbers do; write it "
-              "without",
-              text);
         // What is no number at all is refused later.
         if (!CLI::detail::lexical_cast(text, number) || std::isfinite(number)) return std::string();
         return fmt::format("{} is not a finite number", text);
       },
       "");
+  // As C does, CLI11 reads 010 as 8. Transforms run before checks, which would judge the 8.
+  const CLI::Validator decimal([](std::string& text) { return NotDecimal(text); }, "");
   for (CLI::Option* const option : app.get_options({})) {
     const std::string type = option->get_type_name();
     for (const char* const number : {"FLOAT", "INT", "UINT"})
       if (type.starts_with(number)) option->check(check);
+    if (type.starts_with("INT") || type.starts_with("UINT")) option->transform(decimal);
   }
 }
 

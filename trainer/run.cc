@@ -674,10 +674,9 @@ absl::Status Session::Loop() {
   if (stopped && first()) Say("stopped by a signal after step {}", step_);
   if (!stopped && 2 * skipped_ > step_)
     return FailedPrecondition(
-        "the gradient was not finite in {} of {} steps, which changed nothing: the model has "
-        "hardly "
-        "learned. Lower --learning-rate or raise --warmup-steps, and start anew in another "
-        "--output",
+        "the gradient was not finite in {} of {} steps, so these changed nothing, and hardly "
+        "anything was learned. Lower --learning-rate or raise --warmup-steps, and start anew in "
+        "another --output",
         skipped_, step_);
   return absl::OkStatus();
 }
