@@ -59,6 +59,8 @@ const std::vector<Case> kCases = {{3, 32, 32, 128, 0, 128, 3},
                                   {2, 16, 16, 64, 0, 128, 3, 1, false, false, 64, 0},
                                   {70, 4, 4, 320, 64, 320, 3, 1, false, false, 72, 0},
                                   {3, 8, 8, 256, 0, 1280, 3},
+                                  {3, 8, 8, 128, 0, 1280, 3},
+                                  {2, 32, 32, 64, 0, 1280, 3},
                                   {5, 8, 8, 256, 0, 1280, 3, 1, false, false, 128, 72},
                                   {3, 4, 4, 256, 64, 1288, 3, 1, false, false, 72, 0},
                                   {5, 1, 33, 1536, 0, 1288, 1},
@@ -122,6 +124,9 @@ TEST(HopperCandidatesTest, SplitsFollowFromOneImage) {
         const HopperTileSpec& spec = SpecOf(candidate.plan.tile);
         if (!spec.IsPersistent()) {
           EXPECT_EQ(candidate.plan.splits % candidate.plan.cluster, 0) << NameOf(candidate.plan);
+          EXPECT_TRUE(spec.split_k != SplitK::kEach ||
+                      candidate.plan.splits == candidate.plan.cluster)
+              << NameOf(candidate.plan);
         } else if (spec.loader == Loader::kHaloTile) {
           // They read conv.add by whole boxes, without looking where its row ends.
           EXPECT_EQ(conv.outputs % spec.BoxOutputs(), 0) << NameOf(candidate.plan);
@@ -138,7 +143,7 @@ TEST(HopperCandidatesTest, SplitsFollowFromOneImage) {
   }
   size_t all = 0;
   for (const HopperTileSpec& spec : kTiles) {
-    const bool over_cluster = spec.split_k == SplitK::kCluster;
+    const bool over_cluster = spec.split_k == SplitK::kCluster || spec.split_k == SplitK::kEach;
     // In clusters of 2, 4 and 8, or of 2.
     all += 1 + (spec.cost.Multicasts() ? 1 : 0) + (over_cluster ? spec.IsPersistent() ? 1 : 3 : 0);
   }

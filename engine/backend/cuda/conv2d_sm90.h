@@ -24,8 +24,8 @@ constexpr int kMinStepsSplitOverCluster = 16;
 struct HopperPlan {
   HopperTile tile = kTile64x64;
   int splits = 1;  // split-K: a power of two
-  /// CTAs of a cluster. With SplitK::kCluster they divide the splits among them; in other tiles
-  /// they multicast weights.
+  /// CTAs of a cluster. With SplitK::kCluster and kEach they divide the splits among them; in other
+  /// tiles they multicast weights.
   int cluster = 1;
 };
 

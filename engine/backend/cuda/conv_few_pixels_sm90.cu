@@ -3,11 +3,11 @@
 // conv3x3_sm90.cu with small CTA tiles and split-K over a cluster, so that few pixels fill the
 // device.
 //
-// Policy. The CTA tile is 64 or 128 pixels × 64 outputs. The layer's splits of k are shared by the
-// CTAs of a cluster: one each if there are few tiles, all in one CTA if there are many. CTAs are
-// not persistent: each computes its splits, sends the partial sums to the CTAs that own the outputs
-// (st.async), adds the received ones in the order of the splits, and ends. Which CTA adds does not
-// affect the bits.
+// Policy. The CTA tile is 64 or 128 pixels × 64 outputs, or 128 × 128. The layer's splits of k are
+// shared by the CTAs of a cluster: one each if there are few tiles or 128 outputs, otherwise all in
+// one CTA if there are many tiles. CTAs are not persistent: each computes its splits, sends the
+// partial sums to the CTAs that own the outputs (st.async), adds the received ones in the order of
+// the splits, and ends. Which CTA adds does not affect the bits.
 //
 // A consumer warpgroup for each 64 pixels, and two producer warps: a thread for weights and one for
 // inputs, because a single thread would issue loads more slowly than a consumer multiplies. Inputs
@@ -27,8 +27,6 @@ namespace denoised::cuda {
 namespace {
 
 constexpr int kPixels = 64, kConsumers = 128;  // pixels and threads of a consumer warpgroup
-constexpr int kOutputs = 64;
-constexpr int kAccumulators = kPixels * kOutputs / kConsumers;  // per thread
 constexpr int kPitch = kSubtileEdge + 2, kHaloTilePixels = kPitch * kPitch;
 constexpr int kHaloTileSlot = 13 * 1024, kHaloTileBytes = kHaloTilePixels * kStepBytes;
 static_assert(kHaloTileBytes <= kHaloTileSlot);
@@ -41,7 +39,10 @@ struct Tile {
   static constexpr HopperTileSpec kSpec = kTiles[kRow];
   static constexpr bool kInHaloTiles = kSpec.loader == Loader::kHaloTile, kShortcut = kShortcut_;
   static constexpr int kGroups = kSpec.kernel.consumers;
-  static_assert(kSpec.m == kGroups * kPixels && kSpec.n == kOutputs);
+  static constexpr int kOutputs = kSpec.n;
+  static constexpr int kAccumulators = kPixels * kOutputs / kConsumers;  // per thread
+  static constexpr int kLogBlocks = BinaryLogarithm(kOutputs / 8);       // blocks of eight outputs
+  static_assert(kSpec.m == kGroups * kPixels);
   using P = HaloTiles<kShortcut, kGroups * kHaloTileSlot, kGroups * kShortcutSlot>;
   using Step = StepAt<kShortcut, kInHaloTiles ? kTaps : 0>;
   static constexpr int kWindowed = kInHaloTiles ? P::kWindowed : 0;
@@ -66,8 +67,11 @@ struct Tile {
 /// Two CTAs fit on an SM, the second of this launch or the next. The next launch can load its first
 /// weights and instructions early only if it fits beside this one.
 constexpr int kMostBytes = 228 * 1024 / 2 - 1024;
-/// With many steps and an SM to itself, a CTA gains more from a longer pipeline.
-constexpr int kMostBytesAlone = 190 * 1024, kManySteps = 12;
+/// With many steps and an SM to itself, a CTA gains more from a longer pipeline. With 128 outputs
+/// it needs all memory for a pipeline that is long enough.
+template <typename T>
+constexpr int kMostBytesAlone = (T::kOutputs > 64 ? 227 : 190) * 1024;
+constexpr int kManySteps = 12;
 
 struct Params {
   CUtensorMap x, x2, weight;
@@ -89,8 +93,9 @@ struct Params {
 __host__ __device__ constexpr int SlotsOf(int log_splits, int log_cluster) {
   return 1 + (((1 << log_cluster) - 1) << (log_splits - log_cluster));
 }
-__host__ __device__ constexpr int SlotBytes(int log_cluster) {
-  return kPixels * kOutputs * 4 >> log_cluster;
+/// `outputs`: of the tile.
+__host__ __device__ constexpr int SlotBytes(int outputs, int log_cluster) {
+  return kPixels * outputs * 4 >> log_cluster;
 }
 
 struct TileAt {
@@ -101,7 +106,7 @@ struct TileAt {
 /// The part of a group.
 template <typename T>
 __device__ inline TileAt TileOf(const Params& params, int index, int group) {
-  const int m = index / params.n_tiles, n0 = index % params.n_tiles * kOutputs;
+  const int m = index / params.n_tiles, n0 = index % params.n_tiles * T::kOutputs;
   if constexpr (T::kInHaloTiles) {
     const int of_all = m * T::kGroups + group, subtile = of_all % params.subtiles;
     return {0,
@@ -251,7 +256,7 @@ struct Cta {
         splits(1 << (params.log_splits - params.log_cluster)),
         first_step(BeginOf(rank * splits)),
         end_step(BeginOf((rank + 1) * splits)),
-        mine(kOutputs / 8 >> params.log_cluster) {}
+        mine(T::kOutputs / 8 >> params.log_cluster) {}
 
   __device__ int BeginOf(int split) const { return steps * split >> log_splits; }
   __device__ unsigned char* WeightsOf(int stage) const { return ring + stage * T::kStageBytes; }
@@ -279,7 +284,7 @@ __device__ inline void InitBarriers(const Cta<T>& cta, const Params& params) {
   if (params.log_cluster > 0) {
     const int own = cta.rank == 0 ? 1 : cta.splits;
     ArriveExpectTx(cta.received, (SlotsOf(params.log_splits, params.log_cluster) - own) *
-                                     T::kGroups * SlotBytes(params.log_cluster));
+                                     T::kGroups * SlotBytes(T::kOutputs, params.log_cluster));
   }
 }
 
@@ -407,7 +412,7 @@ __device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& co
 template <typename T, typename Finish>
 __device__ inline void Multiply(const Cta<T>& cta, const Conv2dLaunch& conv, const Params& params,
                                 int group, int thread, uint64_t* halo_tile_ready,
-                                float (&accumulators)[kAccumulators], const Finish& finish) {
+                                float (&accumulators)[T::kAccumulators], const Finish& finish) {
   const bool leads = thread == 0;
   const typename T::Step first(conv, params, cta.first_step);
   int stage = 0, parity = 0, slot = 0, halo_tile_round = 0, previous = -1;
@@ -501,12 +506,12 @@ __device__ inline void Multiply(const Cta<T>& cta, const Conv2dLaunch& conv, con
 /// threads] of four values. `received`: the group's in this CTA.
 template <typename T>
 __device__ inline void SendPartials(const Cta<T>& cta, const Params& params, float4* received,
-                                    int thread, int split, const float (&total)[kAccumulators]) {
+                                    int thread, int split, const float (&total)[T::kAccumulators]) {
   const int to_slot = cta.rank == 0 ? 0 : 1 + (cta.rank - 1) * cta.splits + split;
   float4* const to = received + to_slot * cta.mine * kConsumers + thread;
 #pragma unroll
-  for (int j = 0; j < kOutputs / 8; ++j) {
-    const int owner = j >> (3 - params.log_cluster);
+  for (int j = 0; j < T::kOutputs / 8; ++j) {
+    const int owner = j >> (T::kLogBlocks - params.log_cluster);
     float4* const at = to + (j & (cta.mine - 1)) * kConsumers;
     const float4 four = {total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]};
     if (owner != cta.rank) {
@@ -666,7 +671,8 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
     }
   }
 
-  float accumulators[kAccumulators], total[kAccumulators];
+  float accumulators[T::kAccumulators];
+  float total[T::kAccumulators];  // of several splits
   InitAccumulators(rank == 0 ? params.bias : nullptr, tile.n0, accumulators);
   WaitForPredecessors();  // their output is read and overwritten from here on
   // The next convolution can load its weights during the norm.
@@ -674,7 +680,7 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
   Outputs::Residuals residuals;
   if constexpr (kNormRun == 0) outputs.LoadResiduals(0, residuals);
   constexpr int kAdds = T::kInHaloTiles ? 1 : 2;  // a halo tile is of one image
-  uint32_t add[kAdds][kAccumulators / 4];
+  uint32_t add[kAdds][T::kAccumulators / 4];
   const bool adds = rank == 0 && params.add.data != nullptr;
   if (adds) {
 #pragma unroll
@@ -690,16 +696,20 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
 #pragma unroll
       for (int h = 0; h < 2; ++h) AddPerImage(add[kAdds == 1 ? 0 : h], h, accumulators);
     }
-    // The first CTA adds its splits in registers; the others send them one by one.
-    const bool continues = rank == 0 && split > 0;
-#pragma unroll
-    for (int i = 0; i < kAccumulators; ++i) {
-      total[i] = continues ? total[i] + accumulators[i] : accumulators[i];
-      accumulators[i] = 0;
-    }
     if (clustered && split == 0) WaitForCluster();  // all its CTAs have started
-    if (rank > 0 || split == cta.splits - 1)
-      SendPartials(cta, params, received, thread, split, total);
+    if constexpr (T::kSpec.split_k == SplitK::kEach) {
+      SendPartials(cta, params, received, thread, split, accumulators);
+    } else {
+      // The first CTA adds its splits in registers; the others send them one by one.
+      const bool continues = rank == 0 && split > 0;
+#pragma unroll
+      for (int i = 0; i < T::kAccumulators; ++i) {
+        total[i] = continues ? total[i] + accumulators[i] : accumulators[i];
+        accumulators[i] = 0;
+      }
+      if (rank > 0 || split == cta.splits - 1)
+        SendPartials(cta, params, received, thread, split, total);
+    }
   });
 
   if (kNormRun == 0) ReleaseDependents();
@@ -751,26 +761,29 @@ cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Que
   } else {
     params.m_tiles = FastDivmod((params.grid.pixels + T::kSpec.m - 1) / T::kSpec.m);
   }
-  params.n_tiles = FastDivmod((conv.outputs + kOutputs - 1) / kOutputs);
+  params.n_tiles = FastDivmod((conv.outputs + T::kOutputs - 1) / T::kOutputs);
   params.log_splits = BinaryLogarithm(plan.splits);
   params.log_cluster = BinaryLogarithm(plan.cluster);
   const int norm_run = NormRunOf(conv);
   const int of_group =
-      SlotsOf(params.log_splits, params.log_cluster) * SlotBytes(params.log_cluster) +
-      (norm_run > 0 ? kOutputs * sizeof(float2) >> params.log_cluster : 0);
+      SlotsOf(params.log_splits, params.log_cluster) * SlotBytes(T::kOutputs, params.log_cluster) +
+      (norm_run > 0 ? T::kOutputs * sizeof(float2) >> params.log_cluster : 0);
   const int64_t tiles = int64_t{params.grid.phases} * params.m_tiles.value * params.n_tiles.value;
   // 128 pixels leave no room for a second CTA.
   const bool alone = T::kGroups > 1 || (tiles * plan.cluster <= queue.multiprocessors &&
                                         StepsOf(conv) > kManySteps * plan.cluster);
   const int others = T::kAllHaloTileBytes + T::kBarriers * 8 + T::kGroups * of_group;
-  // Two CTAs with four splits each receive the most.
-  static_assert(T::kGroups == 1 ||
-                (kMaxSplits == 8 && T::kAllHaloTileBytes + T::kBarriers * 8 +
-                                            T::kGroups * SlotsOf(3, 1) * SlotBytes(1) +
-                                            2 * T::kStageBytes <=
-                                        kMostBytesAlone));
+  // With one split each, all clusters receive as much; otherwise two CTAs with four splits each
+  // receive the most.
+  constexpr int kMostReceived = T::kSpec.split_k == SplitK::kEach
+                                    ? SlotBytes(T::kOutputs, 0)
+                                    : SlotsOf(3, 1) * SlotBytes(T::kOutputs, 1);
+  static_assert(kMaxSplits == 8 &&
+                (T::kGroups == 1 || T::kAllHaloTileBytes + T::kBarriers * 8 +
+                                            T::kGroups * kMostReceived + 2 * T::kStageBytes <=
+                                        kMostBytesAlone<T>));
   params.stages =
-      std::min(T::kStages, ((alone ? kMostBytesAlone : kMostBytes) - others) / T::kStageBytes);
+      std::min(T::kStages, ((alone ? kMostBytesAlone<T> : kMostBytes) - others) / T::kStageBytes);
   params.bias = conv.bias;
   params.add = conv.add;
   if (norm_run > 0) {
@@ -785,7 +798,7 @@ cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Que
                            : EncodeInputs(map, rows, channels, conv, params.grid,
                                           params.grid.flat || shortcut, T::kSpec.m);
   };
-  const CUresult result = EncodeDepth(&params, conv, kOutputs, encode);
+  const CUresult result = EncodeDepth(&params, conv, T::kOutputs, encode);
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   return LaunchDependent(
@@ -808,10 +821,11 @@ cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue
 template <Loader kLoader>
 cudaError_t Load() {
   return ForEachRow<Family::kFewPixels, kLoader>([](auto row) {
-    cudaError_t error = LoadKernel(KernelOf<Tile<row, true>>(0), kMostBytesAlone);
+    constexpr int kMost = kMostBytesAlone<Tile<row, false>>;
+    cudaError_t error = LoadKernel(KernelOf<Tile<row, true>>(0), kMost);
     for (int norm_run : {0, 2, 4, 8}) {
       Kernel* const kernel = KernelOf<Tile<row, false>>(norm_run);
-      if (error == cudaSuccess && kernel != nullptr) error = LoadKernel(kernel, kMostBytesAlone);
+      if (error == cudaSuccess && kernel != nullptr) error = LoadKernel(kernel, kMost);
     }
     return error;
   });
@@ -831,13 +845,14 @@ bool SuitsOutputNorm(const ConvLayer& conv) {
 
 cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue) {
+  const HopperTileSpec& spec = SpecOf(plan.tile);
   const bool powers = plan.splits == 1 << BinaryLogarithm(plan.splits) &&
                       plan.cluster == 1 << BinaryLogarithm(plan.cluster);
   if (!powers || plan.cluster > plan.splits || plan.splits > kMaxSplits ||
-      !HasVectorOutputs(conv) || (conv.output_norm.gamma != nullptr && !SuitsOutputNorm(conv))) {
+      (spec.split_k == SplitK::kEach && plan.cluster != plan.splits) || !HasVectorOutputs(conv) ||
+      (conv.output_norm.gamma != nullptr && !SuitsOutputNorm(conv))) {
     return cudaErrorInvalidValue;
   }
-  const HopperTileSpec& spec = SpecOf(plan.tile);
   if ((conv.input_factors != nullptr && !spec.FusesInputNorm()) ||
       (conv.output_norm.gamma != nullptr && !spec.FusesOutputNorm())) {
     return cudaErrorInvalidValue;

@@ -29,6 +29,7 @@ enum class SplitK : uint8_t {
   kNone,     // nowhere: there is one split
   kCta,      // one CTA has all splits
   kCluster,  // in a CTA or a cluster; with kCooperative two CTAs, one split each
+  kEach,     // in a cluster, one split each
 };
 
 struct HopperKernelSpec {
@@ -100,6 +101,10 @@ constexpr HopperTileSpec kTiles[] = {
      {14, 2, 320}, {{0.02, 0.25, 2.5}, {}, 0.23}},
     {Loader::kHaloTile, Schedule::kClusterSplitK, SplitK::kCluster, 128, 64,
      {14, 2, 320}, {{0.01, 0.245, 2.7}, {}, 0.29}},
+    {Loader::kIm2col,   Schedule::kClusterSplitK, SplitK::kEach,    128, 128,
+     {5, 2, 320}, {{0.5, 0.36, 4.0}}},
+    {Loader::kHaloTile, Schedule::kClusterSplitK, SplitK::kEach,    128, 128,
+     {5, 2, 320}, {{0.5, 0.36, 6.0}}},
     {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kNone,    128, 32,
      {5, 2, 384, 232, 40}, {{0.68, 0.358, 0.78}}},
     {Loader::kIm2col,   Schedule::kCooperative,   SplitK::kCta,     128, 128,

@@ -141,9 +141,10 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
     const bool multicasts_free = spec.cost.Multicasts() && tiles_of(1) == tiles_of(2);
     if (conv.outputs <= kFewOutputs || !multicasts_free) {
       const bool splits_over_cluster =
-          spec.split_k == SplitK::kCluster &&
+          (spec.split_k == SplitK::kCluster || spec.split_k == SplitK::kEach) &&
           (!spec.IsPersistent() || (splits == 2 && steps >= kMinStepsSplitOverCluster));
-      for (int cluster = 1; cluster <= (splits_over_cluster ? splits : 1); cluster *= 2) {
+      const int first = spec.split_k == SplitK::kEach ? splits : 1;
+      for (int cluster = first; cluster <= (splits_over_cluster ? splits : 1); cluster *= 2) {
         add(cluster, spec.cost.single, splits_over_cluster, tiles_of(1));
       }
     }
