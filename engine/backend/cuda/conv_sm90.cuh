@@ -488,7 +488,8 @@ inline CUresult EncodeInputs(CUtensorMap* map, const Rows& rows_of, int channels
 }
 
 /// A weight [phases, outputs, taps, channels] in boxes of one step × `outputs_at_once`. `stride`:
-/// elements from one output to the next.
+/// elements from one output to the next. They come from memory 128 bytes at a time: with 256, few
+/// pixels wait longer for them, in 3×3 layers 6 to 13 % (docs/kernels-measured.md).
 inline CUresult EncodeWeight(CUtensorMap* map, const void* weight, int stride, int channels,
                              int taps, int outputs, int phases, int outputs_at_once) {
   const cuuint64_t row_bytes = static_cast<cuuint64_t>(stride) * 2;
@@ -500,7 +501,7 @@ inline CUresult EncodeWeight(CUtensorMap* map, const void* weight, int stride, i
   return GetTensorMapEncoders().tiled(
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(weight), dims, strides, box,
       element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 /// Sets the fields of `params` about k: chunks, sources and weights, the latter in boxes of
