@@ -8,27 +8,27 @@
 namespace denoised::cuda {
 namespace {
 
-/// The maximum number of candidates to measure, and of the expected cost of each, as a multiple of
-/// the cheapest. In a model, long launches reach the device's power limit, which slows them down; a
-/// measurement is too short for that. So the more candidates are measured, the more likely one is
-/// chosen that is slower in a model (docs/kernels-measured.md).
+/// In a model, long launches reach the device's power limit, which slows them down; a measurement
+/// is too short for that. So the more candidates are measured, and the less they must gain, the
+/// more likely one is chosen that is slower in a model (docs/kernels-measured.md).
 struct Attempts {
-  size_t most;
-  double cost;
+  size_t most;     // candidates
+  double cost;     // expected, as a multiple of the cheapest candidate's
+  double clearly;  // another is chosen if it takes less than this part of the first one's time
 };
-constexpr Attempts kShort = {10, 2.0}, kLong = {4, 1.5};
+constexpr Attempts kShort = {10, 2.0, 0.985}, kLong = {4, 1.5, 0.96};
 constexpr double kLongMicroseconds = 30;
+Attempts AttemptsFor(double microseconds) {
+  return microseconds < kLongMicroseconds ? kShort : kLong;
+}
 /// A candidate is launched repeatedly in a graph, so that only the device's time counts and
 /// launches overlap as they do in a model. Successive launches use different operands, so that
 /// caches hold no more of them than they would in the model.
 constexpr double kGraphMicroseconds = 100;
-constexpr int kRounds = 3;
-/// Another candidate must be this much faster than the first, because repeated launches do not
-/// behave quite as in a model. With 0.98, a model lost time to choices that seemed to gain 3 %.
-constexpr double kClearly = 0.96;
+constexpr int kRounds = 8;
 
 Candidates Contenders(const Candidates& candidates) {
-  const Attempts& attempts = candidates[0].microseconds < kLongMicroseconds ? kShort : kLong;
+  const Attempts attempts = AttemptsFor(candidates[0].microseconds);
   Candidates contenders;
   for (const Candidate& candidate : candidates) {
     if (contenders.size() < attempts.most &&
@@ -97,8 +97,9 @@ absl::StatusOr<size_t> Tuner::Fastest(const std::string& what, const std::vector
   const auto fastest =
       std::min_element(runners.begin(), runners.end(),
                        [](const Runner& a, const Runner& b) { return a.best < b.best; });
-  const bool clearly = fastest->best < kClearly * runners[0].best;
-  return clearly ? static_cast<size_t>(fastest - runners.begin()) : 0;
+  const double clearly = AttemptsFor(contenders[0].microseconds).clearly;
+  return fastest->best < clearly * runners[0].best ? static_cast<size_t>(fastest - runners.begin())
+                                                   : 0;
 }
 
 const Candidate& Tuner::Choose(const std::string& what, const Candidates& candidates,
