@@ -14,9 +14,10 @@
 /// start early; without the call, it starts when this kernel ends. Wherever the call is, the next
 /// kernel sees memory as it is at this kernel's end.
 ///
-/// Long kernels (convolutions, attention) call it when their last loads are issued. Group norms and
-/// layer norms, which are short and come before a kernel that can load weights, call it at their
-/// start. If all kernels did, many would wait on the SMs (docs/kernels.md).
+/// Long kernels (convolutions, attention) call it when their last loads are issued. Norms,
+/// embeddings and linears of few rows, which are short and come before a kernel that can load
+/// weights, call it at their start. If all kernels did, many would wait on the SMs
+/// (docs/kernels.md).
 ///
 /// In every kernel launched by LaunchDependent(), each block has threads that wait, on every path.
 /// So no kernel ends before its predecessors, which makes the order transitive. Kernels launched

@@ -24,11 +24,11 @@ __device__ void StoreSineOrCosine(const Rows& out, int row, int i, int half, boo
 
 // diffusers' get_timestep_embedding: t · scale · max_period^(−i / (half − freq_shift)).
 __global__ void TimestepEmbeddingKernel(const __grid_constant__ TimestepEmbeddingLaunch embedding) {
+  ReleaseDependents();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   const int half = embedding.dim / 2, k = i < half ? i : i - half;
   const double frequency = exp(-log(embedding.max_period) * k / (half - embedding.freq_shift));
   WaitForPredecessors();  // most of the work is done before
-  ReleaseDependents();
   if (i >= embedding.dim) return;
   const double angle = embedding.t[row] * frequency * embedding.scale;
   StoreSineOrCosine(embedding.out, row, i, half, embedding.flip_sin_to_cos, angle);
@@ -36,11 +36,11 @@ __global__ void TimestepEmbeddingKernel(const __grid_constant__ TimestepEmbeddin
 
 // diffusers' GaussianFourierProjection: 2π · weight · t, or of ln t.
 __global__ void FourierEmbeddingKernel(const __grid_constant__ FourierEmbeddingLaunch embedding) {
+  ReleaseDependents();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   const int half = embedding.dim / 2, k = i < half ? i : i - half;
   const double frequency = i < 2 * half ? 6.283185307179586 * embedding.weight[k] : 0.0;
   WaitForPredecessors();
-  ReleaseDependents();
   if (i >= embedding.dim) return;
   const double t = embedding.log ? log(static_cast<double>(embedding.t[row])) : embedding.t[row];
   StoreSineOrCosine(embedding.out, row, i, half, embedding.flip_sin_to_cos, frequency * t);
@@ -48,8 +48,8 @@ __global__ void FourierEmbeddingKernel(const __grid_constant__ FourierEmbeddingL
 
 __global__ void EmbeddingKernel(Rows table, int entries, int dim, const int32_t* index,
                                 const float* number, Rows out) {
-  WaitForPredecessors();
   ReleaseDependents();
+  WaitForPredecessors();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= dim) return;
   const int wanted = number != nullptr ? __float2int_rn(number[row]) : index[row];

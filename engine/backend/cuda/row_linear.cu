@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(kThreads)
     RowLinearKernel(const __grid_constant__ Conv2dLaunch linear) {
   constexpr int kRows = 16 * kTiles, kColumns = 8 * kGroups;
   __shared__ float sums[kWarps][16][kColumns];
+  ReleaseDependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = blockIdx.y * kRows, first_column = blockIdx.x * kColumns;
   const int chunks = linear.weight_stride / kChunk;
@@ -61,7 +62,6 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (!waited) {
       WaitForPredecessors();
-      ReleaseDependents();
       waited = true;
     }
     uint4 a[kAhead][kTiles][2];
