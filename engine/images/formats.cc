@@ -20,11 +20,11 @@ const char* MimeType(FileFormat format) {
 }
 
 absl::StatusOr<std::string> EncodeFile(const Tensor& image, FileFormat format, int quality,
-                                       const TextEntries& texts) {
-  const Pixels pixels = ToPixels(image);
+                                       const TextEntries& texts, const ParallelFor& parallel_for) {
+  const Pixels pixels = ToPixels(image, parallel_for);
   switch (format) {
     case FileFormat::kPng:
-      return EncodePng(pixels, texts);
+      return EncodePng(pixels, texts, parallel_for);
     case FileFormat::kJpeg:
       return EncodeJpeg(pixels, quality);
     case FileFormat::kWebp:

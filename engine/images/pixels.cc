@@ -83,17 +83,26 @@ absl::Status CheckSize(const char* format, int64_t width, int64_t height, int64_
   return reserve == nullptr ? absl::OkStatus() : reserve(width * height * bytes_per_pixel);
 }
 
-std::vector<uint8_t> ToBytes(const Tensor& image) {
-  std::vector<uint8_t> bytes(image.elements());
-  Quantise(image.as<float>(), image.elements(), bytes.data());
+void OneByOne(int count, const std::function<void(int)>& task) {
+  for (int i = 0; i < count; ++i) task(i);
+}
+
+std::vector<uint8_t> ToBytes(const Tensor& image, const ParallelFor& parallel_for) {
+  constexpr int64_t kAtOnce = 200'000;  // as png.cc
+  const int64_t count = image.elements();
+  std::vector<uint8_t> bytes(count);
+  parallel_for(static_cast<int>((count + kAtOnce - 1) / kAtOnce), [&](int i) {
+    const int64_t begin = i * kAtOnce;
+    Quantise(image.as<float>() + begin, std::min(kAtOnce, count - begin), bytes.data() + begin);
+  });
   return bytes;
 }
 
-Pixels ToPixels(const Tensor& image) {
+Pixels ToPixels(const Tensor& image, const ParallelFor& parallel_for) {
   DENOISED_CHECK(image.shape().rank() == 3 && (image.dim(2) == 1 || image.dim(2) == 3), "shape {}",
                  image.shape().ToString());
   return {static_cast<int>(image.dim(1)), static_cast<int>(image.dim(0)),
-          static_cast<int>(image.dim(2)), ToBytes(image)};
+          static_cast<int>(image.dim(2)), ToBytes(image, parallel_for)};
 }
 
 Tensor FromPixels(const Pixels& pixels, int channels) {

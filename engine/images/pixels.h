@@ -18,6 +18,12 @@ struct Pixels {
   std::vector<uint8_t> samples;
 };
 
+/// Calls task(0) … task(count − 1), in any order and on any threads, and returns when all have
+/// returned.
+using ParallelFor = std::function<void(int count, const std::function<void(int)>& task)>;
+/// On the calling thread.
+void OneByOne(int count, const std::function<void(int)>& task);
+
 /// Decoders call it after reading a file's header, before unpacking, with the peak memory that they
 /// need. If it returns an error, the decoder returns that.
 using ReserveMemory = std::function<absl::Status(int64_t bytes)>;
@@ -29,10 +35,10 @@ absl::Status CheckSize(const char* format, int64_t width, int64_t height, int64_
                        int64_t bytes_per_pixel, const ReserveMemory& reserve);
 
 /// [−1, 1] to [0, 255], rounded, clipped; NaN becomes 0. `image` is F32 [H, W, C] on the host.
-std::vector<uint8_t> ToBytes(const Tensor& image);
+std::vector<uint8_t> ToBytes(const Tensor& image, const ParallelFor& parallel_for = OneByOne);
 
 /// The same for images that files can hold. CHECKs that there are 1 or 3 channels.
-Pixels ToPixels(const Tensor& image);
+Pixels ToPixels(const Tensor& image, const ParallelFor& parallel_for = OneByOne);
 
 /// F32 [H, W, channels] in [−1, 1]. Grey becomes RGB by repetition, RGB becomes grey as Rec. 601
 /// luma. CHECKs that `channels` is 1 or 3.

@@ -4,6 +4,7 @@
 #include <isa-l/crc.h>
 #include <isa-l/igzip_lib.h>
 #include <spng.h>
+#include <zlib.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -44,14 +45,14 @@ unsigned Subtract(const uint8_t* a, const uint8_t* b, size_t count, uint8_t* out
   return total;
 }
 
-/// The rows as PNG filters them: Sub or Up for each, whichever leaves the smaller differences. To
-/// choose among all five filters takes longer than the compression.
-Buffer FilterRows(const Pixels& pixels) {
+/// Rows `begin` to `end` as PNG filters them: Sub or Up for each, whichever leaves the smaller
+/// differences. To choose among all five filters takes longer than the compression.
+Buffer FilterRows(const Pixels& pixels, int begin, int end) {
   constexpr uint8_t kSub = 1, kUp = 2;
   const auto row = static_cast<size_t>(pixels.width) * pixels.channels;
-  Buffer filtered((row + 1) * pixels.height);
+  Buffer filtered((row + 1) * (end - begin));
   std::vector<uint8_t> up(row);
-  for (int y = 0; y < pixels.height; ++y) {
+  for (int y = begin; y < end; ++y) {
     const uint8_t* const here = pixels.samples.data() + y * row;
     uint8_t* const out = filtered.bytes.get() + filtered.size;
     filtered.size += row + 1;
@@ -66,12 +67,12 @@ Buffer FilterRows(const Pixels& pixels) {
   return filtered;
 }
 
-/// A zlib stream. docs/benchmarks.md compares ISA-L with zlib and libdeflate.
-absl::StatusOr<Buffer> Compress(const Buffer& in) {
+/// Blocks of deflate that end at a byte, so that others can follow. docs/benchmarks.md compares
+/// ISA-L with zlib and libdeflate.
+absl::StatusOr<Buffer> Compress(const Buffer& in, bool is_last) {
   // Enough for blocks that are stored, which is what ISA-L does with what it cannot shrink.
-  constexpr size_t kStoredBlock = 65535, kBlockHeader = 5, kZlibHeaderAndChecksum = 6;
-  const size_t room =
-      in.size + kBlockHeader * (in.size / kStoredBlock + 1) + kZlibHeaderAndChecksum;
+  constexpr size_t kStoredBlock = 65535, kBlockHeader = 5;
+  const size_t room = in.size + kBlockHeader * (in.size / kStoredBlock + 2);
   if (room > std::numeric_limits<int32_t>::max()) return Internal("too many for one chunk");
   Buffer out(room);
   isal_zstream stream{};  // isal_deflate_stateless_init() leaves hist_bits, the window, as it was
@@ -80,8 +81,9 @@ absl::StatusOr<Buffer> Compress(const Buffer& in) {
   stream.level = 1;
   stream.level_buf = tables.bytes.get();
   stream.level_buf_size = ISAL_DEF_LVL1_DEFAULT;
-  stream.gzip_flag = IGZIP_ZLIB;
-  stream.end_of_stream = 1;
+  stream.gzip_flag = IGZIP_DEFLATE;
+  stream.flush = FULL_FLUSH;
+  stream.end_of_stream = is_last ? 1 : 0;
   stream.next_in = in.bytes.get();
   stream.avail_in = static_cast<uint32_t>(in.size);
   stream.next_out = out.bytes.get();
@@ -93,16 +95,56 @@ absl::StatusOr<Buffer> Compress(const Buffer& in) {
   return out;
 }
 
+constexpr uint32_t kAdlerOfNothing = 1;
+
+/// Rows that are compressed by themselves.
+struct Band {
+  Buffer blocks{0};
+  size_t filtered_bytes = 0;
+  uint32_t adler = kAdlerOfNothing;  // of the filtered bytes
+};
+
+absl::StatusOr<std::vector<Band>> CompressInBands(const Pixels& pixels,
+                                                  const ParallelFor& parallel_for) {
+  // Matches end where a band begins: files grow by 0.1 % at most.
+  constexpr size_t kBandBytes = 200'000;
+  const size_t row = static_cast<size_t>(pixels.width) * pixels.channels + 1;
+  const int rows = static_cast<int>(std::clamp<size_t>(kBandBytes / row, 1, pixels.height));
+  const int count = (pixels.height + rows - 1) / rows;
+  std::vector<Band> bands(count);
+  std::vector<absl::Status> done(count);
+  parallel_for(count, [&](int i) {
+    const Buffer filtered = FilterRows(pixels, i * rows, std::min((i + 1) * rows, pixels.height));
+    absl::StatusOr<Buffer> blocks = Compress(filtered, /*is_last=*/i == count - 1);
+    done[i] = blocks.status();
+    if (!blocks.ok()) return;
+    bands[i] = {*std::move(blocks), filtered.size,
+                isal_adler32(kAdlerOfNothing, filtered.bytes.get(), filtered.size)};
+  });
+  for (const absl::Status& status : done) {
+    if (!status.ok()) {
+      return Internal("cannot encode {}×{} pixels as PNG: {}", pixels.width, pixels.height,
+                      std::string(status.message()));
+    }
+  }
+  return bands;
+}
+
 std::string BigEndian(uint32_t value) {
   std::string bytes;
   for (int shift = 24; shift >= 0; shift -= 8) bytes += static_cast<char>(value >> shift);
   return bytes;
 }
 
-void AppendChunk(std::string_view type, std::string_view data, std::string* file) {
-  *file += BigEndian(static_cast<uint32_t>(data.size()));
+/// `pieces` are the chunk's data, one after the other.
+void AppendChunk(std::string_view type, const std::vector<std::string_view>& pieces,
+                 std::string* file) {
+  size_t size = 0;
+  for (const std::string_view piece : pieces) size += piece.size();
+  *file += BigEndian(static_cast<uint32_t>(size));
   const size_t begin = file->size();
-  file->append(type).append(data);
+  file->append(type);
+  for (const std::string_view piece : pieces) file->append(piece);
   *file += BigEndian(crc32_gzip_refl(0, reinterpret_cast<const uint8_t*>(file->data()) + begin,
                                      file->size() - begin));
 }
@@ -116,7 +158,7 @@ void AppendText(const std::string& keyword, const std::string& text, std::string
   // Not compressed, no language, no translated keyword.
   if (!plain) data += std::string(4, '\0');
   data += text;
-  AppendChunk(plain ? "tEXt" : "iTXt", data, file);
+  AppendChunk(plain ? "tEXt" : "iTXt", {data}, file);
 }
 
 Context NewContext() { return {spng_ctx_new(0), spng_ctx_free}; }
@@ -172,30 +214,38 @@ absl::StatusOr<std::vector<uint8_t>> Unpack(spng_ctx* context, int format) {
 
 }  // namespace
 
-absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& texts) {
+absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& texts,
+                                      const ParallelFor& parallel_for) {
   DENOISED_CHECK(pixels.width > 0 && pixels.height > 0, "{}×{} pixels", pixels.width,
                  pixels.height);
-  const absl::StatusOr<Buffer> rows = Compress(FilterRows(pixels));
-  if (!rows.ok()) {
-    return Internal("cannot encode {}×{} pixels as PNG: {}", pixels.width, pixels.height,
-                    std::string(rows.status().message()));
-  }
+  DENOISED_ASSIGN_OR_RETURN(const std::vector<Band> bands, CompressInBands(pixels, parallel_for));
   std::string file(kSignature);
   std::string header = BigEndian(pixels.width) + BigEndian(pixels.height);
   header += '\x8';  // bits
   header += static_cast<char>(pixels.channels == 1 ? SPNG_COLOR_TYPE_GRAYSCALE
                                                    : SPNG_COLOR_TYPE_TRUECOLOR);
   header += std::string(3, '\0');  // deflate, filters for each row, not interlaced
-  AppendChunk("IHDR", header, &file);
+  AppendChunk("IHDR", {header}, &file);
   // Before the picture, where programs find them that read no further.
   for (const auto& [keyword, text] : texts) {
     // An empty text says nothing.
     if (!text.empty()) AppendText(keyword, text, &file);
   }
+  // A zlib stream (RFC 1950): a header for a window of 32 KiB, the blocks, their checksum.
+  std::vector<std::string_view> stream = {"\x78\x01"};
+  uLong sum = kAdlerOfNothing;
+  size_t size = 0;
+  for (const Band& band : bands) {
+    stream.push_back({reinterpret_cast<const char*>(band.blocks.bytes.get()), band.blocks.size});
+    sum = adler32_combine(sum, band.adler, static_cast<z_off_t>(band.filtered_bytes));
+    size += band.blocks.size;
+  }
+  const std::string checksum = BigEndian(static_cast<uint32_t>(sum));
+  stream.push_back(checksum);
   constexpr size_t kChunk = 12;  // around its data
-  file.reserve(file.size() + kChunk + rows->size + kChunk);
-  AppendChunk("IDAT", {reinterpret_cast<const char*>(rows->bytes.get()), rows->size}, &file);
-  AppendChunk("IEND", "", &file);
+  file.reserve(file.size() + kChunk + size + 6 + kChunk);
+  AppendChunk("IDAT", stream, &file);
+  AppendChunk("IEND", {}, &file);
   return file;
 }
 

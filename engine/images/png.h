@@ -16,8 +16,10 @@ namespace denoised {
 using TextEntries = std::vector<std::pair<std::string, std::string>>;
 
 /// A PNG file, 8 bits a sample, with `texts` as tEXt chunks, or as iTXt where they are more than
-/// printable ASCII.
-absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& texts);
+/// printable ASCII. Bands of rows are compressed by `parallel_for`, whose threads do not affect the
+/// bytes.
+absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& texts,
+                                      const ParallelFor& parallel_for = OneByOne);
 
 /// The peak memory of the decoders: unpacked samples, up to RGBA, and the samples that it returns.
 inline constexpr int64_t kPngDecodingBytesPerPixel = 4 + 3;

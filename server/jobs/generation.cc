@@ -337,10 +337,17 @@ void Generation::OnDone(const absl::Status& status, const JobTiming& timing) {
   ScheduleDelivery();
 }
 
+ParallelFor Generation::OnWorkers() const {
+  return [workers = context_.workers](int count, const std::function<void(int)>& task) {
+    workers->ForEach(count, task);
+  };
+}
+
 void Generation::Encode(const ImageResult& image) {
   const auto start = Clock::now();
-  auto rendered = Render(image, image_rendering_,
-                         image_rendering_.metadata ? Metadata(job_, image) : TextEntries{});
+  auto rendered =
+      Render(image, image_rendering_,
+             image_rendering_.metadata ? Metadata(job_, image) : TextEntries{}, OnWorkers());
   context_.metrics->Encoded(job_.spec.model, FormatLabel(image_rendering_.format),
                             std::chrono::duration<double>(Clock::now() - start).count());
   bool deliver = false;
@@ -391,7 +398,7 @@ void Generation::Deliver() {
     std::vector<v1::PreviewEvent> previews;
     for (auto& [index, preview] : inbox.previews) {
       if (cancelled) break;
-      auto image = Render(preview.image, preview_rendering_, {});
+      auto image = Render(preview.image, preview_rendering_, {}, OnWorkers());
       // A preview that cannot be encoded is not worth failing for; the image itself will say so.
       if (!image.ok()) continue;
       v1::PreviewEvent& event = previews.emplace_back();

@@ -165,6 +165,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   /// Whether another preview of this image would exceed the rate limit.
   bool IsTooSoon(int image) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Encode(const ImageResult& image);
+  ParallelFor OnWorkers() const;
   /// True if there is something to deliver and nobody does: the caller must have Deliver run.
   bool TakeDelivery() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Has a worker run Deliver if need be.

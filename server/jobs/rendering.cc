@@ -89,7 +89,7 @@ TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
 }
 
 absl::StatusOr<v1::Image> Render(const ImageResult& result, const Rendering& rendering,
-                                 const TextEntries& texts) {
+                                 const TextEntries& texts, const ParallelFor& parallel_for) {
   const Tensor pixels =
       rendering.max_edge > 0 ? FitWithin(result.pixels, rendering.max_edge) : result.pixels;
   v1::Image image;
@@ -101,7 +101,7 @@ absl::StatusOr<v1::Image> Render(const ImageResult& result, const Rendering& ren
   if (IsFile(rendering.format)) {
     const FileFormat format = ToFileFormat(rendering.format);
     DENOISED_ASSIGN_OR_RETURN(std::string file,
-                              EncodeFile(pixels, format, rendering.quality, texts));
+                              EncodeFile(pixels, format, rendering.quality, texts, parallel_for));
     image.set_mime_type(MimeType(format));
     image.set_encoded(std::move(file));
     return image;
@@ -114,7 +114,7 @@ absl::StatusOr<v1::Image> Render(const ImageResult& result, const Rendering& ren
     tensor.set_data(pixels.data(), pixels.bytes());
   } else {
     tensor.set_data_type(v1::DATA_TYPE_UINT8);
-    const std::vector<uint8_t> bytes = ToBytes(pixels);
+    const std::vector<uint8_t> bytes = ToBytes(pixels, parallel_for);
     tensor.set_data(bytes.data(), bytes.size());
   }
   return image;

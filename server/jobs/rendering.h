@@ -26,8 +26,9 @@ const char* FormatLabel(v1::ImageFormat format);
 /// request therefore gives the same file, whatever its id.
 TextEntries Metadata(const EffectiveJob& job, const ImageResult& image);
 
-/// `image` as a message. Takes milliseconds: for worker threads.
+/// `image` as a message. Takes milliseconds: for worker threads. `parallel_for`: as EncodeFile's.
 absl::StatusOr<v1::Image> Render(const ImageResult& image, const Rendering& rendering,
-                                 const TextEntries& texts);
+                                 const TextEntries& texts,
+                                 const ParallelFor& parallel_for = OneByOne);
 
 }  // namespace denoised

@@ -2,6 +2,8 @@
 #include "server/jobs/worker_pool.h"
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
 #include <utility>
 
 #include "engine/core/available_cores.h"
@@ -57,6 +59,38 @@ void WorkerPool::Post(Priority priority, const std::string& client, std::functio
   wake_.NotifyOne();
 }
 
+void WorkerPool::ForEach(int count, const std::function<void(int)>& task) {
+  // Helpers that start when all is taken outlive the call, and `task`.
+  struct Shared {
+    const std::function<void(int)>* task;
+    int count;
+    std::atomic<int> taken = 0;
+    Mutex mutex;
+    ConditionVariable all;
+    int returned ABSL_GUARDED_BY(mutex) = 0;
+
+    void Help() {
+      for (int i = taken++; i < count; i = taken++) {
+        (*task)(i);
+        MutexLock lock(&mutex);
+        if (++returned == count) all.NotifyAll();
+      }
+    }
+  };
+  const auto shared = std::make_shared<Shared>();
+  shared->task = &task;
+  shared->count = count;
+  int helpers = 0;
+  {
+    MutexLock lock(&mutex_);
+    helpers = std::min(idle_, count - 1);
+  }
+  for (int i = 0; i < helpers; ++i) Post(Priority::kInteractive, [shared] { shared->Help(); });
+  shared->Help();
+  MutexLock lock(&shared->mutex);
+  while (shared->returned < count) shared->all.Wait(&shared->mutex);
+}
+
 bool WorkerPool::HasTask() const {
   return std::any_of(queues_.begin(), queues_.end(),
                      [](const Queue& queue) { return !queue.empty(); });
@@ -64,7 +98,9 @@ bool WorkerPool::HasTask() const {
 
 std::function<void()> WorkerPool::Take() {
   MutexLock lock(&mutex_);
+  ++idle_;
   while (!stopping_ && !HasTask()) wake_.Wait(&mutex_);
+  --idle_;
   if (!HasTask()) return nullptr;
   size_t next = kPriorities;
   for (size_t i = 0; i < kPriorities; ++i) {

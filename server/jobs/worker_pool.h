@@ -36,6 +36,9 @@ class WorkerPool {
   void Post(Priority priority, std::function<void()> task) { Post(priority, "", std::move(task)); }
   /// `client`: ClientKey of the client that it is for; empty: of none.
   void Post(Priority priority, const std::string& client, std::function<void()> task);
+  /// Calls task(0) … task(count − 1) on the calling thread, and on threads that have nothing to do;
+  /// returns when all have returned. A task may call it.
+  void ForEach(int count, const std::function<void(int)>& task);
 
  private:
   struct Queue {
@@ -58,6 +61,7 @@ class WorkerPool {
   ConditionVariable wake_;
   std::array<Queue, kPriorities> queues_ ABSL_GUARDED_BY(mutex_);  // by priority
   int64_t turn_ ABSL_GUARDED_BY(mutex_) = 0;                       // of the last task
+  int idle_ ABSL_GUARDED_BY(mutex_) = 0;                           // threads
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;
 };

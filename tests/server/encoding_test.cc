@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <limits>
 #include <random>
+#include <thread>
 
 #include "engine/images/formats.h"
 #include "engine/images/jpeg.h"
@@ -215,6 +216,33 @@ TEST(PngTest, GivesTheSameBytesWhateverWasInMemory) {
   for (uint16_t value = 1; value < 20; ++value) {
     FillStack(value);
     EXPECT_TRUE(EncodePng(pixels, {}).value() == expected) << value;
+  }
+}
+
+/// Large pictures are compressed in bands of rows, by any threads: none of it shows.
+TEST(PngTest, BandsDoNotShow) {
+  std::mt19937 random{5};
+  std::normal_distribution<float> noise(0, 0.05f);
+  const auto backwards = [](int count, const std::function<void(int)>& task) {
+    while (count > 0) task(--count);
+  };
+  const auto on_threads = [](int count, const std::function<void(int)>& task) {
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < count; ++i) threads.emplace_back(task, i);
+  };
+  // Several bands, bands of a row, one more row than a band, and one band.
+  for (const Shape& shape :
+       {Shape{301, 700, 3}, Shape{3, 70'000, 3}, Shape{201, 999, 1}, Shape{200, 999, 1}}) {
+    Tensor image = Gradient(static_cast<int>(shape[0]), static_cast<int>(shape[1]),
+                            static_cast<int>(shape[2]));
+    for (int64_t i = 0; i < image.elements(); ++i) image.as<float>()[i] += noise(random);
+    const auto file = EncodeFile(image, FileFormat::kPng, 0, {});
+    ASSERT_TRUE(file.ok()) << file.status().message();
+    EXPECT_EQ(EncodeFile(image, FileFormat::kPng, 0, {}, backwards).value(), *file);
+    EXPECT_EQ(EncodeFile(image, FileFormat::kPng, 0, {}, on_threads).value(), *file);
+    const auto pixels = DecodeFile(*file, kPlenty);
+    ASSERT_TRUE(pixels.ok()) << pixels.status().message();
+    EXPECT_EQ(pixels->samples, ToBytes(image)) << shape.ToString();
   }
 }
 

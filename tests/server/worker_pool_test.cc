@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <future>
 #include <string>
@@ -36,6 +37,47 @@ TEST(WorkerPoolTest, RunsSideBySide) {
     EXPECT_EQ(first.get_future().wait_for(std::chrono::minutes(1)), std::future_status::ready);
     second.set_value();
   });
+}
+
+TEST(WorkerPoolTest, ForEachCallsEachOnceAlsoFromTasks) {
+  std::array<std::atomic<int>, 200> calls = {};
+  {
+    WorkerPool pool(3);
+    for (int i = 0; i < 10; ++i) {
+      pool.Post(Priority::kNormal, [&] { pool.ForEach(200, [&](int index) { ++calls[index]; }); });
+    }
+    pool.ForEach(200, [&](int index) { ++calls[index]; });
+    pool.ForEach(0, [&](int) { ADD_FAILURE(); });
+  }
+  for (const std::atomic<int>& count : calls) EXPECT_EQ(count, 11);
+}
+
+TEST(WorkerPoolTest, ForEachUsesIdleThreads) {
+  WorkerPool pool(1);
+  bool met = false;
+  for (int attempt = 0; attempt < 100 && !met; ++attempt) {  // until the thread has become idle
+    std::promise<void> helped;
+    pool.ForEach(2, [&](int index) {
+      if (index == 1) return helped.set_value();
+      met =
+          helped.get_future().wait_for(std::chrono::milliseconds(100)) == std::future_status::ready;
+    });
+  }
+  EXPECT_TRUE(met);
+}
+
+TEST(WorkerPoolTest, ForEachNeedsNoIdleThread) {
+  std::promise<void> reached, done;
+  WorkerPool pool(1);
+  pool.Post(Priority::kNormal, [&] {
+    reached.set_value();
+    done.get_future().wait();
+  });
+  reached.get_future().wait();
+  int calls = 0;  // by this thread alone
+  pool.ForEach(5, [&](int) { ++calls; });
+  EXPECT_EQ(calls, 5);
+  done.set_value();
 }
 
 /// A client with many tasks does not hold up others.
