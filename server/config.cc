@@ -185,18 +185,21 @@ absl::StatusOr<ModelSource> ParseModel(const std::string& text) {
   }
   ModelSource source{text.substr(0, equals), text.substr(equals + 1)};
   DENOISED_RETURN_IF_ERROR(CheckModelName("--model", source.name));
-  std::error_code error;
-  if (!fs::is_directory(source.directory, error)) {
-    return NotFound(
-        "--model {}: \"{}\" is not a directory; give the folder that holds "
-        "model_index.json or config.json",
-        source.name, source.directory);
-  }
   return source;
 }
 
-/// "fp8" for all models, or "digits=fp8" for one of them.
-absl::Status ApplyPrecision(const std::string& text, Config* config) {
+absl::Status CheckDirectory(const ModelSource& source) {
+  std::error_code error;
+  if (fs::is_directory(source.directory, error)) return absl::OkStatus();
+  return NotFound(
+      "--model {}: \"{}\" is not a directory; give the folder that holds "
+      "model_index.json or config.json",
+      source.name, source.directory);
+}
+
+/// "fp8" for all models, or "digits=fp8" for one of them. `all_known`: whether `config` has
+/// all models that a start would have.
+absl::Status ApplyPrecision(const std::string& text, bool all_known, Config* config) {
   const size_t equals = text.find('=');
   const bool all = equals == std::string::npos;
   const std::string name = all ? "" : text.substr(0, equals);
@@ -213,6 +216,7 @@ absl::Status ApplyPrecision(const std::string& text, Config* config) {
     source.precision = precision;
     return absl::OkStatus();
   }
+  if (!all_known) return absl::OkStatus();
   return InvalidArgument("--precision: there is no model \"{}\" among --model and --models", name);
 }
 
@@ -272,8 +276,8 @@ CLI::Option* AddChoice(CLI::App* app, const std::string& flag, Value* value,
 
 CLI::Validator Seconds(double low, double high) { return Number(low, high, "SECONDS"); }
 
-/// 0, which turns something off, or a time in seconds.
-CLI::Validator OffOrSeconds(double low, double high) {
+/// 0, which has a meaning of its own, or a number in a range.
+CLI::Validator ZeroOr(double low, double high, const char* unit) {
   return CLI::Validator(
       [low, high](std::string& text) {
         double number = 0;
@@ -283,7 +287,7 @@ CLI::Validator OffOrSeconds(double low, double high) {
         }
         return fmt::format("{} is neither 0 nor a number from {} to {}", text, low, high);
       },
-      fmt::format("SECONDS 0 or in [{} - {}]", low, high));
+      fmt::format("{} 0 or in [{} - {}]", unit, low, high));
 }
 
 /// A time in seconds, from `low` to `high`.
@@ -507,7 +511,7 @@ void AddEngineFlags(CLI::App* app, Flags* flags) {
   app->add_flag("--fp32", config.engine.fp32, "Compute in 32 bits, for debugging; slower on a GPU");
   app->add_option("--max-rows", config.engine.max_rows,
                   "Rows of the largest evaluation, 2 or more; 0: 64 on a GPU, 16 on the CPU")
-      ->check(CLI::Range(0, 1024));
+      ->check(ZeroOr(2, 1024, "INT"));
   app->add_option("--max-slots", config.engine.max_slots,
                   "Images in flight per model and device; 0: same as --max-rows")
       ->check(CLI::Range(0, 4096));
@@ -537,7 +541,7 @@ void AddEngineFlags(CLI::App* app, Flags* flags) {
          "A device that takes longer for one evaluation, or for one step of loading or unloading a "
          "model, counts as lost; without a device the process exits. Reading files may take any "
          "time. At least 1; 0: never")
-      ->check(OffOrSeconds(1.0, 86400.0));
+      ->check(ZeroOr(1.0, 86400.0, "SECONDS"));
   app->add_flag(
       "--allow-nonfinite", config.engine.allow_nonfinite,
       "For debugging: deliver images that contain NaN or infinity. Without it, their requests "
@@ -574,7 +578,7 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 28));
   app->add_option("--max-count", config.engine.max_count,
                   "Images of one request; no more than --max-queued-images")
-      ->check(CLI::Range(1, 1 << 20));
+      ->check(CLI::Range(1, 1 << 16));
   app->add_option("--max-steps", config.limits.max_steps,
                   "Denoising steps of one request; 0: the model's maximum")
       ->check(CLI::Range(0, 100000));
@@ -632,8 +636,20 @@ void AddLogFlags(CLI::App* app, Flags* flags) {
                         "info", "\"debug\", \"info\", \"warning\" or \"error\"");
 }
 
+/// The engine refuses this too, but later than --print-config.
+absl::Status CheckDevices(const std::vector<int>& devices) {
+  std::set<int> numbers;
+  for (const int device : devices) {
+    if (!numbers.insert(device).second) {
+      return InvalidArgument("--devices: {} is given twice; give each number once", device);
+    }
+  }
+  return absl::OkStatus();
+}
+
 /// Resolves what depends on several flags, and checks it. Collects all errors, one line each, with
-/// the code of the first.
+/// the code of the first. For --print-config no model has to be given, and directories may be those
+/// of another machine.
 absl::Status Finish(Flags* flags) {
   Config* const config = &flags->config;
   config->engine.autotune_cache =
@@ -655,6 +671,7 @@ absl::Status Finish(Flags* flags) {
     problems = absl::Status(problems.ok() ? status.code() : problems.code(),
                             before + std::string(status.message()));
   };
+  const bool to_print = flags->print_config;
   note(CheckAddress("--listen", config->listen));
   note(CheckSecurity(*config));
   if (!config->http_listen.empty()) note(CheckAddress("--http-listen", config->http_listen));
@@ -662,15 +679,25 @@ absl::Status Finish(Flags* flags) {
   if (!config->metrics_listen.empty()) {
     note(CheckAddress("--metrics-listen", config->metrics_listen));
   }
+  note(CheckDevices(config->engine.devices));
+  bool all_known = true;
   for (const std::string& text : flags->models) {
     absl::StatusOr<ModelSource> source = ParseModel(text);
     note(source.status());
-    if (source.ok()) config->models.push_back(*std::move(source));
+    if (!source.ok()) {
+      all_known = false;
+      continue;
+    }
+    if (!to_print) note(CheckDirectory(*source));
+    config->models.push_back(*std::move(source));
   }
   if (!flags->models_directory.empty()) {
     const auto found = ScanModels(flags->models_directory);
-    note(found.status());
+    if (!to_print || !absl::IsNotFound(found.status())) note(found.status());
     if (found.ok()) config->models.insert(config->models.end(), found->begin(), found->end());
+    all_known = all_known && found.ok();
+  } else if (flags->models.empty() && to_print) {
+    all_known = false;
   } else if (flags->models.empty() && config->calibrate.empty()) {
     note(InvalidArgument("no model is given; use --model name=directory or --models directory"));
   }
@@ -681,8 +708,8 @@ absl::Status Finish(Flags* flags) {
                            source.name));
     }
   }
-  for (const std::string& text : flags->precisions) note(ApplyPrecision(text, config));
-  note(ModelRoots::Make(config->model_roots, config->models).status());
+  for (const std::string& text : flags->precisions) note(ApplyPrecision(text, all_known, config));
+  if (!to_print) note(ModelRoots::Make(config->model_roots, config->models).status());
   return problems;
 }
 
@@ -725,11 +752,13 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.allow_config_extras(CLI::config_extras_mode::error);
   app.add_flag("--print-config", flags.print_config,
                "Print the effective settings of flags, environment and --config, as a file "
-               "for --config, and exit")
+               "for --config, and exit. Refuses what a start refuses, but needs no model and no "
+               "directories")
       ->configurable(false);
   app.add_flag("--check", flags.config.check,
                "Test what serving needs: certificates, clients, addresses, the device and every "
-               "model. Print a line for each, and exit with 1 if one fails")
+               "model. Print a line for each, and exit with 2 if a setting is wrong, or with 1 if "
+               "something else fails")
       ->configurable(false);
   app.add_option(
          "--calibrate", flags.config.calibrate,
@@ -771,14 +800,14 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
     DENOISED_ASSIGN_OR_RETURN(line.print, MakeToken(flags.token_for));
     return line;
   }
-  if (flags.print_config) {
-    line.print = app.config_to_str();
-    return line;
-  }
   if (app.get_option("--calibrate")->count() > 0 && flags.config.calibrate.empty()) {
     return InvalidArgument("--calibrate: \"\" is no directory; give that of the model");
   }
   DENOISED_RETURN_IF_ERROR(Finish(&flags));
+  if (flags.print_config) {
+    line.print = app.config_to_str();
+    return line;
+  }
   line.config = std::move(flags.config);
   return line;
 }

@@ -306,6 +306,9 @@ TEST_F(ConfigTest, NamesFlagValueAndRemedy) {
               ::testing::Not(HasSubstr("--http-origins")));
   EXPECT_THAT(Error({"--max-rows", "-1"}), HasSubstr("--max-rows"));
   EXPECT_THAT(Error({"--max-rows", "x"}), HasSubstr("--max-rows"));
+  EXPECT_THAT(Error({"--max-rows", "1"}),
+              HasSubstr("--max-rows: 1 is neither 0 nor a number from 2 to 1024"));
+  EXPECT_THAT(Error({"--devices", "0,1,0"}), HasSubstr("--devices: 0 is given twice"));
   EXPECT_THAT(Error({"--batching", "batch"}), HasSubstr("--batching"));
   EXPECT_THAT(Error({"--priority-weights", "16", "0", "1"}), HasSubstr("--priority-weights"));
   EXPECT_THAT(Error({"--priority-weights", "16", "4"}), HasSubstr("--priority-weights"));
@@ -402,10 +405,11 @@ TEST_F(ConfigTest, PrintsWhatConfigReads) {
       "{\"max-rows\": 4, \"max-count\": 5, \"max-slots\": 6, \"fp32\": true,"
       " \"priority-weights\": [9, 3, 0.5], \"clients\": \"\"}");
   const Variable rows("DENOISED_MAX_ROWS", "8"), count("DENOISED_MAX_COUNT", "9");
-  const std::vector<std::string> flags = {
-      "--config",        file,   "--max-rows", "2",       "--metrics-listen", "",
-      "--model",         "m=b",  "--model",    "a=b",     "--tls-cert",       "1e3",
-      "--grace-seconds", "0.25", "--batching", "request", "--log-level",      "debug"};
+  const std::vector<std::string> flags = {"--config",         file,    "--max-rows",      "2",
+                                          "--metrics-listen", "",      "--model",         "m=b",
+                                          "--model",          "a=b",   "--tls-cert",      "1e3",
+                                          "--tls-key",        "key",   "--batching",      "request",
+                                          "--log-level",      "debug", "--grace-seconds", "0.25"};
   const auto printed = nlohmann::json::parse(print(flags));
   const nlohmann::json expected = {
       {"max-rows", 2},        {"max-count", 9},           {"max-slots", 6},
@@ -415,8 +419,8 @@ TEST_F(ConfigTest, PrintsWhatConfigReads) {
       {"log-level", "debug"}, {"log-format", "text"},     {"listen", "127.0.0.1:50051"}};
   for (const auto& [name, value] : expected.items())
     EXPECT_EQ(printed.value(name, nlohmann::json()), value) << name;
-  for (const char* action : {"help", "version", "config", "check", "print-config", "make-token",
-                             "calibrate", "calibrate"}) {
+  for (const char* action :
+       {"help", "version", "config", "check", "print-config", "make-token", "calibrate"}) {
     EXPECT_FALSE(printed.contains(action)) << action;
   }
 
@@ -424,6 +428,42 @@ TEST_F(ConfigTest, PrintsWhatConfigReads) {
   unsetenv("DENOISED_MAX_COUNT");
   EXPECT_EQ(nlohmann::json::parse(print({"--config", Write(printed.dump())})), printed);
   EXPECT_NE(nlohmann::json::parse(print({})), printed);
+}
+
+/// What a start refuses later would be found at the next restart.
+TEST_F(ConfigTest, PrintsOnlyWhatAStartAccepts) {
+  const std::vector<std::vector<std::string>> bad = {{"--max-rows", "1"},
+                                                     {"--max-count", "65537"},
+                                                     {"--devices", "0,1,0"},
+                                                     {"--listen", "nowhere"},
+                                                     {"--metrics-listen", "8080"},
+                                                     {"--http-origins", "studio.example.org"},
+                                                     {"--tls-cert", "c"},
+                                                     {"--clients", "f"},
+                                                     {"--listen", "0.0.0.0:0", "--admin", "on"},
+                                                     {"--model", "digits"},
+                                                     {"--model", "a b=x"},
+                                                     {"--model", "m=x"},  // beside that of Error()
+                                                     {"--precision", "int4"},
+                                                     {"--precision", "cats=fp8"}};
+  for (std::vector<std::string> flags : bad) {
+    const std::string error = Error(flags), what = ::testing::PrintToString(flags);
+    EXPECT_NE(error, "accepted") << what;
+    flags.emplace_back("--print-config");
+    // A start also says which directories are missing.
+    EXPECT_THAT(error, HasSubstr(Error(flags))) << what;
+  }
+  // The models may be on another machine, which has more of them.
+  for (const std::vector<std::string>& good :
+       {std::vector<std::string>{"--precision", "cats=fp8"},
+        {"--models", "/absent", "--precision", "cats=fp8"},
+        {"--model", "cats=/absent", "--precision", "cats=fp8"},
+        {"--model-roots", "/absent"}}) {
+    std::vector<std::string> flags = good;
+    flags.emplace_back("--print-config");
+    const auto line = Parse(flags);
+    EXPECT_TRUE(line.ok() && line->print) << line.status().message();
+  }
 }
 
 TEST_F(ConfigTest, EverySettingIsPrinted) {
