@@ -20,6 +20,11 @@
 #include "server/telemetry/metrics.h"
 
 namespace denoised {
+
+bool IsWrongSetting(const absl::Status& status) {
+  return absl::IsInvalidArgument(status) || absl::IsNotFound(status);
+}
+
 namespace {
 
 class Report {
@@ -32,16 +37,22 @@ class Report {
       out_ << "ok      " << item << (detail.empty() ? "" : "  ") << detail << std::endl;
     } else {
       out_ << "failed  " << item << ": " << status.message() << std::endl;
-      failed_ = true;
+      if (failure_.ok() || (IsWrongSetting(status) && !IsWrongSetting(failure_))) failure_ = status;
     }
   }
 
-  bool failed() const { return failed_; }
+  /// The first wrong setting, else the first failure.
+  const absl::Status& failure() const { return failure_; }
 
  private:
   std::ostream& out_;
-  bool failed_ = false;
+  absl::Status failure_;
 };
+
+/// For failures that a start does not report as a wrong setting.
+absl::Status NoWrongSetting(const absl::Status& status) {
+  return status.ok() ? status : absl::FailedPreconditionError(status.message());
+}
 
 void CheckSecurityFiles(const SecurityConfig& security, Report* report) {
   if (security.tls()) {
@@ -51,7 +62,7 @@ void CheckSecurityFiles(const SecurityConfig& security, Report* report) {
       expiry = fmt::format("expires {:%F %T} UTC", fmt::gmtime(*time));
       // A server would start with it, and serve once it is renewed; until then nobody can connect.
       if (status.ok() && *time < std::chrono::system_clock::now()) {
-        status = InvalidArgument("it expired, {}; clients will refuse it", expiry);
+        status = FailedPrecondition("it expired, {}; clients will refuse it", expiry);
       }
     }
     report->Add("certificate " + security.tls_cert, status, expiry);
@@ -153,15 +164,16 @@ void CheckModels(const Config& config, Engine* engine, Report* report) {
       const ModelInfo& info = *model.info;
       const std::string name = EngineName(model.name, model.version);
       if (info.state == ModelState::kLoading || !reported.insert(name).second) continue;
-      report->Add("model " + name, info.error, info.error.ok() ? Describe(info) : "");
+      report->Add("model " + name, NoWrongSetting(info.error),
+                  info.error.ok() ? Describe(info) : "");
     }
   }
 }
 
 }  // namespace
 
-bool Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& engine,
-           std::ostream& out) {
+absl::Status Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& engine,
+                   std::ostream& out) {
   Report report(out);
   CheckSecurityFiles(config.security, &report);
   CheckAddresses(config, &report);
@@ -173,7 +185,7 @@ bool Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& 
     report.Add("device " + config.engine.device, engine.status());
   }
   CheckModels(config, engine.ok() ? engine->get() : nullptr, &report);
-  return !report.failed();
+  return report.failure();
 }
 
 }  // namespace denoised

@@ -10,6 +10,10 @@
 
 namespace denoised {
 
+/// Whether no later attempt can succeed: then the process exits with 2, else with 1. It could when
+/// a port is in use or a device is missing.
+bool IsWrongSetting(const absl::Status& status);
+
 /// Checks everything that serving needs, with the code that serving uses: certificates, the clients
 /// file, addresses, the device, the state directory, and every configured or saved model. Writes a
 /// line for each to `report` as soon as it is known, and continues after failures:
@@ -18,8 +22,9 @@ namespace denoised {
 ///   failed  model cats@1: data/cats/unet/config.json: no such file; …
 ///
 /// Changes nothing on disk. `engine` is the result of Engine::Create; the models stay loaded in it.
-/// Returns true if nothing failed.
-bool Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& engine,
-           std::ostream& report);
+/// Returns OK if nothing failed, else the first wrong setting, or else the first failure. A model
+/// that does not load is no wrong setting, because a server with other models starts.
+absl::Status Check(const Config& config, const absl::StatusOr<std::unique_ptr<Engine>>& engine,
+                   std::ostream& report);
 
 }  // namespace denoised

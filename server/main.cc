@@ -23,10 +23,9 @@
 namespace denoised {
 namespace {
 
-/// 2: a setting is wrong. 1: a later attempt may succeed, for example when the port is in use or a
-/// device is missing.
 int ExitCode(const absl::Status& status) {
-  return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ? 2 : 1;
+  if (status.ok()) return 0;
+  return IsWrongSetting(status) ? 2 : 1;
 }
 
 /// `code`, or 1 if not all that was printed could be written.
@@ -152,7 +151,7 @@ int Main(int argc, char** argv) {
   if (config.check) {
     // Nothing to drain: a signal ends the process at once.
     pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
-    return AfterPrinting(Check(config, engine, std::cout) ? 0 : 1);
+    return AfterPrinting(ExitCode(Check(config, engine, std::cout)));
   }
   if (!engine.ok()) {
     log::Error(std::string(engine.status().message()));

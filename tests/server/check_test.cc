@@ -40,7 +40,7 @@ class CheckTest : public ::testing::Test {
 
   std::string Report(const absl::StatusOr<std::unique_ptr<Engine>>& engine) {
     std::ostringstream report;
-    good_ = Check(config_, engine, report);
+    failure_ = Check(config_, engine, report);
     return report.str();
   }
   std::string Report() { return Report(std::make_unique<FakeEngine>(FakeEngineOptions{})); }
@@ -48,7 +48,7 @@ class CheckTest : public ::testing::Test {
   TemporaryDirectory directory_;
   TestAuthority authority_;
   Config config_;
-  bool good_ = false;
+  absl::Status failure_;
 };
 
 TEST_F(CheckTest, SaysWhatEverythingIs) {
@@ -62,14 +62,14 @@ TEST_F(CheckTest, SaysWhatEverythingIs) {
                            "ok      device fake:0  no device at all\n"
                            "ok      device fake:1  no device at all\n"
                            "ok      model digits@1  models/digits  UNet2DModel, 1.0 M .*\n"));
-  EXPECT_TRUE(good_);
+  EXPECT_TRUE(failure_.ok()) << failure_;
 }
 
 TEST_F(CheckTest, OneFailureIsEnough) {
   const KeyPair other = authority_.Issue("server", "IP:127.0.0.1");
   config_.security.tls_key = directory_.Write("server.key", other.key);
   EXPECT_THAT(Report(), HasSubstr("failed  certificate"));
-  EXPECT_FALSE(good_);
+  EXPECT_TRUE(IsWrongSetting(failure_));
 }
 
 TEST_F(CheckTest, AnExpiredCertificateFails) {
@@ -77,7 +77,8 @@ TEST_F(CheckTest, AnExpiredCertificateFails) {
   config_.security.tls_cert = directory_.Write("server.crt", pair.certificate);
   config_.security.tls_key = directory_.Write("server.key", pair.key);
   EXPECT_THAT(Report(), HasSubstr("server.crt: it expired"));
-  EXPECT_FALSE(good_);
+  EXPECT_FALSE(failure_.ok());
+  EXPECT_FALSE(IsWrongSetting(failure_)) << "a server starts with it";
 }
 
 TEST_F(CheckTest, OneAddressForTwoPortsFails) {
@@ -85,6 +86,8 @@ TEST_F(CheckTest, OneAddressForTwoPortsFails) {
   const int free = (*Acceptor::Listen("--listen", "127.0.0.1:0", 1, &metrics))->port();
   config_.listen = config_.metrics_listen = "127.0.0.1:" + std::to_string(free);
   EXPECT_THAT(Report(), HasSubstr("failed  metrics 127.0.0.1:"));
+  EXPECT_FALSE(failure_.ok());
+  EXPECT_FALSE(IsWrongSetting(failure_)) << "as of a port that another program has";
   config_.metrics_listen = "";
   config_.http_listen = config_.listen;
   EXPECT_THAT(Report(), HasSubstr("failed  http 127.0.0.1:"));
@@ -107,11 +110,13 @@ TEST_F(CheckTest, WhatTheStateDirectoryRestoresIsTried) {
   EXPECT_THAT(report, HasSubstr("failed  model digits@2: saved in --state-dir"));
   EXPECT_THAT(report, HasSubstr("ok      model digits@1  models/digits")) << "as the server would";
   EXPECT_THAT(report, HasSubstr("ok      model faces@new"));
-  EXPECT_FALSE(good_);
+  EXPECT_FALSE(failure_.ok());
+  EXPECT_FALSE(IsWrongSetting(failure_)) << "the server would serve the others";
 
   directory_.Write("state/models.json", "{");
   EXPECT_THAT(Report(), AllOf(HasSubstr("failed  state directory"), HasSubstr("models.json"),
                               HasSubstr("ok      model digits@1  models/digits")));
+  EXPECT_TRUE(IsWrongSetting(failure_));
 }
 
 TEST_F(CheckTest, MakesNoStateDirectory) {
@@ -127,7 +132,21 @@ TEST_F(CheckTest, WithoutADeviceTheRestIsTriedAllTheSame) {
   EXPECT_THAT(report, HasSubstr("ok      clients"));
   EXPECT_THAT(report, HasSubstr("failed  device auto: there is no GPU\n"
                                 "failed  model digits@1: not tried"));
-  EXPECT_FALSE(good_);
+  EXPECT_FALSE(failure_.ok());
+  EXPECT_FALSE(IsWrongSetting(failure_));
+}
+
+/// A service manager restarts no server whose settings are wrong.
+TEST_F(CheckTest, AWrongSettingIsToldFromOtherFailuresBeforeIt) {
+  Metrics metrics;
+  const auto other = Acceptor::Listen("--listen", "127.0.0.1:0", 1, &metrics);
+  config_.listen = "127.0.0.1:" + std::to_string((*other)->port());
+  Report();
+  EXPECT_FALSE(failure_.ok());
+  EXPECT_FALSE(IsWrongSetting(failure_));
+  Report(InvalidArgument("max_rows is 1; use 2 to 1024"));
+  EXPECT_THAT(std::string(failure_.message()), HasSubstr("max_rows"));
+  EXPECT_TRUE(IsWrongSetting(failure_));
 }
 
 }  // namespace

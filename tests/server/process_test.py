@@ -87,13 +87,30 @@ class ProcessTest(unittest.TestCase):
                       "--tls-cert", "absent.crt",
                       "--tls-key", "absent.key", "--tls-client-ca", "absent.ca",
                       "--clients", "absent.json")
-        self.assertEqual(bad.returncode, 1)
+        self.assertEqual(bad.returncode, 2)
         starts = ["failed  certificate absent.crt: ", "failed  client authority absent.ca: ",
                   "failed  clients absent.json: ", f"failed  listen {taken}: ",
                   f"failed  http {taken}: ", f"failed  metrics {taken}: ", "ok      device fake:0  ",
                   "ok      device fake:1  ", "failed  model bad@1: ", "ok      model digits@1  "]
         self.assertEqual([line[:len(start)] for line, start in
                           zip(bad.stdout.splitlines(), starts, strict=True)], starts)
+
+    def test_check_exits_as_a_start(self):
+        ports = ["--http-listen", "", "--metrics-listen", ""]
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            taken = f"127.0.0.1:{other.getsockname()[1]}"
+            free = ["--listen", "127.0.0.1:0"]
+            for code, flags in ((2, ["--max-rows", "1", *free]),
+                                (2, ["--devices", "0,0", *free]),
+                                (2, ["--grace-seconds", "soon", *free]),
+                                (2, ["--tls-cert", "absent.crt", "--tls-key", "absent.key", *free]),
+                                (2, ["--clients", "absent.json", "--allow-plaintext-tokens", *free]),
+                                (2, ["--state-dir", os.path.join(self.model, "config.json"), *free]),
+                                (1, ["--listen", taken])):
+                flags = ["--model", f"digits={self.model}", *ports, *flags]
+                self.assertEqual([run(*flags).returncode, run("--check", *flags).returncode], [code, code], flags)
+        flags = ["--model", f"bad={self.broken}", *ports, *free]
+        self.assertEqual([run(*flags).returncode, run("--check", *flags).returncode], [1, 1])
 
     def test_print_config(self):
         printed = run("--print-config", "--model", f"digits={self.model}", "--max-rows", "3",
