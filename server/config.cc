@@ -6,11 +6,11 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <iterator>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 
 #include "engine/core/address.h"
@@ -120,16 +120,7 @@ class JsonConfig : public CLI::Config {
   }
 
   static std::string Scalar(const std::string& key, const nlohmann::json& value) {
-    if (value.is_string()) return value.get<std::string>();
-    // 8.0 and 1.073741824e+09, as some programs write whole numbers. Beyond 2^53 not every whole
-    // number is a double.
-    constexpr double kExact = 9007199254740992;
-    if (value.is_number_float()) {
-      const double number = value.get<double>();
-      if (number == std::trunc(number) && std::abs(number) <= kExact)
-        return fmt::format("{}", static_cast<int64_t>(number));
-    }
-    if (value.is_number() || value.is_boolean()) return value.dump();
+    if (std::optional<std::string> text = FlagText(value)) return *std::move(text);
     throw CLI::ConversionError(fmt::format(
         "--config: \"{}\" is {}; use a string, a number, true or false", key, value.dump()));
   }

@@ -45,19 +45,12 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const nlohmann::json& confi
       *network = value;
       continue;
     }
-    const auto scalar = [&](const nlohmann::json& one) -> absl::StatusOr<std::string> {
-      if (one.is_string()) return one.get<std::string>();
-      // Templates print large whole numbers as 1e+06.
-      if (one.is_number_float() && std::abs(one.get<double>()) < 1e15 &&
-          one.get<double>() == std::trunc(one.get<double>()))
-        return std::to_string(one.get<int64_t>());
-      if (one.is_number() || one.is_boolean()) return one.dump();
-      return InvalidArgument("{}: field '{}' is {}; use a string, a number, true or false", file,
-                             field, one.dump());
-    };
     for (const nlohmann::json& one : value.is_array() ? value : nlohmann::json::array({value})) {
-      DENOISED_ASSIGN_OR_RETURN(const std::string text, scalar(one));
-      arguments.push_back(fmt::format("{}={}", flag, text));
+      const std::optional<std::string> text = FlagText(one);
+      if (!text)
+        return InvalidArgument("{}: field '{}' is {}; use a string, a number, true or false", file,
+                               field, one.dump());
+      arguments.push_back(fmt::format("{}={}", flag, *text));
     }
   }
   return arguments;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/core/config_reader.h"
 
+#include <cmath>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -237,6 +239,18 @@ absl::StatusOr<nlohmann::json> ReadJsonFile(const std::string& path) {
   text << stream.rdbuf();
   if (!stream) return InvalidArgument("{}: cannot be read; check its permissions", path);
   return ParseJsonObject(text.str(), path);
+}
+
+std::optional<std::string> FlagText(const nlohmann::json& value) {
+  if (value.is_string()) return value.get<std::string>();
+  if (!value.is_number() && !value.is_boolean()) return std::nullopt;
+  if (value.is_number_float()) {
+    constexpr double kExact = 9007199254740992;  // beyond 2^53 not every whole number is a double
+    const double number = value.get<double>();
+    if (number == std::trunc(number) && std::abs(number) <= kExact)
+      return fmt::format("{}", static_cast<int64_t>(number));
+  }
+  return value.dump();
 }
 
 }  // namespace denoised

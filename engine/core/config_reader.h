@@ -77,4 +77,8 @@ absl::StatusOr<nlohmann::json> ParseJsonObject(std::string_view text, const std:
 /// Reads a file (at most 64 MiB) and parses it. NotFound when there is none.
 absl::StatusOr<nlohmann::json> ReadJsonFile(const std::string& path);
 
+/// A string, a number, true or false as the text of a command line's flag; nothing for other
+/// values. Whole numbers may be in float notation, 8.0 or 1e+06, as templates write them.
+std::optional<std::string> FlagText(const nlohmann::json& value);
+
 }  // namespace denoised

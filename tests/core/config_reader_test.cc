@@ -65,6 +65,27 @@ TEST(ConfigReader, AnIntegerIsANumber) {
   EXPECT_TRUE(config.Finish().ok());
 }
 
+/// Helm and jq write large whole numbers in float notation.
+TEST(FlagText, WholeNumbersHaveNoPointAndNoExponent) {
+  for (const auto& [json, text] : std::vector<std::pair<const char*, const char*>>{
+           {"1e+06", "1000000"},
+           {"8.0", "8"},
+           {"-8.0", "-8"},
+           {"-0.0", "0"},
+           {"9007199254740992.0", "9007199254740992"},
+           {"18446744073709551615", "18446744073709551615"},
+           {"0.25", "0.25"},
+           {"1e-4", "0.0001"},
+           {"1e300", "1e+300"},
+           {"true", "true"},
+           {"\"010\"", "010"},
+           {"\"\"", ""}}) {
+    EXPECT_EQ(FlagText(nlohmann::json::parse(json)), text) << json;
+  }
+  for (const char* json : {"null", "[1]", "{}"})
+    EXPECT_EQ(FlagText(nlohmann::json::parse(json)), std::nullopt) << json;
+}
+
 /// diffusers writes -Infinity where there is no limit. Nothing else that Python writes is a number.
 TEST(ParseJsonObject, PythonsInfinityBelowIsNullAndOthersAreRefusedByName) {
   const auto parsed = ParseJsonObject(
