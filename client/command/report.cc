@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string_view>
 
 #include "command/json.h"
@@ -107,9 +108,12 @@ ExitCode ExitCodeOf(const absl::Status& status) {
 std::string Describe(const absl::Status& status) {
   const client::ErrorDetails details = client::Details(status);
   std::string text;
+  std::set<std::string> lines;
   for (const client::FieldViolation& violation : details.field_violations) {
-    text += fmt::format("error: {} {}\n", Printable(FlagOf(violation.field)),
-                        Printable(violation.description));
+    const std::string line = fmt::format("error: {} {}\n", Printable(FlagOf(violation.field)),
+                                         Printable(violation.description));
+    // --size 33 is a wrong width and a wrong height.
+    if (lines.insert(line).second) text += line;
   }
   if (!text.empty()) return text;
   text = fmt::format("error: {}\n", Printable({status.message().data(), status.message().size()}));

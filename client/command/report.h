@@ -22,7 +22,8 @@ enum ExitCode : int {
 ExitCode ExitCodeOf(const absl::Status& status);
 
 /// One line for each thing that was wrong, each with its remedy: fields under the names of their
-/// flags, "error: --steps is 0; use 1 to 1000".
+/// flags, "error: --steps is 0; use 1 to 1000". A flag that sets several fields has equal lines
+/// once.
 std::string Describe(const absl::Status& status);
 
 /// {"type": "error", "code": "INVALID_ARGUMENT", "message": ..., "fields": [...], ...} in a line.

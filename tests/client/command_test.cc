@@ -353,6 +353,17 @@ TEST(ReportTest, OneLineForEachFieldUnderItsFlag) {
   EXPECT_EQ(ExitCodeOf(status), kUsage);
 }
 
+TEST(ReportTest, AFlagThatSetsTwoFieldsIsNamedOnce) {
+  const absl::Status status = client::FromGrpc(client::InvalidFields(
+      {{"params.width", "is 33; use 32"}, {"params.height", "is 33; use 32"}}));
+  EXPECT_EQ(Describe(status), "error: --size is 33; use 32\n");
+  EXPECT_EQ(nlohmann::json::parse(DescribeAsJson(status))["fields"].size(), 2u);
+  EXPECT_EQ(Describe(client::FromGrpc(client::InvalidFields(
+                {{"params.width", "is 33; use 32"}, {"params.height", "is 34; use 32"}}))),
+            "error: --size is 33; use 32\n"
+            "error: --size is 34; use 32\n");
+}
+
 TEST(ReportTest, TellsWhenToComeBack) {
   const absl::Status status = client::FromGrpc(client::QueueFull(std::chrono::milliseconds(2500)));
   EXPECT_EQ(Describe(status), "error: the queue is full\n  try again in 2.5 s\n");
