@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <sstream>
 
+#include "command/table.h"
+
 namespace denoised::command {
 namespace {
 
@@ -235,7 +237,7 @@ Completion Complete(const CLI::App& app, const std::vector<std::string>& words,
 std::string ToText(const Completion& completion) {
   std::string text;
   for (const Candidate& candidate : completion.candidates) {
-    text += candidate.word + "\t" + candidate.description + "\n";
+    text += Printable(candidate.word) + "\t" + Printable(candidate.description) + "\n";
   }
   if (completion.files == kFile) text += ":files\n";
   if (completion.files == kFolder) text += ":folders\n";

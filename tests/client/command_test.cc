@@ -11,6 +11,7 @@
 
 #include "command/codec.h"
 #include "command/codec_files.h"
+#include "command/completion.h"
 #include "command/files.h"
 #include "command/generate_request.h"
 #include "command/json.h"
@@ -389,6 +390,13 @@ TEST(ReportTest, EverythingATerminalObeysIsEscaped) {
   const nlohmann::json text = "\x01\u009b\u2028\u202e\u2069 M\u00e4dchen";
   EXPECT_EQ(nlohmann::json::parse(PrintableJson(text)), text);  // programs read what was sent
   EXPECT_EQ(PrintableJson({{"a", 1}}, 2), "{\n  \"a\": 1\n}");
+}
+
+TEST(CompletionTest, AServerCannotCommandTheTerminal) {
+  // Nor end the line, for a shell would read another candidate.
+  EXPECT_EQ(
+      ToText({.candidates = {{"a\x1b[2J\n:files\tb", "c\u009b"}, {"digits", ""}}, .files = {}}),
+      "a\\x1b[2J\\x0a:files\\x09b\tc\\x9b\ndigits\t\n");
 }
 
 TEST(ReportTest, JsonSurvivesBytesThatAreNoText) {
