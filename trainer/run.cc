@@ -227,6 +227,13 @@ absl::Status Session::NameClasses() {
     if (const absl::Status status = DecodeUtf8(name).status(); !status.ok())
       return InvalidArgument("the name of class \"{}\" cannot be used: {}",
                              ReplaceInvalidUtf8(name), std::string(status.message()));
+  std::map<std::string, size_t> labels;
+  for (size_t label = 0; label < names.size(); ++label)
+    if (const auto [same, is_new] = labels.emplace(names[label], label); !is_new)
+      return InvalidArgument(
+          "--class-name: classes {} and {} are both named \"{}\", so requests with that name would "
+          "always get class {}; give each class a name of its own",
+          same->second, label, names[label], same->second);
   const int embeddings = network.num_class_embeds;
   const bool null_last = config_.trainer.class_dropout > 0 && embeddings > 1 &&
                          config_.trainer.null_class == embeddings - 1;

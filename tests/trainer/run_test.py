@@ -387,6 +387,9 @@ class RunTest(unittest.TestCase):
                       (model / "unet/diffusion_pytorch_model.safetensors").read_bytes())
         self.assertIn("there are 1 names, but a picture has label 1",
                       self.train("b", rc=2, config=self.names("one")))
+        self.assertIn('--class-name: classes 0 and 1 are both named "crane", so requests with that name would '
+                      "always get class 0; give each class a name of its own",
+                      self.train("b", rc=2, config=self.names("crane", "crane")))
         self.assertIn("--model-dtype", self.train("b", rc=2, **{"model-dtype": "fp8"}))
 
     def test_refuses_names_that_the_server_would_refuse(self):
