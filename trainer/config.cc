@@ -234,6 +234,12 @@ void CheckNumbers(CLI::App& app) {
   }
 }
 
+/// The type of a number whose range is checked with other settings, for --help: these are the
+/// ranges of TrainerOptions::Check and Objective::Make.
+std::string In(double low, double high) { return fmt::format("FLOAT in [{} - {}]", low, high); }
+constexpr char kNotNegative[] = "FLOAT in [0 - inf)", kPositive[] = "FLOAT in (0 - inf)",
+               kFraction[] = "FLOAT in (0 - 1)";
+
 /// What the flags say, before Finish() resolves and checks it.
 struct Flags {
   RunConfig config;
@@ -263,29 +269,37 @@ void AddModelFlags(CLI::App& app, Flags* flags) {
                  "encoder");
   app.add_flag("--freeze-text", flags->freeze_text,
                "Stage diffusion: do not train the text encoder");
-  app.add_option("--kl-weight", flags->kl_weight, "Stage vae: weight of the KL divergence");
+  app.add_option("--kl-weight", flags->kl_weight, "Stage vae: weight of the KL divergence")
+      ->type_name(kNotNegative);
   app.add_option("--edge-weight", flags->edge_weight,
-                 "Stage vae: weight of the edge loss (differences of neighbouring pixels)");
+                 "Stage vae: weight of the edge loss (differences of neighbouring pixels)")
+      ->type_name(kNotNegative);
   app.add_option("--init-from", config.init_from,
                  "Start from the weights of this diffusers directory");
   app.add_option(
       "--objective", flags->objective,
       "What the network learns to predict: edm (Karras et al. 2022), DDPM's epsilon, v or "
       "x0, or flow (flow matching)");
-  app.add_option("--sigma-data", t.objective.sigma_data, "EDM: standard deviation of the pictures");
-  app.add_option("--log-sigma-mean", t.objective.log_sigma_mean, "EDM: mean of ln sigma");
+  app.add_option("--sigma-data", t.objective.sigma_data, "EDM: standard deviation of the pictures")
+      ->type_name(In(1e-3, 1e3));
+  app.add_option("--log-sigma-mean", t.objective.log_sigma_mean, "EDM: mean of ln sigma")
+      ->type_name(In(-10, 10));
   app.add_option("--log-sigma-deviation", t.objective.log_sigma_deviation,
-                 "EDM: standard deviation of ln sigma");
+                 "EDM: standard deviation of ln sigma")
+      ->type_name(In(1e-3, 10));
   app.add_option("--timesteps", t.objective.timesteps, "DDPM and flow: number of noise levels");
   app.add_option("--beta-schedule", t.objective.beta_schedule,
                  "DDPM: linear, scaled_linear or squaredcos_cap_v2");
-  app.add_option("--beta-start", t.objective.beta_start, "DDPM: first beta");
-  app.add_option("--beta-end", t.objective.beta_end, "DDPM: last beta");
-  app.add_option("--min-snr", flags->min_snr, "DDPM: gamma of min-SNR weighting; 0: none");
+  app.add_option("--beta-start", t.objective.beta_start, "DDPM: first beta, at most --beta-end")
+      ->type_name(kFraction);
+  app.add_option("--beta-end", t.objective.beta_end, "DDPM: last beta")->type_name(kFraction);
+  app.add_option("--min-snr", flags->min_snr, "DDPM: gamma of min-SNR weighting; 0: none")
+      ->type_name(kNotNegative);
   app.add_option("--variance-weight", t.objective.variance_weight,
-                 "DDPM with a learned variance (out_channels twice in_channels): weight of L_vlb");
-  app.add_option("--cap-snr", flags->cap_snr,
-                 "Objective v: cap the loss weight SNR + 1; 0: no cap");
+                 "DDPM with a learned variance (out_channels twice in_channels): weight of L_vlb")
+      ->type_name(kPositive);
+  app.add_option("--cap-snr", flags->cap_snr, "Objective v: cap the loss weight SNR + 1; 0: no cap")
+      ->type_name(kNotNegative);
   app.add_flag("--flow-uniform", flags->flow_uniform,
                "Objective flow: uniform noise levels instead of logit-normal");
 }
@@ -299,18 +313,19 @@ void AddStepFlags(CLI::App& app, Flags* flags) {
                  "depends on this number, but not on ranks, cores or accumulation");
   app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory");
   app.add_option("--seed", t.seed, "Seed of all random numbers")->check(Seed());
-  app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW");
+  app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW")->type_name(In(0, 1e3));
   app.add_option("--schedule", flags->schedule,
                  "Learning rate after the warm-up: constant, cosine or inverse-sqrt");
   app.add_option("--warmup-steps", t.rate.warmup_steps,
                  "Steps in which the learning rate rises from 0");
   app.add_option("--reference-steps", t.rate.reference_steps,
                  "Schedule inverse-sqrt: steps before the rate falls");
-  app.add_option("--beta1", t.beta1, "beta1 of AdamW");
-  app.add_option("--beta2", t.beta2, "beta2 of AdamW");
-  app.add_option("--adam-eps", t.eps, "eps of AdamW");
-  app.add_option("--weight-decay", t.weight_decay, "Weight decay of AdamW");
-  app.add_option("--clip", t.clip, "Clip the gradient to this global norm; 0: no clipping");
+  app.add_option("--beta1", t.beta1, "beta1 of AdamW")->type_name(In(0, 0.9999999));
+  app.add_option("--beta2", t.beta2, "beta2 of AdamW")->type_name(In(0, 0.9999999));
+  app.add_option("--adam-eps", t.eps, "eps of AdamW")->type_name(In(1e-16, 1));
+  app.add_option("--weight-decay", t.weight_decay, "Weight decay of AdamW")->type_name(In(0, 1e3));
+  app.add_option("--clip", t.clip, "Clip the gradient to this global norm; 0: no clipping")
+      ->type_name(In(0, 1e9));
   app.add_option(
          "--average", flags->averages,
          "Moving average of the weights: decay:0.999, warmup:0.9999 (diffusers) or power:0.05 "
@@ -319,10 +334,12 @@ void AddStepFlags(CLI::App& app, Flags* flags) {
       ->allow_extra_args(false);
   app.add_option("--dropout", flags->dropout,
                  "Dropout of the resnets. Default: the network's config")
+      ->type_name(In(0, 0.999))
       ->default_str("");
   app.add_option("--class-dropout,--caption-dropout", t.class_dropout,
                  "Fraction of pictures trained with the null class, or with an empty caption, for "
-                 "guidance");
+                 "guidance")
+      ->type_name(In(0, 1));
   app.add_option("--null-class", t.null_class,
                  "Label of the null class. Default: the last of num_class_embeds")
       ->default_str("");
@@ -334,7 +351,8 @@ void AddDataFlags(CLI::App& app, Flags* flags) {
   app.add_flag("--flip", t.flip, "Mirror half of the pictures. Not with --augment, which does so");
   app.add_option("--augment", t.augment,
                  "Probability of each EDM augmentation; the augmentation is an input of the "
-                 "network. 0.12 in the paper; 0: none");
+                 "network. 0.12 in the paper; 0: none")
+      ->type_name(In(0, 1));
   app.add_option("--canvas", config.canvas,
                  "Edge of the stored pictures. If larger than sample_size, pictures are randomly "
                  "cropped")

@@ -574,6 +574,20 @@ class RunTest(unittest.TestCase):
         done = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, check=True)
         self.assertIn("Usage: denoise-train [OPTIONS]", done.stdout)
 
+    def test_help_says_the_ranges_that_are_checked(self):
+        text = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, check=True).stdout
+        numbers = re.findall(r"^ *--([a-z0-9-]+)\S* (?:FLOAT:)?FLOAT(.*)$", text, re.MULTILINE)
+        self.assertGreater(len(numbers), 18)
+        checked = 0
+        for flag, rest in numbers:
+            self.assertRegex(rest, r"^ in [\[(]\S+ - \S+[\])]", flag)
+            if found := re.match(r" in \[(\S+) - (\S+)\]", rest):
+                low, high = map(re.escape, found.groups())
+                for beyond in (float(found[1]) - 1, float(found[2]) + 1):
+                    self.assertRegex(self.train("x", rc=2, **{flag: beyond}), rf"{low}(\.0+)? (to|-) {high}")
+                checked += 1
+        self.assertGreater(checked, 11)
+
     def test_ranks_of_other_launchers(self):
         self.train("one")
         port = str(free_port())
