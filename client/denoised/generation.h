@@ -150,7 +150,7 @@ struct Generation {
   std::optional<int> count;
   // What the images show: one for all images, or one for each. A model reads one of the three.
   std::vector<int> class_labels;
-  std::vector<std::vector<float>> class_vectors;
+  std::vector<std::vector<float>> class_vectors;  // numbers from -10000 to 10000
   std::vector<Prompt> prompts;
   SizeConditions sizes;           // for models that read them
   std::optional<int> clip_skip;   // of the prompts: text encoder layers left out at the end
@@ -169,7 +169,8 @@ struct Generation {
   std::optional<ImageFormat> format;
   std::optional<int> quality;  // of JPEG and WebP, 1 to 100
   std::optional<bool> embed_metadata;
-  std::optional<Tensor> initial_noise;  // float32 [count, height, width, channels], normal scale
+  /// float32 [count, height, width, channels] in standard normal scale, from -10000 to 10000.
+  std::optional<Tensor> initial_noise;
   std::optional<InitImage> init_image;
   std::optional<Mask> mask;  // of init_image
   std::optional<Priority> priority;

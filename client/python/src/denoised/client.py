@@ -298,7 +298,7 @@ class Client:
         max_chunks: chunks (75 tokens for CLIP) of each text that are read; 1 reads as much as diffusers.
         labels: class of each image, by index or name; one label serves all images.
         class_vectors: numbers in place of labels, for models that take numbers: one vector for all images,
-            or a list of vectors, one each.
+            or a list of vectors, one each. From -10000 to 10000.
         original_size, crop, target_size: what SDXL is told of a picture's history: pixels or (width,
             height), and (left, top). Default: the size of the image, uncropped.
         count: number of images.
@@ -309,7 +309,7 @@ class Client:
             this package, a Pillow image, or an array [height, width, channels]; strength in (0, 1] says
             how much of it changes. mask: draw only a part of it anew, a picture of the same size, white
             where to draw, in any of these forms.
-        initial_noise: float32 [count, height, width, channels] of unit variance.
+        initial_noise: float32 [count, height, width, channels] of unit variance, from -10000 to 10000.
         steps, sampler, noise_schedule, guidance_scale, image_guidance_scale, guidance_rescale,
             guidance_start, guidance_stop, eta, s_churn, s_tmin, s_tmax, s_noise, solver_order: see image_generation.proto, which has their ranges.
         format: of the images; quality: 1 to 100, of jpeg and webp; embed_metadata: parameters in the
