@@ -743,8 +743,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.allow_config_extras(CLI::config_extras_mode::error);
   app.add_flag("--print-config", flags.print_config,
                "Print the effective settings of flags, environment and --config, as a file "
-               "for --config, and exit. Refuses what a start refuses, but needs no model and no "
-               "directories")
+               "for --config, and exit. Refuses values that a start refuses, but needs no model, "
+               "certificates or directories")
       ->configurable(false);
   app.add_flag("--check", flags.config.check,
                "Test what serving needs: certificates, clients, addresses, the device and every "

@@ -237,7 +237,9 @@ Completion Complete(const CLI::App& app, const std::vector<std::string>& words,
 std::string ToText(const Completion& completion) {
   std::string text;
   for (const Candidate& candidate : completion.candidates) {
-    text += Printable(candidate.word) + "\t" + Printable(candidate.description) + "\n";
+    // An escaped word would name nothing.
+    if (Printable(candidate.word) != candidate.word) continue;
+    text += candidate.word + "\t" + Printable(candidate.description) + "\n";
   }
   if (completion.files == kFile) text += ":files\n";
   if (completion.files == kFolder) text += ":folders\n";

@@ -338,8 +338,9 @@ void Generation::OnDone(const absl::Status& status, const JobTiming& timing) {
 }
 
 ParallelFor Generation::OnWorkers() const {
-  return [workers = context_.workers](int count, const std::function<void(int)>& task) {
-    workers->ForEach(count, task);
+  return [this](int count, const std::function<void(int)>& task) {
+    context_.workers->ForEach(job_.spec.priority, ClientKey(origin_.caller, origin_.peer), count,
+                              task);
   };
 }
 

@@ -55,40 +55,54 @@ void WorkerPool::Post(Priority priority, const std::string& client, std::functio
     // An empty queue does not accumulate turns.
     if (queue.empty()) queue.turn = std::max(queue.turn, turn_);
     queue.Push(client, std::move(task));
+    ++waiting_;
   }
   wake_.NotifyOne();
 }
 
-void WorkerPool::ForEach(int count, const std::function<void(int)>& task) {
-  // Helpers that start when all is taken outlive the call, and `task`.
-  struct Shared {
-    const std::function<void(int)>* task;
-    int count;
-    std::atomic<int> taken = 0;
-    Mutex mutex;
-    ConditionVariable all;
-    int returned ABSL_GUARDED_BY(mutex) = 0;
+/// A call of ForEach(). Helpers that come when all is taken outlive the call, and `task`.
+struct WorkerPool::Parts {
+  const std::function<void(int)>* task;
+  int count;
+  std::atomic<int> taken = 0;
+  Mutex mutex;
+  ConditionVariable all;
+  int returned ABSL_GUARDED_BY(mutex) = 0;
 
-    void Help() {
-      for (int i = taken++; i < count; i = taken++) {
-        (*task)(i);
-        MutexLock lock(&mutex);
-        if (++returned == count) all.NotifyAll();
-      }
-    }
-  };
-  const auto shared = std::make_shared<Shared>();
-  shared->task = &task;
-  shared->count = count;
+  /// False if none was left.
+  bool RunOne() {
+    const int part = taken++;
+    if (part >= count) return false;
+    (*task)(part);
+    MutexLock lock(&mutex);
+    if (++returned == count) all.NotifyAll();
+    return true;
+  }
+};
+
+void WorkerPool::ForEach(Priority priority, const std::string& client, int count,
+                         const std::function<void(int)>& task) {
+  const auto parts = std::make_shared<Parts>();
+  parts->task = &task;
+  parts->count = count;
   int helpers = 0;
   {
     MutexLock lock(&mutex_);
-    helpers = std::min(idle_, count - 1);
+    helpers = std::min(idle_ - waiting_, count - 1);
   }
-  for (int i = 0; i < helpers; ++i) Post(Priority::kInteractive, [shared] { shared->Help(); });
-  shared->Help();
-  MutexLock lock(&shared->mutex);
-  while (shared->returned < count) shared->all.Wait(&shared->mutex);
+  for (int i = 0; i < helpers; ++i) PostHelper(priority, client, parts);
+  while (parts->RunOne()) {
+  }
+  MutexLock lock(&parts->mutex);
+  while (parts->returned < count) parts->all.Wait(&parts->mutex);
+}
+
+void WorkerPool::PostHelper(Priority priority, const std::string& client,
+                            std::shared_ptr<Parts> parts) {
+  // One part at a time, so that what has come since takes its turn.
+  Post(priority, client, [this, priority, client, parts = std::move(parts)] {
+    if (parts->RunOne()) PostHelper(priority, client, parts);
+  });
 }
 
 bool WorkerPool::HasTask() const {
@@ -110,6 +124,7 @@ std::function<void()> WorkerPool::Take() {
   Queue& queue = queues_[next];
   turn_ = queue.turn;
   queue.turn += kStrides[next];
+  --waiting_;
   return queue.Pop();
 }
 

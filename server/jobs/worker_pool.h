@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -36,9 +37,11 @@ class WorkerPool {
   void Post(Priority priority, std::function<void()> task) { Post(priority, "", std::move(task)); }
   /// `client`: ClientKey of the client that it is for; empty: of none.
   void Post(Priority priority, const std::string& client, std::function<void()> task);
-  /// Calls task(0) … task(count − 1) on the calling thread, and on threads that have nothing to do;
-  /// returns when all have returned. A task may call it.
-  void ForEach(int count, const std::function<void(int)>& task);
+  /// Calls task(0) … task(count − 1) on the calling thread, and on threads that have nothing to do
+  /// when it begins; returns when all have returned. Other tasks take their turns between those of
+  /// a helping thread. A task may call it.
+  void ForEach(Priority priority, const std::string& client, int count,
+               const std::function<void(int)>& task);
 
  private:
   struct Queue {
@@ -52,6 +55,8 @@ class WorkerPool {
     int64_t turn = 0;  // the queue with the lowest runs next
   };
 
+  struct Parts;
+  void PostHelper(Priority priority, const std::string& client, std::shared_ptr<Parts> parts);
   void Run();
   bool HasTask() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Waits for a task and takes it. Null when there will be none.
@@ -61,7 +66,8 @@ class WorkerPool {
   ConditionVariable wake_;
   std::array<Queue, kPriorities> queues_ ABSL_GUARDED_BY(mutex_);  // by priority
   int64_t turn_ ABSL_GUARDED_BY(mutex_) = 0;                       // of the last task
-  int idle_ ABSL_GUARDED_BY(mutex_) = 0;                           // threads
+  int idle_ ABSL_GUARDED_BY(mutex_) = 0;                           // threads that wait for tasks
+  int waiting_ ABSL_GUARDED_BY(mutex_) = 0;                        // tasks
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;
 };

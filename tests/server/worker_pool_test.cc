@@ -7,7 +7,9 @@
 #include <array>
 #include <atomic>
 #include <future>
+#include <memory>
 #include <string>
+#include <thread>
 
 namespace denoised {
 namespace {
@@ -44,10 +46,12 @@ TEST(WorkerPoolTest, ForEachCallsEachOnceAlsoFromTasks) {
   {
     WorkerPool pool(3);
     for (int i = 0; i < 10; ++i) {
-      pool.Post(Priority::kNormal, [&] { pool.ForEach(200, [&](int index) { ++calls[index]; }); });
+      pool.Post(Priority::kNormal, [&] {
+        pool.ForEach(Priority::kNormal, "", 200, [&](int index) { ++calls[index]; });
+      });
     }
-    pool.ForEach(200, [&](int index) { ++calls[index]; });
-    pool.ForEach(0, [&](int) { ADD_FAILURE(); });
+    pool.ForEach(Priority::kNormal, "", 200, [&](int index) { ++calls[index]; });
+    pool.ForEach(Priority::kNormal, "", 0, [&](int) { ADD_FAILURE(); });
   }
   for (const std::atomic<int>& count : calls) EXPECT_EQ(count, 11);
 }
@@ -57,13 +61,37 @@ TEST(WorkerPoolTest, ForEachUsesIdleThreads) {
   bool met = false;
   for (int attempt = 0; attempt < 100 && !met; ++attempt) {  // until the thread has become idle
     std::promise<void> helped;
-    pool.ForEach(2, [&](int index) {
+    pool.ForEach(Priority::kNormal, "", 2, [&](int index) {
       if (index == 1) return helped.set_value();
       met =
           helped.get_future().wait_for(std::chrono::milliseconds(100)) == std::future_status::ready;
     });
   }
   EXPECT_TRUE(met);
+}
+
+/// A helping thread returns to the queue after each part.
+TEST(WorkerPoolTest, OthersTakeTurnsWithThePartsOfForEach) {
+  constexpr int kParts = 100;
+  std::atomic<int> helped{0}, before{kParts};
+  {
+    WorkerPool pool(1);
+    for (int attempt = 0; attempt < 100 && helped == 0; ++attempt) {  // until the thread is idle
+      const auto urgent = std::make_shared<std::promise<void>>();
+      const auto caller = std::this_thread::get_id();
+      pool.ForEach(Priority::kBatch, "", kParts, [&](int part) {
+        if (std::this_thread::get_id() == caller) {
+          if (part == 0) urgent->get_future().wait_for(std::chrono::milliseconds(100));
+        } else if (helped++ == 0) {
+          pool.Post(Priority::kInteractive, [&, urgent] {
+            before = helped.load();
+            urgent->set_value();
+          });
+        }
+      });
+    }
+  }
+  EXPECT_LT(before, 5);
 }
 
 TEST(WorkerPoolTest, ForEachNeedsNoIdleThread) {
@@ -75,7 +103,7 @@ TEST(WorkerPoolTest, ForEachNeedsNoIdleThread) {
   });
   reached.get_future().wait();
   int calls = 0;  // by this thread alone
-  pool.ForEach(5, [&](int) { ++calls; });
+  pool.ForEach(Priority::kNormal, "", 5, [&](int) { ++calls; });
   EXPECT_EQ(calls, 5);
   done.set_value();
 }
