@@ -1162,7 +1162,7 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
                             LoadAttentionFp32Kernels(),
                             LoadEmbeddingKernels(),
                             LoadElementwiseKernels(),
-                            LoadLayerNormKernels(),
+                            LoadLayerNormKernels(hopper),
                             LoadNearestCodeKernels(),
                             LoadSamplingKernels(),
                             LoadPackWeightKernels()}) {

@@ -385,7 +385,7 @@ cudaError_t LoadGroupNormKernels();
 cudaError_t LoadGroupNormClusterKernels(bool clusters);
 cudaError_t LoadGroupNormStreamKernels();
 cudaError_t LoadGroupNormPiecesKernels();
-cudaError_t LoadLayerNormKernels();
+cudaError_t LoadLayerNormKernels(bool hopper);
 cudaError_t LoadNearestCodeKernels();
 cudaError_t LoadAttentionKernels();
 cudaError_t LoadAttentionFp32Kernels();

@@ -141,13 +141,39 @@ constexpr Kernel kInRegisters[kMostVectors] = {
     LayerNormInRegistersKernel<7, kOut>, LayerNormInRegistersKernel<8, kOut>};
 
 int VectorsOf(int channels) { return (channels + 255) / 256; }
+/// Gammas and betas in shared memory.
+constexpr int StaticBytes(int vectors) {
+  return vectors * 256 * 2 * static_cast<int>(sizeof(float));
+}
+
+constexpr int kMostPerMultiprocessor = 2048 / kThreads;
+constexpr int kMostShared = 227 * 1024;  // of a block
+constexpr int kReserved = 1024;          // of each block, besides its own
+/// Dynamic shared memory that no thread uses: with it, an SM has no room for more than its share of
+/// the blocks. A linear layer before this may leave some SMs without a tile. These would take as
+/// many blocks as fit, start early, and end last (dependent_launch.h).
+size_t BytesOfShare(unsigned blocks, int vectors, const Queue& queue) {
+  const unsigned multiprocessors = queue.multiprocessors;
+  const int share = static_cast<int>((blocks + multiprocessors - 1) / multiprocessors);
+  if (!queue.hopper || share >= kMostPerMultiprocessor) return 0;
+  const int bytes = (kMostShared + kReserved) / share - kReserved;
+  return bytes / 128 * 128 - StaticBytes(vectors);  // in units of 128
+}
+
+bool InWholeVectors(const LayerNormLaunch& norm) {
+  return norm.x.vector && norm.out.vector && norm.channels % 8 == 0;
+}
+/// Whether a token fits into the registers of a warp.
+bool HoldsTokens(const LayerNormLaunch& norm) {
+  return InWholeVectors(norm) && norm.x.element == Element::kBf16 &&
+         VectorsOf(norm.channels) <= kMostVectors;
+}
 
 Kernel KernelOf(const LayerNormLaunch& norm) {
-  if (!norm.x.vector || !norm.out.vector || norm.channels % 8 != 0) return LayerNormKernel<1>;
-  const int vectors = VectorsOf(norm.channels);
-  if (norm.x.element != Element::kBf16 || vectors > kMostVectors) return LayerNormKernel<8>;
-  return norm.out.element == Element::kE4m3x2 ? kInRegisters<Element::kE4m3x2>[vectors - 1]
-                                              : kInRegisters<Element::kBf16>[vectors - 1];
+  if (!HoldsTokens(norm)) return InWholeVectors(norm) ? LayerNormKernel<8> : LayerNormKernel<1>;
+  const auto& kernels = norm.out.element == Element::kE4m3x2 ? kInRegisters<Element::kE4m3x2>
+                                                             : kInRegisters<Element::kBf16>;
+  return kernels[VectorsOf(norm.channels) - 1];
 }
 
 }  // namespace
@@ -162,16 +188,18 @@ cudaError_t LaunchLayerNorm(const Rows& x, const float* gamma, const float* beta
     return cudaErrorInvalidValue;
   }
   const LayerNormLaunch norm = {x, gamma, beta, eps, tokens, channels, out};
-  const LaunchShape shape = {.grid = dim3(static_cast<unsigned>((tokens + kWarps - 1) / kWarps)),
-                             .block = dim3(kThreads)};
+  const auto blocks = static_cast<unsigned>((tokens + kWarps - 1) / kWarps);
+  const size_t shared = HoldsTokens(norm) ? BytesOfShare(blocks, VectorsOf(channels), queue) : 0;
+  const LaunchShape shape = {.grid = dim3(blocks), .block = dim3(kThreads), .shared_bytes = shared};
   return LaunchDependent(KernelOf(norm), shape, queue, norm);
 }
 
-cudaError_t LoadLayerNormKernels() {
+cudaError_t LoadLayerNormKernels(bool hopper) {
   for (int i = 0; i < kMostVectors; ++i) {
+    const int shared = hopper ? kMostShared - StaticBytes(i + 1) : 0;
     for (const Kernel kernel :
          {kInRegisters<Element::kBf16>[i], kInRegisters<Element::kE4m3x2>[i]}) {
-      if (cudaError_t error = LoadKernel(kernel); error != cudaSuccess) return error;
+      if (cudaError_t error = LoadKernel(kernel, shared); error != cudaSuccess) return error;
     }
   }
   const cudaError_t error = LoadKernel(LayerNormKernel<8>);
