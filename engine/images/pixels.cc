@@ -88,12 +88,11 @@ void OneByOne(int count, const std::function<void(int)>& task) {
 }
 
 std::vector<uint8_t> ToBytes(const Tensor& image, const ParallelFor& parallel_for) {
-  constexpr int64_t kAtOnce = 200'000;  // as png.cc
   const int64_t count = image.elements();
   std::vector<uint8_t> bytes(count);
-  parallel_for(static_cast<int>((count + kAtOnce - 1) / kAtOnce), [&](int i) {
-    const int64_t begin = i * kAtOnce;
-    Quantise(image.as<float>() + begin, std::min(kAtOnce, count - begin), bytes.data() + begin);
+  parallel_for(static_cast<int>((count + kTaskBytes - 1) / kTaskBytes), [&](int i) {
+    const int64_t begin = i * kTaskBytes;
+    Quantise(image.as<float>() + begin, std::min(kTaskBytes, count - begin), bytes.data() + begin);
   });
   return bytes;
 }

@@ -107,9 +107,8 @@ struct Band {
 absl::StatusOr<std::vector<Band>> CompressInBands(const Pixels& pixels,
                                                   const ParallelFor& parallel_for) {
   // Matches end where a band begins: photographs and noise grow by 0.1 %, flat pictures by 2 %.
-  constexpr size_t kBandBytes = 200'000;
   const size_t row = static_cast<size_t>(pixels.width) * pixels.channels + 1;
-  const int rows = static_cast<int>(std::clamp<size_t>(kBandBytes / row, 1, pixels.height));
+  const int rows = static_cast<int>(std::clamp<size_t>(kTaskBytes / row, 1, pixels.height));
   const int count = (pixels.height + rows - 1) / rows;
   std::vector<Band> bands(count);
   std::vector<absl::Status> done(count);
