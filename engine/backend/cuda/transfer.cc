@@ -2,8 +2,10 @@
 #include "engine/backend/cuda/transfer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstring>
+#include <utility>
 
 namespace denoised::cuda {
 namespace {
@@ -12,12 +14,18 @@ constexpr size_t kRingBytes = size_t{16} << 20;
 constexpr size_t kPieceBytes = size_t{4} << 20;  // several fit, so that packing and copying overlap
 constexpr size_t kAlignment = 256;
 constexpr size_t kSmallestStaging = 4096;
+/// Host memory that is reserved beyond that of downloads, for results that are still being read.
+/// While there is some, results need no copy; a picture of 512×512 saves one of 3 MB.
+constexpr int kSpares = 2;
+
+size_t Aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 class StagedDownload final : public Download {
  public:
-  StagedDownload(std::shared_ptr<Context> context, std::shared_ptr<DownloadPool::Staging> staging,
-                 const Tensor& from)
+  StagedDownload(std::shared_ptr<Context> context, DownloadPool& pool,
+                 std::shared_ptr<DownloadPool::Staging> staging, const Tensor& from)
       : context_(std::move(context)),
+        pool_(pool),
         staging_(std::move(staging)),
         shape_(from.shape()),
         dtype_(from.dtype()) {}
@@ -26,16 +34,24 @@ class StagedDownload final : public Download {
     context_->Use();
     context_->Record(cudaEventSynchronize(staging_->copied.get()), "download");
     DENOISED_RETURN_IF_ERROR(context_->status());
-    Tensor copy = Tensor::Host(shape_, dtype_);
-    std::memcpy(copy.data(), staging_->host, copy.bytes());
-    return copy;
+    if (!result_) {
+      if (const auto host = pool_.TakeHost(*staging_)) {
+        result_ = Tensor(host->data, shape_, dtype_, Device::kCpu, host);
+      } else {
+        result_ = Tensor::Host(shape_, dtype_);
+        std::memcpy(result_.data(), staging_->host->data, result_.bytes());
+      }
+    }
+    return result_;
   }
 
  private:
   const std::shared_ptr<Context> context_;
+  DownloadPool& pool_;
   const std::shared_ptr<DownloadPool::Staging> staging_;
   const Shape shape_;
   const DType dtype_;
+  Tensor result_;
 };
 
 class FailedDownload final : public Download {
@@ -70,7 +86,7 @@ size_t UploadRing::Take(size_t bytes) {
     pieces_.pop_front();
   }
   const size_t begin = head_;
-  head_ = begin + (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  head_ = begin + Aligned(bytes);
   return begin;
 }
 
@@ -111,33 +127,49 @@ void UploadRing::UploadPiece(const void* from, size_t offset, size_t bytes,
   pieces_.push_back({begin, begin + bytes, *std::move(arrived), *std::move(consumed)});
 }
 
-absl::StatusOr<std::shared_ptr<const DownloadPool::Staging::Memory>> DownloadPool::Add(size_t bytes,
-                                                                                       int count) {
-  const size_t each = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  auto memory = std::make_shared<Staging::Memory>();
+absl::StatusOr<DownloadPool::Added> DownloadPool::Add(size_t bytes, int count) {
+  const size_t each = Aligned(bytes);
   const std::string purpose = fmt::format("{} downloads at a time", count);
-  DENOISED_ASSIGN_OR_RETURN(memory->device, AllocateDevice(each * count, purpose));
-  DENOISED_ASSIGN_OR_RETURN(memory->host, AllocatePinned(each * count, purpose));
-  std::vector<std::shared_ptr<Staging>> added;
+  DENOISED_ASSIGN_OR_RETURN(DeviceMemory device, AllocateDevice(each * count, purpose));
+  DENOISED_ASSIGN_OR_RETURN(PinnedMemory host, AllocatePinned(each * (count + kSpares), purpose));
+  const Added added = {std::make_shared<const DeviceMemory>(std::move(device)),
+                       std::make_shared<const PinnedMemory>(std::move(host))};
+  std::vector<std::shared_ptr<const Host>> hosts;
+  for (int i = 0; i < count + kSpares; ++i) {
+    hosts.push_back(std::make_shared<const Host>(
+        Host{added.host, static_cast<std::byte*>(added.host->get()) + i * each, each}));
+  }
+  std::vector<std::shared_ptr<Staging>> stagings;
   for (int i = 0; i < count; ++i) {
     auto staging = std::make_shared<Staging>();
-    staging->memory = memory;
-    staging->device = static_cast<std::byte*>(memory->device.get()) + i * each;
-    staging->host = static_cast<std::byte*>(memory->host.get()) + i * each;
+    staging->memory = added.device;
+    staging->device = static_cast<std::byte*>(added.device->get()) + i * each;
+    staging->host = hosts[i];
     staging->bytes = each;
     DENOISED_ASSIGN_OR_RETURN(staging->snapped, NewEvent(/*timing=*/false));
     DENOISED_ASSIGN_OR_RETURN(staging->copied, NewEvent(/*timing=*/false));
-    added.push_back(std::move(staging));
+    stagings.push_back(std::move(staging));
   }
-  stagings_.insert(stagings_.end(), added.begin(), added.end());
-  return memory;
+  hosts_.insert(hosts_.end(), hosts.begin(), hosts.end());
+  stagings_.insert(stagings_.end(), stagings.begin(), stagings.end());
+  return added;
 }
 
 absl::StatusOr<std::shared_ptr<const void>> DownloadPool::Reserve(size_t bytes, int count) {
-  DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<const Staging::Memory> memory, Add(bytes, count));
-  return std::shared_ptr<const void>(memory.get(), [this, memory](const void*) {
-    std::erase_if(stagings_, [&](const auto& staging) { return staging->memory == memory; });
+  DENOISED_ASSIGN_OR_RETURN(const Added added, Add(bytes, count));
+  return std::shared_ptr<const void>(added.device.get(), [this, added](const void*) {
+    std::erase_if(stagings_, [&](const auto& staging) { return staging->memory == added.device; });
+    std::erase_if(hosts_, [&](const auto& host) { return host->memory == added.host; });
   });
+}
+
+std::shared_ptr<const DownloadPool::Host> DownloadPool::TakeHost(Staging& staging) {
+  for (const std::shared_ptr<const Host>& spare : hosts_) {
+    if (spare->bytes != staging.host->bytes || spare.use_count() > 1) continue;
+    std::atomic_thread_fence(std::memory_order_acquire);  // after the last reader's release
+    return std::exchange(staging.host, spare);
+  }
+  return nullptr;
 }
 
 std::shared_ptr<DownloadPool::Staging> DownloadPool::Free(size_t bytes) {
@@ -166,11 +198,11 @@ std::unique_ptr<Download> DownloadPool::Begin(const Tensor& from) {
                  "download");
   context.Record(cudaEventRecord(staging.snapped.get(), context.compute()), "download");
   context.Record(cudaStreamWaitEvent(context.downloads(), staging.snapped.get(), 0), "download");
-  context.Record(cudaMemcpyAsync(staging.host, staging.device, from.bytes(), cudaMemcpyDeviceToHost,
-                                 context.downloads()),
+  context.Record(cudaMemcpyAsync(staging.host->data, staging.device, from.bytes(),
+                                 cudaMemcpyDeviceToHost, context.downloads()),
                  "download");
   context.Record(cudaEventRecord(staging.copied.get(), context.downloads()), "download");
-  return std::make_unique<StagedDownload>(context_, std::move(taken), from);
+  return std::make_unique<StagedDownload>(context_, *this, std::move(taken), from);
 }
 
 }  // namespace denoised::cuda

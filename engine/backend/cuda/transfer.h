@@ -58,27 +58,37 @@ class DownloadPool {
   absl::StatusOr<std::shared_ptr<const void>> Reserve(size_t bytes, int count);
   std::unique_ptr<Download> Begin(const Tensor& from);
 
+  /// Page-locked memory of one download.
+  struct Host {
+    std::shared_ptr<const PinnedMemory> memory;  // of all that were reserved together
+    void* data = nullptr;
+    size_t bytes = 0;
+  };
   /// A snapshot's memory on both sides, reused when its download was released and the copy has
   /// ended.
   struct Staging {
-    struct Memory {
-      DeviceMemory device;
-      PinnedMemory host;
-    };
-    std::shared_ptr<const Memory> memory;
+    std::shared_ptr<const DeviceMemory> memory;  // of all that were reserved together
     void* device = nullptr;
-    void* host = nullptr;
+    std::shared_ptr<const Host> host;
     size_t bytes = 0;
     Event snapped, copied;
   };
+  /// Exchanges the staging's host memory for a spare block of its size and returns it. Null if all
+  /// spares are in use. Whoever holds the result, on any thread, may read and write it.
+  std::shared_ptr<const Host> TakeHost(Staging& staging);
 
  private:
-  absl::StatusOr<std::shared_ptr<const Staging::Memory>> Add(size_t bytes, int count);
+  struct Added {
+    std::shared_ptr<const DeviceMemory> device;
+    std::shared_ptr<const PinnedMemory> host;
+  };
+  absl::StatusOr<Added> Add(size_t bytes, int count);
   /// The smallest free one that is large enough, or null.
   std::shared_ptr<Staging> Free(size_t bytes);
 
   const std::shared_ptr<Context> context_;
   std::vector<std::shared_ptr<Staging>> stagings_;
+  std::vector<std::shared_ptr<const Host>> hosts_;  // of stagings, spare, and handed out
 };
 
 }  // namespace denoised::cuda
