@@ -146,18 +146,21 @@ constexpr int StaticBytes(int vectors) {
   return vectors * 256 * 2 * static_cast<int>(sizeof(float));
 }
 
-constexpr int kMostPerMultiprocessor = 2048 / kThreads;
-constexpr int kMostShared = 227 * 1024;  // of a block
-constexpr int kReserved = 1024;          // of each block, besides its own
+constexpr int kMostPerMultiprocessor = 2048 / kThreads;  // by threads; registers may allow fewer
+constexpr int kReserved = 1024;                          // bytes of each block, besides its own
+constexpr int kSharedOfHopper = 228 * 1024;              // of an SM
+constexpr int kMostShared = kSharedOfHopper - kReserved;
 /// Dynamic shared memory that no thread uses: with it, an SM has no room for more than its share of
 /// the blocks. A linear layer before this may leave some SMs without a tile. These would take as
-/// many blocks as fit, start early, and end last (dependent_launch.h).
+/// many blocks as fit, start early, and end last (dependent_launch.h). With one block to an SM, no
+/// later kernel can start beside it; most could not anyway, since they need the SM's registers.
 size_t BytesOfShare(unsigned blocks, int vectors, const Queue& queue) {
   const unsigned multiprocessors = queue.multiprocessors;
   const int share = static_cast<int>((blocks + multiprocessors - 1) / multiprocessors);
-  if (!queue.hopper || share >= kMostPerMultiprocessor) return 0;
-  const int bytes = (kMostShared + kReserved) / share - kReserved;
-  return bytes / 128 * 128 - StaticBytes(vectors);  // in units of 128
+  if (!queue.hopper || share < 1 || share >= kMostPerMultiprocessor) return 0;
+  constexpr int kUnit = 128;  // in which shared memory is allocated
+  const int bytes = kSharedOfHopper / share - kReserved;
+  return bytes / kUnit * kUnit - StaticBytes(vectors);
 }
 
 bool InWholeVectors(const LayerNormLaunch& norm) {
