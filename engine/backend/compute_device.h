@@ -21,7 +21,8 @@ namespace denoised {
 class Download {
  public:
   virtual ~Download() = default;
-  /// Blocks. Returns the host copy, or the device's error.
+  /// Blocks. Returns the host copy, or the device's error; a second call returns the same memory.
+  /// The copy may be kept as long as one likes, and its last owner may be any thread.
   virtual absl::StatusOr<Tensor> Wait() = 0;
 };
 

@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <functional>
+#include <thread>
 
 #include "tests/backend/backend_fixture.h"
 #include "tests/io/temporary_directory.h"
@@ -799,6 +800,26 @@ TEST_P(CudaTest, ReservedDownloadsTakeNoMoreMemory) {
   const auto refused = backend().ReserveDownloads(backend().memory().total, 2);
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_NE(std::string(refused.status().message()).find("2 downloads"), std::string::npos);
+}
+
+TEST_P(CudaTest, ResultsOfDownloadsMayBeReleasedOnAnyThread) {
+  const Tensor device = Allocate({1 << 18}, DType::kI32);
+  auto kept = backend().ReserveDownloads(1 << 20, 1),
+       ended = backend().ReserveDownloads(1 << 20, 1);
+  ASSERT_TRUE(kept.ok() && ended.ok());
+  for (int32_t round = 0; round < 20; ++round) {
+    if (round == 10) ended->reset();
+    const std::vector<int32_t> values(1 << 18, round);
+    backend().Upload(values.data(), values.size() * 4, device);
+    const auto download = backend().BeginDownload(device);
+    auto result = download->Wait();
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(download->Wait()->data(), result->data());
+    std::thread reader([result = *std::move(result), round] {
+      for (int32_t value : result.span<int32_t>()) ASSERT_EQ(value, round);
+    });
+    reader.join();
+  }
 }
 
 TEST_P(CudaTest, MarkersMeasureTheDevice) {

@@ -544,6 +544,12 @@ TEST_P(LayerNormTest, AnyShape) {
   }
 }
 
+/// More than a block for each multiprocessor, and a last block that is not full.
+TEST_P(LayerNormTest, ManyTokens) {
+  for (const Shape& shape : {Shape{2113, 640}, Shape{3201, 72}, Shape{7393, 64}, Shape{8449, 40}})
+    EXPECT_LT(ErrorOf(Make(shape)), Tolerance(kTolerance)) << shape.ToString();
+}
+
 TEST_P(LayerNormTest, AMeanFarFromZeroKeepsItsVariance) {
   // The mean is rounded to fp32, as in group norm, and so are partial sums. Measured 4.8e-6.
   EXPECT_LT(ErrorOf(Make({2, 9, 640}, 1, 100)), Tolerance(2e-5));

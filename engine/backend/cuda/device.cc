@@ -73,6 +73,8 @@ absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes, std::string_view purpo
 }
 
 absl::StatusOr<PinnedMemory> AllocatePinned(size_t bytes, std::string_view purpose) {
+  int device = 0;
+  DENOISED_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "cudaGetDevice"));
   void* data = nullptr;
   const cudaError_t error = cudaMallocHost(&data, bytes > 0 ? bytes : 1);
   if (error == cudaErrorMemoryAllocation) {
@@ -83,7 +85,7 @@ absl::StatusOr<PinnedMemory> AllocatePinned(size_t bytes, std::string_view purpo
         purpose, bytes);
   }
   DENOISED_RETURN_IF_ERROR(ToStatus(error, "cudaMallocHost"));
-  return PinnedMemory(data);
+  return PinnedMemory(data, FreePinned{device});
 }
 
 absl::StatusOr<std::shared_ptr<Context>> Context::Open(int device) {

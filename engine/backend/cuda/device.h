@@ -25,8 +25,13 @@ struct Destroy {
 struct FreeDevice {
   void operator()(void* data) const { static_cast<void>(cudaFree(data)); }
 };
+/// On any thread: without its device, the call would open device 0.
 struct FreePinned {
-  void operator()(void* data) const { static_cast<void>(cudaFreeHost(data)); }
+  int device = 0;
+  void operator()(void* data) const {
+    static_cast<void>(cudaSetDevice(device));
+    static_cast<void>(cudaFreeHost(data));
+  }
 };
 using Stream = std::unique_ptr<CUstream_st, Destroy>;
 using Event = std::unique_ptr<CUevent_st, Destroy>;
@@ -47,11 +52,11 @@ absl::StatusOr<RecordedGraph> RecordGraph(cudaStream_t stream, const std::functi
 absl::StatusOr<GraphExec> Instantiate(cudaGraph_t recorded);
 /// On the current device. ResourceExhausted says what `purpose` needed and what is free.
 absl::StatusOr<DeviceMemory> AllocateDevice(size_t bytes, std::string_view purpose);
-/// Page-locked host memory.
+/// Page-locked host memory, allocated by the current device.
 absl::StatusOr<PinnedMemory> AllocatePinned(size_t bytes, std::string_view purpose);
 
 /// One device, its three streams, and the first error it reported, which is final. Markers and
-/// downloads share it, so they may outlive the backend. One thread at a time.
+/// downloads share it, so they may be destroyed after the backend. One thread at a time.
 class Context {
  public:
   /// FailedPrecondition, with the remedy, if the device cannot be opened.

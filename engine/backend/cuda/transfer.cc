@@ -14,8 +14,8 @@ constexpr size_t kRingBytes = size_t{16} << 20;
 constexpr size_t kPieceBytes = size_t{4} << 20;  // several fit, so that packing and copying overlap
 constexpr size_t kAlignment = 256;
 constexpr size_t kSmallestStaging = 4096;
-/// Host memory that is reserved beyond that of downloads, for results that are still being read.
-/// While there is some, results need no copy; a picture of 512×512 saves one of 3 MB.
+/// Blocks of host memory that are reserved beyond those of downloads, for results that are still
+/// being read. While one is free, a result is not copied: 3 MB for a picture of 512×512.
 constexpr int kSpares = 2;
 
 size_t Aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -127,15 +127,15 @@ void UploadRing::UploadPiece(const void* from, size_t offset, size_t bytes,
   pieces_.push_back({begin, begin + bytes, *std::move(arrived), *std::move(consumed)});
 }
 
-absl::StatusOr<DownloadPool::Added> DownloadPool::Add(size_t bytes, int count) {
+absl::StatusOr<DownloadPool::Added> DownloadPool::Add(size_t bytes, int count, int spares) {
   const size_t each = Aligned(bytes);
   const std::string purpose = fmt::format("{} downloads at a time", count);
   DENOISED_ASSIGN_OR_RETURN(DeviceMemory device, AllocateDevice(each * count, purpose));
-  DENOISED_ASSIGN_OR_RETURN(PinnedMemory host, AllocatePinned(each * (count + kSpares), purpose));
+  DENOISED_ASSIGN_OR_RETURN(PinnedMemory host, AllocatePinned(each * (count + spares), purpose));
   const Added added = {std::make_shared<const DeviceMemory>(std::move(device)),
                        std::make_shared<const PinnedMemory>(std::move(host))};
   std::vector<std::shared_ptr<const Host>> hosts;
-  for (int i = 0; i < count + kSpares; ++i) {
+  for (int i = 0; i < count + spares; ++i) {
     hosts.push_back(std::make_shared<const Host>(
         Host{added.host, static_cast<std::byte*>(added.host->get()) + i * each, each}));
   }
@@ -156,7 +156,7 @@ absl::StatusOr<DownloadPool::Added> DownloadPool::Add(size_t bytes, int count) {
 }
 
 absl::StatusOr<std::shared_ptr<const void>> DownloadPool::Reserve(size_t bytes, int count) {
-  DENOISED_ASSIGN_OR_RETURN(const Added added, Add(bytes, count));
+  DENOISED_ASSIGN_OR_RETURN(const Added added, Add(bytes, count, count > 0 ? kSpares : 0));
   return std::shared_ptr<const void>(added.device.get(), [this, added](const void*) {
     std::erase_if(stagings_, [&](const auto& staging) { return staging->memory == added.device; });
     std::erase_if(hosts_, [&](const auto& host) { return host->memory == added.host; });
@@ -165,7 +165,7 @@ absl::StatusOr<std::shared_ptr<const void>> DownloadPool::Reserve(size_t bytes, 
 
 std::shared_ptr<const DownloadPool::Host> DownloadPool::TakeHost(Staging& staging) {
   for (const std::shared_ptr<const Host>& spare : hosts_) {
-    if (spare->bytes != staging.host->bytes || spare.use_count() > 1) continue;
+    if (spare->memory != staging.host->memory || spare.use_count() > 1) continue;
     std::atomic_thread_fence(std::memory_order_acquire);  // after the last reader's release
     return std::exchange(staging.host, spare);
   }
@@ -187,7 +187,7 @@ std::unique_ptr<Download> DownloadPool::Begin(const Tensor& from) {
   std::shared_ptr<Staging> taken = Free(from.bytes());
   if (!taken) {
     const absl::Status added =
-        Add(std::bit_ceil(std::max(from.bytes(), kSmallestStaging)), 1).status();
+        Add(std::bit_ceil(std::max(from.bytes(), kSmallestStaging)), 1, 0).status();
     if (!added.ok()) return std::make_unique<FailedDownload>(added);
     taken = stagings_.back();
   }

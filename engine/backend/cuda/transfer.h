@@ -52,9 +52,10 @@ class DownloadPool {
  public:
   explicit DownloadPool(std::shared_ptr<Context> context) : context_(std::move(context)) {}
 
-  /// Reserves memory for `count` concurrent downloads of up to `bytes` each, while the result
-  /// lives; the pool must outlive it. ResourceExhausted says how much was needed and how much GPU
-  /// memory is free.
+  /// Reserves memory for `count` concurrent downloads of up to `bytes` each, and page-locked memory
+  /// for some copies that are still being read. All of it is kept while the result lives; the pool
+  /// must outlive it. Copies may live longer, and keep all that was page-locked. ResourceExhausted
+  /// says how much was needed and how much GPU memory is free.
   absl::StatusOr<std::shared_ptr<const void>> Reserve(size_t bytes, int count);
   std::unique_ptr<Download> Begin(const Tensor& from);
 
@@ -73,8 +74,8 @@ class DownloadPool {
     size_t bytes = 0;
     Event snapped, copied;
   };
-  /// Exchanges the staging's host memory for a spare block of its size and returns it. Null if all
-  /// spares are in use. Whoever holds the result, on any thread, may read and write it.
+  /// Exchanges the staging's host memory for a spare block that was reserved with it, and returns
+  /// it. Null if all of them are in use. Whoever holds the block, on any thread, may write to it.
   std::shared_ptr<const Host> TakeHost(Staging& staging);
 
  private:
@@ -82,7 +83,7 @@ class DownloadPool {
     std::shared_ptr<const DeviceMemory> device;
     std::shared_ptr<const PinnedMemory> host;
   };
-  absl::StatusOr<Added> Add(size_t bytes, int count);
+  absl::StatusOr<Added> Add(size_t bytes, int count, int spares);
   /// The smallest free one that is large enough, or null.
   std::shared_ptr<Staging> Free(size_t bytes);
 
