@@ -21,7 +21,7 @@ struct Pixels {
 /// Calls task(0) … task(count − 1), in any order and on any threads, and returns when all have
 /// returned.
 using ParallelFor = std::function<void(int count, const std::function<void(int)>& task)>;
-/// The bytes of a picture that are about one task.
+/// About as many bytes of a picture are one task.
 constexpr int64_t kTaskBytes = 100'000;
 /// On the calling thread.
 void OneByOne(int count, const std::function<void(int)>& task);
