@@ -137,7 +137,7 @@ absl::StatusOr<DownloadPool::Added> DownloadPool::Add(size_t bytes, int count, i
   std::vector<std::shared_ptr<const Host>> hosts;
   for (int i = 0; i < count + spares; ++i) {
     hosts.push_back(std::make_shared<const Host>(
-        Host{added.host, static_cast<std::byte*>(added.host->get()) + i * each, each}));
+        Host{added.host, static_cast<std::byte*>(added.host->get()) + i * each}));
   }
   std::vector<std::shared_ptr<Staging>> stagings;
   for (int i = 0; i < count; ++i) {

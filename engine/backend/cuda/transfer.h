@@ -63,7 +63,6 @@ class DownloadPool {
   struct Host {
     std::shared_ptr<const PinnedMemory> memory;  // of all that were reserved together
     void* data = nullptr;
-    size_t bytes = 0;
   };
   /// A snapshot's memory on both sides, reused when its download was released and the copy has
   /// ended.
