@@ -16,6 +16,7 @@ namespace denoised::cuda {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kVectorChannels = 32 * 8;  // of a warp's lanes, one vector each
 
 struct LayerNormLaunch {
   Rows x;  // [tokens, channels]
@@ -38,7 +39,7 @@ __device__ inline float Factor(const LayerNormLaunch& norm, float square) {
 template <int kVectors, Element kOut>
 __global__ void __launch_bounds__(kThreads)
     LayerNormInRegistersKernel(const __grid_constant__ LayerNormLaunch norm) {
-  constexpr int kMostChannels = kVectors * 256;
+  constexpr int kMostChannels = kVectors * kVectorChannels;
   __shared__ __align__(16) float gammas[kMostChannels], betas[kMostChannels];
   ReleaseDependents();
   for (int c = static_cast<int>(threadIdx.x) * 4; c < norm.channels; c += kThreads * 4) {
@@ -140,10 +141,10 @@ constexpr Kernel kInRegisters[kMostVectors] = {
     LayerNormInRegistersKernel<5, kOut>, LayerNormInRegistersKernel<6, kOut>,
     LayerNormInRegistersKernel<7, kOut>, LayerNormInRegistersKernel<8, kOut>};
 
-int VectorsOf(int channels) { return (channels + 255) / 256; }
+int VectorsOf(int channels) { return (channels + kVectorChannels - 1) / kVectorChannels; }
 /// Gammas and betas in shared memory.
 constexpr int StaticBytes(int vectors) {
-  return vectors * 256 * 2 * static_cast<int>(sizeof(float));
+  return vectors * kVectorChannels * 2 * static_cast<int>(sizeof(float));
 }
 
 constexpr int kMostPerMultiprocessor = 2048 / kThreads;  // by threads; registers may allow fewer
