@@ -106,7 +106,7 @@ struct Band {
 
 absl::StatusOr<std::vector<Band>> CompressInBands(const Pixels& pixels,
                                                   const ParallelFor& parallel_for) {
-  // Matches end where a band begins: photographs and noise grow by 0.1 %, flat pictures by up to 5.
+  // Matches end where a band begins: noise and photographs grow by 0.1 %, flat pictures by 5 %.
   const size_t row = static_cast<size_t>(pixels.width) * pixels.channels + 1;
   const int rows = static_cast<int>(std::clamp<size_t>(kTaskBytes / row, 1, pixels.height));
   const int count = (pixels.height + rows - 1) / rows;

@@ -53,9 +53,9 @@ class DownloadPool {
   explicit DownloadPool(std::shared_ptr<Context> context) : context_(std::move(context)) {}
 
   /// Reserves memory for `count` concurrent downloads of up to `bytes` each, and page-locked memory
-  /// for some copies that are still being read. All of it is kept while the result lives; the pool
-  /// must outlive it. Copies may live longer, and keep all that was page-locked. ResourceExhausted
-  /// says how much was needed and how much GPU memory is free.
+  /// for some results that are still being read. All of it is kept while the reservation lives; the
+  /// pool must outlive it. Results may live longer; they keep all that was page-locked with them.
+  /// ResourceExhausted says how much was needed and how much GPU memory is free.
   absl::StatusOr<std::shared_ptr<const void>> Reserve(size_t bytes, int count);
   std::unique_ptr<Download> Begin(const Tensor& from);
 
