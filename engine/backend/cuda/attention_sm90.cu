@@ -248,7 +248,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       PrefetchTensorMap(&params.q);
       PrefetchTensorMap(&params.k);
       PrefetchTensorMap(&params.v);
-      WaitForPredecessors();  // consumers wait for the loads
+      // Consumers wait for the loads. Sets of keys are older than the evaluation, so the first are
+      // loaded while the predecessor runs.
+      if (!T::kSelects) WaitForPredecessors();
       struct Keys {
         int set, count;
       };
@@ -286,6 +288,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
           for (int part = 0; part < T::kParts; ++part) load(&params.k, key_tile, part);
         };
         load_keys(0);
+        if (T::kSelects && turn == 0) WaitForPredecessors();
         Wait(&queries_empty[ahead], (turn / T::kAhead & 1) ^ 1);
         if (T::kSelects) key_counts[ahead] = keys.count;
         ArriveExpectTx(&queries_full[ahead], step.active * T::kUnitBytes);
