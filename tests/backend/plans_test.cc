@@ -412,6 +412,34 @@ TEST_F(HopperPlansTest, AllCandidatesGiveTheSameBits) {
   }
 }
 
+// Layers without all of residual, addend and activation have kernels of their own.
+TEST_F(HopperPlansTest, AllOfEachEndingGiveTheSameBits) {
+  for (const Case& c : {Case{2, 64, 64, 64, 0, 320, 3}, Case{3, 16, 16, 128, 64, 192, 3},
+                        Case{5, 8, 8, 256, 0, 128, 3}, Case{2, 1, 1024, 320, 0, 960, 1},
+                        Case{3, 15, 17, 64, 0, 256, 3, 2}, Case{1, 1, 333, 96, 0, 72, 1},
+                        Case{3, 16, 16, 64, 0, 128, 3, 1, true}}) {
+    for (const bool e4m3 : {false, true}) {
+      if (e4m3 && c.upsample2x) continue;
+      kept_.clear();
+      const Conv2dLaunch any = e4m3 ? LaunchInE4m3(c) : Launch(c);
+      std::set<std::vector<std::byte>> results;
+      for (const bool adds : {false, true}) {
+        for (const bool residual : {false, true}) {
+          for (const Activation activation : {Activation::kNone, Activation::kSilu}) {
+            Conv2dLaunch conv = any;
+            if (!adds) conv.add = {};
+            if (!residual) conv.residual = {};
+            conv.activation = activation;
+            SCOPED_TRACE(Describe(conv));
+            results.insert(RunAll(conv));
+          }
+        }
+      }
+      EXPECT_EQ(results.size(), 8u);
+    }
+  }
+}
+
 // The tests of layers in e4m3 skip a backend that denies them.
 TEST_F(HopperPlansTest, HopperMultipliesE4m3) {
   EXPECT_TRUE(backend_->MultipliesE4m3());

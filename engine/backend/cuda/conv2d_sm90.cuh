@@ -48,6 +48,13 @@ struct Tile {
   static constexpr int kGatedAcross = kN / 2 / kGatedBox;
   static constexpr int kBoxBytes = 64 * kBox * 2;
   static constexpr int kStagingBytes = kStaged ? kGroups * kBoxes * kBoxBytes : 0;
+  // Layers with split-K end with kAny.
+  using Endings = std::conditional_t<
+      !kStaged, cuda::Endings<Ending::kAny>,
+      std::conditional_t<
+          kGates,
+          cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kGate, Ending::kAny>,
+          cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kAny>>>;
   static constexpr int kThreads = kSpec.kernel.threads;
   static constexpr int kFewRegisters = kSpec.kernel.producer_registers;
   static constexpr int kManyRegisters = kSpec.kernel.consumer_registers;
@@ -345,7 +352,7 @@ struct Producer {
 };
 
 /// A consumer warpgroup: multiplies the stages of its tiles.
-template <typename T, bool kSplitK>
+template <typename T, bool kSplitK, Ending kEnding>
 struct Consumer {
   using Accumulators = float[T::kRows][T::kAccumulators];
 
@@ -359,7 +366,7 @@ struct Consumer {
     if (threadIdx.x % 128 < cta.shared) ArriveAt(&cta.empty[stage], threadIdx.x % 128);
   }
   __device__ void AddPerImage(const TileAt& tile, Accumulators& sums) const {
-    if (params.add.data == nullptr) return;
+    if (kEnding != Ending::kAny || params.add.data == nullptr) return;
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < T::kRows; ++i) {
@@ -466,13 +473,8 @@ struct Consumer {
       for (int i = 0; i < T::kRows; ++i) {
         const auto begin = [&](int box) { return epilogue.Box(i * T::kAcross + box); };
         const auto end = [&](int box) { epilogue.Commit(i * T::kAcross + box); };
-        if constexpr (T::kGates) {
-          if (conv.gated) {
-            StageGatedEpilogue<T::kGatedBox>(sums[i], begin, end);
-            continue;
-          }
-        }
-        StageEpilogue<T::kBox>(conv, sums[i], begin, end);
+        constexpr int kBox = kEnding == Ending::kGate ? T::kGatedBox : T::kBox;
+        StageEpilogue<kBox, kEnding>(conv, sums[i], begin, end);
       }
     } else {
       FinishElements(conv, params, tile.phase, tile.m0 + cta.FirstPixel(group), tile.n0, sums);
@@ -518,7 +520,7 @@ struct Consumer {
 };
 
 /// kSplitK: whether k has several splits; otherwise the code that adds them is omitted.
-template <typename T, bool kSplitK, bool kShortcut>
+template <typename T, bool kSplitK, bool kShortcut, Ending kEnding>
 __global__ void __launch_bounds__(T::kThreads, 1)
     Conv2dHopperKernel(const __grid_constant__ Conv2dLaunch conv,
                        const __grid_constant__ Params params) {
@@ -562,7 +564,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   } else {
     IncreaseRegisters<T::kManyRegisters>();
     if (cta.shared > 1) WaitForCluster();
-    Consumer<T, kSplitK>{conv, params, cta, group}.Run();
+    Consumer<T, kSplitK, kEnding>{conv, params, cta, group}.Run();
   }
 
   if (cta.shared > 1) {
@@ -629,18 +631,17 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
 
   const int64_t tiles =
       int64_t{params.grid.phases} * (params.m_tiles / params.shared) * params.n_tiles;
+  const auto launch = [&](auto kernel) {
+    return LaunchPersistent<T>(kernel, tiles, params.shared, conv, params, queue);
+  };
   if constexpr (T::kSplitK) {
-    if (conv.shortcut.x.data != nullptr) {
-      return LaunchPersistent<T>(Conv2dHopperKernel<T, true, true>, tiles, params.shared, conv,
-                                 params, queue);
-    }
-    if (params.splits.value > 1) {
-      return LaunchPersistent<T>(Conv2dHopperKernel<T, true, false>, tiles, params.shared, conv,
-                                 params, queue);
-    }
+    if (conv.shortcut.x.data != nullptr)
+      return launch(Conv2dHopperKernel<T, true, true, Ending::kAny>);
+    if (params.splits.value > 1) return launch(Conv2dHopperKernel<T, true, false, Ending::kAny>);
   }
-  return LaunchPersistent<T>(Conv2dHopperKernel<T, false, false>, tiles, params.shared, conv,
-                             params, queue);
+  return T::Endings::Select(EndingOf(conv), [&](auto ending) {
+    return launch(Conv2dHopperKernel<T, false, false, decltype(ending)::value>);
+  });
 }
 
 template <Element kElement>
@@ -653,14 +654,13 @@ template <Element kElement>
 cudaError_t LoadKernels() {
   return ForEachRow<Family::kPersistent, Loader::kIm2col, kElement>([](auto row) {
     using T = Tile<row>;
-    cudaError_t loaded = LoadKernel(Conv2dHopperKernel<T, false, false>, T::kSharedBytes);
+    const auto load = [](auto kernel) { return LoadKernel(kernel, T::kSharedBytes); };
+    cudaError_t loaded = T::Endings::ForEach([&](auto ending) {
+      return load(Conv2dHopperKernel<T, false, false, decltype(ending)::value>);
+    });
     if constexpr (T::kSplitK) {
-      if (loaded == cudaSuccess) {
-        loaded = LoadKernel(Conv2dHopperKernel<T, true, false>, T::kSharedBytes);
-      }
-      if (loaded == cudaSuccess) {
-        loaded = LoadKernel(Conv2dHopperKernel<T, true, true>, T::kSharedBytes);
-      }
+      if (loaded == cudaSuccess) loaded = load(Conv2dHopperKernel<T, true, false, Ending::kAny>);
+      if (loaded == cudaSuccess) loaded = load(Conv2dHopperKernel<T, true, true, Ending::kAny>);
     }
     return loaded;
   });

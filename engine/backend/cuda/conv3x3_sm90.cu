@@ -529,7 +529,7 @@ struct Consumer {
       const int buffer = Buffer(row);
       unsigned char* const subtile = cta.staging + buffer * T::kBufferBytes;
       Wait(&cta.staged[buffer], (tiles_done * (T::kRows / T::kBuffers) + row / T::kBuffers) & 1);
-      StageEpilogue<T::kBox>(
+      StageEpilogue<T::kBox, Ending::kAny>(
           conv, total[row], [&](int box) { return subtile + box * T::kBoxBytes; }, [](int) {});
       FenceProxyAsync();
       SyncWarpgroup(group);

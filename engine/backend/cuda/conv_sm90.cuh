@@ -332,6 +332,45 @@ __device__ inline int SwizzleOf(int row) {
   return kBox == 64 ? row % 8 : kBox == 32 ? row / 2 % 4 : row / 4 % 2;
 }
 
+/// What a layer does with its sums.
+enum class Ending : uint8_t {
+  kPlain,     // rounds them
+  kResidual,  // adds the residual
+  kGate,      // Conv2dLaunch::gated
+  kAny,       // as the arguments say, but for a gate
+};
+/// The ending that does no more than the layer needs.
+inline Ending EndingOf(const ConvLayer& conv) {
+  if (conv.gated) return Ending::kGate;
+  if (conv.activation != Activation::kNone || conv.add.data != nullptr) return Ending::kAny;
+  return conv.residual.data != nullptr ? Ending::kResidual : Ending::kPlain;
+}
+/// Endings for which a tile has kernels of their own: the code of all endings together is three
+/// times as long, and short launches with so long a kernel take 0.5 to 1 µs more
+/// (docs/kernels-measured.md). kAny, the last, takes the place of those that are missing.
+template <Ending... kEndings>
+struct Endings {
+  template <Ending kEnding>
+  using Constant = std::integral_constant<Ending, kEnding>;
+
+  /// Calls then(Constant) for one of them.
+  template <typename Then>
+  static cudaError_t Select(Ending ending, const Then& then) {
+    if (!((ending == kEndings) || ...)) ending = Ending::kAny;
+    cudaError_t result = cudaErrorInvalidValue;
+    static_cast<void>(
+        ((ending == kEndings && (result = then(Constant<kEndings>()), true)) || ...));
+    return result;
+  }
+  /// For each of them, until there is an error.
+  template <typename Then>
+  static cudaError_t ForEach(const Then& then) {
+    cudaError_t result = cudaSuccess;
+    static_cast<void>((((result = then(Constant<kEndings>())) == cudaSuccess) && ...));
+    return result;
+  }
+};
+
 /// The epilogue of a warpgroup's 64 pixels through shared memory, in boxes of 64 pixels × kBox
 /// outputs in TMA's swizzle. begin(i) returns the address of box i, which holds the residual if
 /// there is one and receives the outputs; end(i) is called when it is complete. Residual and
@@ -409,23 +448,30 @@ __device__ inline void StageGatedEpilogue(const float (&accumulators)[kAccumulat
     if (chunk % kChunks == kChunks - 2) end(chunk / kChunks);
   }
 }
-template <int kBox, int kAccumulators, typename Begin, typename End>
+template <int kBox, Ending kEnding, int kAccumulators, typename Begin, typename End>
 __device__ inline void StageEpilogue(const Conv2dLaunch& conv,
                                      const float (&accumulators)[kAccumulators], const Begin& begin,
                                      const End& end) {
-  const auto known = [](bool flag, const auto& then) {
-    if (flag) {
-      then(std::true_type());
-    } else {
-      then(std::false_type());
-    }
-  };
-  known(conv.residual.data != nullptr, [&](auto residual) {
-    known(conv.activation == Activation::kSilu, [&](auto silu) {
-      StageEpilogueAs<kBox, decltype(residual)::value, decltype(silu)::value>(conv, accumulators,
-                                                                              begin, end);
+  if constexpr (kEnding == Ending::kGate) {
+    StageGatedEpilogue<kBox>(accumulators, begin, end);
+  } else if constexpr (kEnding != Ending::kAny) {
+    StageEpilogueAs<kBox, kEnding == Ending::kResidual, /*kSilu=*/false>(conv, accumulators, begin,
+                                                                         end);
+  } else {
+    const auto known = [](bool flag, const auto& then) {
+      if (flag) {
+        then(std::true_type());
+      } else {
+        then(std::false_type());
+      }
+    };
+    known(conv.residual.data != nullptr, [&](auto residual) {
+      known(conv.activation == Activation::kSilu, [&](auto silu) {
+        StageEpilogueAs<kBox, decltype(residual)::value, decltype(silu)::value>(conv, accumulators,
+                                                                                begin, end);
+      });
     });
-  });
+  }
 }
 
 inline Grid GridOf(const Conv2dLaunch& conv) {
