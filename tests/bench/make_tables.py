@@ -1201,13 +1201,13 @@ def speed(data):
     found = [each for name, (_, each) in compared_models(data, "latent").items() if "-unet/" in name]
     ratios = [each.ratio for each in found]
     misses = [each.verdict for each in found].count(MISS)
+    miss = "misses its" if misses == 1 else "miss their"
     single = data("sd15-request")["figures"]["row"]
     ratio = best_of(single)[2]
     lines.append(f"Less is gained elsewhere. A request for 16 digits is {times(best_of(request)[2])} as fast as "
                  f"PyTorch's sampling alone. Stable Diffusion's UNets are {times(min(ratios))} to "
-                 f"{times(max(ratios))} as fast; {misses} of {len(ratios)} rows {'misses its' if misses == 1 else 'miss their'} "
-                 f"bar. A request to "
-                 f"SD 1.5, from text to PNG, is {times(ratio)} as fast as diffusers' models in one CUDA graph"
+                 f"{times(max(ratios))} as fast; {misses} of {len(ratios)} rows {miss} bar. A request to SD 1.5, "
+                 f"from text to PNG, is {times(ratio)} as fast as diffusers' models in one CUDA graph"
                  f"{'' if ratio >= REQUEST_BAR else ', a miss'}.")
     return textwrap.wrap(" ".join(lines), 120, break_on_hyphens=False)
 
