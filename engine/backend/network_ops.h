@@ -144,12 +144,12 @@ struct LayerNormArgs {
 struct AttentionArgs {
   Tensor q;     // [N, tokens, heads·dim], may be a Columns() view
   Tensor k, v;  // [S, key tokens, heads·dim], likewise; S is N unless there is a key_set
-  /// Optional I32 [N]: row n attends to set key_set[n], in [0, S), of keys and values. Then none of
-  /// the few ops before this one may write k, v, key_set or key_counts: a backend may read them
-  /// while these still run.
+  /// Optional I32 [N]: row n attends to set key_set[n], in [0, S), of keys and values.
   Tensor key_set;
   /// Optional I32 [S]: the number of keys in each set, at least 1. Rows of k and v after them have
-  /// no effect.
+  /// no effect. With key_set or key_counts, a backend may read k, v and both while the ops before
+  /// still run: between an op that writes them and this one there must be a convolution or another
+  /// attention.
   Tensor key_counts;
   bool causal = false;  // query i attends to keys 0 to i
   int heads = 1;

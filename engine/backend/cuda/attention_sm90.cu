@@ -248,8 +248,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       PrefetchTensorMap(&params.q);
       PrefetchTensorMap(&params.k);
       PrefetchTensorMap(&params.v);
-      // Consumers wait for the loads. Sets of keys are older than the evaluation, so the first are
-      // loaded while the predecessor runs.
+      // Consumers wait for the loads. With sets of keys, the first are loaded while the predecessor
+      // runs: AttentionArgs says why they are there. Every CTA has a first step, so it waits.
       if (!T::kSelects) WaitForPredecessors();
       struct Keys {
         int set, count;

@@ -582,9 +582,9 @@ constexpr int kBand = 8;
 
 template <typename T>
 cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  if (T::kE4m3 != (conv.x.element == Element::kE4m3x2) ||
-      ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kSplitK) ||
-      (T::kStaged && !HasVectorOutputs(conv)) || (conv.gated && !T::kGates)) {
+  const bool splits = plan.splits > 1 || conv.shortcut.x.data != nullptr;
+  if (T::kE4m3 != (conv.x.element == Element::kE4m3x2) || (splits && !T::kSplitK) ||
+      (T::kStaged && !HasVectorOutputs(conv)) || (conv.gated && (splits || !T::kGates))) {
     return cudaErrorInvalidValue;
   }
   Params params;

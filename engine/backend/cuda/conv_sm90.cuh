@@ -334,10 +334,10 @@ __device__ inline int SwizzleOf(int row) {
 
 /// What a layer does with its sums.
 enum class Ending : uint8_t {
-  kPlain,     // rounds them
-  kResidual,  // adds the residual
+  kPlain,     // scales and rounds them
+  kResidual,  // adds the residual first
   kGate,      // Conv2dLaunch::gated
-  kAny,       // as the arguments say, but for a gate
+  kAny,       // decided at run time; no gate
 };
 /// The ending that does no more than the layer needs.
 inline Ending EndingOf(const ConvLayer& conv) {
@@ -345,9 +345,9 @@ inline Ending EndingOf(const ConvLayer& conv) {
   if (conv.activation != Activation::kNone || conv.add.data != nullptr) return Ending::kAny;
   return conv.residual.data != nullptr ? Ending::kResidual : Ending::kPlain;
 }
-/// Endings for which a tile has kernels of their own: the code of all endings together is three
-/// times as long, and short launches with so long a kernel take 0.5 to 1 µs more
-/// (docs/kernels-measured.md). kAny, the last, takes the place of those that are missing.
+/// Endings for which a tile has kernels of their own: the code of all together is two to four times
+/// as long, which makes short launches slower (docs/kernels-measured.md). kAny, the last, takes the
+/// place of those that are missing.
 template <Ending... kEndings>
 struct Endings {
   template <Ending kEnding>
