@@ -52,8 +52,7 @@ struct Tile {
   using Endings = std::conditional_t<
       !kStaged, cuda::Endings<Ending::kAny>,
       std::conditional_t<
-          kGates,
-          cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kGate, Ending::kAny>,
+          kGates, cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kGate, Ending::kAny>,
           cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kAny>>>;
   static constexpr int kThreads = kSpec.kernel.threads;
   static constexpr int kFewRegisters = kSpec.kernel.producer_registers;

@@ -358,8 +358,7 @@ struct Endings {
   static cudaError_t Select(Ending ending, const Then& then) {
     if (!((ending == kEndings) || ...)) ending = Ending::kAny;
     cudaError_t result = cudaErrorInvalidValue;
-    static_cast<void>(
-        ((ending == kEndings && (result = then(Constant<kEndings>()), true)) || ...));
+    static_cast<void>(((ending == kEndings && (result = then(Constant<kEndings>()), true)) || ...));
     return result;
   }
   /// For each of them, until there is an error.
