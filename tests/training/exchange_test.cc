@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "engine/training/nccl.h"
+#include "tests/training/free_port.h"
 
 /// NCCL's exchange against a fake library on the CPU. trainer_test.cc has the real one, on two
 /// GPUs.
@@ -128,8 +129,7 @@ void OnRanks(int ranks, const Body& body) {
 using Exchanges = std::vector<std::unique_ptr<Exchange>>;
 
 Exchanges OverTcp(int ranks, double timeout = 30) {
-  static int used = 0;
-  const std::string address = fmt::format("127.0.0.1:{}", 20000 + (getpid() + 7 * ++used) % 12000);
+  const std::string address = fmt::format("127.0.0.1:{}", FreePort());
   Exchanges exchanges(ranks);
   OnRanks(ranks, [&](int rank) {
     auto exchange = ConnectExchange(rank, ranks, address, timeout);
