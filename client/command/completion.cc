@@ -28,7 +28,12 @@ _denoise() {
     case $line in
       :files) compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$current") ;;
       :folders) compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- "$current") ;;
-      *) line=${line%%"$tab"*}; COMPREPLY+=("${line#"$before"}") ;;
+      # bash inserts words as they are, and a server chooses the names of its models.
+      *)
+        line=${line%%"$tab"*}
+        word=${line#"$before"}
+        [[ -z $word ]] || printf -v word %q "$word"
+        COMPREPLY+=("$word") ;;
     esac
   done < <("${words[0]}" complete-words "${words[@]:1}" 2>/dev/null)
 }

@@ -348,6 +348,15 @@ TEST_F(ScriptTest, Bash) {
       << result.err;
 }
 
+TEST_F(ScriptTest, BashQuotesWhatItInserts) {
+  const auto result = InShell("bash", R"script(
+    . ./script
+    denoise() { printf '%s\n' 'two words' '$(touch hit)' "it's" plain-1.0/x; }
+    COMP_LINE="denoise x"; COMP_WORDS=(denoise x); COMP_CWORD=1; _denoise
+    printf '%s\n' "${COMPREPLY[@]}")script");
+  EXPECT_EQ(result.out, "two\\ words\n\\$\\(touch\\ hit\\)\nit\\'s\nplain-1.0/x\n") << result.err;
+}
+
 /// The models of a server whose address has a colon.
 TEST_F(ScriptTest, BashAsksTheServerOfTheLine) {
   const size_t colon = server_.address().find(':');
