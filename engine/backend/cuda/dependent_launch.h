@@ -9,9 +9,8 @@
 ///
 /// A kernel may start while the one before it in the stream, or in the graph captured from it,
 /// still runs. Until then it may only do what needs no result of an earlier kernel (indices,
-/// weights of the model), or only one of a kernel that waits before it releases, with another such
-/// kernel in between (sets of keys: AttentionArgs). It calls WaitForPredecessors() before it reads
-/// or writes anything else, because memory that it overwrites may still be read.
+/// weights of the model; AttentionArgs says why some keys, too). It calls WaitForPredecessors()
+/// before it reads or writes anything else, because memory that it overwrites may still be read.
 /// ReleaseDependents() lets the next kernel start early; without the call, it starts when this
 /// kernel ends. Wherever the call is, the next kernel sees memory as it is at this kernel's end.
 ///
