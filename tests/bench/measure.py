@@ -83,6 +83,7 @@ OURS, COPY = "ours", "copy"
 # That a worker may take. The first run of max-autotune measures kernels for minutes.
 START_SECONDS, MEASURE_SECONDS, PREPARE_SECONDS = 180, 60, 300
 SECONDS_OF_A_ROW = 30  # a peer's first run, and three rounds: 19 s for SD 1.5
+SECONDS_OF_ROWS = 120  # of all rows of UNets and decoders
 WARM_UP = "0.2"  # seconds of requests before those that count
 
 
@@ -252,9 +253,8 @@ def compare_models(session, topic, shapes, autotuned):
             session.stop(peer)
             session.write(topic, content)
 
-    # Nothing is measured while one compiles. What is left then is for the rows, and for those that
-    # compile again.
-    to_measure = SECONDS_OF_A_ROW * (len(rows) + len(autotuned))
+    # Nothing is measured while one compiles. Many rows are of small models, which take less.
+    to_measure = min(SECONDS_OF_ROWS, SECONDS_OF_A_ROW * (len(rows) + len(autotuned)))
     end = time.monotonic() + max(30, session.left() - to_measure)
     measure({shape: (peer, peer.answer(end - time.monotonic()))
              for shape, peer in peers.items()}, "torch.compile, one graph")
