@@ -512,6 +512,8 @@ TEST_F(HopperPlansTest, GatesOfOutputsHaveTheBitsOfGeglu) {
       EXPECT_TRUE(Run(conv, candidate.plan) == expected) << NameOf(candidate.plan);
     constexpr HopperTile k128x32 = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 32);
     EXPECT_NE(LaunchConv2dHopper(conv, {.tile = k128x32}, queue_), cudaSuccess);
+    constexpr HopperTile k128x128 = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 128);
+    EXPECT_NE(LaunchConv2dHopper(conv, {.tile = k128x128, .splits = 2}, queue_), cudaSuccess);
   }
 }
 

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <arpa/inet.h>
+#include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <random>
 
 namespace denoised::training {
@@ -20,6 +22,10 @@ inline int FreePort() {
                               .sin_port = htons(static_cast<uint16_t>(port)),
                               .sin_addr = {htonl(INADDR_LOOPBACK)}};
     const int probe = socket(AF_INET, SOCK_STREAM, 0);
+    if (probe < 0) {
+      ADD_FAILURE() << "no socket: errno " << errno;
+      return 0;
+    }
     const bool is_free =
         bind(probe, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
     close(probe);
