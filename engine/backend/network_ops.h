@@ -147,9 +147,9 @@ struct AttentionArgs {
   /// Optional I32 [N]: row n attends to set key_set[n], in [0, S), of keys and values.
   Tensor key_set;
   /// Optional I32 [S]: the number of keys in each set, at least 1. Rows of k and v after them have
-  /// no effect. With key_set or key_counts, a backend may read k, v and both while the ops before
-  /// still run: between an op that writes them and this one there must be a convolution or another
-  /// attention.
+  /// no effect. With key_set or key_counts, a backend may read k, key_set and key_counts while the
+  /// ops before still run: between an op that writes one of them and this one there must be a
+  /// convolution or another attention.
   Tensor key_counts;
   bool causal = false;  // query i attends to keys 0 to i
   int heads = 1;
