@@ -45,6 +45,8 @@ const std::vector<Case> kCases = {{3, 32, 32, 128, 0, 128, 3},
                                   {6, 16, 16, 128, 0, 160, 3, 1, true},
                                   {3, 5, 3, 64, 0, 264, 3, 1, true},
                                   {2, 20, 12, 64, 64, 256, 3, 1, true},
+                                  {5, 4, 4, 320, 64, 320, 3, 1, true},
+                                  {1, 3, 128, 64, 0, 128, 3, 1, true},
                                   {3, 15, 17, 64, 0, 72, 3, 2},
                                   {40, 1, 256, 192, 0, 576, 1},
                                   {3, 1, 2045, 320, 0, 1288, 1},
@@ -437,6 +439,35 @@ TEST_F(HopperPlansTest, AllOfEachEndingGiveTheSameBits) {
         }
       }
       EXPECT_EQ(results.size(), 8u);
+    }
+  }
+}
+
+TEST_F(HopperPlansTest, TapsOfZerosAreLeftOut) {
+  for (const Case& c :
+       {Case{3, 16, 16, 64, 0, 128, 3, 1, true}, Case{2, 20, 12, 64, 64, 256, 3, 1, true},
+        Case{6, 16, 16, 128, 0, 160, 3, 1, true}, Case{70, 16, 16, 128, 0, 128, 3, 1, true},
+        Case{5, 4, 4, 64, 0, 128, 3, 1, true}, Case{1, 3, 128, 64, 0, 128, 3, 1, true}}) {
+    // What a strided convolution's gradient lacks, with padding before and without.
+    for (const uint16_t zero_taps : {0x0537, 0xeca0}) {
+      kept_.clear();
+      Conv2dLaunch conv = Launch(c);
+      conv.zero_taps = zero_taps;
+      SCOPED_TRACE(Describe(conv));
+      const std::vector<std::byte> without =
+          Run(conv, {.tile = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 128)});
+      const int channels = c.channels + c.channels2;
+      auto* const weight = static_cast<uint16_t*>(const_cast<void*>(conv.weight));
+      for (int i = 0; i < 16; ++i) {
+        if ((zero_taps >> i & 1) == 0) continue;
+        uint16_t* const tap =
+            weight + int64_t{i / 4} * c.outputs * conv.weight_stride + i % 4 * channels;
+        ASSERT_EQ(cudaMemset2D(tap, conv.weight_stride * 2, 0, channels * 2, c.outputs),
+                  cudaSuccess);
+      }
+      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      // Other tiles multiply the zeros.
+      EXPECT_TRUE(RunAll(conv) == without);
     }
   }
 }

@@ -23,6 +23,8 @@
 
 namespace denoised::cuda::im2col {
 
+constexpr int kBoxPixels = 64;  // of the epilogue's TMA boxes
+
 /// A row of kTiles; its pixels and outputs are arguments so that profilers show them.
 template <int kRow, int kM_ = kTiles[kRow].m, int kN_ = kTiles[kRow].n>
 struct Tile {
@@ -38,7 +40,7 @@ struct Tile {
   static constexpr int kAccumulators = kN / 2;                      // per thread and 64 pixels
   static constexpr int kInputBytes = kM * kStepBytes, kWeightBytes = kN * kStepBytes;
   static constexpr int kStageBytes = kInputBytes + kWeightBytes;
-  // Staged tiles are stored through shared memory, in boxes of 64 pixels.
+  // Staged tiles are stored through shared memory, in boxes of kBoxPixels.
   static constexpr bool kStaged = !kSpec.StoresOneByOne();
   static constexpr int kBox = kSpec.BoxOutputs();  // outputs: 128 or 64 bytes, swizzled
   static constexpr int kAcross = kN / kBox, kBoxes = kRows * kAcross;  // per consumer
@@ -46,9 +48,9 @@ struct Tile {
   static constexpr bool kGates = kSpec.FusesGate();
   static constexpr int kGatedBox = kAcross % 2 == 0 ? kBox : kBox / 2;
   static constexpr int kGatedAcross = kN / 2 / kGatedBox;
-  static constexpr int kBoxBytes = 64 * kBox * 2;
+  static constexpr int kBoxBytes = kBoxPixels * kBox * 2;
   static constexpr int kStagingBytes = kStaged ? kGroups * kBoxes * kBoxBytes : 0;
-  // Layers with split-K end with kAny.
+  // Layers with split-K, or of doubled images, end with kAny.
   using Endings = std::conditional_t<
       !kStaged, cuda::Endings<Ending::kAny>,
       std::conditional_t<
@@ -64,13 +66,24 @@ struct Tile {
   static_assert(!kE4m3 || (!kPingPong && !kSplitK));
 };
 
+/// The layers that a kernel is compiled for. kSplitK: k has several splits. kDoubled: the image is
+/// doubled, so there are four phases. The code for what other layers need is left out.
+template <Ending kEnding_, bool kSplitK_ = false, bool kShortcut_ = false, bool kDoubled_ = false>
+struct Form {
+  static constexpr Ending kEnding = kEnding_;
+  static constexpr bool kSplitK = kSplitK_, kShortcut = kShortcut_, kDoubled = kDoubled_;
+};
+
 /// Arguments besides the epilogue's Conv2dLaunch.
 struct Params {
   CUtensorMap x, x2, weight;
-  CUtensorMap residual, out;  // if phases == 1
+  CUtensorMap residual, out;  // if in_boxes
+  bool in_boxes = false;      // a tile's outputs are TMA boxes of 64 pixels
   Grid grid;
   int chunks = 0;  // of x
   Depth depth;
+  int steps[kPhases] = {};       // kDoubled: of a tile of each phase, without zero_taps
+  uint32_t zero_taps = 0;        // ConvLayer's
   int shared = 1;                // CTAs of a cluster, neighbours along m, that multicast weights
   int part = 0;                  // outputs whose weights each of them loads for all of them
   int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of `shared`
@@ -94,14 +107,27 @@ __device__ inline int FirstStep(const Params& params, int split) {
 struct TileAt {
   int phase, m0, n0;
 };
-template <typename T>
+template <typename T, bool kDoubled>
 __device__ inline TileAt TileOf(const Params& params, int index, int rank) {
   int phase = 0;
-  while (index >= params.phase_tiles) index -= params.phase_tiles, ++phase;
+  if constexpr (kDoubled) {
+    while (index >= params.phase_tiles) index -= params.phase_tiles, ++phase;
+  }
   const int band = index / params.band_tiles, in_band = index % params.band_tiles;
   const FastDivmod& height = band < params.bands ? params.band : params.last_band;
   const int m = band * params.band.value + in_band % height;
   return {phase, (m * params.shared + rank) * T::kM, in_band / height * T::kN};
+}
+
+/// Steps of a tile; 0 beyond the last.
+template <bool kDoubled>
+__device__ inline int StepsOf(const Params& params, int index) {
+  if constexpr (kDoubled) {
+    int phase = 0;
+    for (; index >= params.phase_tiles; index -= params.phase_tiles) ++phase;
+    return phase < kPhases ? params.steps[phase] : 0;
+  }
+  return params.depth.steps.value;
 }
 
 /// Adds conv.add to a thread's accumulators of two pixels, m and m + 8; n0 is the tile's first
@@ -167,12 +193,12 @@ struct EpilogueBuffer {
 /// Run by one thread per consumer, so that consumers never wait for a copy. Stores boxes by TMA as
 /// soon as they are filled, then loads the next tile's residual into them. Tiles start at `index`;
 /// the consumer's part of each begins at pixel `pixels_on`.
-template <typename T>
+template <typename T, bool kDoubled>
 __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& params,
                                      const EpilogueBuffer<T>& epilogue, int index, int tiles,
                                      int stride, int rank, int pixels_on) {
   for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
-    const TileAt tile = TileOf<T>(params, index, rank);
+    const TileAt tile = TileOf<T, kDoubled>(params, index, rank);
     const bool gated = T::kGates && conv.gated;
     const int box_outputs = gated ? T::kGatedBox : T::kBox, outputs_per = gated ? 2 : 1;
     const auto for_boxes = [&](const auto& what) {
@@ -192,20 +218,31 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
     ArriveExpectTx(epilogue.ready, bytes);
     if (bytes > 0) {
       for_boxes([&](int box, int n, int m, bool exists) {
-        if (exists) TmaLoad(epilogue.Box(box), &params.residual, epilogue.ready, n, m);
+        if (!exists) return;
+        if constexpr (kDoubled) {
+          TmaLoad(epilogue.Box(box), &params.residual, epilogue.ready, n, tile.phase % 2,
+                  m % params.grid.width, tile.phase / 2, m / params.grid.width);
+        } else {
+          TmaLoad(epilogue.Box(box), &params.residual, epilogue.ready, n, m);
+        }
       });
     }
     for_boxes([&](int box, int n, int m, bool exists) {
       Wait(&epilogue.filled[box], parity);
-      if (exists) TmaStore(&params.out, epilogue.Box(box), n, m);
+      if (!exists) return;
+      if constexpr (kDoubled) {
+        TmaStore(&params.out, epilogue.Box(box), n, tile.phase % 2, m % params.grid.width,
+                 tile.phase / 2, m / params.grid.width);
+      } else {
+        TmaStore(&params.out, epilogue.Box(box), n, m);
+      }
     });
     TmaStoreCommit();
     TmaStoreWaitRead();
   }
 }
 
-/// The same for doubled images, by a warp: a tile's outputs are every second pixel of some lines,
-/// which TMA cannot store.
+/// The same by a warp, for doubled images whose lines are not whole boxes.
 template <typename T>
 __device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& params,
                                        const EpilogueBuffer<T>& epilogue, int index, int tiles,
@@ -213,7 +250,7 @@ __device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& p
   constexpr int kLanes = T::kBox / 8, kRows = 32 / kLanes;  // lanes per pixel, pixels at a time
   const int lane = threadIdx.x % 32, width = params.grid.width.value;
   for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
-    const TileAt tile = TileOf<T>(params, index, rank);
+    const TileAt tile = TileOf<T, true>(params, index, rank);
     // Calls what(vector in shared memory, output pixel, n) for vectors of the outputs from n.
     const auto for_vectors = [&](int box, const auto& what) {
       const int n = tile.n0 + box % T::kAcross * T::kBox + lane % kLanes * 8;
@@ -246,7 +283,7 @@ __device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& p
 }
 
 /// A CTA's shared memory, and its share of the tiles, which are counted in clusters.
-template <typename T>
+template <typename T, bool kDoubled>
 struct Cta {
   unsigned char* ring;     // [kStages]: the pixels of a step, then its weights
   unsigned char* staging;  // [kGroups][kBoxes]
@@ -268,10 +305,10 @@ struct Cta {
         filled(ready + T::kGroups),
         shared(params.shared),
         rank(static_cast<int>(ClusterRank())),
-        tiles(params.grid.phases * (params.m_tiles / shared) * params.n_tiles),
+        tiles((kDoubled ? kPhases : 1) * (params.m_tiles / shared) * params.n_tiles),
         first_tile(blockIdx.x / shared),
         stride(gridDim.x / shared),
-        scatters(params.grid.phases > 1) {}
+        scatters(kDoubled && !params.in_boxes) {}
 
   __device__ unsigned char* Inputs(int stage) const { return ring + stage * T::kStageBytes; }
   __device__ unsigned char* Weights(int stage) const { return Inputs(stage) + T::kInputBytes; }
@@ -302,37 +339,55 @@ struct Cta {
 };
 
 /// The thread that loads the stages of all tiles.
-template <typename T, bool kShortcut>
+template <typename T, typename F>
 struct Producer {
-  using Step = StepAt<kShortcut>;
+  using Step = StepAt<F::kShortcut>;
 
   const Conv2dLaunch& conv;
   const Params& params;
-  const Cta<T>& cta;
+  const Cta<T, F::kDoubled>& cta;
   int early = 0;  // stages whose weights LoadEarly() has loaded
 
   __device__ void LoadWeights(const TileAt& tile, const Step& step, int stage) const {
     LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.full[stage], tile.n0,
                      tile.phase, cta.shared, params.part, cta.rank);
   }
+  __device__ TileAt TileOf(int index) const {
+    return im2col::TileOf<T, F::kDoubled>(params, index, cta.rank);
+  }
+  __device__ bool IsZero(const TileAt& tile, const Step& step) const {
+    return F::kDoubled && (params.zero_taps >> (4 * tile.phase + step.tap) & 1) != 0;
+  }
+  __device__ Step Begin(const TileAt& tile) const {
+    Step step(conv, params, 0);
+    while (IsZero(tile, step)) step.Advance(conv, params);
+    return step;
+  }
+  __device__ void Advance(const TileAt& tile, Step& step) const {
+    do {
+      step.Advance(conv, params);
+    } while (IsZero(tile, step));
+  }
   /// No kernel writes weights: the first loads overlap the preceding kernel.
   __device__ void LoadEarly() {
-    const TileAt tile = TileOf<T>(params, cta.first_tile, cta.rank);
-    Step at(conv, params, 0);
-    for (; early < min(T::kStages, params.depth.steps.value); ++early) {
+    const TileAt tile = TileOf(cta.first_tile);
+    const int steps = StepsOf<F::kDoubled>(params, cta.first_tile);
+    Step at = Begin(tile);
+    for (; early < min(T::kStages, steps); ++early) {
       ArriveExpectTx(&cta.full[early], T::kStageBytes);
       LoadWeights(tile, at, early);
-      at.Advance(conv, params);
+      Advance(tile, at);
     }
   }
   __device__ void Load() {
     PipelineState<T::kStages> state;
     WaitForPredecessors();
     for (int index = cta.first_tile; index < cta.tiles; index += cta.stride) {
-      const TileAt tile = TileOf<T>(params, index, cta.rank);
+      const TileAt tile = TileOf(index);
+      const int steps = StepsOf<F::kDoubled>(params, index);
       const StartAt start = params.grid.flat ? StartAt() : StartOf(params.grid, tile.m0);
-      Step at(conv, params, 0);
-      for (int step = 0; step < params.depth.steps.value; ++step) {
+      Step at = Begin(tile);
+      for (int step = 0; step < steps; ++step) {
         uint64_t* const full = &cta.full[state.stage];
         if (early > 0) {
           --early;
@@ -342,7 +397,7 @@ struct Producer {
           LoadWeights(tile, at, state.stage);
         }
         LoadInputsByTma(cta.Inputs(state.stage), params, at, start, tile.m0, tile.phase, full);
-        at.Advance(conv, params);
+        Advance(tile, at);
         state.Advance();
       }
     }
@@ -351,13 +406,13 @@ struct Producer {
 };
 
 /// A consumer warpgroup: multiplies the stages of its tiles.
-template <typename T, bool kSplitK, Ending kEnding>
+template <typename T, typename F>
 struct Consumer {
   using Accumulators = float[T::kRows][T::kAccumulators];
 
   const Conv2dLaunch& conv;
   const Params& params;
-  const Cta<T>& cta;
+  const Cta<T, F::kDoubled>& cta;
   int group;
 
   /// A thread for each CTA that shares the stage tells it that the stage is free.
@@ -365,7 +420,7 @@ struct Consumer {
     if (threadIdx.x % 128 < cta.shared) ArriveAt(&cta.empty[stage], threadIdx.x % 128);
   }
   __device__ void AddPerImage(const TileAt& tile, Accumulators& sums) const {
-    if (kEnding != Ending::kAny || params.add.data == nullptr) return;
+    if (F::kEnding != Ending::kAny || params.add.data == nullptr) return;
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < T::kRows; ++i) {
@@ -388,15 +443,14 @@ struct Consumer {
     WgmmaCommit();
   }
 
-  /// The main loop, of split `split` of k. Accumulators start with the bias, or zero.
-  __device__ void Multiply(const TileAt& tile, int split, bool is_last, int tiles_done,
+  /// The main loop, of split `split` of k: some of the tile's steps. Accumulators start with the
+  /// bias, or zero.
+  __device__ void Multiply(const TileAt& tile, int steps, int split, bool is_last, int tiles_done,
                            PipelineState<T::kStages>& state, Accumulators& accumulators) const {
 #pragma unroll
     for (int i = 0; i < T::kRows; ++i) {
       InitAccumulators(split == 0 ? params.bias : nullptr, tile.n0, accumulators[i]);
     }
-    const int steps = kSplitK ? FirstStep(params, split + 1) - FirstStep(params, split)
-                              : params.depth.steps.value;
     int previous = -1;
 #pragma unroll
     for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
@@ -472,8 +526,8 @@ struct Consumer {
       for (int i = 0; i < T::kRows; ++i) {
         const auto begin = [&](int box) { return epilogue.Box(i * T::kAcross + box); };
         const auto end = [&](int box) { epilogue.Commit(i * T::kAcross + box); };
-        constexpr int kBox = kEnding == Ending::kGate ? T::kGatedBox : T::kBox;
-        StageEpilogue<kBox, kEnding>(conv, sums[i], begin, end);
+        constexpr int kBox = F::kEnding == Ending::kGate ? T::kGatedBox : T::kBox;
+        StageEpilogue<kBox, F::kEnding>(conv, sums[i], begin, end);
       }
     } else {
       FinishElements(conv, params, tile.phase, tile.m0 + cta.FirstPixel(group), tile.n0, sums);
@@ -481,24 +535,28 @@ struct Consumer {
   }
 
   __device__ void Run() const {
-    const int splits = kSplitK ? params.splits.value : 1;
+    const int splits = F::kSplitK ? params.splits.value : 1;
     // Among all steps of this CTA.
-    int position = T::kPingPong ? group * params.depth.steps.value : 0, tiles_done = 0;
+    int position = T::kPingPong && group == 1 ? StepsOf<F::kDoubled>(params, cta.first_tile) : 0;
+    int tiles_done = 0;
     for (int index = cta.FirstTile(group); index < cta.tiles;
          index += T::kTilesInFlight * cta.stride, ++tiles_done) {
-      const TileAt tile = TileOf<T>(params, index, cta.rank);
+      const TileAt tile = TileOf<T, F::kDoubled>(params, index, cta.rank);
+      const int steps = StepsOf<F::kDoubled>(params, index);
       auto state = PipelineState<T::kStages>::After(position);
-      position += T::kTilesInFlight * params.depth.steps.value;
+      position += steps;
+      if (T::kPingPong) position += StepsOf<F::kDoubled>(params, index + cta.stride);
       Accumulators accumulators;
       if constexpr (T::kE4m3) {
         Accumulators total;
         MultiplyE4m3(tile, state, accumulators, total);
         AddPerImage(tile, total);
         Finish(tile, tiles_done, total);
-      } else if constexpr (kSplitK) {
+      } else if constexpr (F::kSplitK) {
         Accumulators total;
         for (int split = 0; split < splits; ++split) {
-          Multiply(tile, split, split == splits - 1, tiles_done, state, accumulators);
+          Multiply(tile, FirstStep(params, split + 1) - FirstStep(params, split), split,
+                   split == splits - 1, tiles_done, state, accumulators);
           if (split == 0) AddPerImage(tile, accumulators);
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
@@ -510,7 +568,7 @@ struct Consumer {
         }
         Finish(tile, tiles_done, total);
       } else {
-        Multiply(tile, 0, true, tiles_done, state, accumulators);
+        Multiply(tile, steps, 0, true, tiles_done, state, accumulators);
         AddPerImage(tile, accumulators);
         Finish(tile, tiles_done, accumulators);
       }
@@ -518,24 +576,23 @@ struct Consumer {
   }
 };
 
-/// kSplitK: whether k has several splits; otherwise the code that adds them is omitted.
-template <typename T, bool kSplitK, bool kShortcut, Ending kEnding>
+template <typename T, typename F>
 __global__ void __launch_bounds__(T::kThreads, 1)
     Conv2dHopperKernel(const __grid_constant__ Conv2dLaunch conv,
                        const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
   // Without a shuffle, the compiler would compute the address again in every step.
-  const Cta<T> cta(params, static_cast<unsigned char*>(__cvta_shared_to_generic(
-                               __shfl_sync(~0u, SharedAddress(block_shared), 0))));
+  const Cta<T, F::kDoubled> cta(params, static_cast<unsigned char*>(__cvta_shared_to_generic(
+                                            __shfl_sync(~0u, SharedAddress(block_shared), 0))));
   // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   constexpr int kProducerWarp = T::kGroups * 4;
-  Producer<T, kShortcut> producer{conv, params, cta};
+  Producer<T, F> producer{conv, params, cta};
   // ElectOne() is called in each condition: then ptxas knows that one thread runs, and emits no
   // loop over lanes around each copy.
   if (warp == kProducerWarp && ElectOne()) {
-    PrefetchTensorMaps<kShortcut>(params);
+    PrefetchTensorMaps<F::kShortcut>(params);
     cta.InitBarriers();
     if (cta.shared == 1) producer.LoadEarly();
   }
@@ -556,14 +613,14 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         ScatterEpilogue<T>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
                            T::kTilesInFlight * cta.stride, cta.rank, cta.FirstPixel(of));
       } else if (ElectOne()) {
-        StoreEpilogue<T>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
-                         T::kTilesInFlight * cta.stride, cta.rank, cta.FirstPixel(of));
+        StoreEpilogue<T, F::kDoubled>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
+                                      T::kTilesInFlight * cta.stride, cta.rank, cta.FirstPixel(of));
       }
     }
   } else {
     IncreaseRegisters<T::kManyRegisters>();
     if (cta.shared > 1) WaitForCluster();
-    Consumer<T, kSplitK, kEnding>{conv, params, cta, group}.Run();
+    Consumer<T, F>{conv, params, cta, group}.Run();
   }
 
   if (cta.shared > 1) {
@@ -571,6 +628,24 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     WaitForCluster();
   }
 #endif
+}
+
+/// The output of a doubled image, line by line, in boxes of `columns` channels × kBoxPixels pixels
+/// of one phase: [pairs of lines of all images, 2, pairs of pixels, 2, channels].
+inline CUresult EncodePhases(CUtensorMap* map, const Rows& pixels_of, int channels,
+                             const Conv2dLaunch& conv, int columns) {
+  const auto width = static_cast<cuuint64_t>(conv.width);
+  const cuuint64_t dims[5] = {static_cast<cuuint64_t>(channels), 2, width, 2,
+                              static_cast<cuuint64_t>(conv.images) * conv.height};
+  const cuuint64_t pixel = static_cast<cuuint64_t>(pixels_of.stride) * 2;
+  const cuuint64_t strides[4] = {pixel, 2 * pixel, 2 * width * pixel, 4 * width * pixel};
+  const auto across = static_cast<cuuint32_t>(std::min(conv.width, kBoxPixels));
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(columns), 1, across, 1, kBoxPixels / across};
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  return GetTensorMapEncoders().tiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, pixels_of.data, dims, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, SwizzleOfBox(columns), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 /// Along n first, every CTA reads all weights. If these exceed their share of L2, bands are used
@@ -583,7 +658,8 @@ template <typename T>
 cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   const bool splits = plan.splits > 1 || conv.shortcut.x.data != nullptr;
   if (T::kE4m3 != (conv.x.element == Element::kE4m3x2) || (splits && !T::kSplitK) ||
-      (T::kStaged && !HasVectorOutputs(conv)) || (conv.gated && (splits || !T::kGates))) {
+      (conv.zero_taps != 0 && splits) || (T::kStaged && !HasVectorOutputs(conv)) ||
+      (conv.gated && (splits || !T::kGates))) {
     return cudaErrorInvalidValue;
   }
   Params params;
@@ -615,17 +691,25 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
                         T::kM);
   };
   CUresult result = EncodeDepth(&params, conv, params.part, encode);
-  const bool in_boxes = T::kStaged && params.grid.phases == 1;
-  if (result == CUDA_SUCCESS && in_boxes) {
-    result = conv.gated
-                 ? EncodeRows(&params.out, conv.out, conv.outputs / 2, params.grid.pixels,
-                              T::kGatedBox, 64)
-                 : EncodeRows(&params.out, conv.out, conv.outputs, params.grid.pixels, T::kBox, 64);
+  params.zero_taps = conv.zero_taps;
+  for (int phase = 0; phase < kPhases; ++phase) {
+    const int zeros = __builtin_popcount(params.zero_taps >> 4 * phase & 15);
+    params.steps[phase] = params.depth.steps.value - zeros * params.depth.windowed;
   }
-  if (result == CUDA_SUCCESS && in_boxes && conv.residual.data != nullptr) {
-    result =
-        EncodeRows(&params.residual, conv.residual, conv.outputs, params.grid.pixels, T::kBox, 64);
+  const int width = params.grid.width.value;
+  params.in_boxes =
+      T::kStaged && (!conv.upsample2x || kBoxPixels % width == 0 || width % kBoxPixels == 0);
+  const auto encode_boxes = [&](CUtensorMap* map, const Rows& rows, int channels, int columns) {
+    return conv.upsample2x
+               ? EncodePhases(map, rows, channels, conv, columns)
+               : EncodeRows(map, rows, channels, params.grid.pixels, columns, kBoxPixels);
+  };
+  if (result == CUDA_SUCCESS && params.in_boxes) {
+    result = conv.gated ? encode_boxes(&params.out, conv.out, conv.outputs / 2, T::kGatedBox)
+                        : encode_boxes(&params.out, conv.out, conv.outputs, T::kBox);
   }
+  if (result == CUDA_SUCCESS && params.in_boxes && conv.residual.data != nullptr)
+    result = encode_boxes(&params.residual, conv.residual, conv.outputs, T::kBox);
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   const int64_t tiles =
@@ -633,13 +717,22 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   const auto launch = [&](auto kernel) {
     return LaunchPersistent<T>(kernel, tiles, params.shared, conv, params, queue);
   };
+  if constexpr (!T::kE4m3) {
+    if (conv.upsample2x) {
+      if constexpr (T::kSplitK) {
+        if (plan.splits > 1)
+          return launch(Conv2dHopperKernel<T, Form<Ending::kAny, true, false, true>>);
+      }
+      return launch(Conv2dHopperKernel<T, Form<Ending::kAny, false, false, true>>);
+    }
+  }
   if constexpr (T::kSplitK) {
     if (conv.shortcut.x.data != nullptr)
-      return launch(Conv2dHopperKernel<T, true, true, Ending::kAny>);
-    if (params.splits.value > 1) return launch(Conv2dHopperKernel<T, true, false, Ending::kAny>);
+      return launch(Conv2dHopperKernel<T, Form<Ending::kAny, true, true>>);
+    if (plan.splits > 1) return launch(Conv2dHopperKernel<T, Form<Ending::kAny, true>>);
   }
   return T::Endings::Select(EndingOf(conv), [&](auto ending) {
-    return launch(Conv2dHopperKernel<T, false, false, decltype(ending)::value>);
+    return launch(Conv2dHopperKernel<T, Form<decltype(ending)::value>>);
   });
 }
 
@@ -653,13 +746,18 @@ template <Element kElement>
 cudaError_t LoadKernels() {
   return ForEachRow<Family::kPersistent, Loader::kIm2col, kElement>([](auto row) {
     using T = Tile<row>;
-    const auto load = [](auto kernel) { return LoadKernel(kernel, T::kSharedBytes); };
-    cudaError_t loaded = T::Endings::ForEach([&](auto ending) {
-      return load(Conv2dHopperKernel<T, false, false, decltype(ending)::value>);
-    });
+    const auto load = [](auto form) {
+      return LoadKernel(Conv2dHopperKernel<T, decltype(form)>, T::kSharedBytes);
+    };
+    cudaError_t loaded =
+        T::Endings::ForEach([&](auto ending) { return load(Form<decltype(ending)::value>()); });
     if constexpr (T::kSplitK) {
-      if (loaded == cudaSuccess) loaded = load(Conv2dHopperKernel<T, true, false, Ending::kAny>);
-      if (loaded == cudaSuccess) loaded = load(Conv2dHopperKernel<T, true, true, Ending::kAny>);
+      if (loaded == cudaSuccess) loaded = load(Form<Ending::kAny, true>());
+      if (loaded == cudaSuccess) loaded = load(Form<Ending::kAny, true, true>());
+      if (loaded == cudaSuccess) loaded = load(Form<Ending::kAny, true, false, true>());
+    }
+    if constexpr (!T::kE4m3) {
+      if (loaded == cudaSuccess) loaded = load(Form<Ending::kAny, false, false, true>());
     }
     return loaded;
   });

@@ -121,7 +121,7 @@ __device__ inline void Normalise(unsigned char* halo_tile, int first_pixel, int 
   }
 }
 
-/// TMA boxes of `columns` channels (16, 32 or 64, swizzled) × width × height × images.
+/// TMA boxes of `columns` channels × width × height × images, swizzled by SwizzleOfBox().
 inline CUresult EncodeImages(CUtensorMap* map, const Rows& rows, int channels,
                              const Conv2dLaunch& conv, int columns, int width, int height,
                              int images) {
@@ -136,10 +136,7 @@ inline CUresult EncodeImages(CUtensorMap* map, const Rows& rows, int channels,
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   return GetTensorMapEncoders().tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims,
                                       strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                      columns == kStep ? CU_TENSOR_MAP_SWIZZLE_128B
-                                      : columns == 32  ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                       : CU_TENSOR_MAP_SWIZZLE_32B,
-                                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                      SwizzleOfBox(columns), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 

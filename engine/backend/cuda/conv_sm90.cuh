@@ -487,7 +487,14 @@ inline Grid GridOf(const Conv2dLaunch& conv) {
   return grid;
 }
 
-/// [pixels, channels] in boxes of `columns` (16, 32 or 64, swizzled) × `rows`.
+/// Of boxes of 16, 32 or 64 columns: whole rows.
+inline CUtensorMapSwizzle SwizzleOfBox(int columns) {
+  return columns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+         : columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                         : CU_TENSOR_MAP_SWIZZLE_32B;
+}
+
+/// [pixels, channels] in boxes of `columns` × `rows`.
 inline CUresult EncodeRows(CUtensorMap* map, const Rows& pixels_of, int channels, int64_t pixels,
                            int columns, int rows) {
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(pixels)};
@@ -496,11 +503,8 @@ inline CUresult EncodeRows(CUtensorMap* map, const Rows& pixels_of, int channels
   const cuuint32_t element_strides[2] = {1, 1};
   return GetTensorMapEncoders().tiled(
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, pixels_of.data, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      columns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
-      : columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                      : CU_TENSOR_MAP_SWIZZLE_32B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE, SwizzleOfBox(columns), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 /// For LoadInputsByTma(), `pixels` at a time. `rows`: pixels have the layout of the outputs.

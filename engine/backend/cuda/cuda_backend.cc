@@ -666,6 +666,7 @@ class CudaBackend final : public Backend {
     conv.pad_top = args.pad_top;
     conv.pad_left = args.pad_left;
     conv.upsample2x = args.prologue.upsample2x;
+    conv.zero_taps = weight.zero_taps;
     conv.outputs = weight.out_channels;
     conv.add = View(args.epilogue.add);
     if (const Conv2dShortcut& shortcut = args.epilogue.shortcut; shortcut.weight != nullptr) {

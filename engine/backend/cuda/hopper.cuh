@@ -218,6 +218,23 @@ __device__ inline void TmaStore(const CUtensorMap* map, const void* from, int c0
       "r"(SharedAddress(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
+/// Rank 5.
+__device__ inline void TmaLoad(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,
+                               int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+__device__ inline void TmaStore(const CUtensorMap* map, const void* from, int c0, int c1, int c2,
+                                int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
+          "l"(map),
+      "r"(SharedAddress(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
 __device__ inline void TmaStoreCommit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -49,6 +49,7 @@ int StepsOf(const ConvLayer& layer) {
 int SplitsOf(const ConvLayer& layer) {
   if (!HasVectorOutputs(layer)) return 1;  // the tile that stores outputs one by one has no split-K
   if (layer.x.element == Element::kE4m3x2) return 1;  // nor has any tile in e4m3
+  if (layer.zero_taps != 0) return 1;                 // only tiles without split-K leave taps out
   const bool folds_wide = layer.outputs % 192 == 0 || layer.outputs % 160 == 0;
   const int64_t few = folds_wide ? 100 : 33, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = CtaTilesOf(layer, ImagePixels(layer), 64, 64);
@@ -170,11 +171,13 @@ std::string NameOf(const HopperPlan& plan) {
 
 std::string Describe(const Conv2dLaunch& conv) {
   return fmt::format(
-      "{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}{}{}{}{}{}{}",
+      "{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}{}{}{}{}{}{}{}",
       conv.images, conv.height, conv.width, conv.channels, conv.channels2,
       conv.upsample2x ? " doubled" : "", conv.out_height, conv.out_width, conv.outputs, conv.kernel,
-      conv.kernel, conv.stride, conv.pad_top, conv.pad_left, conv.gated ? ", gated" : "",
-      conv.add.data != nullptr ? ", add" : "", conv.residual.data != nullptr ? ", residual" : "",
+      conv.kernel, conv.stride, conv.pad_top, conv.pad_left,
+      conv.zero_taps != 0 ? fmt::format(", zero taps {:x}", conv.zero_taps) : "",
+      conv.gated ? ", gated" : "", conv.add.data != nullptr ? ", add" : "",
+      conv.residual.data != nullptr ? ", residual" : "",
       conv.shortcut.x.data != nullptr
           ? fmt::format(", shortcut of {}+{}", conv.shortcut.channels, conv.shortcut.channels2)
           : "",

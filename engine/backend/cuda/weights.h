@@ -14,9 +14,10 @@
 namespace denoised::cuda {
 
 struct CudaConv2d final : PackedConv2d {
-  Tensor weight;  // device [phases · outputs, padded k]
-  Tensor bias;    // device F32, [outputs + kBiasPadding]; or undefined
-  Tensor scales;  // in e4m3: device F32, ConvLayer::scales
+  Tensor weight;           // device [phases · outputs, padded k]
+  Tensor bias;             // device F32, [outputs + kBiasPadding]; or undefined
+  Tensor scales;           // in e4m3: device F32, ConvLayer::scales
+  uint16_t zero_taps = 0;  // ConvLayer::zero_taps
 };
 
 struct CudaLinear final : PackedLinear {
