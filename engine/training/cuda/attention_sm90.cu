@@ -314,16 +314,23 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = first_row + 8 * r;
-        if (row >= gradient.own.count) continue;
         auto* const line =
             static_cast<__nv_bfloat16*>(to.data) +
             (static_cast<int64_t>(item.image) * gradient.own.count + row) * to.stride +
-            static_cast<int64_t>(item.head) * gradient.dim + lane % 4 * 2;
+            static_cast<int64_t>(item.head) * gradient.dim;
 #pragma unroll
-        for (int j = 0; j < S::kDim / 8; ++j) {
-          if (j * 8 < gradient.dim) {
-            *reinterpret_cast<uint32_t*>(line + j * 8) =
-                PackBf16(sums[4 * j + 2 * r] * scale, sums[4 * j + 2 * r + 1] * scale);
+        for (int first = 0; first < S::kDim / 8; first += 4) {
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int j = 4 * (first + i) + 2 * r;
+            words[i] = PackBf16(sums[j] * scale, sums[j + 1] * scale);
+          }
+          ExchangeInQuad(words);  // from two columns of each octet to the eight of one
+          const int column = (first + lane % 4) * 8;
+          if (row < gradient.own.count && column < gradient.dim) {
+            *reinterpret_cast<uint4*>(line + column) =
+                make_uint4(words[0], words[1], words[2], words[3]);
           }
         }
       }
@@ -428,8 +435,8 @@ cudaError_t LaunchGradientHopper(const Gradient& gradient, int images, const Que
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   if (gradient.dim <= 64) return LaunchShape<Shape<64, 64, 2, 4, kOfKeys>>(gradient, images, queue);
   if (gradient.dim <= 128)
-    return LaunchShape<Shape<128, 32, 1, 4, kOfKeys>>(gradient, images, queue);
-  return LaunchShape<Shape<256, 32, 1, 3, kOfKeys>>(gradient, images, queue);
+    return LaunchShape<Shape<128, 32, 2, 4, kOfKeys>>(gradient, images, queue);
+  return LaunchShape<Shape<256, 32, kOfKeys ? 2 : 1, 3, kOfKeys>>(gradient, images, queue);
 }
 template cudaError_t LaunchGradientHopper<false>(const Gradient&, int, const Queue&);
 template cudaError_t LaunchGradientHopper<true>(const Gradient&, int, const Queue&);
