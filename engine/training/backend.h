@@ -67,6 +67,13 @@ inline bool PacksPhases(const Conv2dGeometry& geometry, int kernel, bool upsampl
   return kernel == 3 && geometry.stride == 2 && !upsample2x && geometry.pad_top <= 1 &&
          geometry.pad_left <= 1;
 }
+/// Whether it packs them for pairs of neighbouring pixels: no more than 64 channels in all.
+inline bool PacksPairs(int in, int out, const Conv2dGeometry& geometry, int kernel,
+                       bool upsample2x) {
+  return in <= 32 && out <= 32 && in % 4 == 0 && out % 4 == 0 && kernel == 3 && !upsample2x &&
+         geometry.stride == 1 && geometry.pad_top == 1 && geometry.pad_left == 1 &&
+         geometry.pad_bottom == 1 && geometry.pad_right == 1;
+}
 
 /// out = (conv(x) + bias + add + residual) · scale
 struct Conv2dArgs {
@@ -431,7 +438,7 @@ absl::Status CheckCuda(const CudaOptions& options);
 struct Cost {
   double multiply_adds = 0;    // of convolutions, linears and attention, forward and backward
   int64_t conv2d_weights = 0;  // elements of the kernels of all NewConv2d()
-  int64_t phase_weights = 0;   // elements that a GPU packs besides, for four phases of 2×2 taps
+  int64_t more_weights = 0;    // elements that a GPU packs besides, in phases and pairs
 };
 std::unique_ptr<Backend> NewCountingBackend(DType activation_dtype, Cost* cost);
 

@@ -469,10 +469,10 @@ absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkC
   const auto levels = static_cast<int64_t>(std::bit_width(leaves));
   const int64_t copies = 3 + static_cast<int64_t>(options.averages.size()) + workers - 1 + levels;
   // Weights are packed for both directions: on the CPU those of convolutions alone, on a GPU all
-  // of them, in the type of activations, and those of stride 2 in phases.
+  // of them, in the type of activations, and some in phases or in pairs.
   const int64_t elements = pass.trained_elements + pass.fixed_elements;
   const int64_t packed = cpu ? 2 * pass.cost.conv2d_weights
-                             : (2 * elements + pass.cost.phase_weights) /
+                             : (2 * elements + pass.cost.more_weights) /
                                    (backend.activation_dtype() == DType::kF32 ? 1 : 2);
   plan.weight_bytes =
       static_cast<size_t>(pass.trained_elements * copies + pass.fixed_elements + packed) *

@@ -565,7 +565,8 @@ TEST_P(LargeOpTest, Conv2d) {
                         Case{64, 3, 16, 16, 1, 3, false}, Case{80, 64, 24, 24, 1, 1, false},
                         Case{72, 136, 12, 10, 2, 3, false, false}, Case{72, 136, 17, 15, 2, 3},
                         Case{72, 136, 17, 16, 2, 3, false, false}, Case{128, 128, 32, 32, 2, 3},
-                        Case{12, 20, 16, 20, 2, 3, false, false}}) {
+                        Case{12, 20, 16, 20, 2, 3, false, false}, Case{32, 32, 32, 32, 1, 3, false},
+                        Case{20, 32, 9, 12, 1, 3, false}, Case{32, 28, 8, 15, 1, 3, false}}) {
     SCOPED_TRACE(fmt::format("{} to {}, {}x{}, stride {}{}", c.in, c.out, c.height, c.width,
                              c.stride, c.before ? "" : ", not padded before"));
     const int edge = c.kernel / 2, before = c.before ? edge : 0, up = c.upsample ? 2 : 1;

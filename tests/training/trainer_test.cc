@@ -637,20 +637,21 @@ TEST(Trainer, PlanCountsTheWork) {
             larger->activation_bytes);
 }
 
-TEST(Trainer, CountsWeightsThatAGpuPacksInPhases) {
+TEST(Trainer, CountsWeightsThatAGpuPacksInPhasesAndPairs) {
   Cost cost;
   const auto backend = NewCountingBackend(DType::kBF16, &cost);
   const auto more = [&](int kernel, bool upsample2x, const Conv2dGeometry& geometry) {
-    const int64_t before = cost.phase_weights;
+    const int64_t before = cost.more_weights;
     backend->NewConv2d(4, 8, kernel, upsample2x, geometry);
-    return cost.phase_weights - before;
+    return cost.more_weights - before;
   };
-  EXPECT_EQ(more(3, false, {1, 1, 1, 1, 1}), 0);
+  EXPECT_EQ(more(3, false, {1, 0, 0, 1, 1}), 0);
   EXPECT_EQ(more(1, false, {2, 0, 0, 0, 0}), 0);
   // Four phases of 2×2 taps: beside the 3×3 for a stride, instead of it for a doubled input.
   EXPECT_EQ(more(3, false, {2, 1, 1, 1, 1}), 4 * 8 * 16);
   EXPECT_EQ(more(3, false, {2, 0, 0, 1, 1}), 4 * 8 * 16);
   EXPECT_EQ(more(3, true, {1, 1, 1, 1, 1}), 4 * 8 * (16 - 9));
+  EXPECT_EQ(more(3, false, {1, 1, 1, 1, 1}), 2 * 4 * 2 * 8 * 9);  // by two pixels and two
 }
 
 TEST(Trainer, PlanCountsTheMemory) {

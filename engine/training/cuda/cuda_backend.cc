@@ -36,9 +36,11 @@ using denoised::cuda::ToStatus;
 
 /// The gradient of the input is a convolution of dout with `backward`: [in, rotated taps, out].
 /// With stride 2 it has four phases, like a convolution after doubling: `strided`, if the padding
-/// is `pad_top` and `pad_left`.
+/// is `pad_top` and `pad_left`. If two neighbouring pixels together have no more than 64 channels,
+/// it is one of such pairs: `paired`. Half of its weights are zero, but so is half of a step of 64
+/// channels in `backward`, and products with twice as many outputs read shared memory less often.
 struct TrainingConv2d final : PackedConv2d {
-  CudaConv2d forward, backward, strided;
+  CudaConv2d forward, backward, strided, paired;
   int pad_top = 0, pad_left = 0;
 };
 struct TrainingLinear final : PackedLinear {
@@ -52,6 +54,20 @@ struct CudaRecording final : Recording {
 
 Element ElementOf(DType dtype) { return dtype == DType::kBF16 ? Element::kBf16 : Element::kF32; }
 int64_t BytesOf(Element element) { return element == Element::kBf16 ? 2 : 4; }
+
+/// CudaConv2d::zero_taps of `strided`.
+uint16_t ZeroTaps(bool pad_top, bool pad_left) {
+  const auto exists = [](int tap) { return tap >= 0 && tap < 3; };
+  uint32_t zeros = 0;
+  for (int i = 0; i < 16; ++i) {
+    const int phase = i / 4, tap = i % 4;
+    if (!exists(StridedTap(pad_top, phase / 2, tap / 2)) ||
+        !exists(StridedTap(pad_left, phase % 2, tap % 2))) {
+      zeros |= 1u << i;
+    }
+  }
+  return static_cast<uint16_t>(zeros);
+}
 
 /// The tensor as lines of its last dimension.
 Rows View(const Tensor& tensor) {
@@ -195,8 +211,13 @@ class CudaBackend final : public Backend {
     prepare(&conv->backward, out, in, false);
     conv->pad_top = geometry.pad_top;
     conv->pad_left = geometry.pad_left;
-    if (PacksPhases(geometry, kernel, upsample2x))
+    if (PacksPhases(geometry, kernel, upsample2x)) {
       prepare(&conv->strided, out, in, /*doubled=*/true);
+      conv->strided.zero_taps = ZeroTaps(geometry.pad_top == 1, geometry.pad_left == 1);
+    }
+    if (queue_.hopper && dtype_ == DType::kBF16 &&
+        PacksPairs(in, out, geometry, kernel, upsample2x))
+      prepare(&conv->paired, 2 * out, 2 * in, false);
     return conv;
   }
   std::unique_ptr<PackedLinear> NewLinear(int in, const std::vector<int>& parts) override {
@@ -225,16 +246,20 @@ class CudaBackend final : public Backend {
           .all_outputs = conv.out_channels,
           .phases = conv.upsample2x},
          conv.forward.weight, conv.forward.bias, conv.backward.weight);
-    if (!conv.strided.weight) return;
-    Pack({.weight = Floats(weight),
-          .outputs = conv.out_channels,
-          .channels = conv.in_channels,
-          .taps = conv.kernel * conv.kernel,
-          .all_outputs = conv.out_channels,
-          .backward_phases = true,
-          .pad_top = conv.pad_top == 1,
-          .pad_left = conv.pad_left == 1},
-         Tensor(), Tensor(), conv.strided.weight);
+    PackLaunch backward = {.weight = Floats(weight),
+                           .outputs = conv.out_channels,
+                           .channels = conv.in_channels,
+                           .taps = conv.kernel * conv.kernel,
+                           .all_outputs = conv.out_channels};
+    if (conv.strided.weight) {
+      backward.backward_form = BackwardForm::kPhases;
+      backward.pad_top = conv.pad_top == 1, backward.pad_left = conv.pad_left == 1;
+      Pack(backward, Tensor(), Tensor(), conv.strided.weight);
+    }
+    if (conv.paired.weight) {
+      backward.backward_form = BackwardForm::kPairs;
+      Pack(backward, Tensor(), Tensor(), conv.paired.weight);
+    }
   }
   void PackLinear(const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
                   PackedLinear* packed) override {
@@ -911,6 +936,19 @@ class CudaBackend final : public Backend {
                     .pad_right = edge,
                     .prologue = {.upsample2x = true},
                     .out = dx});
+      return;
+    }
+    if (conv.paired.weight && dx.dim(2) % 2 == 0) {
+      const auto in_pairs = [](const Tensor& of) {
+        return of.Reshape({of.dim(0), of.dim(1), of.dim(2) / 2, 2 * of.dim(3)});
+      };
+      ops_->Conv2d({.x = in_pairs(dout),
+                    .weight = &conv.paired,
+                    .pad_top = 1,
+                    .pad_left = 1,
+                    .pad_bottom = 1,
+                    .pad_right = 1,
+                    .out = in_pairs(dx)});
       return;
     }
     Scratch scratch(this);

@@ -172,19 +172,31 @@ struct LayerNormBackwardLaunch {
 };
 cudaError_t LaunchLayerNormBackward(const LayerNormBackwardLaunch& norm, const Queue& queue);
 
+/// The line of a 3×3 window of stride 2 by which outputs in line j − 1 + parity + tap read line
+/// 2j + parity of the input, if the padding before it is `pad`. Not in [0, 3) if none does.
+DENOISED_HOST_DEVICE inline int StridedTap(bool pad, int parity, int tap) {
+  return (pad ? 3 : 2) - parity - 2 * tap;
+}
+
+/// Weights of a convolution of dout whose result is dx.
+enum class BackwardForm : uint8_t {
+  kRotated,  // [channels, taps, outputs], the taps rotated by 180°, starting at column first_output
+  kPhases,  // stride 2, a 3×3 window with padding 0 or 1: [4 phases, channels, 2×2 taps, outputs],
+            // as of a convolution after doubling. A tap without a StridedTap() is zero
+  kPairs,  // stride 1, a 3×3 window with padding 1: [2, channels, 3×3 taps, 2, outputs], of pairs
+           // of neighbouring pixels. Taps that do not reach from one pixel to the other are zero
+};
 /// Rounds a master weight [outputs, channels, taps] and its bias into the layouts that serving's
 /// convolutions read (engine/backend/cuda/weights.h). Forward: [outputs, taps, channels], starting
-/// at row first_output, or in four phases. Backward, for the gradient of the input: [channels,
-/// taps, outputs] with the taps rotated by 180°, starting at column first_output. Backward in
-/// phases: of a 3×3 convolution of stride 2 with padding 0 or 1, [4 phases, channels, 2×2 taps,
-/// outputs], as of a convolution of dout after doubling; taps that a phase lacks are zeros.
+/// at row first_output, or in four phases.
 struct PackLaunch {
   const float* weight = nullptr;
   const float* bias = nullptr;  // or null
   int outputs = 0, channels = 0, taps = 1, first_output = 0;
   int all_outputs = 0;  // of all fused layers
-  bool phases = false, backward_phases = false;
-  bool pad_top = false, pad_left = false;  // with backward_phases
+  bool phases = false;  // forward
+  BackwardForm backward_form = BackwardForm::kRotated;
+  bool pad_top = false, pad_left = false;  // with kPhases
   Rows forward, backward;                  // forward: or null
   float* packed_bias = nullptr;            // of all fused layers
 };

@@ -29,12 +29,8 @@ __device__ float PhaseTap(const float* taps, int phase, int tap) {
   return sum;
 }
 
-/// The gradient of the input of a strided convolution: line 2j + parity of the input was read by
-/// outputs in lines j − 1 + parity and the next, the first and second tap of the phase. The tap of
-/// the 3×3 window by which it was read; not in [0, 3) if it was not.
-__device__ int StridedTap(bool pad, int parity, int tap) {
-  return (pad ? 3 : 2) - parity - 2 * tap;
-}
+/// Pixels from pixel `of_dx` of a pair to pixel `of_dout` of the pair that is `pairs` further.
+__device__ int PairOffset(int pairs, int of_dx, int of_dout) { return 2 * pairs + of_dout - of_dx; }
 
 /// Rounds and stores `count` ≤ 8 values, by one store if they are a whole, aligned vector.
 template <typename Value>
@@ -114,7 +110,7 @@ __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ B
                min(8, channels - run), forward_vectors,
                [&](int u) { return tile[outer * line + (run + u) * taps + tap]; });
     }
-    if (!pack.backward_phases && outer < channels && run < outputs) {
+    if (pack.backward_form == BackwardForm::kRotated && outer < channels && run < outputs) {
       StoreRun(
           pack.backward, first_channel + outer,
           static_cast<int64_t>(taps - 1 - tap) * pack.all_outputs + pack.first_output + first + run,
@@ -132,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ B
             PhaseTap(tile + o * line + c * taps, phase, tap));
     }
   }
-  if (pack.backward_phases) {
+  if (pack.backward_form == BackwardForm::kPhases) {
     for (int i = threadIdx.x; i < kEdge * 16 * kRuns; i += kThreads) {
       const int run = i % kRuns * 8, at = i / kRuns % 4, phase = i / kRuns / 4 % 4;
       const int c = i / (kRuns * 16);
@@ -144,6 +140,21 @@ __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ B
                static_cast<int64_t>(at) * pack.all_outputs + pack.first_output + first + run,
                min(8, outputs - run), backward_vectors, [&](int u) {
                  return exists ? tile[(run + u) * line + c * taps + y * 3 + x] : 0.0f;
+               });
+    }
+  }
+  if (pack.backward_form == BackwardForm::kPairs) {
+    for (int i = threadIdx.x; i < kEdge * 36 * kRuns; i += kThreads) {
+      const int run = i % kRuns * 8, of_dout = i / kRuns % 2, tap = i / kRuns / 2 % 9;
+      const int of_dx = i / kRuns / 18 % 2, c = i / (kRuns * 36);
+      if (c >= channels || run >= outputs) continue;
+      const int x = 1 - PairOffset(tap % 3 - 1, of_dx, of_dout);
+      const int at = (2 - tap / 3) * 3 + x;
+      StoreRun(pack.backward, static_cast<int64_t>(of_dx) * pack.channels + first_channel + c,
+               (static_cast<int64_t>(tap) * 2 + of_dout) * pack.all_outputs + pack.first_output +
+                   first + run,
+               min(8, outputs - run), backward_vectors, [&](int u) {
+                 return x >= 0 && x < 3 ? tile[(run + u) * line + c * taps + at] : 0.0f;
                });
     }
   }
