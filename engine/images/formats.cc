@@ -26,7 +26,7 @@ absl::StatusOr<std::string> EncodeFile(const Tensor& image, FileFormat format, i
     case FileFormat::kPng:
       return EncodePng(pixels, texts, parallel_for);
     case FileFormat::kJpeg:
-      return EncodeJpeg(pixels, quality);
+      return EncodeJpeg(pixels, quality, parallel_for);
     case FileFormat::kWebp:
       return EncodeWebp(pixels, quality);
   }

@@ -10,8 +10,10 @@
 
 namespace denoised {
 
-/// A baseline JPEG file; `quality` 1 to 100.
-absl::StatusOr<std::string> EncodeJpeg(const Pixels& pixels, int quality);
+/// A baseline JPEG file; `quality` 1 to 100. Larger pictures are encoded in bands of rows, with the
+/// same bytes on any threads.
+absl::StatusOr<std::string> EncodeJpeg(const Pixels& pixels, int quality,
+                                       const ParallelFor& parallel_for = OneByOne);
 
 /// Grey or RGB, turned and mirrored as its EXIF says, as photos are stored as the camera was held.
 /// InvalidArgument if it is damaged, truncated or CMYK, or has more than `max_pixels`

@@ -472,6 +472,43 @@ std::string WithSegment(const std::string& jpeg, const std::string& content) {
          content + jpeg.substr(2);
 }
 
+// Bands are joined by restarts of the scan: three of 128 rows and one of 116; of a grey picture,
+// one of 384 and one of 116.
+TEST(JpegTest, BandsAreOnePicture) {
+  const auto on_threads = [](int count, const std::function<void(int)>& task) {
+    std::vector<std::thread> threads;
+    for (int i = count - 1; i >= 0; --i) threads.emplace_back([&task, i] { task(i); });
+    for (std::thread& thread : threads) thread.join();
+  };
+  for (const int channels : {1, 3}) {
+    constexpr int kWidth = 515, kHeight = 500;
+    Pixels picture{kWidth, kHeight, channels, {}};
+    std::mt19937 random(7);
+    for (int i = 0; i < kWidth * kHeight * channels; ++i) {
+      picture.samples.push_back(static_cast<uint8_t>(i / channels / kWidth / 3 + random() % 16));
+    }
+    const auto file = EncodeJpeg(picture, 95), same = EncodeJpeg(picture, 95, on_threads);
+    ASSERT_TRUE(file.ok() && same.ok()) << file.status() << same.status();
+    EXPECT_EQ(*file, *same);
+    const auto seen = DecodeJpeg(*file, kPlenty);
+    ASSERT_TRUE(seen.ok()) << seen.status();
+    ASSERT_EQ(seen->samples.size(), picture.samples.size());
+    // What is left of the first band alone. Its last rows share colours with the next when decoded.
+    const int rows = channels == 1 ? 376 : 120;
+    Pixels top{kWidth, channels == 1 ? 384 : 128, channels, picture.samples};
+    top.samples.resize(size_t{kWidth} * top.height * channels);
+    const auto band = DecodeJpeg(*EncodeJpeg(top, 95), kPlenty);
+    ASSERT_TRUE(band.ok()) << band.status();
+    const auto end = static_cast<int64_t>(rows) * kWidth * channels;
+    EXPECT_TRUE(
+        std::equal(seen->samples.begin(), seen->samples.begin() + end, band->samples.begin()));
+    double error = 0;
+    for (size_t i = 0; i < picture.samples.size(); ++i)
+      error += std::pow(picture.samples[i] - seen->samples[i], 2);
+    EXPECT_LT(error / static_cast<double>(picture.samples.size()), 25) << channels;  // 19 and 2
+  }
+}
+
 TEST(JpegTest, PhotosAreTurnedAsTheirExifSays) {
   // Dark at the left and bright at the right in red, darker at the top than at the bottom in green.
   constexpr int kWidth = 48, kHeight = 32;
