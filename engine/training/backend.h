@@ -67,7 +67,8 @@ inline bool PacksPhases(const Conv2dGeometry& geometry, int kernel, bool upsampl
   return kernel == 3 && geometry.stride == 2 && !upsample2x && geometry.pad_top <= 1 &&
          geometry.pad_left <= 1;
 }
-/// Whether it packs them for pairs of neighbouring pixels: no more than 64 channels in all.
+/// Whether a Hopper GPU, in bf16, packs them for pairs of neighbouring pixels, too: a pair has up
+/// to 64 channels, in vectors of eight.
 inline bool PacksPairs(int in, int out, const Conv2dGeometry& geometry, int kernel,
                        bool upsample2x) {
   return in <= 32 && out <= 32 && in % 4 == 0 && out % 4 == 0 && kernel == 3 && !upsample2x &&

@@ -39,7 +39,7 @@ class CountingBackend final : public Backend {
     conv->upsample2x = upsample2x;
     cost_->conv2d_weights += int64_t{in} * out * kernel * kernel;
     if (PacksPhases(geometry, kernel, upsample2x)) cost_->more_weights += int64_t{in} * out * 16;
-    if (PacksPairs(in, out, geometry, kernel, upsample2x))
+    if (dtype_ == DType::kBF16 && PacksPairs(in, out, geometry, kernel, upsample2x))
       cost_->more_weights += int64_t{in} * out * (4 * 9);
     if (upsample2x && kernel == 3) cost_->more_weights += int64_t{in} * out * (16 - 9);
     return conv;

@@ -566,7 +566,8 @@ TEST_P(LargeOpTest, Conv2d) {
                         Case{72, 136, 12, 10, 2, 3, false, false}, Case{72, 136, 17, 15, 2, 3},
                         Case{72, 136, 17, 16, 2, 3, false, false}, Case{128, 128, 32, 32, 2, 3},
                         Case{12, 20, 16, 20, 2, 3, false, false}, Case{32, 32, 32, 32, 1, 3, false},
-                        Case{20, 32, 9, 12, 1, 3, false}, Case{32, 28, 8, 15, 1, 3, false}}) {
+                        Case{20, 32, 9, 18, 1, 3, false}, Case{32, 28, 8, 17, 1, 3, false},
+                        Case{32, 32, 8, 8, 1, 3, false}, Case{12, 24, 16, 16, 2, 3}}) {
     SCOPED_TRACE(fmt::format("{} to {}, {}x{}, stride {}{}", c.in, c.out, c.height, c.width,
                              c.stride, c.before ? "" : ", not padded before"));
     const int edge = c.kernel / 2, before = c.before ? edge : 0, up = c.upsample ? 2 : 1;
@@ -847,7 +848,9 @@ TEST_P(LargeOpTest, Attention) {
         Case{1, 1, 2, 64},         Case{1, 64, 3, 64},         Case{64, 17, 1, 40},
         Case{33, 64, 2, 56},       Case{60, 60, 2, 64, true},  Case{33, 33, 1, 48, true},
         Case{50, 50, 3, 24, true}, Case{49, 30, 1, 8},         Case{65, 64, 1, 64},
-        Case{64, 65, 1, 64},       Case{64, 64, 1, 72}}) {
+        Case{64, 65, 1, 64},       Case{64, 64, 1, 72},        Case{130, 130, 2, 72},
+        Case{130, 130, 2, 200},    Case{1100, 300, 8, 128},    Case{300, 1100, 8, 128},
+        Case{130, 1100, 4, 256}}) {
     SCOPED_TRACE(testing::Message()
                  << c.tokens << " queries of " << c.keys << " keys in " << c.heads << " heads of "
                  << c.dim << (c.causal ? ", causal" : ""));

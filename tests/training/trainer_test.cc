@@ -645,13 +645,23 @@ TEST(Trainer, CountsWeightsThatAGpuPacksInPhasesAndPairs) {
     backend->NewConv2d(4, 8, kernel, upsample2x, geometry);
     return cost.more_weights - before;
   };
+  const auto more_of = [&](int in, int out) {
+    const int64_t before = cost.more_weights;
+    backend->NewConv2d(in, out, 3, false, {1, 1, 1, 1, 1});
+    return cost.more_weights - before;
+  };
   EXPECT_EQ(more(3, false, {1, 0, 0, 1, 1}), 0);
   EXPECT_EQ(more(1, false, {2, 0, 0, 0, 0}), 0);
   // Four phases of 2×2 taps: beside the 3×3 for a stride, instead of it for a doubled input.
   EXPECT_EQ(more(3, false, {2, 1, 1, 1, 1}), 4 * 8 * 16);
   EXPECT_EQ(more(3, false, {2, 0, 0, 1, 1}), 4 * 8 * 16);
   EXPECT_EQ(more(3, true, {1, 1, 1, 1, 1}), 4 * 8 * (16 - 9));
-  EXPECT_EQ(more(3, false, {1, 1, 1, 1, 1}), 2 * 4 * 2 * 8 * 9);  // by two pixels and two
+  // Pairs: of two pixels by two.
+  EXPECT_EQ(more(3, false, {1, 1, 1, 1, 1}), 2 * 4 * 2 * 8 * 9);
+  EXPECT_EQ(more_of(32, 32), 2 * 32 * 2 * 32 * 9);
+  EXPECT_EQ(more_of(36, 32), 0);
+  EXPECT_EQ(more_of(32, 36), 0);
+  EXPECT_EQ(more_of(6, 32), 0);
 }
 
 TEST(Trainer, PlanCountsTheMemory) {

@@ -119,7 +119,7 @@ __device__ inline TileAt TileOf(const Params& params, int index, int rank) {
   return {phase, (m * params.shared + rank) * T::kM, in_band / height * T::kN};
 }
 
-/// Steps of a tile; 0 beyond the last.
+/// Steps of a tile. In doubled images 0 beyond the last.
 template <bool kDoubled>
 __device__ inline int StepsOf(const Params& params, int index) {
   if constexpr (kDoubled) {
@@ -242,7 +242,8 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
   }
 }
 
-/// The same by a warp, for doubled images whose lines are not whole boxes.
+/// The same by a warp, for doubled images whose lines are neither whole boxes nor whole parts of
+/// one.
 template <typename T>
 __device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& params,
                                        const EpilogueBuffer<T>& epilogue, int index, int tiles,
@@ -658,8 +659,9 @@ template <typename T>
 cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   const bool splits = plan.splits > 1 || conv.shortcut.x.data != nullptr;
   if (T::kE4m3 != (conv.x.element == Element::kE4m3x2) || (splits && !T::kSplitK) ||
-      (conv.zero_taps != 0 && splits) || (T::kStaged && !HasVectorOutputs(conv)) ||
-      (conv.gated && (splits || !T::kGates))) {
+      (conv.zero_taps != 0 && splits) ||
+      (conv.upsample2x && (T::kE4m3 || conv.gated || conv.shortcut.x.data != nullptr)) ||
+      (T::kStaged && !HasVectorOutputs(conv)) || (conv.gated && (splits || !T::kGates))) {
     return cudaErrorInvalidValue;
   }
   Params params;
@@ -695,6 +697,7 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   for (int phase = 0; phase < kPhases; ++phase) {
     const int zeros = __builtin_popcount(params.zero_taps >> 4 * phase & 15);
     params.steps[phase] = params.depth.steps.value - zeros * params.depth.windowed;
+    if (params.steps[phase] < 1) return cudaErrorInvalidValue;
   }
   const int width = params.grid.width.value;
   params.in_boxes =

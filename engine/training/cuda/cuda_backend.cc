@@ -36,8 +36,8 @@ using denoised::cuda::ToStatus;
 
 /// The gradient of the input is a convolution of dout with `backward`: [in, rotated taps, out].
 /// With stride 2 it has four phases, like a convolution after doubling: `strided`, if the padding
-/// is `pad_top` and `pad_left`. If two neighbouring pixels together have no more than 64 channels,
-/// it is one of such pairs: `paired`. Half of its weights are zero, but so is half of a step of 64
+/// is `pad_top` and `pad_left`. With no more than 32 channels, it is a convolution of pairs of
+/// neighbouring pixels: `paired`. Half of its weights are zero, but so is half of a step of 64
 /// channels in `backward`, and products with twice as many outputs read shared memory less often.
 struct TrainingConv2d final : PackedConv2d {
   CudaConv2d forward, backward, strided, paired;
@@ -54,6 +54,9 @@ struct CudaRecording final : Recording {
 
 Element ElementOf(DType dtype) { return dtype == DType::kBF16 ? Element::kBf16 : Element::kF32; }
 int64_t BytesOf(Element element) { return element == Element::kBf16 ? 2 : 4; }
+
+/// Narrower images have pairs that serving's halo tiles do not cover.
+constexpr int64_t kLeastPairedWidth = 16;
 
 /// CudaConv2d::zero_taps of `strided`.
 uint16_t ZeroTaps(bool pad_top, bool pad_left) {
@@ -938,7 +941,8 @@ class CudaBackend final : public Backend {
                     .out = dx});
       return;
     }
-    if (conv.paired.weight && dx.dim(2) % 2 == 0) {
+    if (conv.paired.weight && dout.dim(1) == height && dout.dim(2) == width &&
+        width >= kLeastPairedWidth && width % 2 == 0 && dout.contiguous() && dx.contiguous()) {
       const auto in_pairs = [](const Tensor& of) {
         return of.Reshape({of.dim(0), of.dim(1), of.dim(2) / 2, 2 * of.dim(3)});
       };
