@@ -20,6 +20,8 @@ absl::Status Damaged(const Codec& codec) {
                          tjGetErrorStr2(codec.get()));
 }
 
+constexpr int kMaxEdge = 65500;  // libjpeg's JPEG_MAX_DIMENSION
+
 /// A progressive file may hold any number of scans, each over all pixels. Encoders write about ten.
 constexpr int kMaxScans = 64;
 
@@ -176,6 +178,12 @@ Pixels Upright(Pixels stored, int orientation) {
 
 absl::StatusOr<std::string> EncodeJpeg(const Pixels& pixels, int quality,
                                        const ParallelFor& parallel_for) {
+  DENOISED_CHECK(pixels.width > 0 && pixels.height > 0, "{}×{} pixels", pixels.width,
+                 pixels.height);
+  if (pixels.height > kMaxEdge) {  // bands have fewer rows, so TurboJPEG does not see it
+    return Internal("cannot encode {}×{} pixels as JPEG: an edge has at most {}", pixels.width,
+                    pixels.height, kMaxEdge);
+  }
   // The rows of a band are whole rows of blocks, or of the 16×16 pixels that share their colour.
   const int edge = pixels.channels == 1 ? 8 : 16;
   const int64_t row_bytes = int64_t{pixels.width} * pixels.channels;

@@ -509,6 +509,13 @@ TEST(JpegTest, BandsAreOnePicture) {
   }
 }
 
+TEST(JpegTest, AnEdgeHas16Bits) {
+  for (const auto& [width, height] : {std::pair{70'000, 1}, std::pair{1, 70'000}}) {
+    const auto file = EncodeJpeg({width, height, 1, std::vector<uint8_t>(70'000)}, 90);
+    EXPECT_EQ(file.status().code(), absl::StatusCode::kInternal) << width << " " << file.status();
+  }
+}
+
 TEST(JpegTest, PhotosAreTurnedAsTheirExifSays) {
   // Dark at the left and bright at the right in red, darker at the top than at the bottom in green.
   constexpr int kWidth = 48, kHeight = 32;
