@@ -17,8 +17,8 @@ enum class FileFormat { kPng, kJpeg, kWebp };
 const char* MimeType(FileFormat format);
 
 /// `image` is F32 [H, W, 1 or 3] on the host; `quality` (1 to 100) is for JPEG and WebP, `texts`
-/// for PNG. `parallel_for` converts pixels and encodes the parts of a large PNG or JPEG; how it does
-/// so does not affect the bytes.
+/// for PNG. `parallel_for` converts pixels and encodes the parts of a large PNG or JPEG; how it
+/// does so does not affect the bytes.
 absl::StatusOr<std::string> EncodeFile(const Tensor& image, FileFormat format, int quality,
                                        const TextEntries& texts,
                                        const ParallelFor& parallel_for = OneByOne);
