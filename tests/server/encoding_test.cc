@@ -510,8 +510,10 @@ TEST(JpegTest, BandsAreOnePicture) {
 }
 
 TEST(JpegTest, AnEdgeHas16Bits) {
-  for (const auto& [width, height] : {std::pair{70'000, 1}, std::pair{1, 70'000}}) {
-    const auto file = EncodeJpeg({width, height, 1, std::vector<uint8_t>(70'000)}, 90);
+  // The second in several bands.
+  for (const auto& [width, height] : {std::pair{70'000, 1}, std::pair{16, 70'000}}) {
+    const auto file = EncodeJpeg(
+        {width, height, 1, std::vector<uint8_t>(static_cast<size_t>(width) * height)}, 90);
     EXPECT_EQ(file.status().code(), absl::StatusCode::kInternal) << width << " " << file.status();
   }
 }

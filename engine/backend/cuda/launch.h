@@ -74,8 +74,8 @@ struct ConvLayer {
   const void* weight = nullptr;  // [outputs, kernel · kernel · (channels + channels2)], the rows
   int weight_stride = 0;         //   padded with zeros to a multiple of kDepthPadding; after
                                  //   upsample2x [4, outputs, 2 · 2 · …]: implicit_gemm.cuh
-  /// With upsample2x, bit 4 · phase + tap: this tap's weights are zero, so it may be left out. Each
-  /// phase has another tap.
+  /// With upsample2x, bit 4 · phase + tap: this tap's weights are zero, so it may be left out. At
+  /// least one tap of each phase is not zero.
   uint16_t zero_taps = 0;
   /// kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32; kE4m3x2: so is x, for
   /// LaunchConv2dHopper or Conv2dCandidates, without x2, upsample2x and shortcut.
