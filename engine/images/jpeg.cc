@@ -121,28 +121,38 @@ std::string BigEndian16(int value) {
   return {static_cast<char>(value >> 8), static_cast<char>(value & 0xff)};
 }
 
-/// The files of a picture's rows as one file of `height` rows, whose scan restarts after every
-/// `interval` blocks or squares of them (ITU-T T.81, B.2.1 and E.1.4): at a restart, as at the
-/// start of a scan, nothing depends on what came before. All have the same tables, as quality alone
-/// decides on them.
-std::string Join(const std::vector<absl::StatusOr<Encoded>>& files, int height, int interval) {
-  constexpr unsigned kSof0 = 0xc0, kSos = 0xda;
+/// The files of a picture's bands as one file of `height` rows, whose scan restarts after every
+/// `interval` MCUs (ITU-T T.81, B.2.1 and E.1.4). At a restart, as at the start of a scan, nothing
+/// depends on what came before. Tables follow from the quality, so all bands have the same, unless
+/// the environment has TurboJPEG choose others.
+absl::StatusOr<std::string> Join(const std::vector<absl::StatusOr<Encoded>>& files, int height,
+                                 int interval) {
+  constexpr unsigned kSof0 = 0xc0, kSos = 0xda, kDri = 0xdd;
   constexpr size_t kEoiBytes = 2;
   size_t bytes = 0;
   for (const auto& file : files) bytes += file->size;
-  std::string joined;
+  std::string joined, header;
   joined.reserve(bytes);  // the headers that are left out are longer than restarts
   for (size_t i = 0; i < files.size(); ++i) {
     const std::string_view file = files[i]->view();
     size_t at = 2, frame = 0;  // after SOI; the frame's header, where the height is
+    bool restarts = false;
     for (; Byte(file, at + 1) != kSos; at += 2 + Byte(file, at + 2) * 256 + Byte(file, at + 3)) {
       if (Byte(file, at + 1) == kSof0) frame = at;
+      restarts = restarts || Byte(file, at + 1) == kDri;
     }
     const size_t scan = at + 2 + Byte(file, at + 2) * 256 + Byte(file, at + 3);
+    std::string of_band(file.substr(0, scan));
+    of_band.replace(frame + 5, 2, BigEndian16(height));
+    if (frame == 0 || restarts || (i > 0 && of_band != header)) {
+      return Internal(
+          "cannot encode a JPEG in bands, because the environment changes what TurboJPEG writes; "
+          "unset TJ_ARITHMETIC, TJ_OPTIMIZE, TJ_PROGRESSIVE and TJ_RESTART");
+    }
     if (i == 0) {
-      joined.append(file, 0, at).append("\xff\xdd").append(BigEndian16(4));
-      joined.append(BigEndian16(interval)).append(file, at, scan - at);
-      joined.replace(frame + 5, 2, BigEndian16(height));
+      header = std::move(of_band);
+      joined.append(header, 0, at).append("\xff\xdd").append(BigEndian16(4));
+      joined.append(BigEndian16(interval)).append(header, at);
     } else {
       joined += '\xff';
       joined += static_cast<char>(0xd0 + (i - 1) % 8);
@@ -186,7 +196,7 @@ absl::StatusOr<std::string> EncodeJpeg(const Pixels& pixels, int quality,
     return Internal("cannot encode {}×{} pixels as JPEG: an edge has at most {}", pixels.width,
                     pixels.height, kMaxEdge);
   }
-  // The rows of a band are whole rows of blocks, or of the 16×16 pixels that share their colour.
+  // The rows of a band are whole rows of MCUs: blocks, or 16×16 pixels that share their colour.
   const int edge = pixels.channels == 1 ? 8 : 16;
   const int64_t row_bytes = int64_t{pixels.width} * pixels.channels;
   const int rows = edge * static_cast<int>(std::max<int64_t>(1, kBandBytes / (row_bytes * edge)));

@@ -472,24 +472,27 @@ std::string WithSegment(const std::string& jpeg, const std::string& content) {
          content + jpeg.substr(2);
 }
 
-// Bands are joined by restarts of the scan: three of 128 rows and one of 116; of a grey picture,
-// one of 384 and one of 116.
+// Bands of 128 rows, or 384 of a grey picture, are joined by restarts of the scan, which are
+// numbered from 0 to 7.
 TEST(JpegTest, BandsAreOnePicture) {
-  const auto on_threads = [](int count, const std::function<void(int)>& task) {
+  int bands = 0;
+  const auto on_threads = [&](int count, const std::function<void(int)>& task) {
+    bands = count;
     std::vector<std::thread> threads;
     for (int i = count - 1; i >= 0; --i) threads.emplace_back([&task, i] { task(i); });
     for (std::thread& thread : threads) thread.join();
   };
   for (const int channels : {1, 3}) {
-    constexpr int kWidth = 515, kHeight = 500;
+    constexpr int kWidth = 515, kHeight = 1300;
     Pixels picture{kWidth, kHeight, channels, {}};
     std::mt19937 random(7);
     for (int i = 0; i < kWidth * kHeight * channels; ++i) {
-      picture.samples.push_back(static_cast<uint8_t>(i / channels / kWidth / 3 + random() % 16));
+      picture.samples.push_back(static_cast<uint8_t>(i / channels / kWidth / 8 + random() % 16));
     }
     const auto file = EncodeJpeg(picture, 95), same = EncodeJpeg(picture, 95, on_threads);
     ASSERT_TRUE(file.ok() && same.ok()) << file.status() << same.status();
     EXPECT_EQ(*file, *same);
+    EXPECT_EQ(bands, channels == 1 ? 4 : 11);
     const auto seen = DecodeJpeg(*file, kPlenty);
     ASSERT_TRUE(seen.ok()) << seen.status();
     ASSERT_EQ(seen->samples.size(), picture.samples.size());
@@ -507,6 +510,18 @@ TEST(JpegTest, BandsAreOnePicture) {
       error += std::pow(picture.samples[i] - seen->samples[i], 2);
     EXPECT_LT(error / static_cast<double>(picture.samples.size()), 25) << channels;  // 19 and 2
   }
+}
+
+TEST(JpegTest, OtherFilesOfTheEnvironmentAreNoBands) {
+  const Pixels picture{512, 512, 3, std::vector<uint8_t>(size_t{3} * 512 * 512, 77)};
+  for (const char* const variable : {"TJ_PROGRESSIVE", "TJ_ARITHMETIC", "TJ_RESTART"}) {
+    setenv(variable, "1", /*overwrite=*/1);
+    const auto file = EncodeJpeg(picture, 90);
+    unsetenv(variable);
+    EXPECT_EQ(file.status().code(), absl::StatusCode::kInternal) << variable;
+    EXPECT_THAT(std::string(file.status().message()), HasSubstr(variable));
+  }
+  EXPECT_TRUE(EncodeJpeg(picture, 90).ok());
 }
 
 TEST(JpegTest, AnEdgeHas16Bits) {
