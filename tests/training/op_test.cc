@@ -835,8 +835,8 @@ TEST_P(LargeOpTest, Attention) {
   };
   // Head dimensions with kernels of their own, between these, above all of them and with no
   // vectors; tokens that fill tiles, do not, and are fewer. Then more blocks than a GPU has
-  // multiprocessors. At last, what one kernel computes, and what is too large for it by one token
-  // or dimension.
+  // multiprocessors. Then what one kernel computes, and what is too large for it by one token or
+  // dimension. At last heads between the kernels' widths, and three items for some CTAs.
   for (const Case& c :
        {Case{136, 136, 3, 16},     Case{64, 64, 2, 32},        Case{129, 129, 1, 40},
         Case{256, 256, 2, 64},     Case{77, 77, 3, 64, true},  Case{200, 77, 2, 64},
