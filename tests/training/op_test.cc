@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <functional>
 #include <map>
 
@@ -666,6 +667,8 @@ TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
         Case{128, 64, 4, 32, 32, 1, 1},
         // More tiles than are computed at a time; more chunks than are added side by side.
         Case{640, 768, 8, 8, 8, 1}, Case{64, 64, 32, 8, 8, 1},
+        // Tiles with two chunks an item, and three with one.
+        Case{384, 360, 8, 16, 16, 1}, Case{384, 360, 16, 12, 14, 1},
         // More items than CTAs, of which some warpgroups have outputs and some have none.
         Case{72, 832, 32, 8, 8, 1, 1},
         // Stride 2: odd widths, two images at a time, a chunk of one image, few pixels. Odd heights
@@ -755,38 +758,47 @@ TEST_P(LargeOpTest, WeightGradientsOfLinears) {
 }
 
 TEST_P(LargeOpTest, WeightGradientsAddAsATree) {
-  constexpr int kChunks = 8, kIn = 72, kOut = 136;
-  for (const int size : {4, 8, 32}) {
+  constexpr int kChunks = 8;
+  // Of the larger weight, some tiles are computed in pairs of chunks.
+  for (const auto& [size, in, out] :
+       {std::tuple{4, 72, 136}, {8, 72, 136}, {32, 72, 136}, {16, 384, 360}}) {
     for (const auto& [kernel, stride] : {std::pair{1, 1}, std::pair{3, 1}, std::pair{3, 2}}) {
-      SCOPED_TRACE(fmt::format("{} pixels, kernel {}, stride {}", size, kernel, stride));
-      const Shape x_shape{kChunks, size, size, kIn},
-          out_shape{kChunks, size / stride, size / stride, kOut},
-          weight_shape{kOut, kIn, kernel, kernel};
+      SCOPED_TRACE(fmt::format("{} to {}, {} pixels, kernel {}, stride {}", in, out, size, kernel,
+                               stride));
+      const Shape x_shape{kChunks, size, size, in},
+          out_shape{kChunks, size / stride, size / stride, out},
+          weight_shape{out, in, kernel, kernel};
       const Tensor x = Activations(*cuda_, x_shape, Normal(x_shape)),
                    d = Activations(*cuda_, out_shape, Normal(out_shape));
       const Conv2dGeometry geometry{stride, kernel / 2, kernel / 2, kernel / 2, kernel / 2};
-      const auto packed = cuda_->NewConv2d(kIn, kOut, kernel, false, geometry);
+      const auto packed = cuda_->NewConv2d(in, out, kernel, false, geometry);
       const Tensor master = Floats(*cuda_, weight_shape);
       cuda_->PackConv2d(master, Tensor(), packed.get());
       cuda_->SetChunkRows(1);
+      using Gradients = std::array<Tensor, 2>;  // of the weight and of its bias
       const auto gradient = [&](int first, int count) {
-        const Tensor dweight = Floats(*cuda_, weight_shape);
+        const Gradients of = {Floats(*cuda_, weight_shape), Floats(*cuda_, {out})};
         cuda_->Conv2dBackward({.x = x.Slice(first, count),
                                .weight = packed.get(),
                                .geometry = geometry,
                                .dout = d.Slice(first, count),
-                               .dweight = dweight});
-        return dweight;
+                               .dweight = of[0],
+                               .dbias = of[1]});
+        return of;
       };
-      const std::vector<float> expected = OnHost(*cuda_, gradient(0, kChunks));
-      for (const int pass : {8, 4, 2, 1}) {
-        const std::function<Tensor(int, int)> sum = [&](int first, int count) {
+      const auto expected = gradient(0, kChunks);
+      for (const int pass : {4, 2, 1}) {
+        const std::function<Gradients(int, int)> sum = [&](int first, int count) {
           if (count == pass) return gradient(first, count);
-          const Tensor left = sum(first, count / 2), right = sum(first + count / 2, count / 2);
-          cuda_->Accumulate(left, right);
+          const auto left = sum(first, count / 2), right = sum(first + count / 2, count / 2);
+          for (const size_t i : {0, 1}) cuda_->Accumulate(left[i], right[i]);
           return left;
         };
-        EXPECT_EQ(OnHost(*cuda_, sum(0, kChunks)), expected) << "passes of " << pass << " chunks";
+        const auto sums = sum(0, kChunks);
+        for (const size_t i : {0, 1}) {
+          EXPECT_EQ(OnHost(*cuda_, sums[i]), OnHost(*cuda_, expected[i]))
+              << "passes of " << pass << " chunks, " << (i == 0 ? "weight" : "bias");
+        }
       }
     }
   }

@@ -29,6 +29,11 @@
 // SumPartsKernel adds the parts of a chunk in order and the chunks as a binary tree, and
 // transposes. So the bits depend on the layer's shape and the tree alone. A launch has only some
 // tiles of a large weight, so that these sums do not need much memory (kItems).
+//
+// Pairs. A layer of many tiles has few pixels for each of them, and would spend most of its time on
+// these sums. An item of a window may therefore be two neighbouring chunks: the sums of the first
+// wait in shared memory, in the place of five stages, and are added to those of the second, as the
+// tree would. PairedTiles() decides for how many tiles; the bits are the same.
 
 #include <algorithm>
 #include <type_traits>
@@ -61,8 +66,10 @@ constexpr int kOnesBytes = 16 * kLineBytes;  // the column of ones, as wide as a
 
 enum class Form : uint8_t { kLines, kWindow, kStridedWindow };
 
-template <Form kForm>
+/// kChunks: that an item adds, 1 or 2.
+template <Form kForm, int kChunks_ = 1>
 struct Tile {
+  static constexpr int kChunks = kChunks_;
   static constexpr bool kWindow = kForm != Form::kLines;
   static constexpr int kOutputs = kWindow ? kLine : kGroups * kLine;
   static constexpr int kChannels = kWindow ? kLine : kColumns;
@@ -75,13 +82,14 @@ struct Tile {
   static constexpr int kPlaneBytes = (kStride == 1 ? 15 : 12) * 1024;
   static constexpr int kStageBytes =
       kOutputBytes + (kWindow ? kPlanes * kPlaneBytes : kBlocks * kBlockBytes);
-  static constexpr int kStages = kForm == Form::kWindow ? 8 : 4;
+  static constexpr int kStages = kChunks == 2 ? 3 : kForm == Form::kWindow ? 8 : 4;
   static constexpr int kBarriers = 2 * kStages;
   // The operands of a window overlap. compute-sanitizer takes each for 6 KB without gaps. In the
   // last lines of the last stage, they would end 3.5 KB behind it, so the ring is longer. Those of
   // one tap end inside.
   static constexpr int kRingBytes = kStages * kStageBytes + (kForm == Form::kWindow ? 4096 : 0);
-  static constexpr int kSharedBytes = kRingBytes + kOnesBytes + kBarriers * 8;
+  static constexpr int kEarlierBytes = (kChunks - 1) * kTileVectors * 16;
+  static constexpr int kSharedBytes = kRingBytes + kOnesBytes + kEarlierBytes + kBarriers * 8;
   // Estimated clocks of a step, for SplitsOfSteps().
   static constexpr int64_t kStepClocks = kForm == Form::kStridedWindow ? 2000 : 1152;
   static_assert(kStageBytes % 1024 == 0 && kSharedBytes <= 232448);
@@ -107,17 +115,17 @@ struct Params {
 
 /// A work item.
 struct Item {
-  int part, output, channel, chunk, begin, end;  // [begin, end): steps of the chunk
+  int part, output, channel, chunk;
+  int begin, end;  // [begin, end): steps of each chunk
 };
-template <Form kForm>
+template <typename T>
 __device__ inline Item ItemOf(const Params& params, int index) {
-  using T = Tile<kForm>;
   Item item;
   item.part = index / params.tiles;
   const int tile = params.first_tile + index % params.tiles;
   item.output = tile / params.channel_tiles * T::kOutputs;
   item.channel = tile % params.channel_tiles * T::kChannels;
-  item.chunk = item.part / params.splits;
+  item.chunk = item.part / params.splits * T::kChunks;
   const int64_t split = item.part % params.splits, steps = params.steps;
   item.begin = static_cast<int>(steps * split / params.splits.value);
   item.end = static_cast<int>(steps * (split + 1) / params.splits.value);
@@ -138,18 +146,21 @@ __device__ inline uint64_t TapsDescriptor(const void* halo_tile) {
 }
 
 /// The thread that loads the operands of all steps of this CTA's items.
-template <Form kForm>
+template <typename T>
 __device__ inline void Produce(const Params& params, unsigned char* ring, uint64_t* full,
                                uint64_t* empty) {
-  using T = Tile<kForm>;
   PipelineState<T::kStages> state;
   PrefetchTensorMap(&params.dout);
   for (int plane = 0; plane < T::kPlanes; ++plane) PrefetchTensorMap(&params.x[plane]);
   WaitForPredecessors();
   for (int index = blockIdx.x; index < params.work; index += gridDim.x) {
-    const Item item = ItemOf<kForm>(params, index);
+    const Item item = ItemOf<T>(params, index);
+    int step = item.begin, chunk = item.chunk;
+    const auto advance = [&] {
+      if (++step == item.end) step = item.begin, ++chunk;
+    };
 #pragma unroll 1
-    for (int step = item.begin; step < item.end; ++step) {
+    for (; chunk < item.chunk + T::kChunks; advance()) {
       unsigned char* const outputs = ring + state.stage * T::kStageBytes;
       unsigned char* const channels = outputs + T::kOutputBytes;
       uint64_t* const barrier = &full[state.stage];
@@ -160,8 +171,7 @@ __device__ inline void Produce(const Params& params, unsigned char* ring, uint64
                                                       (height + T::kHalo) * kLineBytes);
         const int line = step / params.steps_x;
         const int x = step % params.steps_x * kEdge, y = line % params.steps_y * height;
-        const int image =
-            item.chunk * params.images + line / params.steps_y * params.images_at_once;
+        const int image = chunk * params.images + line / params.steps_y * params.images_at_once;
         TmaLoad(outputs, &params.dout, barrier, item.output, x, y, image);
 #pragma unroll
         for (int plane = 0; plane < T::kPlanes; ++plane)
@@ -174,8 +184,7 @@ __device__ inline void Produce(const Params& params, unsigned char* ring, uint64
         ArriveExpectTx(barrier, (of_outputs + of_channels) * kBlockBytes);
         const auto load = [&](unsigned char* to, const CUtensorMap* map, int first, int blocks) {
           for (int i = 0; i < blocks; ++i)
-            TmaLoad(to + i * kBlockBytes, map, barrier, first + i * kLine, step * kStep, item.chunk,
-                    0);
+            TmaLoad(to + i * kBlockBytes, map, barrier, first + i * kLine, step * kStep, chunk, 0);
         };
         load(outputs, &params.dout, item.output, of_outputs);
         load(channels, &params.x[0], item.channel, of_channels);
@@ -187,12 +196,12 @@ __device__ inline void Produce(const Params& params, unsigned char* ring, uint64
 }
 
 /// A consumer warpgroup.
-template <Form kForm>
+template <typename T>
 struct Consumer {
-  using T = Tile<kForm>;
   const Params& params;
   unsigned char* const ring;
   const unsigned char* const ones;
+  float4* const earlier;  // sums of the item's first chunk; each thread's at its index
   uint64_t *const full, *const empty;
   const int group;
   PipelineState<T::kStages> state = {};
@@ -205,7 +214,7 @@ struct Consumer {
 
   /// sums += a · b, all of them; a strided window's tap by tap.
   __device__ static void MultiplyStep(float (&sums)[kSums], uint64_t a, uint64_t b, bool add) {
-    if constexpr (kForm == Form::kStridedWindow) {
+    if constexpr (T::kStride == 2) {
       constexpr int kTapSums = kSums / kBlocks;
 #pragma unroll
       for (int tap = 0; tap < kBlocks; ++tap)
@@ -272,47 +281,74 @@ struct Consumer {
     NamedBarrierSync(1 + group, 128);
   }
 
+  __device__ static float4 VectorOf(const float (&sums)[kSums], int i) {
+    return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+  }
+
+  /// The vector in shared memory, added to sums. Without asm, nvcc 13.0 loads all vectors before it
+  /// adds the first, and spills.
+  __device__ static void AddVector(const float4* vector, float (&sums)[kSums], int i) {
+    asm volatile(
+        "{\n.reg .f32 a, b, c, d;\nld.shared.v4.f32 {a, b, c, d}, [%4];\n"
+        "add.f32 %0, a, %0;\nadd.f32 %1, b, %1;\nadd.f32 %2, c, %2;\nadd.f32 %3, d, %3;\n}"
+        : "+f"(sums[4 * i]), "+f"(sums[4 * i + 1]), "+f"(sums[4 * i + 2]), "+f"(sums[4 * i + 3])
+        : "r"(SharedAddress(vector))
+        : "memory");
+  }
+
   __device__ void Run() {
     WaitForPredecessors();  // SumPartsKernel of the layer before reads the same memory
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4;
     for (int index = blockIdx.x; index < params.work; index += gridDim.x) {
-      const Item item = ItemOf<kForm>(params, index);
+      const Item item = ItemOf<T>(params, index);
       if (!T::kWindow && group >= BlocksOf(item.output, params.outputs)) {
         Skip(item);
         continue;
       }
       const int blocks = T::kWindow ? kBlocks : BlocksOf(item.channel, params.channels);
-      float sums[kSums], bias[4];
-      if (params.bias_sums != nullptr && item.channel == 0 && (!T::kWindow || group == 0)) {
-        Multiply<true>(item, sums, bias);
-        if (lane % 4 == 0) {
-          float* const to = params.bias_sums +
-                            static_cast<int64_t>(item.part) * params.output_tiles * T::kOutputs +
-                            item.output + (T::kWindow ? 0 : group * kLine) + warp * 16 + lane / 4;
-          to[0] = bias[0], to[8] = bias[2];
+      const bool sums_bias =
+          params.bias_sums != nullptr && item.channel == 0 && (!T::kWindow || group == 0);
+      float sums[kSums], bias[4], earlier_bias[2] = {};
+#pragma unroll 1
+      for (int chunk = 0; chunk < T::kChunks; ++chunk) {
+        if (sums_bias) {
+          Multiply<true>(item, sums, bias);
+        } else {
+          Multiply<false>(item, sums, bias);
         }
-      } else {
-        Multiply<false>(item, sums, bias);
+        if (chunk + 1 == T::kChunks) break;
+        earlier_bias[0] = bias[0], earlier_bias[1] = bias[2];
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) earlier[i * kConsumers + thread] = VectorOf(sums, i);
+      }
+      if constexpr (T::kChunks == 2) {
+        bias[0] += earlier_bias[0], bias[2] += earlier_bias[1];
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) AddVector(&earlier[i * kConsumers + thread], sums, i);
+      }
+      if (sums_bias && lane % 4 == 0) {
+        float* const to = params.bias_sums +
+                          static_cast<int64_t>(item.part) * params.output_tiles * T::kOutputs +
+                          item.output + (T::kWindow ? 0 : group * kLine) + warp * 16 + lane / 4;
+        to[0] = bias[0], to[8] = bias[2];
       }
       float4* const to = params.sums + static_cast<int64_t>(index) * kTileVectors + thread;
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        if (i / kOctets < blocks)
-          to[i * kConsumers] =
-              make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+        if (i / kOctets < blocks) to[i * kConsumers] = VectorOf(sums, i);
       }
     }
   }
 };
 
-template <Form kForm>
+template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     WeightGradientKernel(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using T = Tile<kForm>;
   extern __shared__ __align__(1024) unsigned char ring[];  // the swizzle's alignment
   unsigned char* const ones = ring + T::kRingBytes;
-  uint64_t* const full = reinterpret_cast<uint64_t*>(ones + kOnesBytes);
+  float4* const earlier = reinterpret_cast<float4*>(ones + kOnesBytes);
+  uint64_t* const full = reinterpret_cast<uint64_t*>(ones + kOnesBytes + T::kEarlierBytes);
   uint64_t* const empty = full + T::kStages;
   // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
@@ -332,10 +368,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (group == kGroups) {
     DecreaseRegisters<kProducerRegisters>();
-    if (warp == kGroups * 4 && ElectOne()) Produce<kForm>(params, ring, full, empty);
+    if (warp == kGroups * 4 && ElectOne()) Produce<T>(params, ring, full, empty);
   } else {
     IncreaseRegisters<kConsumerRegisters>();
-    Consumer<kForm>{params, ring, ones, full, empty, group}.Run();
+    Consumer<T>{params, ring, ones, earlier, full, empty, group}.Run();
   }
 #endif
 }
@@ -456,22 +492,30 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, int64_t d1, in
 /// Derived from the shapes.
 struct Plan {
   int64_t output_tiles, channel_tiles;
-  int64_t steps;           // per chunk
-  int images_at_once = 1;  // per step
-  int splits = 1;          // per chunk
-  int64_t parts;           // of all chunks
+  int64_t steps;             // per chunk
+  int images_at_once = 1;    // per step
+  int splits = 1;            // per chunk
+  int64_t parts;             // of all chunks
+  int64_t paired_tiles = 0;  // the first ones: their items are of two chunks
 
   int64_t tiles() const { return output_tiles * channel_tiles; }
-  int64_t launch_tiles() const { return std::clamp<int64_t>(kItems / parts, 1, tiles()); }
-  int64_t sums() const { return parts * launch_tiles() * kTileVectors * 4; }  // floats
+  /// Of a launch whose tiles have so many parts.
+  int64_t launch_tiles(int64_t tile_parts) const {
+    return std::clamp<int64_t>(kItems / tile_parts, 1, tiles());
+  }
+  int64_t sums() const {  // floats
+    const int64_t pairs = (parts + 1) / 2;
+    return std::max(parts * launch_tiles(parts), pairs * launch_tiles(pairs)) * kTileVectors * 4;
+  }
 };
 
-/// Number of parts per chunk, by estimated clocks. When a pass has eight chunks, a GPU has 132
-/// multiprocessors. A step takes step_clocks, at the tensor cores' rate or that of loads, an item
-/// kItemClocks besides, and adding a part of a tile of all chunks kSumClocks. Fitted on an H200.
+// Estimated clocks besides those of steps, of an item, and of adding a part of a tile of all
+// chunks. Fitted on an H200. When a pass has eight chunks, a GPU has 132 multiprocessors.
+constexpr int64_t kItemClocks = 5000, kSumClocks = 700;
+constexpr int64_t kMultiprocessors = 132, kChunks = 8;
+
+/// Number of parts per chunk. A step takes step_clocks, at the tensor cores' rate or that of loads.
 int SplitsOfSteps(int64_t tiles, int64_t steps, int64_t step_clocks) {
-  constexpr int64_t kItemClocks = 5000, kSumClocks = 700;
-  constexpr int64_t kMultiprocessors = 132, kChunks = 8;
   int best = 1;
   int64_t least = INT64_MAX;
   for (int splits = 1; splits <= 64 && splits <= steps; ++splits) {
@@ -479,6 +523,25 @@ int SplitsOfSteps(int64_t tiles, int64_t steps, int64_t step_clocks) {
     const int64_t clocks =
         items * (CountOf(steps, splits) * step_clocks + kItemClocks) + tiles * splits * kSumClocks;
     if (clocks < least) least = clocks, best = splits;
+  }
+  return best;
+}
+
+/// Of `tiles` tiles without splits, how many shall have items of two chunks. Those have half as
+/// many sums in memory, but their waves are longer.
+int64_t PairedTiles(int64_t tiles, int64_t chunks, int64_t chunk_clocks) {
+  constexpr int64_t kPairClocks = 2500, kLaunchClocks = 5000;
+  const auto clocks_of = [&](int64_t launch_tiles, int64_t parts, int64_t item_clocks) {
+    if (launch_tiles == 0) return int64_t{0};
+    return kLaunchClocks + CountOf(launch_tiles * parts, kMultiprocessors) * item_clocks +
+           launch_tiles * parts * kSumClocks / kChunks;
+  };
+  int64_t best = 0, least = INT64_MAX;
+  for (int64_t paired = 0; paired <= tiles; ++paired) {
+    const int64_t clocks =
+        clocks_of(paired, chunks / 2, 2 * chunk_clocks + kPairClocks + kItemClocks) +
+        clocks_of(tiles - paired, chunks, chunk_clocks + kItemClocks);
+    if (clocks < least) least = clocks, best = paired;
   }
   return best;
 }
@@ -499,6 +562,8 @@ Plan PlanOf(const WeightGradientLaunch& launch) {
   }
   plan.splits = SplitsOfSteps(plan.tiles(), plan.steps, T::kStepClocks);
   plan.parts = launch.chunks * plan.splits;
+  if (kForm == Form::kWindow && plan.splits == 1 && launch.chunks > 1)
+    plan.paired_tiles = PairedTiles(plan.tiles(), launch.chunks, plan.steps * T::kStepClocks);
   return plan;
 }
 
@@ -569,29 +634,26 @@ auto SumKernelFor(int64_t chunks) {
                        : SumPartsKernel<kForm, 1, kSplits>;
 }
 
-template <Form kForm>
-cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, const Queue& queue) {
-  using T = Tile<kForm>;
-  float* const bias_sums = launch.bias == nullptr ? nullptr : launch.partial + plan.sums();
-  Params params;
-  if (cudaError_t error = ParamsOf<kForm>(launch, plan, bias_sums, &params); error != cudaSuccess) {
-    return error;
-  }
+/// The tiles of the weight from first to `end`, in launches of at most kItems items.
+template <Form kForm, int kItemChunks>
+cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, int64_t first,
+                        int64_t end, Params params, const Queue& queue) {
+  using T = Tile<kForm, kItemChunks>;
+  const int64_t chunks = launch.chunks / kItemChunks, parts = chunks * plan.splits;
   PartSums sums;
-  sums.sums = params.sums, sums.bias_sums = bias_sums;
-  sums.chunks = static_cast<int>(launch.chunks), sums.splits = plan.splits;
+  sums.sums = params.sums, sums.bias_sums = params.bias_sums;
+  sums.chunks = static_cast<int>(chunks), sums.splits = plan.splits;
   sums.output_tiles = params.output_tiles, sums.channel_tiles = params.channel_tiles;
   sums.outputs = launch.outputs, sums.channels = launch.channels;
   sums.out = launch.out, sums.bias = launch.bias;
-  const auto kernel = WeightGradientKernel<kForm>;
-  const auto sum_kernel = plan.splits > 2 ? SumKernelFor<kForm, 4>(launch.chunks)
-                                          : SumKernelFor<kForm, 1>(launch.chunks);
+  const auto kernel = WeightGradientKernel<T>;
+  const auto sum_kernel =
+      plan.splits > 2 ? SumKernelFor<kForm, 4>(chunks) : SumKernelFor<kForm, 1>(chunks);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes);
-  for (int64_t first = 0; first < plan.tiles() && error == cudaSuccess;
-       first += plan.launch_tiles()) {
-    const int64_t tiles = std::min(plan.launch_tiles(), plan.tiles() - first);
-    params.work = static_cast<int>(plan.parts * tiles);
+  for (int64_t tiles; first < end && error == cudaSuccess; first += tiles) {
+    tiles = std::min(plan.launch_tiles(parts), end - first);
+    params.work = static_cast<int>(parts * tiles);
     params.first_tile = sums.first_tile = static_cast<int>(first);
     params.tiles = sums.tiles = FastDivmod(static_cast<int>(tiles));
     error = LaunchDependent(
@@ -609,6 +671,20 @@ cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, co
   return error;
 }
 
+template <Form kForm>
+cudaError_t LaunchPlan(const WeightGradientLaunch& launch, const Plan& plan, const Queue& queue) {
+  float* const bias_sums = launch.bias == nullptr ? nullptr : launch.partial + plan.sums();
+  Params params;
+  cudaError_t error = ParamsOf<kForm>(launch, plan, bias_sums, &params);
+  if constexpr (kForm == Form::kWindow) {
+    if (error == cudaSuccess)
+      error = LaunchTiles<kForm, 2>(launch, plan, 0, plan.paired_tiles, params, queue);
+  }
+  if (error == cudaSuccess)
+    error = LaunchTiles<kForm, 1>(launch, plan, plan.paired_tiles, plan.tiles(), params, queue);
+  return error;
+}
+
 }  // namespace
 
 int64_t WeightGradientPartials(const WeightGradientLaunch& launch) {
@@ -622,7 +698,7 @@ int64_t WeightGradientPartials(const WeightGradientLaunch& launch) {
 cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, const Queue& queue) {
   return WithForm(launch, [&](auto form) {
     constexpr Form kForm = decltype(form)::value;
-    return LaunchTiles<kForm>(launch, PlanOf<kForm>(launch), queue);
+    return LaunchPlan<kForm>(launch, PlanOf<kForm>(launch), queue);
   });
 }
 
