@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "engine/backend/capabilities.h"
 #include "engine/core/status.h"
@@ -24,6 +25,15 @@ class Download {
   /// Blocks. Returns the host copy, or the device's error; a second call returns the same memory.
   /// The copy may be kept as long as one likes, and its last owner may be any thread.
   virtual absl::StatusOr<Tensor> Wait() = 0;
+};
+/// A copy that has already been made, or could not be begun.
+class ReadyDownload final : public Download {
+ public:
+  explicit ReadyDownload(absl::StatusOr<Tensor> copy) : copy_(std::move(copy)) {}
+  absl::StatusOr<Tensor> Wait() override { return copy_; }
+
+ private:
+  const absl::StatusOr<Tensor> copy_;
 };
 
 /// A place in the queue of work.

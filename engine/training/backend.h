@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/backend/activation.h"
+#include "engine/backend/compute_device.h"
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
 #include "engine/training/device_data.h"
@@ -328,6 +329,11 @@ class Backend {
   virtual void Upload(const void* from, size_t bytes, const Tensor& to) = 0;
   /// Waits for the enqueued work and copies `from` (contiguous) to host memory.
   virtual absl::StatusOr<Tensor> Download(const Tensor& from) = 0;
+  /// The same without waiting: what `from` holds after the work that is enqueued now. For a few
+  /// bytes, since a GPU makes a copy of its own.
+  virtual std::unique_ptr<denoised::Download> BeginDownload(const Tensor& from) {
+    return std::make_unique<denoised::ReadyDownload>(Download(from));
+  }
   /// The first error since the backend was made. Waits for the enqueued work.
   virtual absl::Status status() = 0;
   /// Bytes of a GPU's memory in use, including other processes'; 0 on the CPU.

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <numeric>
+#include <utility>
 
 #include "engine/core/mutex.h"
 #include "engine/training/augment.h"
@@ -606,6 +607,7 @@ absl::Status Trainer::Restore(const TrainerState& state) {
   for (size_t i = 0; i < averages_.size(); ++i)
     DENOISED_RETURN_IF_ERROR(UploadFlat(state.averages[i], averages_[i]));
   step_ = state.step;
+  ahead_ = false;
   skipped_ = state.skipped;
   skipped_in_row_ = state.skipped_in_row;
   Pack();
@@ -811,16 +813,20 @@ void Trainer::Update() {
   Pack();
 }
 
-absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {
+absl::Status Trainer::EnqueuePasses() {
   UploadSamples();
   const auto step_number = static_cast<int32_t>(step_);
   backend_.Upload(&step_number, sizeof step_number, step_tensor_);
-
   absl::Status passed;
   backend_.Run(passes_recording_.get(), [&] { passed = RunPasses(); });
+  ++passes_enqueued_;
   DENOISED_RETURN_IF_ERROR(passed);
-  DENOISED_RETURN_IF_ERROR(backend_.status());
-  DENOISED_CHECK(sum_.defined());
+  if (!sum_) return backend_.status();  // of recording
+  return absl::OkStatus();
+}
+
+absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {
+  if (!std::exchange(ahead_, false)) DENOISED_RETURN_IF_ERROR(EnqueuePasses());
   const int64_t elements = parameters_.trained_elements();
   const float stops = wants_stop ? 1 : 0;
   backend_.Upload(&stops, sizeof stops, sum_.Slice(elements + 1, 1));
@@ -845,13 +851,23 @@ absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {
   backend_.Upload(&scalars, sizeof scalars, scalars_);
   backend_.Run(update_recording_.get(), [&] { Update(); });
 
-  DENOISED_ASSIGN_OR_RETURN(const Tensor squared, backend_.Download(squared_norm_));
-  DENOISED_ASSIGN_OR_RETURN(const Tensor loss, backend_.Download(sum_.Slice(elements, 2)));
+  const auto download_squared = backend_.BeginDownload(squared_norm_);
+  const auto download_loss = backend_.BeginDownload(sum_.Slice(elements, 2));
+  ++step_;
+  // A GPU goes on with the next passes while the host waits for this step's report and reads it.
+  // The first passes prepare their kernels and the second measure them: those wait.
+  constexpr int64_t kSlowPasses = 2;
+  if (backend_.device() != denoised::Device::kCpu && passes_enqueued_ >= kSlowPasses &&
+      step_ < options_.steps) {
+    DENOISED_RETURN_IF_ERROR(EnqueuePasses());
+    ahead_ = true;
+  }
+  DENOISED_ASSIGN_OR_RETURN(const Tensor squared, download_squared->Wait());
+  DENOISED_ASSIGN_OR_RETURN(const Tensor loss, download_loss->Wait());
   report.loss = loss.as<float>()[0];
   report.stop = loss.as<float>()[1] != 0;
   report.gradient_norm = std::sqrt(static_cast<double>(squared.as<float>()[0]));
   report.skipped = !std::isfinite(squared.as<float>()[0]);
-  ++step_;
   skipped_ += report.skipped;
   skipped_in_row_ = report.skipped ? skipped_in_row_ + 1 : 0;
   return report;

@@ -21,15 +21,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 /// Ops have run when they return, so a copy is complete from the start.
-class CpuDownload final : public Download {
- public:
-  explicit CpuDownload(absl::StatusOr<Tensor> copy) : copy_(std::move(copy)) {}
-  absl::StatusOr<Tensor> Wait() override { return copy_; }
-
- private:
-  absl::StatusOr<Tensor> copy_;
-};
-
 class CpuMarker final : public Marker {
  public:
   explicit CpuMarker(absl::Status status) : status_(std::move(status)) {}
@@ -109,8 +100,8 @@ class CpuBackend final : public Backend {
       copy = Tensor::Host(from.shape(), from.dtype());
       std::memcpy(copy.data(), from.data(), from.bytes());
     });
-    if (failed_) return std::make_unique<CpuDownload>(status());
-    return std::make_unique<CpuDownload>(std::move(copy));
+    if (failed_) return std::make_unique<ReadyDownload>(status());
+    return std::make_unique<ReadyDownload>(std::move(copy));
   }
 
   void Copy(const Tensor& from, const Tensor& to) override {

@@ -54,15 +54,6 @@ class StagedDownload final : public Download {
   Tensor result_;
 };
 
-class FailedDownload final : public Download {
- public:
-  explicit FailedDownload(absl::Status status) : status_(std::move(status)) {}
-  absl::StatusOr<Tensor> Wait() override { return status_; }
-
- private:
-  const absl::Status status_;
-};
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<UploadRing>> UploadRing::Open(std::shared_ptr<Context> context) {
@@ -188,7 +179,7 @@ std::unique_ptr<Download> DownloadPool::Begin(const Tensor& from) {
   if (!taken) {
     const absl::Status added =
         Add(std::bit_ceil(std::max(from.bytes(), kSmallestStaging)), 1, 0).status();
-    if (!added.ok()) return std::make_unique<FailedDownload>(added);
+    if (!added.ok()) return std::make_unique<ReadyDownload>(added);
     taken = stagings_.back();
   }
   const Staging& staging = *taken;

@@ -162,6 +162,10 @@ class CudaBackend final : public Backend {
         cudaMemcpy(to.data(), from.data(), from.bytes(), cudaMemcpyDeviceToHost), "a download"));
     return to;
   }
+  std::unique_ptr<denoised::Download> BeginDownload(const Tensor& from) override {
+    if (!ok()) return std::make_unique<denoised::ReadyDownload>(status_);
+    return ops_->BeginDownload(from);
+  }
   absl::Status status() override {
     Keep(ops_->Synchronize());
     return status_;
