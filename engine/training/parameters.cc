@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "engine/backend/cpu/parallel.h"
 #include "engine/training/random.h"
 
 namespace denoised::training {
@@ -18,6 +19,26 @@ uint64_t HashOf(const std::string& name) {
   return hash;
 }
 
+int64_t Aligned(int64_t elements) { return (elements + kAlignment - 1) / kAlignment * kAlignment; }
+
+/// Elements [begin, end) of a parameter; `begin` is a multiple of the four that one call draws.
+void Fill(const Initial& initial, uint64_t seed, uint64_t hash, int64_t begin, int64_t end,
+          float* to) {
+  const auto value = static_cast<float>(initial.value);
+  if (initial.kind == Initial::Kind::kConstant) return std::fill(to + begin, to + end, value);
+  for (int64_t i = begin; i < end; i += 4) {
+    const Philox4 bits = Draw(seed, Purpose::kInitial, static_cast<uint32_t>(hash),
+                              static_cast<uint32_t>(hash >> 32), static_cast<uint32_t>(i / 4));
+    Normal4 drawn;
+    if (initial.kind == Initial::Kind::kNormal) {
+      drawn = NormalOfBits(bits);
+    } else {
+      for (int j = 0; j < 4; ++j) drawn.v[j] = 2 * UniformOf(bits.v[j]) - 1;
+    }
+    for (int64_t j = i; j < std::min(i + 4, end); ++j) to[j] = value * drawn.v[j - i];
+  }
+}
+
 }  // namespace
 
 Initial Initial::Uniform(int64_t fan_in) {
@@ -28,7 +49,7 @@ int Parameters::Add(std::string name, const Shape& shape, Initial initial, bool 
                     bool served) {
   int64_t& end = trained ? trained_ : fixed_;
   all_.push_back({std::move(name), shape, initial, trained, served, end});
-  end += (shape.elements() + kAlignment - 1) / kAlignment * kAlignment;
+  end += Aligned(shape.elements());
   return static_cast<int>(all_.size()) - 1;
 }
 
@@ -52,30 +73,18 @@ Tensor Parameters::Part(const Tensor& flat, int index) const {
 }
 
 void Parameters::Initialize(uint64_t seed, const Tensor& trained, const Tensor& fixed) const {
+  constexpr int64_t kBlock = 1 << 16;
   for (size_t index = 0; index < all_.size(); ++index) {
     const Parameter& parameter = all_[index];
-    const Tensor to = Part(parameter.trained ? trained : fixed, static_cast<int>(index));
+    const Tensor part = Part(parameter.trained ? trained : fixed, static_cast<int>(index));
     const uint64_t hash = HashOf(parameter.name);
-    const auto value = static_cast<float>(parameter.initial.value);
-    for (int64_t i = 0; i < to.elements(); i += 4) {
-      const Philox4 bits = Draw(seed, Purpose::kInitial, static_cast<uint32_t>(hash),
-                                static_cast<uint32_t>(hash >> 32), static_cast<uint32_t>(i / 4));
-      const Normal4 normal = NormalOfBits(bits);
-      for (int64_t j = i; j < std::min(i + 4, to.elements()); ++j) {
-        float& element = to.as<float>()[j];
-        switch (parameter.initial.kind) {
-          case Initial::Kind::kUniform:
-            element = value * (2 * UniformOf(bits.v[j - i]) - 1);
-            break;
-          case Initial::Kind::kNormal:
-            element = value * normal.v[j - i];
-            break;
-          case Initial::Kind::kConstant:
-            element = value;
-            break;
-        }
-      }
-    }
+    const int64_t elements = part.elements();
+    float* const to = part.as<float>();
+    cpu::ParallelFor((elements + kBlock - 1) / kBlock, [&](int64_t block, int) {
+      Fill(parameter.initial, seed, hash, block * kBlock, std::min((block + 1) * kBlock, elements),
+           to);
+    });
+    std::fill(to + elements, to + Aligned(elements), 0.0f);
   }
 }
 

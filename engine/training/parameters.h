@@ -52,7 +52,8 @@ class Parameters {
   /// The part of `flat` that is parameter `index`, in its shape.
   Tensor Part(const Tensor& flat, int index) const;
 
-  /// Fills host tensors with initial values, which depend on (seed, name, element) alone.
+  /// Fills host tensors with initial values, which depend on (seed, name, element) alone, and with
+  /// zeros between parameters.
   void Initialize(uint64_t seed, const Tensor& trained, const Tensor& fixed) const;
   /// Fills the served parameters from a checkpoint instead: those whose names begin with `prefix`.
   /// The checkpoint's names lack the prefix. NotFound or InvalidArgument as Weights::Get().

@@ -534,15 +534,15 @@ absl::Status Trainer::Allocate() {
     free_arenas_.emplace_back(std::move(block));
   }
 
-  TrainerState state;
-  state.trained = Tensor::Host({elements}, DType::kF32);
-  state.fixed = Tensor::Host(fixed_.shape(), DType::kF32);
-  std::memset(state.trained.data(), 0, state.trained.bytes());
-  std::memset(state.fixed.data(), 0, state.fixed.bytes());
-  parameters_.Initialize(options_.seed, state.trained, state.fixed);
-  state.m = state.v = Tensor::HostF32({elements}, std::vector<float>(elements));
-  state.averages.assign(averages_.size(), state.trained);
-  return Restore(state);
+  const Tensor trained = Tensor::Host({elements}, DType::kF32),
+               fixed = Tensor::Host(fixed_.shape(), DType::kF32);
+  std::memset(fixed.data(), 0, fixed.bytes());  // it has elements even if no parameter is fixed
+  parameters_.Initialize(options_.seed, trained, fixed);
+  DENOISED_RETURN_IF_ERROR(UploadFlat(trained, trained_));
+  DENOISED_RETURN_IF_ERROR(UploadFlat(fixed, fixed_));
+  for (const Tensor& average : averages_) DENOISED_RETURN_IF_ERROR(UploadFlat(trained, average));
+  Pack();  // the moments are zeros since Allocate()
+  return backend_.status();
 }
 
 absl::Status Trainer::AllocatePictures() {
