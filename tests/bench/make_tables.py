@@ -39,6 +39,7 @@ NORM_BAR, LAST_LEVEL_CACHE = 0.85, 60 << 20  # of a copy, for images larger than
 OP_BARS = {"conv": CONV_BAR, "conv_bias_residual_silu": FUSED_BAR, "linear": LINEAR_BAR,
            "attention": ATTENTION_BAR}
 PORTABLE_BAR = 0.55
+FP8_BARS = {("cifar10-32", 256): 4.4, ("adm-64", 64): 16.5, ("celebahq-256", 16): 10.8}  # ms
 CPU_BUSY_BAR, CPU_BF16_BAR = 2.4, 1.4
 START_BARS = {"cifar10-32": 3, "adm-64": 6}  # seconds, the first start
 WEIGHTS_BAR = 5  # GB/s
@@ -783,6 +784,25 @@ def portable(data):
             count_misses(verdicts))
 
 
+def fp8(data):
+    """denoised in bf16 beside itself in FP8, in the same run."""
+    file = data("fp8") or UNMEASURED
+    rows, verdicts = [], []
+    for row in file["rows"]:
+        found = row["peers"]["fp8"]
+        model, count = row["name"].split("/rows:")
+        bar = FP8_BARS.get((model, int(count)))
+        in_fp8 = [pair[1] for pair in found["pairs"]]
+        verdicts.append(at_most(in_fp8, bar) if bar else "")
+        rows.append([model, count, f"{number(ours_of(row))} ms",
+                     f"{number(statistics.median(in_fp8))} ms",
+                     spread([1 / each for each in ratios_of(found)]),
+                     f"≤ {bar} ms" if bar else "", verdicts[-1]])
+    return (origin(*contexts_of(file)) +
+            table(["Model", "Rows", "bf16", "fp8", "bf16 ÷ fp8", "Bar", ""], rows) +
+            count_misses(verdicts))
+
+
 def start(data):
     file = data("start")
     rows = []
@@ -1272,7 +1292,7 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "convolution-gradients": convolution_gradients,
           "group-norm-gradients": group_norm_gradients, "attention-gradients": attention_gradients,
           "ceilings": ceilings, "clocks": clocks, "cpu": cpu,
-          "cpu-xeon": lambda data: cpu(data, "cpu-xeon"), "portable": portable, "start": start,
+          "cpu-xeon": lambda data: cpu(data, "cpu-xeon"), "portable": portable, "fp8": fp8, "start": start,
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
           "serving": serving, "pipelines": pipelines, "latent-errors": latent_errors, "http": http, "event-streams": event_streams, "page": page,
           "scheduling": scheduling, "scheduling-mixed": scheduling_mixed,

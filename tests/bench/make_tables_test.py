@@ -385,6 +385,21 @@ class PortableTest(unittest.TestCase):
         self.assertIn("| 54.0 % | **miss** |", "\n".join(make_tables.TABLES["portable"](files.get)))
 
 
+class Fp8Test(unittest.TestCase):
+    def test_milliseconds_in_fp8_decide(self):
+        row = {"name": "adm-64/rows:64", "peers": {"fp8": {"pairs": [[24.0, 16.0]] * 3}}}
+        files = {"fp8": {"context": {"date": "2026-11-25", "device": "a GPU"}, "rows": [row]}}
+
+        def table():
+            return "\n".join(make_tables.TABLES["fp8"](files.get))
+
+        self.assertIn("| adm-64 | 64 | 24.0 ms | 16.0 ms | 1.50× (1.50–1.50) | ≤ 16.5 ms | met |", table())
+        row["peers"]["fp8"]["pairs"] = [[24.0, 16.6]] * 3
+        self.assertIn("| 1.45× (1.45–1.45) | ≤ 16.5 ms | **miss** |", table())
+        row["name"] = "adm-64/rows:1"
+        self.assertIn("| 1.45× (1.45–1.45) |  |  |", table())
+
+
 class RatioTest(unittest.TestCase):
     def test_the_median_of_the_rounds_and_the_fastest_peer(self):
         row = {"name": "x", "peers": {

@@ -15,6 +15,7 @@
   train-ops  single backward ops beside cuDNN, SDPA, torch.compile and a copy
   clocks   one convolution of cuDNN, timed in several ways: after rest and after work, on zeros, …
   portable the kernels for every GPU beside those for Hopper
+  fp8      evaluations of UNets in FP8 beside bf16
   system   start, loading of weights, two models at a time, splits, serving: denoised alone
   scheduling  batching by step and by request on a simulated device; needs no GPU
 
@@ -71,6 +72,7 @@ MODEL_ROWS = "cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16"
 AUTOTUNED_ROWS = "celebahq-256:16,cifar10-32:256:16,adm-64:64,cifar10-32:64,adm-64:1,cifar10-32:1"
 LATENT_ROWS = "sd15-unet:2:16,sdxl-unet:2:16,sdxl-vae@64:1:8,sdxl-vae@128:1"
 TRAIN_BATCHES = "cifar10-32:128,adm-64:32,mnist-32:512"
+FP8_ROWS = MODEL_ROWS + ",sd15-unet:2:16,sdxl-unet:2:16"
 MOST_COMPILERS = 3  # of max-autotune side by side: more would all end late
 AUTOTUNED = "max-autotune, one graph"
 DIGITS, DIGIT_STEPS = 16, 10
@@ -841,18 +843,28 @@ def system(session):
 
 
 def portable(session):
-    """Hopper's kernels beside those for every chip, in turns."""
+    """Hopper's kernels beside those for every chip."""
+    compare_flags(session, "portable", "generic", ["--generic"], session.args.models)
+
+
+def fp8(session):
+    """denoised in bf16 beside itself in FP8."""
+    compare_flags(session, "fp8", "fp8", ["--precision=fp8"], session.args.fp8)
+
+
+def compare_flags(session, topic, other, flags, shapes):
+    """denoised beside itself with `flags`, in turns."""
     args = session.args
     rows = []
     content = None
-    for model in dict.fromkeys(model for model, _ in args.models):
+    for model in dict.fromkeys(model for model, _ in shapes):
         sides = [session.start(f"{kind}-{model}", [
             session.program("denoised-bench"), f"--device={args.device}", "--turns",
-            f"--config={CONFIGS / model / 'config.json'}", *flags])
-            for kind, flags in (("own", []), ("generic", ["--generic"]))]
+            f"--config={CONFIGS / model / 'config.json'}", *some])
+            for kind, some in (("own", []), (other, flags))]
         said = [ready(side, START_SECONDS) for side in sides]
         content = content or {"context": session.context(said[0], {}), "rows": rows}
-        for name, count in args.models:
+        for name, count in shapes:
             if name != model or session.left() < 10:
                 continue
             for side in sides:
@@ -860,9 +872,9 @@ def portable(session):
             result = alternate((sides[0], f"rows:{count}"), (sides[1], f"rows:{count}"),
                                args.rounds, session.log, MEASURE_SECONDS)
             rows.append({"name": f"{model}/rows:{count}", "unit": "ms",
-                         "peers": {"generic": result}})
-            session.say(f"{model} {count}, generic: {shown_ratio(result, 'ms')}")
-            session.write("portable", content)
+                         "peers": {other: result}})
+            session.say(f"{model} {count}, {other}: {shown_ratio(result, 'ms')}")
+            session.write(topic, content)
         session.stop(*sides)
 
 
@@ -881,7 +893,8 @@ def scheduling(session):
 
 
 TOPICS = {f.__name__: f
-          for f in (models, memory, latent, train, digits, ops, clocks, system, portable, scheduling)}
+          for f in (models, memory, latent, train, digits, ops, clocks, system, portable, fp8,
+                    scheduling)}
 TOPICS |= {"train-ops": train_ops} | pipelines.TOPICS
 
 
@@ -908,6 +921,8 @@ def main():
                         help=f"and rows; default: {MODEL_ROWS}")
     parser.add_argument("--latent", type=shapes_of, default=shapes_of(LATENT_ROWS),
                         help=f"default: {LATENT_ROWS}")
+    parser.add_argument("--fp8", type=shapes_of, default=shapes_of(FP8_ROWS),
+                        help=f"default: {FP8_ROWS}")
     parser.add_argument("--train", type=shapes_of, default=shapes_of(TRAIN_BATCHES),
                         help=f"and pictures of a step; default: {TRAIN_BATCHES}")
     parser.add_argument("--train-flags", default="",

@@ -149,8 +149,8 @@ esac
         self.assertLess(len(self.read("ops")["rows"]), len(first))
 
     def test_the_other_topics_write_what_the_tables_read(self):
-        self.measure("digits", "ops", "clocks", "portable", "models", "memory",
-                     "--models=cifar10-32:1", "--rounds=1", "--seconds=1000")
+        self.measure("digits", "ops", "clocks", "portable", "fp8", "models", "memory",
+                     "--models=cifar10-32:1", "--fp8=cifar10-32:1", "--rounds=1", "--seconds=1000")
         digits = self.read("digits")["rows"]
         self.assertIn("PyTorch eager", digits[0]["left_out"])
         self.assertEqual(len(digits[1]["peers"]), 1)
@@ -163,7 +163,8 @@ esac
             path = self.out / f"{name}.json"
             return json.loads(path.read_text()) if path.exists() else None
 
-        for name in ("digits", "convolutions", "linears", "clocks", "portable", "ceilings", "memory"):
+        for name in ("digits", "convolutions", "linears", "clocks", "portable", "fp8", "ceilings",
+                     "memory"):
             self.assertTrue(make_tables.TABLES[name](data), name)
         self.assertIn("| cifar10-32, 1 | 7 MiB | 8 MiB | 9 MiB |", make_tables.TABLES["memory"](data))
 
