@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <atomic>
-#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <random>
@@ -35,34 +33,6 @@ constexpr const char* kPrompts[] = {
     "a bowl of fruit on a wooden table, soft morning light",
     "a blue circle on a white background",
     "mountains and a lake at sunset, wide angle, dramatic clouds, 8k",
-};
-
-/// The largest magnitude of each layer's input. Thread-safe.
-class Ranges {
- public:
-  void Start() { started_ = true; }
-
-  void Observe(const std::string& layer, const Tensor& x) {
-    // Warming up computes with whatever is in memory.
-    if (!started_) return;
-    float largest = 0;
-    for (const float value : x.span<float>()) largest = std::max(largest, std::fabs(value));
-    MutexLock lock(&mutex_);
-    float& known = largest_[layer];
-    known = std::max(known, largest);
-  }
-
-  std::map<std::string, float> Scales() const {
-    MutexLock lock(&mutex_);
-    std::map<std::string, float> scales;
-    for (const auto& [layer, largest] : largest_) scales[layer] = E4m3Scale(kRoom * largest);
-    return scales;
-  }
-
- private:
-  std::atomic<bool> started_ = false;
-  mutable Mutex mutex_;
-  std::map<std::string, float> largest_ ABSL_GUARDED_BY(mutex_);
 };
 
 class Waiter final : public JobListener {
@@ -143,27 +113,27 @@ absl::Status Write(const std::string& path, const std::string& text) {
 }  // namespace
 
 absl::StatusOr<std::string> Calibrate(const std::string& directory, const EngineOptions& options) {
-  if (options.device == "cuda")
-    return InvalidArgument("--calibrate runs on the CPU alone; leave --device out");
   DENOISED_ASSIGN_OR_RETURN(const ModelDirectory model, ModelDirectory::Read(directory));
   DENOISED_ASSIGN_OR_RETURN(const Weights weights, model.unet().OpenWeights());
-  EngineOptions on_cpu = options;
-  on_cpu.device = "cpu";
-  on_cpu.devices = {0};
-  on_cpu.watchdog_seconds = 0;
-  Ranges ranges;
+  EngineOptions on_one = options;
+  on_one.devices.resize(1);
+  on_one.watchdog_seconds = 0;
+  const auto ranges = std::make_shared<InputRanges>();
   const BackendOpener open = [&ranges](BackendOptions backend) {
-    backend.observe_input = [&ranges](const std::string& layer, const Tensor& x) {
-      ranges.Observe(layer, x);
-    };
+    backend.input_ranges = ranges;
     return OpenBackend(backend);
   };
-  DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine, CreateEngine(on_cpu, open));
+  DENOISED_ASSIGN_OR_RETURN(std::unique_ptr<Engine> engine, CreateEngine(on_one, open));
   const std::string name = "model";
   DENOISED_RETURN_IF_ERROR(engine->Open(name, directory, Precision::kDefault));
-  ranges.Start();
+  ranges->Start();
   DENOISED_RETURN_IF_ERROR(Draw(*engine, name));
-  const Calibration calibration{.weights = weights.Fingerprint(), .input_scales = ranges.Scales()};
+  engine.reset();  // a GPU tells its ranges when it is closed
+  Calibration calibration{.weights = weights.Fingerprint(), .input_scales = {}};
+  for (const auto& [layer, largest] : ranges->largest())
+    calibration.input_scales[layer] = E4m3Scale(kRoom * largest);
+  if (calibration.input_scales.empty())
+    return FailedPrecondition("{}: no layer's input was seen", directory);
   const std::string path = Calibration::Path(directory, options.calibrations, calibration.weights);
   DENOISED_RETURN_IF_ERROR(Write(path, calibration.ToJson().dump(2) + "\n"));
   return path;

@@ -203,10 +203,10 @@ class Engine {
 };
 
 /// Measures the scales that a model needs for Precision::kFp8: draws images of several seeds and
-/// conditions on the CPU, and takes the largest input of each layer at all noise levels. Writes
-/// them to `fp8.json` in the model's directory, or to <fingerprint of the weights>.json in
-/// options.calibrations, and returns the path. The errors of Open(); InvalidArgument on a device
-/// other than the CPU; FailedPrecondition if the file cannot be written.
+/// conditions on the first of options.devices, and takes the largest input of each layer at all
+/// noise levels. A GPU need not multiply in e4m3. Writes the scales to `fp8.json` in the model's
+/// directory, or to <fingerprint of the weights>.json in options.calibrations, and returns the
+/// path. The errors of Open(); FailedPrecondition if the file cannot be written.
 absl::StatusOr<std::string> Calibrate(const std::string& directory, const EngineOptions& options);
 
 }  // namespace denoised

@@ -753,7 +753,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->configurable(false);
   app.add_option(
          "--calibrate", flags.config.calibrate,
-         "Draw images with the model in this directory on the CPU, write the scales that it "
+         "Draw images with the model in this directory on --device, write the scales that it "
          "needs for --precision fp8 to fp8.json in it, and exit. See --calibrations")
       ->configurable(false);
 

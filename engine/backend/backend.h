@@ -6,6 +6,7 @@
 #include <string>
 
 #include "engine/backend/compute_device.h"
+#include "engine/backend/input_ranges.h"
 #include "engine/backend/network_ops.h"
 #include "engine/backend/sampler_ops.h"
 #include "engine/core/notify.h"
@@ -15,10 +16,6 @@ namespace denoised {
 /// A device and its ops. Code that needs only one of the three interfaces takes that one. cpu/
 /// implements them plainly in fp32 and is the reference for tests; cuda/ fuses.
 class Backend : public ComputeDevice, public NetworkOps, public SamplerOps {};
-
-/// Called with the input of a named layer each time it has been computed, on any thread, several at
-/// a time. For calibration.
-using InputObserver = std::function<void(const std::string& layer, const Tensor& x)>;
 
 struct BackendOptions {
   std::string device = "auto";  // "auto" (CUDA if there is one), "cpu", "cuda"
@@ -32,9 +29,11 @@ struct BackendOptions {
   /// CUDA: for shapes that were not measured before, Capture() first measures which of the kernels
   /// that give the same bits is the fastest.
   bool autotune = false;
-  std::string autotune_cache;   // directory for measured results; empty: they are not kept
-  Notify notify;                // called on the thread that uses the backend; may be empty
-  InputObserver observe_input;  // CPU; may be empty
+  std::string autotune_cache;  // directory for measured results; empty: they are not kept
+  Notify notify;               // called on the thread that uses the backend; may be empty
+  /// Null, or learns the ranges of layers' inputs. A GPU then fuses no norm into these layers, and
+  /// tells the ranges when it is closed.
+  std::shared_ptr<InputRanges> input_ranges;
 };
 
 /// InvalidArgument for an unknown name; FailedPrecondition, with the remedy, if the device does not

@@ -31,7 +31,7 @@ constexpr int kMaxNormChannels = 6144;
 /// So the result is that of the layer on rounded numbers. Bias, add, residual, scale and activation
 /// are unchanged. Not for `upsample2x`, nor for linears of one vector per row (rank 2).
 struct E4m3Layer {
-  std::string name;       // in the checkpoint, for InputObserver; empty: not observed
+  std::string name;       // in the checkpoint, for InputRanges; empty: not observed
   float input_scale = 0;  // a power of two; 0: products are in the activation dtype
 };
 /// Bytes of a pixel or a token in Prologue::rounded: whole vectors of 16.

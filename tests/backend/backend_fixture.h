@@ -67,6 +67,8 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
   }
 
   Backend& backend() { return *backend_; }
+  /// Of the test's own, or null when that is gone.
+  void Use(Backend* backend) { backend_ = backend; }
   DType activation() const { return backend_->activation_dtype(); }
   bool fp32() const { return activation() == DType::kF32; }
   /// The op's tolerance in fp32, or 1e-2 in bf16: its rounding of operands and results alone is

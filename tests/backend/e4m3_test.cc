@@ -5,10 +5,9 @@
 
 #include <cmath>
 #include <cstring>
-#include <set>
+#include <map>
 
 #include "engine/backend/cpu/onednn.h"
-#include "engine/core/mutex.h"
 #include "tests/backend/backend_fixture.h"
 
 /// Layers in e4m3 against float64, on the CPU and on CUDA.
@@ -332,40 +331,93 @@ TEST_P(E4m3, ARowHasTheSameBitsInAnyBatch) {
   }
 }
 
-Tensor Normal(const Shape& shape, int seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  Tensor tensor = Tensor::Host(shape, DType::kF32);
-  for (float& value : tensor.span<float>()) value = normal(random);
-  return tensor;
+/// A backend of its own, which learns ranges.
+class InputRangesOf : public OnBackend {
+ protected:
+  void SetUp() override {
+    OnBackend::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    BackendOptions options = GetParam().options;
+    options.input_ranges = ranges_;
+    own_ = OpenBackend(options).value();
+    Use(own_.get());
+  }
+  void Close() {
+    EXPECT_TRUE(own_->Synchronize().ok());
+    Use(nullptr);
+    own_.reset();
+  }
+  Tensor Constant(const Shape& shape, double value, DType dtype) {
+    Array array(shape);
+    std::fill(array.values.begin(), array.values.end(), value);
+    return Upload(array, dtype);
+  }
+  /// -`largest` somewhere among smaller numbers.
+  Tensor With(const Shape& shape, double largest) {
+    Array array = Rounded(Random(shape, DType::kF32, 0.1), activation());
+    array.at(array.shape.elements() * 2 / 3) = -largest;
+    return Upload(array);
+  }
+  std::unique_ptr<PackedConv2d> Pack(const Shape& shape, const char* name) {
+    return backend()
+        .PackConv2d(ToHost(Random(shape, DType::kF32), DType::kF32), {}, false, {.name = name})
+        .value();
+  }
+
+  const std::shared_ptr<InputRanges> ranges_ = std::make_shared<InputRanges>();
+  std::unique_ptr<Backend> own_;
+};
+DENOISED_ON_EACH_BACKEND(InputRangesOf);
+
+TEST_P(InputRangesOf, LayersWithANameAreTheirLargestMagnitudes) {
+  ranges_->Start();
+  const auto conv = Pack({8, 12, 1, 1}, "a"), shortcut = Pack({8, 6, 1, 1}, "b"),
+             of_norm = Pack({8, 16, 3, 3}, "c");
+  const auto pack_linear = [&](const char* name) {
+    return backend()
+        .PackLinear({ToHost(Random({8, 24}, DType::kF32), DType::kF32)}, {}, {.name = name})
+        .value();
+  };
+  const auto linear = pack_linear("d"), nameless = pack_linear("");
+  Conv2dArgs args{
+      .x = With({1, 3, 3, 8}, 2), .weight = conv.get(), .prologue = {.x2 = With({1, 3, 3, 4}, 5)}};
+  args.epilogue.shortcut = {.x = With({1, 3, 3, 6}, 7), .weight = shortcut.get()};
+  args.out = Output({1, 3, 3, 8});
+  backend().Conv2d(args);
+  // A norm makes 3 of everything before the layer reads it.
+  backend().Conv2d({.x = With({2, 16, 16, 16}, 40),
+                    .weight = of_norm.get(),
+                    .pad_top = 1,
+                    .pad_left = 1,
+                    .pad_bottom = 1,
+                    .pad_right = 1,
+                    .prologue = {.norm = {.gamma = Constant({16}, 0, DType::kF32),
+                                          .beta = Constant({16}, -3, DType::kF32),
+                                          .groups = 4},
+                                 .normed = Output({2, 16, 16, 16})},
+                    .out = Output({2, 16, 16, 8})});
+  backend().Linear({.x = With({1, 5, 24}, 9), .weight = linear.get(), .out = Output({1, 5, 8})});
+  backend().Linear({.x = With({1, 5, 24}, 8), .weight = linear.get(), .out = Output({1, 5, 8})});
+  backend().Linear({.x = With({1, 5, 24}, 99), .weight = nameless.get(), .out = Output({1, 5, 8})});
+  Close();
+  EXPECT_EQ(ranges_->largest(),
+            (std::map<std::string, float>{{"a", 5}, {"b", 7}, {"c", 3}, {"d", 9}}));
 }
 
-TEST(CpuObserver, SeesTheInputsOfLayersWithAName) {
-  Mutex mutex;
-  std::multiset<std::string> seen;
-  const auto backend = OpenBackend({.device = "cpu",
-                                    .observe_input =
-                                        [&](const std::string& layer, const Tensor& x) {
-                                          MutexLock lock(&mutex);
-                                          seen.insert(layer + " " + x.shape().ToString());
-                                        }})
-                           .value();
-  const auto conv = backend->PackConv2d(Normal({8, 12, 1, 1}, 1), {}, false, {.name = "a"}).value(),
-             shortcut =
-                 backend->PackConv2d(Normal({8, 6, 1, 1}, 2), {}, false, {.name = "b"}).value();
-  const auto linear = backend->PackLinear({Normal({8, 4}, 3)}, {}, {.name = "c"}).value(),
-             nameless = backend->PackLinear({Normal({8, 4}, 3)}, {}).value();
-  Conv2dArgs args{.x = Normal({1, 3, 3, 8}, 4),
-                  .weight = conv.get(),
-                  .prologue = {.x2 = Normal({1, 3, 3, 4}, 5)}};
-  args.epilogue.shortcut = {.x = Normal({1, 3, 3, 6}, 6), .weight = shortcut.get()};
-  args.out = Tensor::Host({1, 3, 3, 8}, DType::kF32);
-  backend->Conv2d(args);
-  const Tensor x = Normal({1, 5, 4}, 7), out = Tensor::Host({1, 5, 8}, DType::kF32);
-  backend->Linear({.x = x, .weight = linear.get(), .out = out});
-  backend->Linear({.x = x, .weight = nameless.get(), .out = out});
-  EXPECT_EQ(seen, (std::multiset<std::string>{"a [1, 3, 3, 8]", "a [1, 3, 3, 4]", "b [1, 3, 3, 6]",
-                                              "c [1, 5, 4]"}));
+TEST_P(InputRangesOf, WarmingUpDoesNotCount) {
+  const auto conv = Pack({8, 8, 1, 1}, "a");
+  const Tensor x = With({1, 4, 4, 8}, 50), out = Output({1, 4, 4, 8});
+  const auto graph =
+      backend().Capture([&] { backend().Conv2d({.x = x, .weight = conv.get(), .out = out}); });
+  ASSERT_TRUE(graph.ok()) << graph.status();
+  backend().Launch(**graph);
+  ranges_->Start();
+  backend().Copy(With({1, 4, 4, 8}, 6), x);
+  backend().Launch(**graph);
+  backend().Copy(With({1, 4, 4, 8}, 4), x);
+  backend().Launch(**graph);
+  Close();
+  EXPECT_EQ(ranges_->largest(), (std::map<std::string, float>{{"a", 6}}));
 }
 
 }  // namespace

@@ -117,6 +117,7 @@ void Save(const std::string& directory, const std::string& name, const Drawn& dr
 
 absl::Status Run(const Options& options) {
   EngineOptions calibrate;
+  calibrate.device = "cpu";
   calibrate.calibrations = options.calibrations;
   DENOISED_ASSIGN_OR_RETURN(const std::string path, Calibrate(options.model, calibrate));
   DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json, ReadJsonFile(path));

@@ -763,8 +763,8 @@ TEST_P(LargeOpTest, WeightGradientsAddAsATree) {
   for (const auto& [size, in, out] :
        {std::tuple{4, 72, 136}, {8, 72, 136}, {32, 72, 136}, {16, 384, 360}}) {
     for (const auto& [kernel, stride] : {std::pair{1, 1}, std::pair{3, 1}, std::pair{3, 2}}) {
-      SCOPED_TRACE(fmt::format("{} to {}, {} pixels, kernel {}, stride {}", in, out, size, kernel,
-                               stride));
+      SCOPED_TRACE(
+          fmt::format("{} to {}, {} pixels, kernel {}, stride {}", in, out, size, kernel, stride));
       const Shape x_shape{kChunks, size, size, in},
           out_shape{kChunks, size / stride, size / stride, out},
           weight_shape{out, in, kernel, kernel};

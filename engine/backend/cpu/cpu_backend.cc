@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/backend/cpu/cpu_backend.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <type_traits>
@@ -55,7 +57,7 @@ class CpuBackend final : public Backend {
   explicit CpuBackend(const BackendOptions& options)
       : name_(options.number == 0 ? "cpu" : fmt::format("cpu:{}", options.number)),
         dtype_(options.cpu_dtype),
-        observe_(options.observe_input) {}
+        ranges_(options.input_ranges) {}
 
   std::string_view name() const override { return name_; }
   std::string description() const override {
@@ -302,10 +304,13 @@ class CpuBackend final : public Backend {
   }
 
   void Observe(const E4m3Layer& layer, std::initializer_list<Tensor> inputs) const {
-    if (!observe_ || layer.name.empty()) return;
+    if (!ranges_ || !ranges_->started() || layer.name.empty()) return;
+    float largest = 0;
     for (const Tensor& x : inputs) {
-      if (x) observe_(layer.name, x);
+      if (!x) continue;
+      for (const float value : x.span<float>()) largest = std::max(largest, std::fabs(value));
     }
+    ranges_->Add(layer.name, largest);
   }
 
   void Fail(absl::Status status) {
@@ -322,7 +327,7 @@ class CpuBackend final : public Backend {
 
   const std::string name_;
   const DType dtype_;
-  const InputObserver observe_;
+  const std::shared_ptr<InputRanges> ranges_;
   const dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
   std::vector<cpu::Scratch> scratches_ = std::vector<cpu::Scratch>(cpu::Workers());  // by thread
   bool capturing_ = false;

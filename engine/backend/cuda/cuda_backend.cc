@@ -2,7 +2,9 @@
 #include "engine/backend/cuda/cuda_backend.h"
 
 #include <algorithm>
+#include <bit>
 #include <cctype>
+#include <map>
 #include <optional>
 
 #include "engine/backend/check.h"
@@ -112,6 +114,8 @@ bool IsE4m3(const Packed& weight) {
   return weight.e4m3.input_scale != 0;
 }
 
+constexpr int kMostObserved = 1 << 14;  // layers; SDXL's UNet has 800
+
 class CudaMarker final : public Marker {
  public:
   CudaMarker(std::shared_ptr<Context> context, Event event)
@@ -149,12 +153,15 @@ struct CudaGraph final : Graph {
 class CudaBackend final : public Backend {
  public:
   CudaBackend(std::shared_ptr<Context> context, std::unique_ptr<UploadRing> uploads,
-              DeviceMemory norm_memory, const cudaDeviceProp& properties, int driver,
-              const BackendOptions& options, bool hopper)
+              DeviceMemory norm_memory, DeviceMemory largest_inputs,
+              const cudaDeviceProp& properties, int driver, const BackendOptions& options,
+              bool hopper)
       : context_(std::move(context)),
         uploads_(std::move(uploads)),
         downloads_(context_),
         norm_memory_(std::move(norm_memory)),
+        ranges_(options.input_ranges),
+        largest_inputs_(std::move(largest_inputs)),
         queue_{context_->compute(), properties.multiProcessorCount, hopper, properties.major >= 9},
         fp32_(options.fp32),
         multiplies_e4m3_(!options.fp32 && HasE4m3Kernels()),
@@ -178,7 +185,10 @@ class CudaBackend final : public Backend {
     }
   }
 
-  ~CudaBackend() override { static_cast<void>(Synchronize()); }  // before memory goes
+  ~CudaBackend() override {
+    static_cast<void>(Synchronize());  // before memory goes
+    ReportInputs();
+  }
 
   std::string_view name() const override { return name_; }
   std::string description() const override { return description_; }
@@ -302,7 +312,12 @@ class CudaBackend final : public Backend {
     context_->Use();
     const bool e4m3 = IsE4m3(*args.weight), norms = IsToBeApplied(args.prologue.norm);
     const PackedConv2d* const shortcut = args.epilogue.shortcut.weight;
-    if (shortcut != nullptr && e4m3) return Conv2d(WithoutShortcut(*this, args));
+    const bool observes = Observes(args.weight->e4m3);
+    if (shortcut != nullptr && (e4m3 || observes)) return Conv2d(WithoutShortcut(*this, args));
+    if (observes) {
+      if (norms) return Conv2d(WithoutNorm(*this, args));
+      ObserveInputs(args.weight->e4m3, {args.x, args.prologue.x2});
+    }
     if (e4m3) return EnqueueConvolution(OfRoundedInput(args), "Conv2d", InputOf(args));
     Conv2dLaunch conv = LaunchOf(norms ? OfNormedInput(args) : args);
     if (!HasHopperKernel(conv) && shortcut != nullptr) return Conv2d(WithoutShortcut(*this, args));
@@ -320,8 +335,10 @@ class CudaBackend final : public Backend {
   void Linear(const LinearArgs& args) override {
     Check(args, rules());
     context_->Use();
-    const bool e4m3 = IsE4m3(*args.weight);
-    if (!e4m3 && IsToBeApplied(args.prologue.norm)) return Linear(WithoutNorm(*this, args));
+    const bool e4m3 = IsE4m3(*args.weight), observes = Observes(args.weight->e4m3);
+    if ((!e4m3 || observes) && IsToBeApplied(args.prologue.norm))
+      return Linear(WithoutNorm(*this, args));
+    if (observes) ObserveInputs(args.weight->e4m3, {args.x});
     const auto launch_of = [&](const LinearArgs& of) {
       return e4m3 ? OfRoundedInput(of) : LaunchOf(of);
     };
@@ -547,6 +564,7 @@ class CudaBackend final : public Backend {
 
   void Launch(Graph& graph) override {
     BeginTransfer("Launch");
+    ForgetWarmUp();
     context_->Record(cudaGraphLaunch(static_cast<CudaGraph&>(graph).exec.get(), queue_.stream),
                      "Launch");
   }
@@ -584,6 +602,39 @@ class CudaBackend final : public Backend {
     DENOISED_RETURN_IF_ERROR(context_->status());
     return recorded;
   }
+
+  bool Observes(const E4m3Layer& layer) const { return ranges_ != nullptr && !layer.name.empty(); }
+
+  void ObserveInputs(const E4m3Layer& layer, std::initializer_list<Tensor> inputs) {
+    ForgetWarmUp();
+    const int place =
+        places_.try_emplace(layer.name, static_cast<int>(places_.size())).first->second;
+    DENOISED_CHECK(place < kMostObserved, "{} layers", place);
+    for (const Tensor& x : inputs) {
+      if (!x) continue;
+      context_->Record(
+          LaunchLargest(View(x), Extent(x, -1), RowCount(x), LargestInputs() + place, queue_),
+          "the range of an input");
+    }
+  }
+  /// InputRanges count from Start() on.
+  void ForgetWarmUp() {
+    if (ranges_ == nullptr || counts_inputs_ || capturing_ || !ranges_->started()) return;
+    counts_inputs_ = true;
+    context_->Record(
+        cudaMemsetAsync(LargestInputs(), 0, kMostObserved * sizeof(uint32_t), queue_.stream),
+        "the ranges of inputs");
+  }
+  void ReportInputs() {
+    if (!counts_inputs_ || !context_->status().ok()) return;
+    std::vector<uint32_t> largest(places_.size());
+    if (cudaMemcpy(largest.data(), LargestInputs(), largest.size() * sizeof(uint32_t),
+                   cudaMemcpyDeviceToHost) != cudaSuccess)
+      return;
+    for (const auto& [layer, place] : places_)
+      ranges_->Add(layer, std::bit_cast<float>(largest[place]));
+  }
+  uint32_t* LargestInputs() const { return static_cast<uint32_t*>(largest_inputs_.get()); }
 
   /// Enqueues the candidate that was measured to be the fastest, else the first. Outside a graph
   /// nothing is measured, because a caller waits for the result.
@@ -1133,6 +1184,10 @@ class CudaBackend final : public Backend {
   DownloadPool downloads_;
   /// kNormWorkspaceBytes, kNormFactorBytes, kSemaphores, and kFlagBytes.
   const DeviceMemory norm_memory_;
+  const std::shared_ptr<InputRanges> ranges_;  // null: inputs are not observed
+  const DeviceMemory largest_inputs_;          // uint32_t [kMostObserved], by place
+  std::map<std::string, int> places_;          // of layers
+  bool counts_inputs_ = false;
   const Queue queue_;
   const bool fp32_, multiplies_e4m3_;
   const std::string name_, description_;
@@ -1149,6 +1204,7 @@ absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
                             hopper ? LoadConvFewPixelsKernels() : cudaSuccess,
                             hopper ? LoadConv2dE4m3Kernels() : cudaSuccess,
                             LoadRoundToE4m3Kernels(),
+                            LoadLargestKernel(),
                             hopper ? LoadGroupNormStreamKernels() : cudaSuccess,
                             hopper ? LoadGroupNormPiecesKernels() : cudaSuccess,
                             hopper ? LoadAttentionHopperKernels() : cudaSuccess,
@@ -1210,9 +1266,15 @@ absl::StatusOr<std::unique_ptr<Backend>> OpenCudaBackend(const BackendOptions& o
       cuda::ToStatus(cudaMemsetAsync(static_cast<std::byte*>(norm_memory.get()) + kNormBytes, 0,
                                      kZeroBytes, context->compute()),
                      "clearing the memory of group norms"));
+  cuda::DeviceMemory largest_inputs;
+  if (options.input_ranges != nullptr) {
+    DENOISED_ASSIGN_OR_RETURN(
+        largest_inputs,
+        cuda::AllocateDevice(cuda::kMostObserved * sizeof(uint32_t), "the ranges of inputs"));
+  }
   return std::make_unique<cuda::CudaBackend>(std::move(context), std::move(uploads),
-                                             std::move(norm_memory), properties, driver, options,
-                                             hopper);
+                                             std::move(norm_memory), std::move(largest_inputs),
+                                             properties, driver, options, hopper);
 }
 
 const cuda::Queue* QueueOf(Backend& cuda_backend) {

@@ -233,6 +233,11 @@ cudaError_t LaunchAttentionFp32(const AttentionLaunch& attention, const Queue& q
 bool SuitsHopper(const AttentionLayer& attention);
 cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue& queue);
 
+/// *largest = max(*largest, the bits of the largest magnitude), which is in the order of
+/// magnitudes.
+cudaError_t LaunchLargest(const Rows& x, int channels, int64_t rows, uint32_t* largest,
+                          const Queue& queue);
+
 struct TimestepEmbeddingLaunch {
   const float* t = nullptr;  // [rows]
   int rows = 0, dim = 0;
@@ -398,5 +403,6 @@ cudaError_t LoadElementwiseKernels();
 cudaError_t LoadSamplingKernels();
 cudaError_t LoadPackWeightKernels();
 cudaError_t LoadRoundToE4m3Kernels();
+cudaError_t LoadLargestKernel();
 
 }  // namespace denoised::cuda
