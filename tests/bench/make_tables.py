@@ -55,6 +55,7 @@ EVENT_BAR = 20  # bytes of heap
 PIPELINE_BARS = {
     "sd15": ("SD 1.5, 512², 20 guided steps, full queue", 15, 17),
     "sdxl": ("SDXL, 1024², 20 guided steps, full queue", 1.95, 2.2),
+    "sdxl-fp8": ("the same with --precision fp8", 2.7, 3),
     "sdxl-lcm": ("SDXL LCM, 1024², 4 steps, full queue", 13, 16),
     "sd-turbo": ("SD-Turbo, 512², 1 step, full queue", 130, 170),
     "sd-turbo-tiny": ("the same with an AutoencoderTiny", 300, 400)}
@@ -64,6 +65,7 @@ PIPELINE_PARTS = {"sd15": ((40, "sd15-unet/rows:16"), (1, "sdxl-vae@64/rows:8"))
                   "sdxl-lcm": ((4, "sdxl-unet/rows:16"), (1, "sdxl-vae@128/rows:1"))}
 # Images per second, whose, and whether on such a GPU. docs/benchmarks.md names the sources.
 PUBLISHED = {"sdxl": (2.37, "published, MLPerf, FP8", True),
+             "sdxl-fp8": (2.37, "published, MLPerf, FP8", True),
              "sdxl-lcm": (10.79, "published, MLPerf's open division", True),
              "sd-turbo": (106, "published, StreamDiffusion, RTX 4090", False),
              "sd-turbo-tiny": (106, "published, StreamDiffusion, RTX 4090", False)}
@@ -793,7 +795,8 @@ def fp8(data):
         model, count = row["name"].split("/rows:")
         bar = FP8_BARS.get((model, int(count)))
         in_fp8 = [pair[1] for pair in found["pairs"]]
-        verdicts.append(at_most(in_fp8, bar) if bar else "")
+        old = is_old(row.get("context", file["context"]))
+        verdicts.append(at_most(in_fp8, bar, old) if bar else "")
         rows.append([model, count, f"{number(ours_of(row))} ms",
                      f"{number(statistics.median(in_fp8))} ms",
                      spread([1 / each for each in ratios_of(found)]),

@@ -245,8 +245,8 @@ class PipelinesTest(unittest.TestCase):
                       "| 175 ms: diffusers | 100 ms: 1.75× (1.70–1.80) | 2 |  | ≥ 1.6× | 1.8× | met |",
                       "| 2.00 (2.00–2.00) s | 2 |  | ≤ 6 s | 3 s | met |"):
             self.assertIn(cells, text)
-        self.assertEqual(text.count("| – | – | – | ≥"), 2, "SD-Turbo was not measured")
-        self.assertIn("4 of 9 rows reach their bar", text)
+        self.assertEqual(text.count("| – | – | – | ≥"), 3, "SD-Turbo and FP8 were not measured")
+        self.assertIn("4 of 10 rows reach their bar", text)
 
     def test_stable_diffusion_cpp_has_a_row_once_it_was_measured(self):
         self.assertNotIn("stable-diffusion.cpp", self.table())
@@ -254,7 +254,7 @@ class PipelinesTest(unittest.TestCase):
         text = self.table(sd15_sd_cpp={"row": row})
         self.assertIn("| 510 ms: stable-diffusion.cpp --fa | 100 ms: 5.10× (5.00–5.20) | 2 |  | ≥ 4× | 8× | met |",
                       text)
-        self.assertIn("1 of 10 rows reach their bar", text)
+        self.assertIn("1 of 11 rows reach their bar", text)
         row["peers"] = {}
         self.assertIn("| stable-diffusion.cpp | – | – |  | ≥ 4× | 8× | **not measured** |",
                       self.table(sd15_sd_cpp={"row": row}))
