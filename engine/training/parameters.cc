@@ -2,9 +2,12 @@
 #include "engine/training/parameters.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <thread>
+#include <vector>
 
-#include "engine/backend/cpu/parallel.h"
+#include "engine/core/available_cores.h"
 #include "engine/training/random.h"
 
 namespace denoised::training {
@@ -74,18 +77,31 @@ Tensor Parameters::Part(const Tensor& flat, int index) const {
 
 void Parameters::Initialize(uint64_t seed, const Tensor& trained, const Tensor& fixed) const {
   constexpr int64_t kBlock = 1 << 16;
+  struct Block {
+    size_t parameter;
+    int64_t begin;
+  };
+  std::vector<Block> blocks;
   for (size_t index = 0; index < all_.size(); ++index) {
-    const Parameter& parameter = all_[index];
-    const Tensor part = Part(parameter.trained ? trained : fixed, static_cast<int>(index));
-    const uint64_t hash = HashOf(parameter.name);
-    const int64_t elements = part.elements();
-    float* const to = part.as<float>();
-    cpu::ParallelFor((elements + kBlock - 1) / kBlock, [&](int64_t block, int) {
-      Fill(parameter.initial, seed, hash, block * kBlock, std::min((block + 1) * kBlock, elements),
-           to);
-    });
-    std::fill(to + elements, to + Aligned(elements), 0.0f);
+    for (int64_t begin = 0; begin < all_[index].shape.elements(); begin += kBlock)
+      blocks.push_back({index, begin});
   }
+  std::atomic<size_t> next = 0;
+  const auto work = [&] {
+    for (size_t i; (i = next++) < blocks.size();) {
+      const auto [index, begin] = blocks[i];
+      const Parameter& parameter = all_[index];
+      float* const to =
+          Part(parameter.trained ? trained : fixed, static_cast<int>(index)).as<float>();
+      const int64_t elements = parameter.shape.elements(), end = std::min(begin + kBlock, elements);
+      Fill(parameter.initial, seed, HashOf(parameter.name), begin, end, to);
+      if (end == elements) std::fill(to + elements, to + Aligned(elements), 0.0f);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i < AvailableCores(); ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
 }
 
 absl::Status Parameters::Load(const Weights& weights, const Tensor& trained, const Tensor& fixed,

@@ -404,7 +404,7 @@ Trainer::Trainer(Backend& backend, Exchange& exchange, const NetworkConfig& conf
       dataset_(dataset),
       cumulative_(Cumulative(dataset.weights)) {}
 
-Trainer::~Trainer() = default;
+Trainer::~Trainer() { static_cast<void>(backend_.status()); }  // before memory goes
 
 absl::Status Trainer::CheckDataset(const NetworkConfig& config, const TrainerOptions& options,
                                    const Dataset& dataset) {
@@ -597,6 +597,7 @@ void Trainer::PreparePicture(int64_t step, int64_t local_sample, uint8_t* to) co
 }
 
 absl::Status Trainer::Restore(const TrainerState& state) {
+  ahead_.reset();
   if (state.averages.size() != averages_.size())
     return FailedPrecondition("the state has {} averages, but the run {}", state.averages.size(),
                               averages_.size());
@@ -607,7 +608,6 @@ absl::Status Trainer::Restore(const TrainerState& state) {
   for (size_t i = 0; i < averages_.size(); ++i)
     DENOISED_RETURN_IF_ERROR(UploadFlat(state.averages[i], averages_[i]));
   step_ = state.step;
-  ahead_ = false;
   skipped_ = state.skipped;
   skipped_in_row_ = state.skipped_in_row;
   Pack();
@@ -820,13 +820,16 @@ absl::Status Trainer::EnqueuePasses() {
   absl::Status passed;
   backend_.Run(passes_recording_.get(), [&] { passed = RunPasses(); });
   ++passes_enqueued_;
-  DENOISED_RETURN_IF_ERROR(passed);
-  if (!sum_) return backend_.status();  // of recording
-  return absl::OkStatus();
+  return passed;
 }
 
 absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {
-  if (!std::exchange(ahead_, false)) DENOISED_RETURN_IF_ERROR(EnqueuePasses());
+  const absl::Status enqueued = ahead_ ? *std::exchange(ahead_, std::nullopt) : EnqueuePasses();
+  DENOISED_RETURN_IF_ERROR(enqueued);
+  DENOISED_CHECK(sum_.defined());
+  // A rank whose passes failed exchanges nothing, and the time that passes take is not one in which
+  // a partner has exchanged nothing.
+  if (exchange_.ranks() > 1) DENOISED_RETURN_IF_ERROR(backend_.status());
   const int64_t elements = parameters_.trained_elements();
   const float stops = wants_stop ? 1 : 0;
   backend_.Upload(&stops, sizeof stops, sum_.Slice(elements + 1, 1));
@@ -854,13 +857,13 @@ absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {
   const auto download_squared = backend_.BeginDownload(squared_norm_);
   const auto download_loss = backend_.BeginDownload(sum_.Slice(elements, 2));
   ++step_;
-  // A GPU goes on with the next passes while the host waits for this step's report and reads it.
-  // The first passes prepare their kernels and the second measure them: those wait.
+  // A GPU goes on with the next passes while the host waits for this step's report and reads it. An
+  // error of theirs is one of the next step. The first passes prepare their kernels and the second
+  // measure them: this step's report would have to wait for that.
   constexpr int64_t kSlowPasses = 2;
   if (backend_.device() != denoised::Device::kCpu && passes_enqueued_ >= kSlowPasses &&
       step_ < options_.steps) {
-    DENOISED_RETURN_IF_ERROR(EnqueuePasses());
-    ahead_ = true;
+    ahead_ = EnqueuePasses();
   }
   DENOISED_ASSIGN_OR_RETURN(const Tensor squared, download_squared->Wait());
   DENOISED_ASSIGN_OR_RETURN(const Tensor loss, download_loss->Wait());

@@ -144,7 +144,7 @@ class Trainer {
   void RunPass(int64_t pass, Arena& arena, const Tensor& gradient) const;
   /// Enqueues the rank's passes, whose sum goes to sum_.
   absl::Status RunPasses();
-  /// Samples and passes of the next step.
+  /// Enqueues the samples and the passes of step `step_` + 1.
   absl::Status EnqueuePasses();
   void Pack();
   void Update();
@@ -165,7 +165,7 @@ class Trainer {
   int64_t pass_chunks_ = 1;
   int64_t step_ = 0, skipped_ = 0, skipped_in_row_ = 0;
   int64_t passes_enqueued_ = 0;
-  bool ahead_ = false;  // the passes of the next step are enqueued
+  std::optional<absl::Status> ahead_;  // what EnqueuePasses() said, if the next step's are enqueued
   float gradient_factor_ = 1;
 
   Tensor images_;              // all pictures, or with a prefetcher those of a step

@@ -21,7 +21,8 @@
 
 Whole text-to-image pipelines with random weights, served (pipelines.py); each takes about a minute:
 
-  sd15 sdxl sdxl-lcm sd-turbo sd-turbo-tiny   images per second of a full queue; tiny: its VAE
+  sd15 sdxl sdxl-fp8 sdxl-lcm sd-turbo sd-turbo-tiny
+                images per second of a full queue; fp8: in that precision; tiny: its VAE
   sdxl-mixed    rows per second of a queue of many sizes, steps, guidance scales and samplers, beside
                 a uniform one
   sd15-request  one request at an idle server, until its first preview and its PNG, beside PyTorch

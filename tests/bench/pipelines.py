@@ -148,7 +148,7 @@ def load(server, mix, in_flight, warm_up, seconds, seed, stop=False):
     return found, {key: value - before.get(key, 0) for key, value in after.items()}
 
 
-def throughput(topic, model, mix, rows, in_flight, warm_up, seconds, parts=()):
+def throughput(topic, model, mix, rows, in_flight, warm_up, seconds, parts=(), fp8=False):
     """Images per second of a full queue."""
     def run(session):
         args = session.args
@@ -156,7 +156,14 @@ def throughput(topic, model, mix, rows, in_flight, warm_up, seconds, parts=()):
                    "images_per_second": [], "rounds": []}
         with server_options(session) as options:
             directory = make_model(session, model, options.work, parts)
-            with serving.Server(options, directory, "--max-rows", f"{rows}", apart=True) as server:
+            flags = ["--max-rows", f"{rows}"]
+            if fp8:
+                begin = time.monotonic()
+                subprocess.run([options.denoised, "--calibrate", directory, "--device", args.device],
+                               check=True, stdout=subprocess.DEVNULL, timeout=session.left())
+                session.say(f"{topic}: calibrated in {time.monotonic() - begin:.1f} s")
+                flags.append("--precision=fp8")
+            with serving.Server(options, directory, *flags, apart=True) as server:
                 serves = server.seconds_to("serving")
                 session.say(f"{topic}: serves after {serves:.1f} s")
                 for turn in range(args.pipeline_rounds):
@@ -345,6 +352,8 @@ TOPICS = {
                        warm_up=6, seconds=10),
     "sdxl": throughput("sdxl", "sdxl", f"{GUIDED},sampler=euler", rows=16, in_flight=16, warm_up=10,
                        seconds=12),
+    "sdxl-fp8": throughput("sdxl-fp8", "sdxl", f"{GUIDED},sampler=euler", rows=16, in_flight=16,
+                           warm_up=10, seconds=12, fp8=True),
     "sdxl-lcm": throughput("sdxl-lcm", "sdxl-lcm", "steps=4", rows=16, in_flight=32, warm_up=6,
                            seconds=10),
     "sd-turbo": throughput("sd-turbo", "sd-turbo", "steps=1,guidance=1", rows=64, in_flight=128,

@@ -22,7 +22,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Ops have run when they return, so a copy is complete from the start.
+/// Ops have run when they return, so a marker is reached from the start.
 class CpuMarker final : public Marker {
  public:
   explicit CpuMarker(absl::Status status) : status_(std::move(status)) {}

@@ -66,7 +66,7 @@ constexpr int kOnesBytes = 16 * kLineBytes;  // the column of ones, as wide as a
 
 enum class Form : uint8_t { kLines, kWindow, kStridedWindow };
 
-/// kChunks: that an item adds, 1 or 2.
+/// kChunks: the chunks of an item, 1 or 2.
 template <Form kForm, int kChunks_ = 1>
 struct Tile {
   static constexpr int kChunks = kChunks_;
@@ -504,14 +504,16 @@ struct Plan {
     return std::clamp<int64_t>(kItems / tile_parts, 1, tiles());
   }
   int64_t sums() const {  // floats
-    const int64_t pairs = (parts + 1) / 2;
-    return std::max(parts * launch_tiles(parts), pairs * launch_tiles(pairs)) * kTileVectors * 4;
+    const int64_t singles = paired_tiles < tiles() ? parts * launch_tiles(parts) : 0,
+                  pairs = paired_tiles > 0 ? parts / 2 * launch_tiles(parts / 2) : 0;
+    return std::max(singles, pairs) * kTileVectors * 4;
   }
 };
 
-// Estimated clocks besides those of steps, of an item, and of adding a part of a tile of all
-// chunks. Fitted on an H200. When a pass has eight chunks, a GPU has 132 multiprocessors.
+// Estimated clocks, fitted on an H200: of an item besides its steps, and of adding a part of a tile
+// in all chunks.
 constexpr int64_t kItemClocks = 5000, kSumClocks = 700;
+// Plans are for a pass of eight chunks on a GPU of 132 multiprocessors.
 constexpr int64_t kMultiprocessors = 132, kChunks = 8;
 
 /// Number of parts per chunk. A step takes step_clocks, at the tensor cores' rate or that of loads.
@@ -531,6 +533,8 @@ int SplitsOfSteps(int64_t tiles, int64_t steps, int64_t step_clocks) {
 /// many sums in memory, but their waves are longer.
 int64_t PairedTiles(int64_t tiles, int64_t chunks, int64_t chunk_clocks) {
   constexpr int64_t kPairClocks = 2500, kLaunchClocks = 5000;
+  constexpr double kPairSteps = 1.1;  // factor of a step: three stages instead of eight
+  const auto pair_clocks = static_cast<int64_t>(kPairSteps * static_cast<double>(2 * chunk_clocks));
   const auto clocks_of = [&](int64_t launch_tiles, int64_t parts, int64_t item_clocks) {
     if (launch_tiles == 0) return int64_t{0};
     return kLaunchClocks + CountOf(launch_tiles * parts, kMultiprocessors) * item_clocks +
@@ -538,9 +542,8 @@ int64_t PairedTiles(int64_t tiles, int64_t chunks, int64_t chunk_clocks) {
   };
   int64_t best = 0, least = INT64_MAX;
   for (int64_t paired = 0; paired <= tiles; ++paired) {
-    const int64_t clocks =
-        clocks_of(paired, chunks / 2, 2 * chunk_clocks + kPairClocks + kItemClocks) +
-        clocks_of(tiles - paired, chunks, chunk_clocks + kItemClocks);
+    const int64_t clocks = clocks_of(paired, chunks / 2, pair_clocks + kPairClocks + kItemClocks) +
+                           clocks_of(tiles - paired, chunks, chunk_clocks + kItemClocks);
     if (clocks < least) least = clocks, best = paired;
   }
   return best;
@@ -639,6 +642,7 @@ template <Form kForm, int kItemChunks>
 cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, int64_t first,
                         int64_t end, Params params, const Queue& queue) {
   using T = Tile<kForm, kItemChunks>;
+  if (first == end) return cudaSuccess;
   const int64_t chunks = launch.chunks / kItemChunks, parts = chunks * plan.splits;
   PartSums sums;
   sums.sums = params.sums, sums.bias_sums = params.bias_sums;
