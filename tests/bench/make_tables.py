@@ -39,7 +39,7 @@ NORM_BAR, LAST_LEVEL_CACHE = 0.85, 60 << 20  # of a copy, for images larger than
 OP_BARS = {"conv": CONV_BAR, "conv_bias_residual_silu": FUSED_BAR, "linear": LINEAR_BAR,
            "attention": ATTENTION_BAR}
 PORTABLE_BAR = 0.55
-FP8_BARS = {("cifar10-32", 256): 4.4, ("adm-64", 64): 16.5, ("celebahq-256", 16): 10.8}  # ms
+FP8_BARS = {"cifar10-32/rows:256": 4.4, "adm-64/rows:64": 16.5, "celebahq-256/rows:16": 10.8}  # ms
 CPU_BUSY_BAR, CPU_BF16_BAR = 2.4, 1.4
 START_BARS = {"cifar10-32": 3, "adm-64": 6}  # seconds, the first start
 WEIGHTS_BAR = 5  # GB/s
@@ -790,20 +790,17 @@ def fp8(data):
     """denoised in bf16 beside itself in FP8, in the same run."""
     file = data("fp8") or UNMEASURED
     rows, verdicts = [], []
-    for row in file["rows"]:
-        found = row["peers"]["fp8"]
-        model, count = row["name"].split("/rows:")
-        bar = FP8_BARS.get((model, int(count)))
-        in_fp8 = [pair[1] for pair in found["pairs"]]
-        old = is_old(row.get("context", file["context"]))
-        verdicts.append(at_most(in_fp8, bar, old) if bar else "")
-        rows.append([model, count, f"{number(ours_of(row))} ms",
-                     f"{number(statistics.median(in_fp8))} ms",
-                     spread([1 / each for each in ratios_of(found)]),
+    for name, row in rows_by_name(file, FP8_BARS).items():
+        pairs = row["peers"]["fp8"]["pairs"] if row else []
+        bar, in_fp8 = FP8_BARS.get(name), [pair[1] for pair in pairs]
+        verdicts.append(at_most(in_fp8, bar, pairs and is_old(row.get("context", file["context"]))) if bar else "")
+        rows.append([*name.split("/rows:"), f"{number(ours_of(row))} ms" if pairs else "–",
+                     f"{number(statistics.median(in_fp8))} ms" if pairs else "–",
+                     spread([ours / fp8 for ours, fp8 in pairs]) if pairs else "–",
                      f"≤ {bar} ms" if bar else "", verdicts[-1]])
-    return (origin(*contexts_of(file)) +
-            table(["Model", "Rows", "bf16", "fp8", "bf16 ÷ fp8", "Bar", ""], rows) +
-            count_misses(verdicts))
+    lines = origin(*contexts_of(file)) if file["rows"] else []
+    return lines + table(["Model", "Rows", "bf16", "fp8", "bf16 ÷ fp8", "Bar", ""], rows) + count_misses(
+        verdicts) + clocks_of(file["rows"])
 
 
 def start(data):

@@ -388,14 +388,22 @@ class PortableTest(unittest.TestCase):
 class Fp8Test(unittest.TestCase):
     def test_milliseconds_in_fp8_decide(self):
         row = {"name": "adm-64/rows:64", "peers": {"fp8": {"pairs": [[24.0, 16.0]] * 3}}}
-        files = {"fp8": {"context": {"date": "2026-11-25", "device": "a GPU"}, "rows": [row]}}
+        context = {"date": "2026-11-25", "device": "a GPU"}
+        files = {"fp8": {"context": context, "rows": [row]}}
 
         def table():
             return "\n".join(make_tables.TABLES["fp8"](files.get))
 
         self.assertIn("| adm-64 | 64 | 24.0 ms | 16.0 ms | 1.50× (1.50–1.50) | ≤ 16.5 ms | met |", table())
+        for name, bar in (("cifar10-32 | 256", 4.4), ("celebahq-256 | 16", 10.8)):
+            self.assertIn(f"| {name} | – | – | – | ≤ {bar} ms | **not measured** |", table())
+        self.assertIn("1 of 3 rows reach their bar", table())
+        row["peers"]["fp8"]["pairs"] = [[24.0, 16.4], [24.0, 16.4], [24.0, 16.6]]
+        self.assertIn("| 1.46× (1.45–1.46) | ≤ 16.5 ms | within noise |", table())
         row["peers"]["fp8"]["pairs"] = [[24.0, 16.6]] * 3
         self.assertIn("| 1.45× (1.45–1.45) | ≤ 16.5 ms | **miss** |", table())
+        context["stale"] = "the code has changed"
+        self.assertIn("| ≤ 16.5 ms | **miss** (old) |", table())
         row["name"] = "adm-64/rows:1"
         self.assertIn("| 1.45× (1.45–1.45) |  |  |", table())
 
