@@ -99,7 +99,8 @@ void Parameters::Initialize(uint64_t seed, const Tensor& trained, const Tensor& 
     }
   };
   std::vector<std::thread> threads;
-  for (int i = 1; i < AvailableCores(); ++i) threads.emplace_back(work);
+  const auto workers = std::min<size_t>(AvailableCores(), blocks.size());
+  for (size_t i = 1; i < workers; ++i) threads.emplace_back(work);
   work();
   for (std::thread& thread : threads) thread.join();
 }

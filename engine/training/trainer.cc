@@ -820,6 +820,7 @@ absl::Status Trainer::EnqueuePasses() {
   absl::Status passed;
   backend_.Run(passes_recording_.get(), [&] { passed = RunPasses(); });
   ++passes_enqueued_;
+  if (passed.ok() && !sum_) return backend_.status();  // an earlier error: nothing was run
   return passed;
 }
 
@@ -857,9 +858,9 @@ absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {
   const auto download_squared = backend_.BeginDownload(squared_norm_);
   const auto download_loss = backend_.BeginDownload(sum_.Slice(elements, 2));
   ++step_;
-  // A GPU goes on with the next passes while the host waits for this step's report and reads it. An
-  // error of theirs is one of the next step. The first passes prepare their kernels and the second
-  // measure them: this step's report would have to wait for that.
+  // A GPU goes on with the next passes while the host waits for this step's report and reads it.
+  // The first passes prepare their kernels and the second measure them: this step's report would
+  // have to wait for that.
   constexpr int64_t kSlowPasses = 2;
   if (backend_.device() != denoised::Device::kCpu && passes_enqueued_ >= kSlowPasses &&
       step_ < options_.steps) {
