@@ -379,11 +379,17 @@ TEST_P(InputRangesOf, LayersWithANameAreTheirLargestMagnitudes) {
         .value();
   };
   const auto linear = pack_linear("d"), nameless = pack_linear("");
+  const auto of_first = Pack({8, 12, 1, 1}, "e");
   Conv2dArgs args{
       .x = With({1, 3, 3, 8}, 2), .weight = conv.get(), .prologue = {.x2 = With({1, 3, 3, 4}, 5)}};
   args.epilogue.shortcut = {.x = With({1, 3, 3, 6}, 7), .weight = shortcut.get()};
   args.out = Output({1, 3, 3, 8});
   backend().Conv2d(args);
+  // Of two inputs, the first may be the larger one, too.
+  backend().Conv2d({.x = With({1, 3, 3, 8}, 11),
+                    .weight = of_first.get(),
+                    .prologue = {.x2 = With({1, 3, 3, 4}, 5)},
+                    .out = Output({1, 3, 3, 8})});
   // A norm makes 3 of everything before the layer reads it.
   backend().Conv2d({.x = With({2, 16, 16, 16}, 40),
                     .weight = of_norm.get(),
@@ -401,7 +407,7 @@ TEST_P(InputRangesOf, LayersWithANameAreTheirLargestMagnitudes) {
   backend().Linear({.x = With({1, 5, 24}, 99), .weight = nameless.get(), .out = Output({1, 5, 8})});
   Close();
   EXPECT_EQ(ranges_->largest(),
-            (std::map<std::string, float>{{"a", 5}, {"b", 7}, {"c", 3}, {"d", 9}}));
+            (std::map<std::string, float>{{"a", 5}, {"b", 7}, {"c", 3}, {"d", 9}, {"e", 11}}));
 }
 
 TEST_P(InputRangesOf, WarmingUpDoesNotCount) {

@@ -155,5 +155,12 @@ TEST_F(PrecisionTest, IsRefusedWhereTheDeviceCannot) {
               AllOf(HasSubstr("precision is fp8"), HasSubstr("precision default")));
 }
 
+TEST_F(PrecisionTest, CalibratesNowhereElseThanAsked) {
+  if (CudaDeviceCount() > 0) GTEST_SKIP() << "there is a GPU";
+  EXPECT_EQ(Calibrate(model_, {.device = "cuda"}).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_FALSE(std::filesystem::exists(model_ + "/fp8.json"));
+}
+
 }  // namespace
 }  // namespace denoised
