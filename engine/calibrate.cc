@@ -130,7 +130,8 @@ absl::StatusOr<std::string> Calibrate(const std::string& directory, const Engine
   DENOISED_RETURN_IF_ERROR(Draw(*engine, name));
   engine.reset();  // a GPU tells its ranges when it is closed
   Calibration calibration{.weights = weights.Fingerprint(), .input_scales = {}};
-  for (const auto& [layer, largest] : ranges->largest())
+  DENOISED_ASSIGN_OR_RETURN(const auto largest_inputs, ranges->largest());
+  for (const auto& [layer, largest] : largest_inputs)
     calibration.input_scales[layer] = E4m3Scale(kRoom * largest);
   if (calibration.input_scales.empty())
     return FailedPrecondition("{}: no layer's input was seen", directory);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "engine/core/mutex.h"
+#include "engine/core/status.h"
 
 namespace denoised {
 
@@ -23,9 +24,15 @@ class InputRanges {
     float& known = largest_[layer];
     known = std::max(known, largest);
   }
-  /// Complete when the backends that were opened with it are gone.
-  std::map<std::string, float> largest() const {
+  /// What was added is not all.
+  void Fail(const absl::Status& status) {
     MutexLock lock(&mutex_);
+    status_.Update(status);
+  }
+  /// Complete when the backends that were opened with it are gone; or the first error.
+  absl::StatusOr<std::map<std::string, float>> largest() const {
+    MutexLock lock(&mutex_);
+    if (!status_.ok()) return status_;
     return largest_;
   }
 
@@ -33,6 +40,7 @@ class InputRanges {
   std::atomic<bool> started_ = false;
   mutable Mutex mutex_;
   std::map<std::string, float> largest_ ABSL_GUARDED_BY(mutex_);
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace denoised

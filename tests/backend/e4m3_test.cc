@@ -331,6 +331,13 @@ TEST_P(E4m3, ARowHasTheSameBitsInAnyBatch) {
   }
 }
 
+TEST(InputRanges, AnErrorIsNotARange) {
+  InputRanges ranges;
+  ranges.Add("a", 2);
+  ranges.Fail(Internal("the device is lost"));
+  EXPECT_EQ(ranges.largest().status().code(), absl::StatusCode::kInternal);
+}
+
 /// A backend of its own, which learns ranges.
 class InputRangesOf : public OnBackend {
  protected:
@@ -406,7 +413,7 @@ TEST_P(InputRangesOf, LayersWithANameAreTheirLargestMagnitudes) {
   backend().Linear({.x = With({1, 5, 24}, 8), .weight = linear.get(), .out = Output({1, 5, 8})});
   backend().Linear({.x = With({1, 5, 24}, 99), .weight = nameless.get(), .out = Output({1, 5, 8})});
   Close();
-  EXPECT_EQ(ranges_->largest(),
+  EXPECT_EQ(ranges_->largest().value(),
             (std::map<std::string, float>{{"a", 5}, {"b", 7}, {"c", 3}, {"d", 9}, {"e", 11}}));
 }
 
@@ -423,7 +430,7 @@ TEST_P(InputRangesOf, WarmingUpDoesNotCount) {
   backend().Copy(With({1, 4, 4, 8}, 4), x);
   backend().Launch(**graph);
   Close();
-  EXPECT_EQ(ranges_->largest(), (std::map<std::string, float>{{"a", 6}}));
+  EXPECT_EQ(ranges_->largest().value(), (std::map<std::string, float>{{"a", 6}}));
 }
 
 }  // namespace

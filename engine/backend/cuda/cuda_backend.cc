@@ -626,11 +626,12 @@ class CudaBackend final : public Backend {
         "the ranges of inputs");
   }
   void ReportInputs() {
-    if (!counts_inputs_ || !context_->status().ok()) return;
+    if (!counts_inputs_) return;
     std::vector<uint32_t> largest(places_.size());
-    if (cudaMemcpy(largest.data(), LargestInputs(), largest.size() * sizeof(uint32_t),
-                   cudaMemcpyDeviceToHost) != cudaSuccess)
-      return;
+    context_->Record(cudaMemcpy(largest.data(), LargestInputs(), largest.size() * sizeof(uint32_t),
+                                cudaMemcpyDeviceToHost),
+                     "the ranges of inputs");
+    if (!context_->status().ok()) return ranges_->Fail(context_->status());
     for (const auto& [layer, place] : places_)
       ranges_->Add(layer, std::bit_cast<float>(largest[place]));
   }
