@@ -235,7 +235,7 @@ absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& t
   uLong sum = kAdlerOfNothing;
   size_t size = 0;
   for (const Band& band : bands) {
-    stream.push_back({reinterpret_cast<const char*>(band.blocks.bytes.get()), band.blocks.size});
+    stream.emplace_back(reinterpret_cast<const char*>(band.blocks.bytes.get()), band.blocks.size);
     sum = adler32_combine(sum, band.adler, static_cast<z_off_t>(band.filtered_bytes));
     size += band.blocks.size;
   }

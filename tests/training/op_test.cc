@@ -777,7 +777,7 @@ TEST_P(LargeOpTest, WeightGradientsAddAsATree) {
       cuda_->PackConv2d(master, Tensor(), packed.get());
       cuda_->SetChunkRows(1);
       using Gradients = std::array<Tensor, 2>;  // of the weight and of its bias
-      const auto gradient = [&](int first, int count) {
+      const auto gradient = [&, out = out](int first, int count) {
         const Gradients of = {Floats(*cuda_, weight_shape), Floats(*cuda_, {out})};
         cuda_->Conv2dBackward({.x = x.Slice(first, count),
                                .weight = packed.get(),
