@@ -355,9 +355,8 @@ void CheckResample2x(Resample kind, const Tensor& x, const Tensor& out, const Te
   CheckRank("x", x, 4);
   const Shape& from = x.shape();
   CheckTensor("x", x, from, rules.activation, rules);
-  const bool up = kind == Resample::kNearestUp || kind == Resample::kFirUp;
-  Shape to = up ? Shape{from[0], 2 * from[1], 2 * from[2], from[3]}
-                : Shape{from[0], from[1] / 2, from[2] / 2, from[3]};
+  Shape to = Doubles(kind) ? Shape{from[0], 2 * from[1], 2 * from[2], from[3]}
+                           : Shape{from[0], from[1] / 2, from[2] / 2, from[3]};
   if (kind == Resample::kNearestUp && out.shape().rank() == 4)
     to = {to[0], to[1] - out.dim(1) % 2, to[2] - out.dim(2) % 2, to[3]};
   CheckTensor("out", out, to, rules.activation, rules);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine/backend/activation.h"
+#include "engine/backend/resample.h"
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
 
@@ -185,16 +186,6 @@ struct EmbeddingArgs {
   Tensor table;  // activation dtype or F32 [entries, dim]
   Tensor index;  // I32 [N], each in [0, entries); or F32, rounded to the nearest entry
   Tensor out;    // [N, dim]
-};
-
-/// Resampling by two, for blocks that resample without a convolution.
-enum class Resample : uint8_t {
-  kNearestUp,  // to 2n, or to 2n − 1 without the last line
-  kAveragePoolDown,
-  // With the filter (1, 3, 3, 1) / 8 along each edge, zeros outside: diffusers' upfirdn2d with its
-  // gain. Rows and columns of `out`:
-  kFirUp,    // out[2i] = (x[i − 1] + 3·x[i]) / 4, out[2i + 1] = (3·x[i] + x[i + 1]) / 4
-  kFirDown,  // out[i] = (x[2i − 1] + 3·x[2i] + 3·x[2i + 1] + x[2i + 2]) / 8
 };
 
 class NetworkOps {

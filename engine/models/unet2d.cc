@@ -34,17 +34,14 @@ constexpr BlockKind kDownBlocks[] = {
     {.name = "ResnetDownsampleBlock2D", .resnet_resampling = true},
     {.name = "SkipDownBlock2D", .skip = true},
     {.name = "AttnSkipDownBlock2D", .attention = true, .skip = true}};
-constexpr BlockKind kUpBlocks[] = {{.name = "UpBlock2D"},
-                                   {.name = "AttnUpBlock2D", .attention = true},
-                                   {.name = "ResnetUpsampleBlock2D", .resnet_resampling = true},
-                                   {.name = "SkipUpBlock2D", .skip = true},
-                                   {.name = "AttnSkipUpBlock2D", .attention = true, .skip = true}};
+constexpr BlockKind kUpBlocks[] = {
+    {.name = "UpBlock2D", .up = true},
+    {.name = "AttnUpBlock2D", .attention = true, .up = true},
+    {.name = "ResnetUpsampleBlock2D", .resnet_resampling = true, .up = true},
+    {.name = "SkipUpBlock2D", .up = true, .skip = true},
+    {.name = "AttnSkipUpBlock2D", .attention = true, .up = true, .skip = true}};
 
-/// The image that runs beside Skip blocks is RGB, whatever the model's channels.
-constexpr int kSkipChannels = 3;
-/// Skip blocks have group norms and scales of their own.
-constexpr int kSkipGroups = 32;
-int SkipGroups(int channels) { return std::clamp(channels / 4, 1, kSkipGroups); }
+constexpr int kMaxSkipGroups = 32;
 
 template <size_t N>
 const BlockKind* FindKind(const BlockKind (&kinds)[N], const std::string& type) {
@@ -76,10 +73,10 @@ void CheckSkipBlocks(ConfigReader& reader, const char* field, const BlockKind (&
     return kind && kind->skip;
   };
   if (std::none_of(types.begin(), types.end(), skips)) return;
-  if (channels != kSkipChannels)
+  if (channels != kSkipImageChannels)
     reader.Complain(field, fmt::format("has Skip blocks, which are for images of {} channels, but "
                                        "the model has {}",
-                                       kSkipChannels, channels));
+                                       kSkipImageChannels, channels));
   if (std::any_of(widths.begin(), widths.end(), [](int width) { return width < 4; }))
     reader.Complain(field, "has Skip blocks, which need block_out_channels of at least 4");
   const bool down = std::string_view(field) == "down_block_types";
@@ -112,6 +109,20 @@ const UNet2DBlock& UpBlockOf(const std::string& type) {
   const BlockKind* kind = FindKind(kUpBlocks, type);
   DENOISED_CHECK(kind != nullptr, "{}", type);
   return *kind;
+}
+
+int SkipGroups(int channels) { return std::clamp(channels / 4, 1, kMaxSkipGroups); }
+
+int SkipInputGroups(const UNet2DBlock& block, const std::vector<int>& in_channels, int out_channels,
+                    int index) {
+  if (!block.attention || !block.up) return SkipGroups(in_channels[index]);
+  // diffusers: min(resnet_in_channels + res_skip_channels // 4, 32), as written.
+  const int before = index == 0 ? in_channels[0] - out_channels : out_channels;
+  return std::min(before + out_channels / 4, kMaxSkipGroups);
+}
+
+int UNet2DConfig::GroupsOf(int channels) const {
+  return norm_num_groups.value_or(SkipGroups(channels));
 }
 
 absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
@@ -290,14 +301,11 @@ class UNet2D : public Denoiser {
   Tensor Forward(Context& context, const DenoiserInput& input) const override;
 
  private:
-  int GroupsOf(int channels) const {
-    return config_.norm_num_groups.value_or(SkipGroups(channels));
-  }
   ResnetOptions Resnet(int in_channels, int out_channels) const {
     return {.in_channels = in_channels,
             .out_channels = out_channels,
             .time_channels = config_.time_embedding_dim,
-            .groups = GroupsOf(out_channels),
+            .groups = config_.GroupsOf(out_channels),
             .eps = config_.norm_eps,
             .activation = config_.activation,
             .scale_shift = config_.scale_shift};
@@ -305,15 +313,15 @@ class UNet2D : public Denoiser {
   nn::AttentionOptions SelfAttention(int channels) const {
     return {.channels = channels,
             .head_dim = config_.attention_head_dim.value_or(channels),
-            .groups = GroupsOf(channels),
+            .groups = config_.GroupsOf(channels),
             .eps = config_.norm_eps};
   }
   absl::Status LoadLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
-                         const std::vector<int>& in_channels, int out_channels,
-                         ResnetOptions::Resample resample, Level* level);
+                         const std::vector<int>& in_channels, int out_channels, bool resamples,
+                         Level* level);
   absl::Status LoadSkipLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
-                             const std::vector<int>& in_channels, int out_channels, bool down,
-                             bool resamples, Level* level);
+                             const std::vector<int>& in_channels, int out_channels, bool resamples,
+                             Level* level);
   absl::Status LoadMidBlock(NetworkOps& ops, const Weights& weights);
 
   Tensor Embed(Context& context, const DenoiserInput& input) const;
@@ -399,10 +407,9 @@ absl::Status UNet2D::Load(NetworkOps& ops, const Weights& weights) {
     std::vector<int> inputs(config_.layers_per_block, channels[i]);
     inputs[0] = in;
     const bool last = i == levels - 1;
-    DENOISED_RETURN_IF_ERROR(LoadLevel(
-        ops, weights / "down_blocks" / i, DownBlockOf(config_.down_block_types[i]), inputs,
-        channels[i], last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kDown,
-        &down_[i]));
+    DENOISED_RETURN_IF_ERROR(LoadLevel(ops, weights / "down_blocks" / i,
+                                       DownBlockOf(config_.down_block_types[i]), inputs,
+                                       channels[i], /*resamples=*/!last, &down_[i]));
     skip_channels.insert(skip_channels.end(), config_.layers_per_block + !last, channels[i]);
   }
   if (config_.mid_block) DENOISED_RETURN_IF_ERROR(LoadMidBlock(ops, weights / "mid_block"));
@@ -415,15 +422,15 @@ absl::Status UNet2D::Load(NetworkOps& ops, const Weights& weights) {
       skip_channels.pop_back();
     }
     const bool last = i == levels - 1;
-    DENOISED_RETURN_IF_ERROR(
-        LoadLevel(ops, weights / "up_blocks" / i, UpBlockOf(config_.up_block_types[i]), inputs, out,
-                  last ? ResnetOptions::Resample::kNone : ResnetOptions::Resample::kUp, &up_[i]));
+    DENOISED_RETURN_IF_ERROR(LoadLevel(ops, weights / "up_blocks" / i,
+                                       UpBlockOf(config_.up_block_types[i]), inputs, out,
+                                       /*resamples=*/!last, &up_[i]));
     in = out;
   }
 
   DENOISED_ASSIGN_OR_RETURN(conv_norm_out_,
                             nn::GroupNorm::Load(ops, weights / "conv_norm_out", channels[0],
-                                                GroupsOf(channels[0]), config_.norm_eps));
+                                                config_.GroupsOf(channels[0]), config_.norm_eps));
   DENOISED_ASSIGN_OR_RETURN(
       conv_out_, Conv2d::Load(ops, weights / "conv_out", channels[0], config_.out_channels, 3));
   DENOISED_RETURN_IF_ERROR(resnet_projections_.Pack(ops));
@@ -433,11 +440,9 @@ absl::Status UNet2D::Load(NetworkOps& ops, const Weights& weights) {
 
 absl::Status UNet2D::LoadLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
                                const std::vector<int>& in_channels, int out_channels,
-                               ResnetOptions::Resample resample, Level* level) {
+                               bool resamples, Level* level) {
   if (kind.skip)
-    return LoadSkipLevel(ops, weights, kind, in_channels, out_channels,
-                         std::string_view(kind.name).find("Down") != std::string_view::npos,
-                         resample != ResnetOptions::Resample::kNone, level);
+    return LoadSkipLevel(ops, weights, kind, in_channels, out_channels, resamples, level);
   for (size_t i = 0; i < in_channels.size(); ++i) {
     DENOISED_ASSIGN_OR_RETURN(
         ResnetBlock resnet,
@@ -450,75 +455,68 @@ absl::Status UNet2D::LoadLevel(NetworkOps& ops, const Weights& weights, const Bl
                                               SelfAttention(out_channels)));
     level->attentions.push_back(std::move(attention));
   }
-  if (resample == ResnetOptions::Resample::kNone) return absl::OkStatus();
+  if (!resamples) return absl::OkStatus();
 
-  const bool down = resample == ResnetOptions::Resample::kDown;
-  const Weights resampler = weights / (down ? "downsamplers" : "upsamplers") / 0;
+  const Weights resampler = weights / (kind.up ? "upsamplers" : "downsamplers") / 0;
   // Only the Attn blocks resample as the config says; the plain blocks always use a convolution.
-  const std::string& type = down ? config_.downsample_type : config_.upsample_type;
+  const std::string& type = kind.up ? config_.upsample_type : config_.downsample_type;
   if (kind.resnet_resampling || (kind.attention && type == "resnet")) {
     ResnetOptions options = Resnet(out_channels, out_channels);
-    options.resample = resample;
+    options.resample = kind.up ? Resample::kNearestUp : Resample::kAveragePoolDown;
     DENOISED_ASSIGN_OR_RETURN(level->resample_resnet,
                               ResnetBlock::Load(ops, resampler, options, resnet_projections_));
   } else {
     DENOISED_ASSIGN_OR_RETURN(level->resample_conv,
                               Conv2d::Load(ops, resampler / "conv", out_channels, out_channels, 3,
-                                           /*upsample2x=*/!down, nn::Products::kOfModel));
+                                           /*upsample2x=*/kind.up, nn::Products::kOfModel));
   }
   return absl::OkStatus();
 }
 
-/// Skip blocks of diffusers: groups follow from the channels, and every sum is divided by √2.
 absl::Status UNet2D::LoadSkipLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
-                                   const std::vector<int>& in_channels, int out_channels, bool down,
+                                   const std::vector<int>& in_channels, int out_channels,
                                    bool resamples, Level* level) {
   level->skip = true;
-  const auto resnet_of = [&](int in) {
+  const auto resnet_of = [&](int in, int groups) {
     ResnetOptions options = Resnet(in, out_channels);
-    options.groups = SkipGroups(in);
+    options.groups = groups;
     options.groups_out = SkipGroups(out_channels);
     options.output_scale_factor = std::sqrt(2.0);
     return options;
   };
-  for (size_t i = 0; i < in_channels.size(); ++i) {
-    ResnetOptions options = resnet_of(in_channels[i]);
-    // diffusers: min(resnet_in_channels + res_skip_channels // 4, 32), as written.
-    if (kind.attention && !down) {
-      const int before = i == 0 ? in_channels[0] - out_channels : out_channels;
-      options.groups = std::min(before + out_channels / 4, kSkipGroups);
-    }
-    DENOISED_ASSIGN_OR_RETURN(ResnetBlock resnet,
-                              ResnetBlock::Load(ops, weights / "resnets" / static_cast<int>(i),
-                                                options, resnet_projections_));
+  for (int i = 0; i < static_cast<int>(in_channels.size()); ++i) {
+    const ResnetOptions options =
+        resnet_of(in_channels[i], SkipInputGroups(kind, in_channels, out_channels, i));
+    DENOISED_ASSIGN_OR_RETURN(ResnetBlock resnet, ResnetBlock::Load(ops, weights / "resnets" / i,
+                                                                    options, resnet_projections_));
     level->resnets.push_back(std::move(resnet));
     // The way up has one, after all resnets.
-    if (!kind.attention || (!down && i > 0)) continue;
+    if (!kind.attention || (kind.up && i > 0)) continue;
     nn::AttentionOptions attention = SelfAttention(out_channels);
-    attention.groups = kSkipGroups;
+    attention.groups = kSkipAttentionGroups;
     attention.output_scale_factor = std::sqrt(2.0);
-    DENOISED_ASSIGN_OR_RETURN(
-        Attention loaded,
-        Attention::Load(ops, weights / "attentions" / static_cast<int>(i), attention));
+    DENOISED_ASSIGN_OR_RETURN(Attention loaded,
+                              Attention::Load(ops, weights / "attentions" / i, attention));
     level->attentions.push_back(std::move(loaded));
   }
   if (!resamples) return absl::OkStatus();
-  ResnetOptions options = resnet_of(out_channels);
-  options.resample = down ? ResnetOptions::Resample::kDown : ResnetOptions::Resample::kUp;
-  options.fir = options.shortcut = true;
-  DENOISED_ASSIGN_OR_RETURN(level->resample_resnet,
-                            ResnetBlock::Load(ops, weights / (down ? "resnet_down" : "resnet_up"),
-                                              options, resnet_projections_));
-  if (down) {
-    DENOISED_ASSIGN_OR_RETURN(
-        level->skip_conv, Conv2d::Load(ops, weights / "skip_conv", kSkipChannels, out_channels, 1));
+  ResnetOptions options = resnet_of(out_channels, SkipGroups(out_channels));
+  options.resample = kind.up ? Resample::kFirUp : Resample::kFirDown;
+  options.shortcut = true;
+  DENOISED_ASSIGN_OR_RETURN(
+      level->resample_resnet,
+      ResnetBlock::Load(ops, weights / (kind.up ? "resnet_up" : "resnet_down"), options,
+                        resnet_projections_));
+  if (!kind.up) {
+    DENOISED_ASSIGN_OR_RETURN(level->skip_conv, Conv2d::Load(ops, weights / "skip_conv",
+                                                             kSkipImageChannels, out_channels, 1));
     return absl::OkStatus();
   }
   DENOISED_ASSIGN_OR_RETURN(level->skip_norm,
                             nn::GroupNorm::Load(ops, weights / "skip_norm", out_channels,
                                                 SkipGroups(out_channels), config_.norm_eps));
-  DENOISED_ASSIGN_OR_RETURN(
-      level->skip_conv, Conv2d::Load(ops, weights / "skip_conv", out_channels, kSkipChannels, 3));
+  DENOISED_ASSIGN_OR_RETURN(level->skip_conv, Conv2d::Load(ops, weights / "skip_conv", out_channels,
+                                                           kSkipImageChannels, 3));
   return absl::OkStatus();
 }
 
@@ -536,7 +534,7 @@ absl::Status UNet2D::LoadMidBlock(NetworkOps& ops, const Weights& weights) {
   attention.output_scale_factor = config_.mid_block_scale_factor;
   // Unlike elsewhere, the mid block's attention has no norm with scale_shift, unless asked for.
   attention.groups = config_.attn_norm_num_groups;
-  if (!attention.groups && !config_.scale_shift) attention.groups = GroupsOf(channels);
+  if (!attention.groups && !config_.scale_shift) attention.groups = config_.GroupsOf(channels);
   DENOISED_ASSIGN_OR_RETURN(mid_attention_,
                             Attention::Load(ops, weights / "attentions" / 0, attention));
   return absl::OkStatus();

@@ -43,6 +43,9 @@ struct UNet2DConfig {
   ClassCondition condition = ClassCondition::kNone;  // from class_embed_type, num_class_embeds
   int num_class_embeds = 0;
 
+  /// Of the norms over so many channels outside Skip blocks.
+  int GroupsOf(int channels) const;
+
   /// Refuses, by name, what cannot be honoured. `file` appears in messages.
   static absl::StatusOr<UNet2DConfig> Parse(const nlohmann::json& config, const std::string& file);
 };
@@ -52,10 +55,19 @@ struct UNet2DBlock {
   const char* name;
   bool attention = false;          // after every resnet
   bool resnet_resampling = false;  // resamples by a resnet, whatever downsample_type says
+  bool up = false;
   bool skip = false;  // NCSN++: beside it runs a path of the image itself, filtered and resampled
 };
 const UNet2DBlock& DownBlockOf(const std::string& type);
 const UNet2DBlock& UpBlockOf(const std::string& type);
+
+/// Skip blocks (diffusers' models/unets/unet_2d_blocks.py): the image beside them is RGB, the
+/// groups of their norms follow from the channels, and every sum is divided by √2.
+constexpr int kSkipImageChannels = 3, kSkipAttentionGroups = 32;
+int SkipGroups(int channels);
+/// Of the first norm of resnet `index`, which reads in_channels[index].
+int SkipInputGroups(const UNet2DBlock& block, const std::vector<int>& in_channels, int out_channels,
+                    int index);
 
 /// diffusers' UNet2DModel: DDPM, ADM, NCSN++, EDM-preconditioned networks.
 /// InvalidArgument or NotFound name the tensor and both shapes when the weights do not fit.

@@ -126,7 +126,7 @@ Tensor Conv2d::Padded(Context& context, Conv2dArgs args) const {
 }
 
 Tensor Resampled(Context& context, Resample kind, const Tensor& x) {
-  const bool up = kind == Resample::kNearestUp || kind == Resample::kFirUp;
+  const bool up = Doubles(kind);
   Tensor out = context.New(
       {x.dim(0), up ? x.dim(1) * 2 : x.dim(1) / 2, up ? x.dim(2) * 2 : x.dim(2) / 2, x.dim(3)});
   context.ops.Resample2x(kind, x, out);

@@ -29,8 +29,7 @@ absl::Status ResnetBlock::LoadLayers(NetworkOps& ops, const Weights& weights) {
       norm1_, GroupNorm::Load(ops, weights / "norm1", in, options_.groups, options_.eps));
   DENOISED_ASSIGN_OR_RETURN(
       conv1_, Conv2d::Load(ops, weights / "conv1", in, out, 3,
-                           options_.resample == ResnetOptions::Resample::kUp && !options_.fir,
-                           Products::kOfModel));
+                           options_.resample == Resample::kNearestUp, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(
       norm2_,
       GroupNorm::Load(ops, weights / "norm2", out,
@@ -49,23 +48,17 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
                                const Tensor& time) const {
   const bool has_shortcut = options_.has_shortcut();
   DENOISED_CHECK(!skip || has_shortcut);
-  const bool up = options_.resample == ResnetOptions::Resample::kUp;
-  const bool down = options_.resample == ResnetOptions::Resample::kDown;
   DENOISED_CHECK(time.defined() == (options_.time_channels > 0));
   Tensor time_columns;
   if (time)
     time_columns =
         time.Columns(time_column_, options_.out_channels * (options_.scale_shift ? 2 : 1));
   Tensor input = x;
+  if (options_.resample) input = Resampled(context, *options_.resample, x);
   Conv2dArgs first{.x = x};
-  if (down || (up && options_.fir)) {
-    const Resample kind = !options_.fir ? Resample::kAveragePoolDown
-                          : up          ? Resample::kFirUp
-                                        : Resample::kFirDown;
-    input = Resampled(context, kind, x);
-    first.x = Resampled(context, kind, norm1_(context, x, skip, options_.activation));
-  } else {
-    if (up) input = Resampled(context, Resample::kNearestUp, x);
+  if (options_.resample && *options_.resample != Resample::kNearestUp) {
+    first.x = Resampled(context, *options_.resample, norm1_(context, x, skip, options_.activation));
+  } else {  // conv1 doubles
     first.prologue = {.x2 = skip, .norm = norm1_.Then(options_.activation)};
   }
   Norm norm2;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <optional>
+
 #include "engine/nn/layers.h"
 
 namespace denoised::nn {
@@ -15,8 +17,7 @@ struct ResnetOptions {
   Activation activation = Activation::kSilu;
   bool scale_shift = false;  // resnet_time_scale_shift: "scale_shift" instead of "default"
   double output_scale_factor = 1.0;
-  enum class Resample { kNone, kUp, kDown } resample = Resample::kNone;
-  bool fir = false;       // resampling is filtered: network_ops.h's kFirUp and kFirDown
+  std::optional<Resample> resample;
   bool shortcut = false;  // conv_shortcut also where channels do not change
   bool has_shortcut() const { return shortcut || in_channels != out_channels; }
 };

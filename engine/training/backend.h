@@ -10,6 +10,7 @@
 
 #include "engine/backend/activation.h"
 #include "engine/backend/compute_device.h"
+#include "engine/backend/resample.h"
 #include "engine/core/status.h"
 #include "engine/core/tensor.h"
 #include "engine/training/device_data.h"
@@ -382,11 +383,9 @@ class Backend {
   /// dx = dout · act′(x); `x` is the forward input. `dx` may be dout.
   virtual void ActivateBackward(Activation activation, const Tensor& x, const Tensor& dout,
                                 const Tensor& dx) = 0;
-  /// Nearest-neighbour doubling [N, H, W, C] → [N, 2H, 2W, C], and 2×2 average pooling.
-  virtual void Upsample2x(const Tensor& x, const Tensor& out) = 0;
-  virtual void Upsample2xBackward(const Tensor& dout, const Tensor& dx) = 0;
-  virtual void AveragePool2x(const Tensor& x, const Tensor& out) = 0;
-  virtual void AveragePool2xBackward(const Tensor& dout, const Tensor& dx) = 0;
+  /// [N, H, W, C] → [N, 2H, 2W, C] or [N, H / 2, W / 2, C].
+  virtual void Resample2x(Resample kind, const Tensor& x, const Tensor& out) = 0;
+  virtual void Resample2xBackward(Resample kind, const Tensor& dout, const Tensor& dx) = 0;
   /// out[.., :C] = a, out[.., C:] = b. Backwards: GroupNormBackwardArgs::dx_rest.
   virtual void Concat(const Tensor& a, const Tensor& b, const Tensor& out) = 0;
   /// out = a·scale_a + b·scale_b + shift; b may be undefined; `out` may be a or b. Shapes must be

@@ -22,6 +22,22 @@ Tensor Pass::Scaled(const Tensor& a, float scale) {
   return out;
 }
 
+Tensor Pass::Resampled(Resample kind, const Tensor& x) {
+  const int64_t h = x.dim(1), w = x.dim(2);
+  const Tensor out = Doubles(kind) ? New({x.dim(0), 2 * h, 2 * w, x.dim(3)})
+                                   : New({x.dim(0), h / 2, w / 2, x.dim(3)});
+  backend.Resample2x(kind, x, out);
+  return out;
+}
+
+Tensor Pass::ResampledBackward(Resample kind, const Tensor& dout) {
+  const int64_t h = dout.dim(1), w = dout.dim(2);
+  const Tensor dx = Doubles(kind) ? New({dout.dim(0), h / 2, w / 2, dout.dim(3)})
+                                  : New({dout.dim(0), 2 * h, 2 * w, dout.dim(3)});
+  backend.Resample2xBackward(kind, dout, dx);
+  return dx;
+}
+
 Tensor Pass::Converted(const Tensor& a, DType dtype) {
   if (a.dtype() == dtype) return a;
   Tensor out = arena.New(a.shape(), dtype);
@@ -340,11 +356,13 @@ Tensor SelfAttention::Backward(Pass& pass, const Kept& kept, const Tensor& dout)
 ResnetBlock::ResnetBlock(const Declare& declare, const Options& options) : options_(options) {
   const int in = options.in_channels, out = options.out_channels;
   norm1_ = GroupNorm(declare / "norm1", in, options.groups, options.eps, options.activation);
-  conv1_ = Conv2d(declare / "conv1", in, out, 3, options.resample == Resample::kUp);
+  conv1_ = Conv2d(declare / "conv1", in, out, 3, options.resample == Resample::kNearestUp);
   if (has_time())
     time_ = Linear({declare / "time_emb_proj"}, options.time_channels,
                    {options.scale_shift ? 2 * out : out});
-  norm2_ = GroupNorm(declare / "norm2", out, options.groups, options.eps, options.activation);
+  norm2_ =
+      GroupNorm(declare / "norm2", out, options.groups_out ? options.groups_out : options.groups,
+                options.eps, options.activation);
   conv2_ = Conv2d(declare / "conv2", out, out, 3);
   if (has_shortcut()) shortcut_ = Linear::Conv1x1(declare / "conv_shortcut", in, out);
 }
@@ -369,11 +387,8 @@ void ResnetBlock::Drop(Pass& pass, const Tensor& x) const {
 
 Tensor ResnetBlock::Normed1(Pass& pass, const Kept& kept) const {
   if (kept.normed1) return kept.normed1;
-  Tensor normed = norm1_.Again(pass, kept.norm1);
-  if (options_.resample != Resample::kDown) return normed;
-  Tensor pooled = pass.New({normed.dim(0), normed.dim(1) / 2, normed.dim(2) / 2, normed.dim(3)});
-  pass.backend.AveragePool2x(normed, pooled);
-  return pooled;
+  const Tensor normed = norm1_.Again(pass, kept.norm1);
+  return resamples_norm() ? pass.Resampled(*options_.resample, normed) : normed;
 }
 
 Tensor ResnetBlock::Normed2(Pass& pass, const Kept& kept) const {
@@ -391,19 +406,10 @@ Tensor ResnetBlock::Forward(Pass& pass, const Tensor& x, const Tensor& skip, con
     pass.backend.Concat(x, skip, input);
     kept->skip_channels = skip.dim(3);
   }
-  const int64_t n = input.dim(0), h = input.dim(1), w = input.dim(2), c = input.dim(3);
   Tensor normed = norm1_.Forward(pass, input, {}, &kept->norm1);
   kept->input = input;  // for the residual or the shortcut
-  if (options_.resample == Resample::kUp) {
-    kept->input = pass.New({n, 2 * h, 2 * w, c});
-    pass.backend.Upsample2x(input, kept->input);
-  } else if (options_.resample == Resample::kDown) {
-    kept->input = pass.New({n, h / 2, w / 2, c});
-    pass.backend.AveragePool2x(input, kept->input);
-    Tensor pooled = pass.New(kept->input.shape());
-    pass.backend.AveragePool2x(normed, pooled);
-    normed = pooled;
-  }
+  if (options_.resample) kept->input = pass.Resampled(*options_.resample, input);
+  if (resamples_norm()) normed = pass.Resampled(*options_.resample, normed);
   if (!pass.recompute_norms) kept->normed1 = normed;
   const Tensor columns = has_time() ? time_.Forward(pass, time) : Tensor(), none;
   const Tensor hidden = conv1_.Forward(
@@ -435,22 +441,11 @@ Tensor ResnetBlock::Backward(Pass& pass, const Kept& kept, const Tensor& time, c
     dhidden = norm2_.Backward(pass, kept.norm2, dhidden, {});
   }
 
-  const Tensor& x = kept.norm1.x;
   Tensor dnormed = conv1_.Backward(pass, Normed1(pass, kept), conv1_.Same(), dhidden);
   dhidden = {};
   Tensor dresidual = has_shortcut() ? shortcut_.Backward(pass, kept.input, d) : d;
-  if (options_.resample == Resample::kDown) {
-    Tensor whole = pass.New(x.shape());
-    pass.backend.AveragePool2xBackward(dnormed, whole);
-    dnormed = whole;
-    whole = pass.New(x.shape());
-    pass.backend.AveragePool2xBackward(dresidual, whole);
-    dresidual = whole;
-  } else if (options_.resample == Resample::kUp) {
-    Tensor whole = pass.New(x.shape());
-    pass.backend.Upsample2xBackward(dresidual, whole);
-    dresidual = whole;
-  }
+  if (resamples_norm()) dnormed = pass.ResampledBackward(*options_.resample, dnormed);
+  if (options_.resample) dresidual = pass.ResampledBackward(*options_.resample, dresidual);
   if (kept.skip_channels == 0) return norm1_.Backward(pass, kept.norm1, dnormed, dresidual);
   return norm1_.BackwardOfConcat(pass, kept.norm1, dnormed, dresidual, kept.skip_channels, dskip);
 }

@@ -46,6 +46,9 @@ struct Pass {
   Tensor ToActivation(const Tensor& a) { return Converted(a, backend.activation_dtype()); }
   /// out = a·scale; `a` itself if the scale is 1.
   Tensor Scaled(const Tensor& a, float scale);
+  /// A new image of twice or half the edges, and the gradient of what was resampled.
+  Tensor Resampled(Resample kind, const Tensor& x);
+  Tensor ResampledBackward(Resample kind, const Tensor& dout);
 
  private:
   Tensor Converted(const Tensor& a, DType dtype);
@@ -227,17 +230,18 @@ class SelfAttention {
 /// diffusers' ResnetBlock2D, with the concatenation that comes before it in the up path.
 class ResnetBlock {
  public:
-  enum class Resample { kNone, kUp, kDown };
   struct Options {
     int in_channels = 0;  // of the concatenation
     int out_channels = 0;
     int time_channels = 0;  // 0: no time embedding
     int groups = 32;
+    int groups_out = 0;  // of the second norm; 0: `groups`
     double eps = 1e-6;
     Activation activation = Activation::kSilu;
     bool scale_shift = false;
     double output_scale_factor = 1;
-    Resample resample = Resample::kNone;
+    std::optional<Resample> resample;
+    bool shortcut = false;  // conv_shortcut also where channels do not change
     uint32_t dropout_layer = 0;
   };
   struct Kept {
@@ -260,7 +264,13 @@ class ResnetBlock {
   Tensor Normed1(Pass& pass, const Kept& kept) const;
   Tensor Normed2(Pass& pass, const Kept& kept) const;
   void Drop(Pass& pass, const Tensor& x) const;
-  bool has_shortcut() const { return options_.in_channels != options_.out_channels; }
+  bool has_shortcut() const {
+    return options_.shortcut || options_.in_channels != options_.out_channels;
+  }
+  /// Whether norm1's output is resampled; nearest-neighbour doubling is part of conv1.
+  bool resamples_norm() const {
+    return options_.resample && *options_.resample != Resample::kNearestUp;
+  }
   bool has_time() const { return options_.time_channels > 0; }
   Options options_;
   GroupNorm norm1_, norm2_;

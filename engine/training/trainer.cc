@@ -179,12 +179,19 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
     if (!IsDdpm(options.objective.kind))
       return InvalidArgument(
           "time_embedding_type is \"learned\", a table of whole timesteps, which \"{}\" does not "
-          "have; use --objective epsilon, v or x0, or \"positional\" or \"fourier\"",
+          "have; use --objective epsilon, v or x0, or \"positional\"",
           Name(options.objective.kind));
     if (options.objective.timesteps > config.num_train_timesteps)
       return InvalidArgument("--timesteps is {}, but the network has num_train_timesteps {}",
                              options.objective.timesteps, config.num_train_timesteps);
   }
+  if (config.time_embedding_type == UNet2DConfig::Time::kFourier &&
+      options.objective.kind != ObjectiveOptions::Kind::kFlow)
+    return InvalidArgument(
+        "time_embedding_type is \"fourier\", which takes the logarithm of what \"{}\" tells the "
+        "network about the noise, and that may be 0 or less; use \"positional\", or --objective "
+        "flow",
+        Name(options.objective.kind));
   switch (config.condition) {
     case ClassCondition::kNone:
       if (options.class_dropout > 0)

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/training/unet2d.h"
 
+#include <cmath>
+
 namespace denoised::training {
 
 struct UNet2D::KeptLevel {
@@ -8,6 +10,8 @@ struct UNet2D::KeptLevel {
   std::vector<SelfAttention::Kept> attentions;
   Tensor resample_input;
   ResnetBlock::Kept resample_resnet;
+  Tensor skip_input;  // of skip_conv: the image on the way down; else as normed1 in ResnetBlock
+  GroupNorm::Kept skip_norm;
 };
 
 struct UNet2D::Kept {
@@ -20,6 +24,19 @@ struct UNet2D::Kept {
   OutputLayers::Kept output;
 };
 
+namespace {
+
+/// `fields`: what to change beside block_out_channels.
+absl::Status CheckGroups(int channels, int groups, std::string_view fields) {
+  if (channels % groups == 0) return absl::OkStatus();
+  return InvalidArgument(
+      "the network has a norm of {} channels, which {} groups do not divide; change {}"
+      "block_out_channels",
+      channels, groups, fields);
+}
+
+}  // namespace
+
 void UNet2D::KeptDeleter::operator()(Kept* kept) const { delete kept; }
 
 absl::StatusOr<std::unique_ptr<UNet2D>> UNet2D::Make(Backend& backend, Parameters& parameters,
@@ -27,18 +44,11 @@ absl::StatusOr<std::unique_ptr<UNet2D>> UNet2D::Make(Backend& backend, Parameter
                                                      int augment_labels) {
   std::unique_ptr<UNet2D> model(new UNet2D(config, augment_labels));
   DENOISED_RETURN_IF_ERROR(model->Check());
-  model->Build(Declare(backend, parameters));
+  DENOISED_RETURN_IF_ERROR(model->Build(Declare(backend, parameters)));
   return model;
 }
 
 absl::Status UNet2D::Check() const {
-  const auto divides = [&](int channels, int groups, const char* field) {
-    if (channels % groups == 0) return absl::OkStatus();
-    return InvalidArgument(
-        "the network has a norm of {} channels, which {} = {} does not divide; change it or "
-        "block_out_channels",
-        channels, field, groups);
-  };
   const std::vector<int>& channels = config_.block_out_channels;
   if (config_.time_embedding_type == UNet2DConfig::Time::kLearned &&
       config_.condition == ClassCondition::kValue)
@@ -46,15 +56,8 @@ absl::Status UNet2D::Check() const {
         "time_embedding_type is \"learned\" and class_embed_type \"timestep\": classes would share "
         "the table of timesteps, which cannot be trained; use \"positional\" or \"fourier\"");
   for (size_t i = 0; i < channels.size(); ++i) {
-    for (const auto& [type, block] :
-         {std::pair{&config_.down_block_types[i], &DownBlockOf(config_.down_block_types[i])},
-          std::pair{&config_.up_block_types[i], &UpBlockOf(config_.up_block_types[i])}}) {
-      if (block->skip)
-        return InvalidArgument(
-            "a block is a {}, which cannot be trained; use a block without Skip in its name",
-            *type);
-    }
-    DENOISED_RETURN_IF_ERROR(divides(channels[i], *config_.norm_num_groups, "norm_num_groups"));
+    DENOISED_RETURN_IF_ERROR(
+        CheckGroups(channels[i], config_.GroupsOf(channels[i]), "norm_num_groups or "));
     const bool last = i + 1 == channels.size();
     if (!DownBlockOf(config_.down_block_types[i]).attention &&
         !UpBlockOf(config_.up_block_types[channels.size() - 1 - i]).attention &&
@@ -71,7 +74,7 @@ absl::Status UNet2D::Check() const {
   }
   if (config_.attn_norm_num_groups)
     DENOISED_RETURN_IF_ERROR(
-        divides(channels.back(), *config_.attn_norm_num_groups, "attn_norm_num_groups"));
+        CheckGroups(channels.back(), *config_.attn_norm_num_groups, "attn_norm_num_groups or "));
   return absl::OkStatus();
 }
 
@@ -79,7 +82,7 @@ ResnetBlock::Options UNet2D::Resnet(int in_channels, int out_channels) {
   return {.in_channels = in_channels,
           .out_channels = out_channels,
           .time_channels = config_.time_embedding_dim,
-          .groups = *config_.norm_num_groups,
+          .groups = config_.GroupsOf(out_channels),
           .eps = config_.norm_eps,
           .activation = config_.activation,
           .scale_shift = config_.scale_shift,
@@ -89,7 +92,7 @@ ResnetBlock::Options UNet2D::Resnet(int in_channels, int out_channels) {
 SelfAttention::Options UNet2D::AttentionOf(int channels) const {
   return {.channels = channels,
           .head_dim = config_.attention_head_dim.value_or(channels),
-          .groups = *config_.norm_num_groups,
+          .groups = config_.GroupsOf(channels),
           .eps = config_.norm_eps};
 }
 
@@ -98,7 +101,7 @@ Conv2dGeometry UNet2D::Down() const {
   return {2, pad, pad, after, after};
 }
 
-void UNet2D::Build(const Declare& declare) {
+absl::Status UNet2D::Build(const Declare& declare) {
   const std::vector<int>& channels = config_.block_out_channels;
   const int levels = static_cast<int>(channels.size()), layers = config_.layers_per_block;
   const int embedded = config_.time_embedding_dim;
@@ -128,9 +131,9 @@ void UNet2D::Build(const Declare& declare) {
     std::vector<int> inputs(layers, channels[i]);
     inputs[0] = in;
     const bool last = i == levels - 1;
-    BuildLevel(declare / "down_blocks" / i, DownBlockOf(config_.down_block_types[i]), inputs,
-               channels[i], last ? ResnetBlock::Resample::kNone : ResnetBlock::Resample::kDown,
-               &down_[i]);
+    DENOISED_RETURN_IF_ERROR(BuildLevel(declare / "down_blocks" / i,
+                                        DownBlockOf(config_.down_block_types[i]), inputs,
+                                        channels[i], /*resamples=*/!last, &down_[i]));
     skips.insert(skips.end(), layers + !last, channels[i]);
   }
   if (config_.mid_block) {
@@ -145,7 +148,8 @@ void UNet2D::Build(const Declare& declare) {
       attention.output_scale_factor = config_.mid_block_scale_factor;
       // With scale_shift, the mid block's attention has no norm unless the config asks for one.
       attention.groups = config_.attn_norm_num_groups;
-      if (!attention.groups && !config_.scale_shift) attention.groups = *config_.norm_num_groups;
+      if (!attention.groups && !config_.scale_shift)
+        attention.groups = config_.GroupsOf(channels.back());
       mid_attention_.emplace(mid / "attentions" / 0, attention);
     }
   }
@@ -157,39 +161,80 @@ void UNet2D::Build(const Declare& declare) {
       inputs.push_back((layer == 0 ? in : out) + skips.back());
       skips.pop_back();
     }
-    BuildLevel(declare / "up_blocks" / i, UpBlockOf(config_.up_block_types[i]), inputs, out,
-               i == levels - 1 ? ResnetBlock::Resample::kNone : ResnetBlock::Resample::kUp,
-               &up_[i]);
+    DENOISED_RETURN_IF_ERROR(BuildLevel(declare / "up_blocks" / i,
+                                        UpBlockOf(config_.up_block_types[i]), inputs, out,
+                                        /*resamples=*/i < levels - 1, &up_[i]));
     in = out;
   }
   output_ = OutputLayers(declare, {.in_channels = channels[0],
                                    .out_channels = config_.out_channels,
-                                   .groups = *config_.norm_num_groups,
+                                   .groups = config_.GroupsOf(channels[0]),
                                    .eps = config_.norm_eps});
+  return absl::OkStatus();
 }
 
-void UNet2D::BuildLevel(const Declare& declare, const UNet2DBlock& kind,
-                        const std::vector<int>& inputs, int out_channels,
-                        ResnetBlock::Resample resample, Level* level) {
+absl::Status UNet2D::BuildLevel(const Declare& declare, const UNet2DBlock& kind,
+                                const std::vector<int>& inputs, int out_channels, bool resamples,
+                                Level* level) {
+  if (kind.skip) return BuildSkipLevel(declare, kind, inputs, out_channels, resamples, level);
   for (size_t i = 0; i < inputs.size(); ++i) {
     const int index = static_cast<int>(i);
     level->resnets.emplace_back(declare / "resnets" / index, Resnet(inputs[i], out_channels));
     if (kind.attention)
       level->attentions.emplace_back(declare / "attentions" / index, AttentionOf(out_channels));
   }
-  if (resample == ResnetBlock::Resample::kNone) return;
-  const bool down = resample == ResnetBlock::Resample::kDown;
-  const Declare resampler = declare / (down ? "downsamplers" : "upsamplers") / 0;
-  const std::string& type = down ? config_.downsample_type : config_.upsample_type;
+  if (!resamples) return absl::OkStatus();
+  const Declare resampler = declare / (kind.up ? "upsamplers" : "downsamplers") / 0;
+  const std::string& type = kind.up ? config_.upsample_type : config_.downsample_type;
   if (kind.resnet_resampling || (kind.attention && type == "resnet")) {
     ResnetBlock::Options options = Resnet(out_channels, out_channels);
-    options.resample = resample;
+    options.resample = kind.up ? Resample::kNearestUp : Resample::kAveragePoolDown;
     level->resample_resnet.emplace(resampler, options);
   } else {
     level->resample_conv.emplace(resampler / "conv", out_channels, out_channels, 3,
-                                 /*upsample2x=*/!down,
-                                 down ? std::optional<Conv2dGeometry>(Down()) : std::nullopt);
+                                 /*upsample2x=*/kind.up,
+                                 kind.up ? std::nullopt : std::optional<Conv2dGeometry>(Down()));
   }
+  return absl::OkStatus();
+}
+
+absl::Status UNet2D::BuildSkipLevel(const Declare& declare, const UNet2DBlock& kind,
+                                    const std::vector<int>& inputs, int out_channels,
+                                    bool resamples, Level* level) {
+  level->skip = true;
+  DENOISED_RETURN_IF_ERROR(CheckGroups(out_channels, SkipGroups(out_channels), ""));
+  const auto resnet_of = [&](int in, int groups) {
+    ResnetBlock::Options options = Resnet(in, out_channels);
+    options.groups = groups;
+    options.groups_out = SkipGroups(out_channels);
+    options.output_scale_factor = std::sqrt(2.0);
+    return options;
+  };
+  for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {
+    const int groups = SkipInputGroups(kind, inputs, out_channels, i);
+    DENOISED_RETURN_IF_ERROR(CheckGroups(inputs[i], groups, ""));
+    level->resnets.emplace_back(declare / "resnets" / i, resnet_of(inputs[i], groups));
+    // The way up has one, after all resnets.
+    if (!kind.attention || (kind.up && i > 0)) continue;
+    DENOISED_RETURN_IF_ERROR(CheckGroups(out_channels, kSkipAttentionGroups, ""));
+    SelfAttention::Options attention = AttentionOf(out_channels);
+    attention.groups = kSkipAttentionGroups;
+    attention.output_scale_factor = std::sqrt(2.0);
+    level->attentions.emplace_back(declare / "attentions" / i, attention);
+  }
+  if (!resamples) return absl::OkStatus();
+  ResnetBlock::Options options = resnet_of(out_channels, SkipGroups(out_channels));
+  options.resample = kind.up ? Resample::kFirUp : Resample::kFirDown;
+  options.shortcut = true;
+  level->resample_resnet.emplace(declare / (kind.up ? "resnet_up" : "resnet_down"), options);
+  if (kind.up) {
+    level->skip_norm.emplace(declare / "skip_norm", out_channels, SkipGroups(out_channels),
+                             config_.norm_eps, Activation::kSilu);
+    level->skip_conv.emplace(declare / "skip_conv", out_channels, kSkipImageChannels, 3);
+  } else {
+    level->skip_conv.emplace(declare / "skip_conv", kSkipImageChannels, out_channels, 1);
+  }
+  return absl::OkStatus();
 }
 
 void UNet2D::Pack(const Masters& masters) const {
@@ -204,6 +249,7 @@ void UNet2D::Pack(const Masters& masters) const {
       for (const SelfAttention& attention : level.attentions) attention.Pack(masters);
       if (level.resample_conv) level.resample_conv->Pack(masters);
       if (level.resample_resnet) level.resample_resnet->Pack(masters);
+      if (level.skip_conv) level.skip_conv->Pack(masters);
     }
   }
   for (const ResnetBlock& resnet : mid_resnets_) resnet.Pack(masters);
@@ -260,6 +306,7 @@ Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_
     kept.centered = pass.New(input.x.shape());
     pass.backend.Add(input.x, 2, Tensor(), 0, -1, kept.centered);
   }
+  Tensor image = kept.centered;  // beside Skip blocks
   Tensor x = conv_in_.Forward(pass, {.x = kept.centered, .geometry = conv_in_.Same()});
   std::vector<Tensor> skips = {x};
   kept.down.resize(down_.size());
@@ -280,6 +327,11 @@ Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_
       skips.push_back(x);
     } else if (level.resample_resnet) {
       x = level.resample_resnet->Forward(pass, x, {}, time, &to.resample_resnet);
+      if (level.skip) {
+        to.skip_input = image = pass.Resampled(Resample::kFirDown, image);
+        x = level.skip_conv->Forward(
+            pass, {.x = image, .geometry = level.skip_conv->Same(), .residual = x});
+      }
       skips.push_back(x);
     }
   }
@@ -288,6 +340,7 @@ Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_
     if (mid_attention_) x = mid_attention_->Forward(pass, x, &kept.mid_attention);
     x = mid_resnets_[1].Forward(pass, x, {}, time, &kept.mid_resnets[1]);
   }
+  image = {};
   kept.up.resize(up_.size());
   for (size_t i = 0; i < up_.size(); ++i) {
     const Level& level = up_[i];
@@ -298,8 +351,18 @@ Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_
       const Tensor skip = std::move(skips.back());
       skips.pop_back();
       x = level.resnets[layer].Forward(pass, x, skip, time, &to.resnets[layer]);
-      if (!level.attentions.empty())
+      if (!level.attentions.empty() && !level.skip)
         x = level.attentions[layer].Forward(pass, x, &to.attentions[layer]);
+    }
+    if (level.skip) {
+      if (!level.attentions.empty()) x = level.attentions[0].Forward(pass, x, &to.attentions[0]);
+      if (image) image = pass.Resampled(Resample::kFirUp, image);
+    }
+    if (level.skip_conv) {
+      const Tensor normed = level.skip_norm->Forward(pass, x, {}, &to.skip_norm);
+      if (!pass.recompute_norms) to.skip_input = normed;
+      image = level.skip_conv->Forward(
+          pass, {.x = normed, .geometry = level.skip_conv->Same(), .residual = image});
     }
     if (level.resample_conv) {
       to.resample_input = x;
@@ -310,6 +373,7 @@ Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_
   }
 
   Tensor out = output_.Forward(pass, x, &kept.output);
+  if (image) pass.backend.Add(out, 1, image, 1, 0, out);
   if (fourier_weight_ >= 0) pass.backend.DivideRows(out, input.condition, out);
   return out;
 }
@@ -319,6 +383,8 @@ void UNet2D::Backward(Pass& pass, const NetworkInput& input, KeptPointer kept_po
   Kept& kept = *kept_pointer;
   const Tensor& time = kept.activated;
   if (fourier_weight_ >= 0) pass.backend.DivideRows(doutput, input.condition, doutput);
+  Tensor dimage;
+  if (up_.back().skip) dimage = pass.ToActivation(doutput);
   Tensor d = output_.Backward(pass, std::move(kept.output), doutput);
 
   // The up path yields the gradients of the skips in the order in which the down path, traversed
@@ -335,8 +401,25 @@ void UNet2D::Backward(Pass& pass, const NetworkInput& input, KeptPointer kept_po
       d = level.resample_resnet->Backward(pass, from.resample_resnet, time, d, nullptr, &dtime);
       from.resample_resnet = {};
     }
-    for (size_t layer = level.resnets.size(); layer-- > 0;) {
+    if (level.skip_conv) {
+      const Tensor normed =
+          from.skip_input ? from.skip_input : level.skip_norm->Again(pass, from.skip_norm);
+      const Tensor dnormed =
+          level.skip_conv->Backward(pass, normed, level.skip_conv->Same(), dimage);
+      d = level.skip_norm->Backward(pass, from.skip_norm, dnormed, d);
+      from.skip_input = {};
+      from.skip_norm = {};
+    }
+    if (level.skip) {
+      // The first Skip block of the way up begins the image.
+      if (i > 0 && up_[i - 1].skip) dimage = pass.ResampledBackward(Resample::kFirUp, dimage);
       if (!level.attentions.empty()) {
+        d = level.attentions[0].Backward(pass, from.attentions[0], d);
+        from.attentions[0] = {};
+      }
+    }
+    for (size_t layer = level.resnets.size(); layer-- > 0;) {
+      if (!level.attentions.empty() && !level.skip) {
         d = level.attentions[layer].Backward(pass, from.attentions[layer], d);
         from.attentions[layer] = {};
       }
@@ -375,6 +458,10 @@ void UNet2D::Backward(Pass& pass, const NetworkInput& input, KeptPointer kept_po
       from.resample_input = {};
     } else if (level.resample_resnet) {
       join();
+      if (level.skip)
+        level.skip_conv->Backward(pass, from.skip_input, level.skip_conv->Same(), d,
+                                  /*wants_dx=*/false);
+      from.skip_input = {};
       d = level.resample_resnet->Backward(pass, from.resample_resnet, time, d, nullptr, &dtime);
       from.resample_resnet = {};
     }

@@ -58,15 +58,23 @@ class UNet2D {
     std::vector<SelfAttention> attentions;
     std::optional<Conv2d> resample_conv;
     std::optional<ResnetBlock> resample_resnet;
+    // As in engine/models/unet2d.cc.
+    std::optional<Conv2d> skip_conv;
+    std::optional<GroupNorm> skip_norm;
+    bool skip = false;
   };
   struct KeptLevel;
 
   UNet2D(const UNet2DConfig& config, int augment_labels)
       : config_(config), augment_labels_(augment_labels) {}
   absl::Status Check() const;
-  void Build(const Declare& declare);
-  void BuildLevel(const Declare& declare, const UNet2DBlock& kind, const std::vector<int>& inputs,
-                  int out_channels, ResnetBlock::Resample resample, Level* level);
+  absl::Status Build(const Declare& declare);
+  absl::Status BuildLevel(const Declare& declare, const UNet2DBlock& kind,
+                          const std::vector<int>& inputs, int out_channels, bool resamples,
+                          Level* level);
+  absl::Status BuildSkipLevel(const Declare& declare, const UNet2DBlock& kind,
+                              const std::vector<int>& inputs, int out_channels, bool resamples,
+                              Level* level);
   ResnetBlock::Options Resnet(int in_channels, int out_channels);
   SelfAttention::Options AttentionOf(int channels) const;
   Tensor Project(Pass& pass, const Tensor& t) const;

@@ -498,6 +498,25 @@ class RunTest(unittest.TestCase):
         self.assertIn("objective epsilon, v or x0", self.train("b", rc=2, **{
             **flags, "objective": "edm", "timesteps": None}))  # fmt: skip
 
+    def test_blocks_of_ncsnpp_are_trained_and_drawn_from(self):
+        network = {**NETWORK, "in_channels": 3, "out_channels": 3, "norm_num_groups": None,
+                   "down_block_types": ["SkipDownBlock2D"] * 2, "up_block_types": ["SkipUpBlock2D"] * 2}
+        flags = {"network": self.root / "network.json", "sample-steps": 12, "sample-count": 4}
+
+        def write(**fields):
+            (self.root / "network.json").write_text(json.dumps({**network, **fields}))
+
+        write()
+        self.assertIn("drew", self.train("a", **flags))
+        self.train("b", accumulation=2, **flags)
+        self.assertEqual(self.state("a"), self.state("b"))
+        write(block_out_channels=[8, 18])
+        self.assertIn("which 4 groups do not divide", self.train("c", rc=2, **flags))
+        # Its logarithm: only flow has noise levels above 0 alone.
+        write(time_embedding_type="fourier")
+        self.assertIn("use \"positional\", or --objective flow", self.train("c", rc=2, **flags))
+        self.assertIn("drew", self.train("c", objective="flow", **flags))
+
     def test_pictures_on_disk_and_augmented_ones_have_the_same_bits(self):
         flags = {"canvas": 320}  # 12 pictures of 100 KiB
         self.train("resident", **flags)

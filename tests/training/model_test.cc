@@ -248,6 +248,7 @@ TEST(ModelGradientsTest, AgreeWithFiniteDifferences) {
   for (const auto& [name, augment_labels] : {std::pair<std::string, int>{"class_labels", 0},
                                              {"scale_shift_resnet", 0},
                                              {"time_fourier", 0},
+                                             {"like_ncsnpp", 0},
                                              {"class_labels", 9},
                                              {"time_learned", 9}}) {
     Network network(name, *backend, false, augment_labels);
@@ -372,7 +373,7 @@ TEST_P(ModelSteps, TenAdamWStepsAgreeWithPyTorch) {
 
 TEST(Models, WhatCannotBeTrainedIsRefusedByName) {
   for (const auto& [name, change, message] :
-       {std::tuple{"skip", "{}", "SkipDownBlock2D"},
+       {std::tuple{"like_ncsnpp", R"({"block_out_channels": [32, 40]})", "32 groups"},
         std::tuple{"time_learned", R"({"class_embed_type": "timestep"})", "time_embedding_type"}}) {
     auto json = ReadJsonFile(Goldens() / name / "config.json");
     ASSERT_TRUE(json.ok()) << json.status();

@@ -289,20 +289,19 @@ TEST_P(OpTest, Activate) {
 }
 
 TEST_P(OpTest, Resampling) {
-  Run(
-      "upsample2x",
-      [&](const nlohmann::json&) {
-        backend_->Upsample2x(In("x"), Out("out"));
-        backend_->Upsample2xBackward(In("dout"), Out("dx"));
-      },
-      nullptr, 1);
-  Run(
-      "average_pool2x",
-      [&](const nlohmann::json&) {
-        backend_->AveragePool2x(In("x"), Out("out"));
-        backend_->AveragePool2xBackward(In("dout"), Out("dx"));
-      },
-      nullptr, 1);
+  for (const auto& [op, kind, count] : {std::tuple{"upsample2x", Resample::kNearestUp, 1},
+                                        {"average_pool2x", Resample::kAveragePoolDown, 1},
+                                        {"fir_up2x", Resample::kFirUp, 2},
+                                        {"fir_down2x", Resample::kFirDown, 2}}) {
+    SCOPED_TRACE(op);
+    Run(
+        op,
+        [&, kind = kind](const nlohmann::json&) {
+          backend_->Resample2x(kind, In("x"), Out("out"));
+          backend_->Resample2xBackward(kind, In("dout"), Out("dx"));
+        },
+        nullptr, count);
+  }
 }
 
 TEST_P(OpTest, Concat) {
@@ -918,11 +917,14 @@ TEST_P(LargeOpTest, Pointwise) {
     };
     backend.Activate(Activation::kSilu, a, out(shape));
     backend.ActivateBackward(Activation::kSilu, a, b, out(shape));
-    backend.AveragePool2x(a, out(half));
-    const Tensor pooled = results.back();
-    backend.Upsample2x(pooled, out(shape));
-    backend.Upsample2xBackward(b, out(half));
-    backend.AveragePool2xBackward(pooled, out(shape));
+    for (const auto& [down, up] : {std::pair{Resample::kAveragePoolDown, Resample::kNearestUp},
+                                   std::pair{Resample::kFirDown, Resample::kFirUp}}) {
+      backend.Resample2x(down, a, out(half));
+      const Tensor halved = results.back();
+      backend.Resample2x(up, halved, out(shape));
+      backend.Resample2xBackward(up, b, out(half));
+      backend.Resample2xBackward(down, halved, out(shape));
+    }
     backend.SumPixels(a, out(columns));
     backend.Add(a, 2, b, -0.5f, 1, out(shape));
     return results;

@@ -9,6 +9,7 @@
 
 #include "engine/backend/cpu/host.h"
 #include "engine/backend/cpu/onednn.h"
+#include "engine/backend/cpu/ops.h"
 #include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cpu/vector_ops.h"
 #include "engine/training/cpu/loops.h"
@@ -171,11 +172,31 @@ class CpuBackend final : public Backend {
     MultiplyByDerivative(activation, x.as<float>(), dx.as<float>(), dx.elements());
   }
 
-  void Upsample2x(const Tensor& x, const Tensor& out) override { Resample(x, 1, out); }
-  void Upsample2xBackward(const Tensor& dout, const Tensor& dx) override { Pool(dout, 1, dx); }
-  void AveragePool2x(const Tensor& x, const Tensor& out) override { Pool(x, 0.25f, out); }
-  void AveragePool2xBackward(const Tensor& dout, const Tensor& dx) override {
-    Resample(dout, 0.25f, dx);
+  void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override {
+    switch (kind) {
+      case Resample::kNearestUp:
+        return Spread(x, 1, out);
+      case Resample::kAveragePoolDown:
+        return Pool(x, 0.25f, out);
+      case Resample::kFirUp:
+      case Resample::kFirDown:
+        denoised::cpu::Resample2x(kind, x, out);
+    }
+  }
+  void Resample2xBackward(Resample kind, const Tensor& dout, const Tensor& dx) override {
+    switch (kind) {
+      case Resample::kNearestUp:
+        return Pool(dout, 1, dx);
+      case Resample::kAveragePoolDown:
+        return Spread(dout, 0.25f, dx);
+      // The filter is symmetric, so each is the other's transpose but for the gain.
+      case Resample::kFirUp:
+        Resample2x(Resample::kFirDown, dout, dx);
+        return Add(dx, 4, Tensor(), 0, 0, dx);
+      case Resample::kFirDown:
+        Resample2x(Resample::kFirUp, dout, dx);
+        return Add(dx, 0.25f, Tensor(), 0, 0, dx);
+    }
   }
 
   void Concat(const Tensor& a, const Tensor& b, const Tensor& out) override {
@@ -455,7 +476,7 @@ class CpuBackend final : public Backend {
   }
 
   /// Between [N, H, W, C] and [N, 2H, 2W, C].
-  static void Resample(const Tensor& small, float scale, const Tensor& large) {
+  static void Spread(const Tensor& small, float scale, const Tensor& large) {
     Double(small.as<float>(), scale, small.dim(0) * small.dim(1), small.dim(2), small.dim(3),
            large.as<float>());
   }

@@ -476,11 +476,31 @@ class CudaBackend final : public Backend {
         LaunchGegluBackward(View(x), View(dout), LinesOf(dout), Extent(dout, -1), View(dx), queue_),
         "GegluBackward");
   }
-  void Upsample2x(const Tensor& x, const Tensor& out) override { Spread(x, 1, out); }
-  void Upsample2xBackward(const Tensor& dout, const Tensor& dx) override { Pool(dout, 1, dx); }
-  void AveragePool2x(const Tensor& x, const Tensor& out) override { Pool(x, 0.25f, out); }
-  void AveragePool2xBackward(const Tensor& dout, const Tensor& dx) override {
-    Spread(dout, 0.25f, dx);
+  void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override {
+    switch (kind) {
+      case Resample::kNearestUp:
+        return Spread(x, 1, out);
+      case Resample::kAveragePoolDown:
+        return Pool(x, 0.25f, out);
+      case Resample::kFirUp:
+      case Resample::kFirDown:
+        if (ok()) ops_->Resample2x(kind, x, out);
+    }
+  }
+  void Resample2xBackward(Resample kind, const Tensor& dout, const Tensor& dx) override {
+    switch (kind) {
+      case Resample::kNearestUp:
+        return Pool(dout, 1, dx);
+      case Resample::kAveragePoolDown:
+        return Spread(dout, 0.25f, dx);
+      // The filter is symmetric, so each is the other's transpose but for the gain.
+      case Resample::kFirUp:
+        Resample2x(Resample::kFirDown, dout, dx);
+        return Add(dx, 4, Tensor(), 0, 0, dx);
+      case Resample::kFirDown:
+        Resample2x(Resample::kFirUp, dout, dx);
+        return Add(dx, 0.25f, Tensor(), 0, 0, dx);
+    }
   }
   void Concat(const Tensor& a, const Tensor& b, const Tensor& out) override {
     const int64_t columns = a.dim(-1);
