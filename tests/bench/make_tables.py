@@ -34,6 +34,7 @@ LATENT_BARS = {"sd15-unet/rows:2": 1.6, "sd15-unet/rows:16": 1.3, "sdxl-unet/row
 TRAIN_BARS = {"cifar10-32/batch:128": 1.5, "adm-64/batch:32": 1.4, "mnist-32/batch:512": 1.6}
 TRAIN_MEMORY_BAR = 0.8  # of PyTorch's
 FIRST_STEP_BARS = {"adm-64/batch:32": 10}  # seconds
+CPU_TRAIN_BAR = 1.0
 CONV_BAR, FUSED_BAR, LINEAR_BAR, ATTENTION_BAR = 1.0, 1.3, 0.95, 1.0
 NORM_BAR, LAST_LEVEL_CACHE = 0.85, 60 << 20  # of a copy, for images larger than the H200's L2
 OP_BARS = {"conv": CONV_BAR, "conv_bias_residual_silu": FUSED_BAR, "linear": LINEAR_BAR,
@@ -484,6 +485,22 @@ def train(data):
          "of allocated",
          "First step after: denoise-train, PyTorch", "Bar"], rows) + ["", *found] + clocks_of(
              file["rows"])
+
+
+def train_cpu(data):
+    """A line for each way of PyTorch."""
+    file = data("train-cpu") or UNMEASURED
+    rows, verdicts = [], []
+    for row in rows_by_name(file, ["mnist-32/batch:64"]).values():
+        for label, peer in (row["peers"] if row else {}).items():
+            ratios = ratios_of(peer)
+            ours, theirs = (statistics.median(side) for side in zip(*peer["pairs"]))
+            verdicts.append(verdict(ratios, CPU_TRAIN_BAR, is_old(file["context"])))
+            rows.append([label, f"{number(theirs)} ms", f"{number(ours)} ms", spread(ratios),
+                         f"{CPU_TRAIN_BAR}×", verdicts[-1]])
+    return origin(*contexts_of(file)) + table(
+        ["PyTorch", "its step", "denoise-train's", RATIO, "Bar", ""], rows) + count_misses(
+            verdicts or [NOT_MEASURED])
 
 
 def gpu_of(context):
@@ -1286,7 +1303,7 @@ def train_run(data):
          for i in range(10)])
 
 
-TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": models, "latent": latent, "train": train, "memory": memory, "loop": loop,
+TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": models, "latent": latent, "train": train, "train-cpu": train_cpu, "memory": memory, "loop": loop,
           "convolutions": convolutions, "other-convolutions": other_convolutions,
           "linears": linears, "attentions": attentions, "group-norms": group_norms,
           "convolution-gradients": convolution_gradients,
@@ -1300,7 +1317,7 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "train-curves": train_curves, "train-run": train_run,
           "train-curves-mnist-32": lambda data: train_curves(data, "train-curves-mnist-32")}
 
-ELSEWHERE = {"speed", "http", "event-streams", "train-curves", "train-curves-mnist-32", "train-run"}  # not on docs/benchmarks.md
+ELSEWHERE = {"speed", "http", "event-streams", "train-cpu", "train-curves", "train-curves-mnist-32", "train-run"}  # not on docs/benchmarks.md
 
 
 def made(page, folder):

@@ -9,6 +9,8 @@
   latent   the same of Stable Diffusion's UNets and of decoders, without max-autotune
   train    steps of training beside torch.compile's, all of a step in one CUDA graph; denoised's
            memory and first step before anything else is on the GPU
+  train-cpu  a step of training mnist-32 on a CPU in float32 beside PyTorch, with torch.compile and
+           without, in both layouts
   memory   device memory of the evaluations of models. Nothing else may be on the GPU
   digits   16 guided digits: whole requests and their evaluations beside PyTorch; also on a CPU
   ops      single ops beside cuDNN, cuBLAS, cuBLASLt, SDPA and torch.compile
@@ -73,6 +75,7 @@ MODEL_ROWS = "cifar10-32:1:16:64:256,adm-64:1:64,celebahq-256:16"
 AUTOTUNED_ROWS = "celebahq-256:16,cifar10-32:256:16,adm-64:64,cifar10-32:64,adm-64:1,cifar10-32:1"
 LATENT_ROWS = "sd15-unet:2:16,sdxl-unet:2:16,sdxl-vae@64:1:8,sdxl-vae@128:1"
 TRAIN_BATCHES = "cifar10-32:128,adm-64:32,mnist-32:512"
+CPU_TRAIN_BATCH = 64
 FP8_ROWS = MODEL_ROWS + ",sd15-unet:2:16,sdxl-unet:2:16"
 MOST_COMPILERS = 3  # of max-autotune side by side: more would all end late
 AUTOTUNED = "max-autotune, one graph"
@@ -324,6 +327,33 @@ def train(session):
             session.say(f"{row['name']}: {shown_ratio(result, 'ms')}")
         session.write("train", content)
     session.stop(*ours.values(), *peers.values())
+
+
+def train_cpu(session):
+    args, threads = session.args, {"OMP_NUM_THREADS": f"{session.args.threads}"}
+    flags = [f"--config={ROOT / 'models/mnist-32/unet/config.json'}", f"--batch={CPU_TRAIN_BATCH}",
+             "--device=cpu"]
+    ours = session.start("denoised-train-cpu", [session.program("train-bench"), *flags, "--turns"],
+                         **threads)
+    our_ready = ready(ours, START_SECONDS) | {"device": f"{cpu_name()}, {args.threads} threads"}
+    row = {"name": f"mnist-32/batch:{CPU_TRAIN_BATCH}", "unit": "ms", "peers": {}, "left_out": {},
+           "ours": ours.ask("prepare", "", PREPARE_SECONDS)}
+    ways = {f"{name}, {layout.upper()}": [*way, f"--layout={layout}"]
+            for name, way in (("eager", ["--eager"]), ("torch.compile", []))
+            for layout in ("nhwc", "nchw")}
+    for label, way in ways.items():
+        peer = session.python(f"train-cpu-{label}", "bench/peer_train.py", *flags, *way, **threads)
+        content = {"context": session.context(our_ready, ready(peer, START_SECONDS)), "rows": [row]}
+        details = peer.ask("compile", "", PREPARE_SECONDS)
+        if "error" in details:
+            row["left_out"][label] = details["error"]
+        else:
+            result = alternate((ours, ""), (peer, ""), args.rounds, session.log, MEASURE_SECONDS)
+            row["peers"][label] = result | {"details": details}
+            session.say(f"{row['name']}, {label}: {shown_ratio(result, 'ms')}")
+        session.stop(peer)
+        session.write("train-cpu", content)
+    session.stop(ours)
 
 
 def memory(session):
@@ -896,7 +926,7 @@ def scheduling(session):
 TOPICS = {f.__name__: f
           for f in (models, memory, latent, train, digits, ops, clocks, system, portable, fp8,
                     scheduling)}
-TOPICS |= {"train-ops": train_ops} | pipelines.TOPICS
+TOPICS |= {"train-ops": train_ops, "train-cpu": train_cpu} | pipelines.TOPICS
 
 
 def shown(words):
@@ -940,7 +970,7 @@ def main():
                         help="for cuDNN's plans of one graph")
     parser.add_argument("--search-phase", type=float, default=150, help="seconds, for all ops")
     parser.add_argument("--clocks-op", default="conv/rows:8/size:256/in:128/out:128")
-    parser.add_argument("--threads", type=int, default=2, help="of digits on a CPU")
+    parser.add_argument("--threads", type=int, default=2, help="of digits and train-cpu")
     parser.add_argument("--requests", type=int, default=5, help="of digits and of sd15-request, in a round")
     pipelines.add_flags(parser)
     parser.add_argument("--fake", type=pathlib.Path, help=argparse.SUPPRESS)

@@ -185,6 +185,14 @@ esac
         self.assertEqual(self.read("train")["rows"][0]["left_out"],
                          {"torch.compile, one graph": "no time left"})
 
+    def test_training_on_a_cpu_is_measured_beside_four_ways_of_its_peer(self):
+        self.measure("train-cpu", "--device=cpu", "--rounds=3", "--seconds=1000")
+        row = self.read("train-cpu")["rows"][0]
+        self.assertEqual(list(row["peers"]), ["eager, NHWC", "eager, NCHW", "torch.compile, NHWC",
+                                              "torch.compile, NCHW"])
+        self.assertIn("| eager, NHWC | 3.02 ms | 2.02 ms | 1.50× (1.49–1.50) | 1.0× | met |",
+                      make_tables.TABLES["train-cpu"](self.read))
+
     def test_backward_ops_are_measured_beside_their_peers_and_a_copy(self):
         self.measure("train-ops", "--rounds=2", "--seconds=1000")
         content = self.read("train-ops")
