@@ -24,16 +24,16 @@ Tensor Pass::Scaled(const Tensor& a, float scale) {
 
 Tensor Pass::Resampled(Resample kind, const Tensor& x) {
   const int64_t h = x.dim(1), w = x.dim(2);
-  const Tensor out = Doubles(kind) ? New({x.dim(0), 2 * h, 2 * w, x.dim(3)})
-                                   : New({x.dim(0), h / 2, w / 2, x.dim(3)});
+  Tensor out = Doubles(kind) ? New({x.dim(0), 2 * h, 2 * w, x.dim(3)})
+                             : New({x.dim(0), h / 2, w / 2, x.dim(3)});
   backend.Resample2x(kind, x, out);
   return out;
 }
 
 Tensor Pass::ResampledBackward(Resample kind, const Tensor& dout) {
   const int64_t h = dout.dim(1), w = dout.dim(2);
-  const Tensor dx = Doubles(kind) ? New({dout.dim(0), h / 2, w / 2, dout.dim(3)})
-                                  : New({dout.dim(0), 2 * h, 2 * w, dout.dim(3)});
+  Tensor dx = Doubles(kind) ? New({dout.dim(0), h / 2, w / 2, dout.dim(3)})
+                            : New({dout.dim(0), 2 * h, 2 * w, dout.dim(3)});
   backend.Resample2xBackward(kind, dout, dx);
   return dx;
 }
