@@ -354,6 +354,7 @@ absl::Status UNet2D::Load(NetworkOps& ops, const Weights& weights) {
   traits_.size_multiple = SizeMultiple(channels.size());
   traits_.channels = config_.in_channels;
   traits_.output_channels = config_.out_channels;
+  traits_.needs_positive_condition = config_.time_embedding_type == Time::kFourier;
   traits_.condition = config_.condition;
   traits_.class_embeddings = config_.num_class_embeds;
 

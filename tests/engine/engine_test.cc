@@ -863,6 +863,22 @@ TEST_F(BadModel, ConfigsThatCannotBeHonoured) {
   EXPECT_THAT(Refusal(), HasSubstr("UNet3DConditionModel"));
 }
 
+// It takes the logarithm of a condition.
+TEST_F(BadModel, AFourierEmbeddingNeedsConditionsAboveZero) {
+  fs::remove_all(root_);
+  fs::copy(Goldens() / "time_fourier", root_);
+  for (const char* name :
+       {"EDMEulerScheduler", "DDIMScheduler", "FlowMatchEulerDiscreteScheduler"}) {
+    std::ofstream(root_ / "scheduler_config.json") << nlohmann::json{{"_class_name", name}}.dump();
+    if (name == std::string("FlowMatchEulerDiscreteScheduler")) {
+      const absl::Status opened = engine_->Open("flow", root_);
+      EXPECT_TRUE(opened.ok()) << opened;
+    } else {
+      EXPECT_THAT(Refusal(), HasSubstr("'time_embedding_type' is \"fourier\"")) << name;
+    }
+  }
+}
+
 // What a request gets that names no steps must be what it may ask for.
 TEST_F(BadModel, DefaultStepsAreThoseThatTheSamplerCanDo) {
   auto engine = Engine::Create({.device = "cpu", .max_rows = 2, .max_evaluations = 50});
