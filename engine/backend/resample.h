@@ -17,5 +17,20 @@ enum class Resample : uint8_t {
 constexpr bool Doubles(Resample kind) {
   return kind == Resample::kNearestUp || kind == Resample::kFirUp;
 }
+/// With the same filter, the other way. All filters are symmetric, so the transpose of doubling is
+/// 4 times its opposite, and that of halving a fourth of it.
+constexpr Resample Opposite(Resample kind) {
+  switch (kind) {
+    case Resample::kNearestUp:
+      return Resample::kAveragePoolDown;
+    case Resample::kAveragePoolDown:
+      return Resample::kNearestUp;
+    case Resample::kFirUp:
+      return Resample::kFirDown;
+    case Resample::kFirDown:
+      return Resample::kFirUp;
+  }
+  return kind;
+}
 
 }  // namespace denoised

@@ -383,9 +383,11 @@ class Backend {
   /// dx = dout · act′(x); `x` is the forward input. `dx` may be dout.
   virtual void ActivateBackward(Activation activation, const Tensor& x, const Tensor& dout,
                                 const Tensor& dx) = 0;
-  /// [N, H, W, C] → [N, 2H, 2W, C] or [N, H / 2, W / 2, C].
-  virtual void Resample2x(Resample kind, const Tensor& x, const Tensor& out) = 0;
-  virtual void Resample2xBackward(Resample kind, const Tensor& dout, const Tensor& dx) = 0;
+  /// out = scale · x resampled: [N, H, W, C] → [N, 2H, 2W, C] or [N, H / 2, W / 2, C].
+  virtual void Resample2x(Resample kind, const Tensor& x, float scale, const Tensor& out) = 0;
+  void Resample2xBackward(Resample kind, const Tensor& dout, const Tensor& dx) {
+    Resample2x(Opposite(kind), dout, Doubles(kind) ? 4.0f : 0.25f, dx);
+  }
   /// out[.., :C] = a, out[.., C:] = b. Backwards: GroupNormBackwardArgs::dx_rest.
   virtual void Concat(const Tensor& a, const Tensor& b, const Tensor& out) = 0;
   /// out = a·scale_a + b·scale_b + shift; b may be undefined; `out` may be a or b. Shapes must be

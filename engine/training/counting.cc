@@ -74,8 +74,7 @@ class CountingBackend final : public Backend {
   void GegluBackward(const Tensor&, const Tensor&, const Tensor&) override {}
   void Activate(Activation, const Tensor&, const Tensor&) override {}
   void ActivateBackward(Activation, const Tensor&, const Tensor&, const Tensor&) override {}
-  void Resample2x(Resample, const Tensor&, const Tensor&) override {}
-  void Resample2xBackward(Resample, const Tensor&, const Tensor&) override {}
+  void Resample2x(Resample, const Tensor&, float, const Tensor&) override {}
   void Concat(const Tensor&, const Tensor&, const Tensor&) override {}
   void Add(const Tensor&, float, const Tensor&, float, float, const Tensor&) override {}
   void SumPixels(const Tensor&, const Tensor&) override {}

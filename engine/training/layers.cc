@@ -26,7 +26,7 @@ Tensor Pass::Resampled(Resample kind, const Tensor& x) {
   const int64_t h = x.dim(1), w = x.dim(2);
   Tensor out = Doubles(kind) ? New({x.dim(0), 2 * h, 2 * w, x.dim(3)})
                              : New({x.dim(0), h / 2, w / 2, x.dim(3)});
-  backend.Resample2x(kind, x, out);
+  backend.Resample2x(kind, x, 1, out);
   return out;
 }
 

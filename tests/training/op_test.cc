@@ -297,7 +297,7 @@ TEST_P(OpTest, Resampling) {
     Run(
         op,
         [&, kind = kind](const nlohmann::json&) {
-          backend_->Resample2x(kind, In("x"), Out("out"));
+          backend_->Resample2x(kind, In("x"), 1, Out("out"));
           backend_->Resample2xBackward(kind, In("dout"), Out("dx"));
         },
         nullptr, count);
@@ -919,9 +919,9 @@ TEST_P(LargeOpTest, Pointwise) {
     backend.ActivateBackward(Activation::kSilu, a, b, out(shape));
     for (const auto& [down, up] : {std::pair{Resample::kAveragePoolDown, Resample::kNearestUp},
                                    std::pair{Resample::kFirDown, Resample::kFirUp}}) {
-      backend.Resample2x(down, a, out(half));
+      backend.Resample2x(down, a, 1, out(half));
       const Tensor halved = results.back();
-      backend.Resample2x(up, halved, out(shape));
+      backend.Resample2x(up, halved, 1, out(shape));
       backend.Resample2xBackward(up, b, out(half));
       backend.Resample2xBackward(down, halved, out(shape));
     }

@@ -476,30 +476,16 @@ class CudaBackend final : public Backend {
         LaunchGegluBackward(View(x), View(dout), LinesOf(dout), Extent(dout, -1), View(dx), queue_),
         "GegluBackward");
   }
-  void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override {
+  void Resample2x(Resample kind, const Tensor& x, float scale, const Tensor& out) override {
     switch (kind) {
       case Resample::kNearestUp:
-        return Spread(x, 1, out);
+        return Spread(x, scale, out);
       case Resample::kAveragePoolDown:
-        return Pool(x, 0.25f, out);
+        return Pool(x, 0.25f * scale, out);
       case Resample::kFirUp:
       case Resample::kFirDown:
         if (ok()) ops_->Resample2x(kind, x, out);
-    }
-  }
-  void Resample2xBackward(Resample kind, const Tensor& dout, const Tensor& dx) override {
-    switch (kind) {
-      case Resample::kNearestUp:
-        return Pool(dout, 1, dx);
-      case Resample::kAveragePoolDown:
-        return Spread(dout, 0.25f, dx);
-      // The filter is symmetric, so each is the other's transpose but for the gain.
-      case Resample::kFirUp:
-        Resample2x(Resample::kFirDown, dout, dx);
-        return Add(dx, 4, Tensor(), 0, 0, dx);
-      case Resample::kFirDown:
-        Resample2x(Resample::kFirUp, dout, dx);
-        return Add(dx, 0.25f, Tensor(), 0, 0, dx);
+        if (scale != 1) Add(out, scale, Tensor(), 0, 0, out);
     }
   }
   void Concat(const Tensor& a, const Tensor& b, const Tensor& out) override {
