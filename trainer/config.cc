@@ -587,9 +587,12 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
                              t.null_class, last);
   }
   const nlohmann::json in_network = config.network_json.value("dropout", nlohmann::json());
-  t.dropout = app.count("--dropout") > 0 ? flags.dropout
-              : in_network.is_number()   ? in_network.get<double>()
-                                         : 0;
+  const double of_network = in_network.is_number() ? in_network.get<double>() : 0;
+  if (!(in_network.is_null() || in_network.is_number()) || !(of_network >= 0 && of_network < 1))
+    return InvalidArgument(
+        "the network's config: field 'dropout' is {}; use a number from 0 to below 1",
+        in_network.dump());
+  t.dropout = app.count("--dropout") > 0 ? flags.dropout : of_network;
   DENOISED_RETURN_IF_ERROR(CheckUsed(app, flags));
   DENOISED_RETURN_IF_ERROR(t.Check(config.ranks));
   DENOISED_RETURN_IF_ERROR(training::Objective::Make(t.objective).status());

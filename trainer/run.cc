@@ -415,6 +415,10 @@ absl::Status Session::Resume() {
     std::vector<std::string> broken;
     DENOISED_ASSIGN_OR_RETURN(checkpoint, LoadLatestCheckpoint(Output("checkpoints"), &broken));
     for (const std::string& what : broken) Say("checkpoint skipped: {}", what);
+    if (!checkpoint && !broken.empty())
+      return FailedPrecondition(
+          "no checkpoint in {} is whole; move that folder away to start with step 1",
+          Output("checkpoints"));
     if (!checkpoint) {
       Say("no checkpoint in {} yet: starting with step 1", Output("checkpoints"));
       return absl::OkStatus();

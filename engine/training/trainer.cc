@@ -185,13 +185,12 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
       return InvalidArgument("--timesteps is {}, but the network has num_train_timesteps {}",
                              options.objective.timesteps, config.num_train_timesteps);
   }
-  if (config.time_embedding_type == UNet2DConfig::Time::kFourier &&
-      options.objective.kind != ObjectiveOptions::Kind::kFlow)
+  if (config.time_embedding_type == UNet2DConfig::Time::kFourier)
     return InvalidArgument(
-        "time_embedding_type is \"fourier\", which takes the logarithm of what \"{}\" tells the "
-        "network about the noise, and that may be 0 or less; use \"positional\", or --objective "
-        "flow",
-        Name(options.objective.kind));
+        "time_embedding_type is \"fourier\": such a network takes the logarithm of the noise level "
+        "and divides its output by it, which is made for variance-exploding noise, and no "
+        "objective "
+        "has that; use \"positional\"");
   switch (config.condition) {
     case ClassCondition::kNone:
       if (options.class_dropout > 0)

@@ -26,13 +26,19 @@ struct UNet2D::Kept {
 
 namespace {
 
-/// `fields`: what to change beside block_out_channels.
-absl::Status CheckGroups(int channels, int groups, std::string_view fields) {
+absl::Status CheckGroups(int channels, int groups, std::string_view field) {
   if (channels % groups == 0) return absl::OkStatus();
   return InvalidArgument(
-      "the network has a norm of {} channels, which {} groups do not divide; change {}"
+      "the network has a norm of {} channels, which {} groups do not divide; change {} or "
       "block_out_channels",
-      channels, groups, fields);
+      channels, groups, field);
+}
+absl::Status CheckSkipGroups(int channels, int groups) {
+  if (channels % groups == 0) return absl::OkStatus();
+  return InvalidArgument(
+      "a Skip block has a norm of {} channels, which its {} groups, whose number follows from the "
+      "channels, do not divide; change block_out_channels: multiples of 32 always fit",
+      channels, groups);
 }
 
 }  // namespace
@@ -54,10 +60,10 @@ absl::Status UNet2D::Check() const {
       config_.condition == ClassCondition::kValue)
     return InvalidArgument(
         "time_embedding_type is \"learned\" and class_embed_type \"timestep\": classes would share "
-        "the table of timesteps, which cannot be trained; use \"positional\" or \"fourier\"");
+        "the table of timesteps, which cannot be trained; use \"positional\"");
   for (size_t i = 0; i < channels.size(); ++i) {
     DENOISED_RETURN_IF_ERROR(
-        CheckGroups(channels[i], config_.GroupsOf(channels[i]), "norm_num_groups or "));
+        CheckGroups(channels[i], config_.GroupsOf(channels[i]), "norm_num_groups"));
     const bool last = i + 1 == channels.size();
     if (!DownBlockOf(config_.down_block_types[i]).attention &&
         !UpBlockOf(config_.up_block_types[channels.size() - 1 - i]).attention &&
@@ -74,7 +80,7 @@ absl::Status UNet2D::Check() const {
   }
   if (config_.attn_norm_num_groups)
     DENOISED_RETURN_IF_ERROR(
-        CheckGroups(channels.back(), *config_.attn_norm_num_groups, "attn_norm_num_groups or "));
+        CheckGroups(channels.back(), *config_.attn_norm_num_groups, "attn_norm_num_groups"));
   return absl::OkStatus();
 }
 
@@ -202,7 +208,7 @@ absl::Status UNet2D::BuildSkipLevel(const Declare& declare, const UNet2DBlock& k
                                     const std::vector<int>& inputs, int out_channels,
                                     bool resamples, Level* level) {
   level->skip = true;
-  DENOISED_RETURN_IF_ERROR(CheckGroups(out_channels, SkipGroups(out_channels), ""));
+  DENOISED_RETURN_IF_ERROR(CheckSkipGroups(out_channels, SkipGroups(out_channels)));
   const auto resnet_of = [&](int in, int groups) {
     ResnetBlock::Options options = Resnet(in, out_channels);
     options.groups = groups;
@@ -212,11 +218,11 @@ absl::Status UNet2D::BuildSkipLevel(const Declare& declare, const UNet2DBlock& k
   };
   for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {
     const int groups = SkipInputGroups(kind, inputs, out_channels, i);
-    DENOISED_RETURN_IF_ERROR(CheckGroups(inputs[i], groups, ""));
+    DENOISED_RETURN_IF_ERROR(CheckSkipGroups(inputs[i], groups));
     level->resnets.emplace_back(declare / "resnets" / i, resnet_of(inputs[i], groups));
     // The way up has one, after all resnets.
     if (!kind.attention || (kind.up && i > 0)) continue;
-    DENOISED_RETURN_IF_ERROR(CheckGroups(out_channels, kSkipAttentionGroups, ""));
+    DENOISED_RETURN_IF_ERROR(CheckSkipGroups(out_channels, kSkipAttentionGroups));
     SelfAttention::Options attention = AttentionOf(out_channels);
     attention.groups = kSkipAttentionGroups;
     attention.output_scale_factor = std::sqrt(2.0);

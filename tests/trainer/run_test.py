@@ -258,6 +258,10 @@ class RunTest(unittest.TestCase):
         flipped.write_bytes(data)
         said = self.train("a", rc=1, resume=flipped.parent, steps=20)
         self.assertIn("checksum", said)
+        for state in (self.root / "a/checkpoints").glob("*/state.safetensors"):
+            state.write_bytes(state.read_bytes()[:-1000])
+        said = self.train("a", rc=1, resume="latest", steps=20)
+        self.assertIn("is whole; move that folder away", said)
 
     def test_a_full_disk_leaves_the_last_checkpoint(self):
         said = self.train("a", steps=4)
@@ -510,12 +514,12 @@ class RunTest(unittest.TestCase):
         self.assertIn("drew", self.train("a", **flags))
         self.train("b", accumulation=2, **flags)
         self.assertEqual(self.state("a"), self.state("b"))
-        write(block_out_channels=[8, 18])
-        self.assertIn("which 4 groups do not divide", self.train("c", rc=2, **flags))
-        # Its logarithm: only flow has noise levels above 0 alone.
+        write(block_out_channels=[8, 18], norm_num_groups=2, attention_head_dim=2)
+        self.assertIn("norm of 18 channels, which its 4 groups", self.train("c", rc=2, **flags))
         write(time_embedding_type="fourier")
-        self.assertIn("use \"positional\", or --objective flow", self.train("c", rc=2, **flags))
-        self.assertIn("drew", self.train("c", objective="flow", **flags))
+        self.assertIn('use "positional"', self.train("c", rc=2, **flags))
+        write(dropout="0.1")
+        self.assertIn("field 'dropout' is \"0.1\"", self.train("c", rc=2, **flags))
 
     def test_pictures_on_disk_and_augmented_ones_have_the_same_bits(self):
         flags = {"canvas": 320}  # 12 pictures of 100 KiB
