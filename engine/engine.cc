@@ -498,6 +498,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
                   .default_guidance_scale = files.default_image_guidance_scale};
   // By convention, and in ADM and DiT, the null class is the last. Requests cannot name it.
   info->num_classes = traits.class_embeddings;
+  info->logarithmic_time = traits.logarithmic_time;
   if (model.null_label >= 0 && model.null_label == traits.class_embeddings - 1 &&
       info->num_classes > 1)
     --info->num_classes;

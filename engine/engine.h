@@ -100,6 +100,7 @@ struct ModelInfo {
   ClassCondition condition = ClassCondition::kNone;
   int num_classes = 0;  // labels a request may name: [0, num_classes)
   int class_vector_size = 0;
+  bool logarithmic_time = false;    // evaluations' conditions must be above 0
   std::vector<std::string> labels;  // human-readable, by index; empty when the model ships none
   bool guidance = false;            // rows without the condition can guide those with it
   bool guidance_input = false;      // the guidance scale is an input of the model instead

@@ -408,6 +408,16 @@ class Resolver {
     if (static_cast<int>(plan->evaluations.size()) > model_.max_evaluations)
       Violate("steps", "is {}, which takes {} evaluations; at most {} are allowed", params.steps,
               plan->evaluations.size(), model_.max_evaluations);
+    const auto& evaluations = plan->evaluations;
+    const auto wrong_condition =
+        std::find_if(evaluations.begin(), evaluations.end(),
+                     [](const auto& each) { return !(each.condition > 0); });
+    if (model_.logarithmic_time && wrong_condition != evaluations.end())
+      Violate("sampler",
+              "is {}, whose {} steps tell the model about noise by {} among others; its Fourier "
+              "embedding takes the logarithm, so use another sampler, or a model with another "
+              "scheduler",
+              Name(*params.sampler), params.steps, wrong_condition->condition);
     params = model_.scheduler->WithDefaults(params);
     job_.steps = plan->steps;
     job_.evaluations = static_cast<int>(plan->evaluations.size());

@@ -41,12 +41,13 @@ struct DenoiserInput {
 
 /// The properties of a model that the step batcher needs.
 struct DenoiserTraits {
-  int height = 0, width = 0;              // native size; 0 when the config names none
-  int size_multiple = 1;                  // sizes must be multiples of it
-  int channels = 0;                       // of the state
-  int extra_channels = 0;                 // that it reads after those of the state
-  int output_channels = 0;                // channels, or twice as many with a learned variance
-  bool needs_positive_condition = false;  // it takes the logarithm of DenoiserInput::condition
+  int height = 0, width = 0;  // native size; 0 when the config names none
+  int size_multiple = 1;      // sizes must be multiples of it
+  int channels = 0;           // of the state
+  int extra_channels = 0;     // that it reads after those of the state
+  int output_channels = 0;    // channels, or twice as many with a learned variance
+  /// It takes the logarithm of DenoiserInput::condition, which must be above 0.
+  bool logarithmic_time = false;
   ClassCondition condition = ClassCondition::kNone;
   int class_embeddings = 0;   // kLabel: entries of the table, the null class included
   int class_vector_size = 0;  // kVector: D; kValue: 1

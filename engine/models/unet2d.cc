@@ -116,7 +116,8 @@ int SkipGroups(int channels) { return std::clamp(channels / 4, 1, kMaxSkipGroups
 int SkipInputGroups(const UNet2DBlock& block, const std::vector<int>& in_channels, int out_channels,
                     int index) {
   if (!block.attention || !block.up) return SkipGroups(in_channels[index]);
-  // diffusers: min(resnet_in_channels + res_skip_channels // 4, 32), as written.
+  // diffusers: min(resnet_in_channels + res_skip_channels // 4, 32). Of the last resnet it takes
+  // the skip's channels, which gives 32 too, as attention needs multiples of 32.
   const int before = index == 0 ? in_channels[0] - out_channels : out_channels;
   return std::min(before + out_channels / 4, kMaxSkipGroups);
 }
@@ -354,7 +355,7 @@ absl::Status UNet2D::Load(NetworkOps& ops, const Weights& weights) {
   traits_.size_multiple = SizeMultiple(channels.size());
   traits_.channels = config_.in_channels;
   traits_.output_channels = config_.out_channels;
-  traits_.needs_positive_condition = config_.time_embedding_type == Time::kFourier;
+  traits_.logarithmic_time = config_.time_embedding_type == Time::kFourier;
   traits_.condition = config_.condition;
   traits_.class_embeddings = config_.num_class_embeds;
 

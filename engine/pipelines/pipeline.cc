@@ -307,22 +307,6 @@ class Loader {
           "{}: field 'variance_type' asks for a learned variance, but the model in {} has "
           "out_channels {}; it would need {}",
           directory_.scheduler_config_file, file, traits.output_channels, 2 * traits.channels);
-    return traits.needs_positive_condition ? CheckConditions() : absl::OkStatus();
-  }
-
-  /// The longest plan has the extremes of all.
-  absl::Status CheckConditions() {
-    const Sampler sampler = scheduler_.default_sampler();
-    DENOISED_ASSIGN_OR_RETURN(const StepPlan plan,
-                              scheduler_.Compile({.steps = scheduler_.max_steps(sampler)}));
-    for (const Evaluation<double>& evaluation : plan.evaluations) {
-      if (evaluation.condition > 0) continue;
-      return InvalidArgument(
-          "{}: field 'time_embedding_type' is \"fourier\", the logarithm of a number, but with the "
-          "scheduler of {} that number is {} at the end; such a model needs a "
-          "FlowMatchEulerDiscreteScheduler (NCSN++'s ScoreSdeVeScheduler is not supported)",
-          directory_.unet().config_file, directory_.scheduler_config_file, evaluation.condition);
-    }
     return absl::OkStatus();
   }
 

@@ -863,20 +863,28 @@ TEST_F(BadModel, ConfigsThatCannotBeHonoured) {
   EXPECT_THAT(Refusal(), HasSubstr("UNet3DConditionModel"));
 }
 
-// It takes the logarithm of a condition.
+// It takes the logarithm of a condition: EDM's may be negative, and DDIM's last is 0.
 TEST_F(BadModel, AFourierEmbeddingNeedsConditionsAboveZero) {
   fs::remove_all(root_);
   fs::copy(Goldens() / "time_fourier", root_);
-  for (const char* name :
-       {"EDMEulerScheduler", "DDIMScheduler", "FlowMatchEulerDiscreteScheduler"}) {
-    std::ofstream(root_ / "scheduler_config.json") << nlohmann::json{{"_class_name", name}}.dump();
-    if (name == std::string("FlowMatchEulerDiscreteScheduler")) {
-      const absl::Status opened = engine_->Open("flow", root_);
-      EXPECT_TRUE(opened.ok()) << opened;
-    } else {
-      EXPECT_THAT(Refusal(), HasSubstr("'time_embedding_type' is \"fourier\"")) << name;
-    }
+  int models = 0;
+  const auto violations_with = [&](const nlohmann::json& scheduler) {
+    std::ofstream(root_ / "scheduler_config.json") << scheduler.dump();
+    const std::string name = fmt::format("fourier-{}", models++);
+    const absl::Status opened = engine_->Open(name, root_);
+    EXPECT_TRUE(opened.ok()) << opened;
+    std::vector<FieldViolation> violations;
+    EXPECT_TRUE(engine_->Resolve({.model = name}, &violations).ok());
+    return violations;
+  };
+  for (const char* name : {"EDMEulerScheduler", "DDIMScheduler"}) {
+    const auto violations = violations_with({{"_class_name", name}});
+    ASSERT_EQ(violations.size(), 1u) << name;
+    EXPECT_EQ(violations[0].field, "sampler");
+    EXPECT_THAT(violations[0].description, HasSubstr("takes the logarithm"));
   }
+  EXPECT_TRUE(violations_with({{"_class_name", "FlowMatchEulerDiscreteScheduler"}}).empty());
+  EXPECT_TRUE(violations_with({{"_class_name", "DDIMScheduler"}, {"steps_offset", 1}}).empty());
 }
 
 // What a request gets that names no steps must be what it may ask for.
