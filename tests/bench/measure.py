@@ -343,13 +343,16 @@ def train_cpu(session):
             for layout in ("nhwc", "nchw")}
     for label, way in ways.items():
         peer = session.python(f"train-cpu-{label}", "bench/peer_train.py", *flags, *way, **threads)
-        content = {"context": session.context(our_ready, ready(peer, START_SECONDS)), "rows": [row]}
-        details = peer.ask("compile", "", PREPARE_SECONDS)
+        content = {"context": session.context(our_ready, ready(peer, START_SECONDS) | {"cudnn": None}),
+                   "rows": [row]}
+        details = peer.ask("compile", "", min(PREPARE_SECONDS, session.left()))
         if "error" in details:
             row["left_out"][label] = details["error"]
         else:
             result = alternate((ours, ""), (peer, ""), args.rounds, session.log, MEASURE_SECONDS)
             row["peers"][label] = result | {"details": details}
+            if not result["pairs"]:
+                row["left_out"][label] = result["error"]
             session.say(f"{row['name']}, {label}: {shown_ratio(result, 'ms')}")
         session.stop(peer)
         session.write("train-cpu", content)

@@ -190,8 +190,18 @@ esac
         row = self.read("train-cpu")["rows"][0]
         self.assertEqual(list(row["peers"]), ["eager, NHWC", "eager, NCHW", "torch.compile, NHWC",
                                               "torch.compile, NCHW"])
-        self.assertIn("| eager, NHWC | 3.02 ms | 2.02 ms | 1.50× (1.49–1.50) | 1.0× | met |",
-                      make_tables.TABLES["train-cpu"](self.read))
+        # The fastest decides.
+        table = make_tables.TABLES["train-cpu"](self.read)
+        self.assertIn("| eager, NHWC | 3.02 ms | 2.02 ms | 1.50× (1.49–1.50) |  |  |", table)
+        self.assertIn("| torch.compile, NCHW | 3.02 ms | 2.11 ms | 1.43× (1.43–1.43) | 1.0× | met |", table)
+        # Without its fastest peer the table says so; a peer without a round has no line.
+        content = self.read("train-cpu")
+        row["peers"].pop("eager, NHWC")
+        row["peers"]["eager, NCHW"]["pairs"] = []
+        row["left_out"]["eager, NHWC"] = "no memory"
+        table = make_tables.TABLES["train-cpu"](lambda _: content | {"rows": [row]})
+        self.assertIn("Left out: eager, NHWC: no memory.", table)
+        self.assertFalse(any(line.startswith("| eager") for line in table))
 
     def test_backward_ops_are_measured_beside_their_peers_and_a_copy(self):
         self.measure("train-ops", "--rounds=2", "--seconds=1000")
