@@ -17,8 +17,8 @@ enum class Resample : uint8_t {
 constexpr bool Doubles(Resample kind) {
   return kind == Resample::kNearestUp || kind == Resample::kFirUp;
 }
-/// With the same filter, the other way. All filters are symmetric, so the transpose of doubling is
-/// 4 times its opposite, and that of halving a fourth of it.
+/// With the same filter, the other way. All filters are symmetric, so for even edges the transpose
+/// of doubling is 4 times its opposite, and that of halving a fourth of it.
 constexpr Resample Opposite(Resample kind) {
   switch (kind) {
     case Resample::kNearestUp:

@@ -53,7 +53,7 @@ struct UNet2DConfig {
 /// What a block type of the config stands for, as Parse() accepted it.
 struct UNet2DBlock {
   const char* name;
-  bool attention = false;          // after every resnet
+  bool attention = false;  // after every resnet; on the way up of Skip blocks after the last
   bool resnet_resampling = false;  // resamples by a resnet, whatever downsample_type says
   bool up = false;
   bool skip = false;  // NCSN++: beside it runs a path of the image itself, filtered and resampled
@@ -61,8 +61,9 @@ struct UNet2DBlock {
 const UNet2DBlock& DownBlockOf(const std::string& type);
 const UNet2DBlock& UpBlockOf(const std::string& type);
 
-/// Skip blocks (diffusers' models/unets/unet_2d_blocks.py): the image beside them is RGB, the
-/// groups of their norms follow from the channels, and every sum is divided by √2.
+/// Skip blocks (diffusers' models/unets/unet_2d_blocks.py): the image beside them is RGB. The
+/// groups of their norms follow from the channels, but for attention's. Sums of resnets and
+/// attentions are divided by √2; those with the image are not.
 constexpr int kSkipImageChannels = 3, kSkipAttentionGroups = 32;
 int SkipGroups(int channels);
 /// Of the first norm of resnet `index`, which reads in_channels[index].

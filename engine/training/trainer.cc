@@ -187,10 +187,9 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
   }
   if (config.time_embedding_type == UNet2DConfig::Time::kFourier)
     return InvalidArgument(
-        "time_embedding_type is \"fourier\": such a network takes the logarithm of the noise level "
-        "and divides its output by it, which is made for variance-exploding noise, and no "
-        "objective "
-        "has that; use \"positional\"");
+        "time_embedding_type is \"fourier\": such a network takes the logarithm of what it is told "
+        "about the noise and divides its output by it, so it must be σ itself, which no objective "
+        "tells it; use \"positional\"");
   switch (config.condition) {
     case ClassCondition::kNone:
       if (options.class_dropout > 0)

@@ -10,7 +10,9 @@ struct UNet2D::KeptLevel {
   std::vector<SelfAttention::Kept> attentions;
   Tensor resample_input;
   ResnetBlock::Kept resample_resnet;
-  Tensor skip_input;  // of skip_conv: the image on the way down; else as normed1 in ResnetBlock
+  // Of skip_conv: the image on the way down; on the way up the norm's output, unless it is
+  // recomputed.
+  Tensor skip_input;
   GroupNorm::Kept skip_norm;
 };
 
@@ -62,9 +64,13 @@ absl::Status UNet2D::Check() const {
         "time_embedding_type is \"learned\" and class_embed_type \"timestep\": classes would share "
         "the table of timesteps, which cannot be trained; use \"positional\"");
   for (size_t i = 0; i < channels.size(); ++i) {
-    DENOISED_RETURN_IF_ERROR(
-        CheckGroups(channels[i], config_.GroupsOf(channels[i]), "norm_num_groups"));
     const bool last = i + 1 == channels.size();
+    // Skip blocks have groups of their own; conv_norm_out and the mid block have the config's.
+    const bool skips = DownBlockOf(config_.down_block_types[i]).skip &&
+                       UpBlockOf(config_.up_block_types[channels.size() - 1 - i]).skip;
+    if (!skips || i == 0 || (last && config_.mid_block))
+      DENOISED_RETURN_IF_ERROR(
+          CheckGroups(channels[i], config_.GroupsOf(channels[i]), "norm_num_groups"));
     if (!DownBlockOf(config_.down_block_types[i]).attention &&
         !UpBlockOf(config_.up_block_types[channels.size() - 1 - i]).attention &&
         !(last && config_.mid_block && config_.add_attention))
@@ -390,7 +396,8 @@ void UNet2D::Backward(Pass& pass, const NetworkInput& input, KeptPointer kept_po
   const Tensor& time = kept.activated;
   if (fourier_weight_ >= 0) pass.backend.DivideRows(doutput, input.condition, doutput);
   Tensor dimage;
-  if (up_.back().skip) dimage = pass.ToActivation(doutput);
+  // Only Skip blocks before the last make the image.
+  if (up_.size() > 1 && up_[up_.size() - 2].skip) dimage = pass.ToActivation(doutput);
   Tensor d = output_.Backward(pass, std::move(kept.output), doutput);
 
   // The up path yields the gradients of the skips in the order in which the down path, traversed

@@ -73,6 +73,9 @@ CASES = {
     "skip_down_only": Case(
         model(("SkipDownBlock2D", "UpBlock2D"), ("DownBlock2D", "UpBlock2D"),
               block_out_channels=(16, 16))),
+    "skip_three_levels": Case(
+        model(SKIP, SKIP, ATTN_SKIP, sample_size=(8, 12), block_out_channels=(16, 32, 32),
+              resnet_time_scale_shift="scale_shift", center_input_sample=True, num_class_embeds=5)),
     "mixed_up_and_down": Case(
         model(("DownBlock2D", "ResnetUpsampleBlock2D"),
               ("ResnetDownsampleBlock2D", "AttnUpBlock2D"),

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
   StoreChannels<V>(out, row, channel, v);
 }
 
-/// backend.h's Resample::kFirUp and kFirDown. height and width are the input's.
+/// resample.h's Resample::kFirUp and kFirDown. height and width are the input's.
 template <int V, bool kUp>
 __global__ void __launch_bounds__(kThreads)
     FirKernel(Rows x, int64_t out_rows, const __grid_constant__ OutputSize size, int height,

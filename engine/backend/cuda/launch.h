@@ -297,7 +297,7 @@ cudaError_t LaunchUpsample2x(const Rows& x, int images, int height, int width, i
 cudaError_t LaunchAveragePool2x(const Rows& x, int images, int height, int width, int channels,
                                 const Rows& out, const Queue& queue);
 
-/// backend.h's Resample::kFirUp or kFirDown of an input of this size.
+/// resample.h's Resample::kFirUp or kFirDown of an input of this size.
 cudaError_t LaunchFir2x(const Rows& x, int images, int height, int width, int channels, bool up,
                         const Rows& out, const Queue& queue);
 
