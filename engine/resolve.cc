@@ -408,20 +408,23 @@ class Resolver {
     if (static_cast<int>(plan->evaluations.size()) > model_.max_evaluations)
       Violate("steps", "is {}, which takes {} evaluations; at most {} are allowed", params.steps,
               plan->evaluations.size(), model_.max_evaluations);
-    const auto& evaluations = plan->evaluations;
-    const auto wrong_condition =
-        std::find_if(evaluations.begin(), evaluations.end(),
-                     [](const auto& each) { return !(each.condition > 0); });
-    if (model_.logarithmic_time && wrong_condition != evaluations.end())
-      Violate("sampler",
-              "is {}, whose {} steps tell the model about noise by {} among others; its Fourier "
-              "embedding takes the logarithm, so use another sampler, or a model with another "
-              "scheduler",
-              Name(*params.sampler), params.steps, wrong_condition->condition);
+    if (model_.logarithmic_time) PositiveConditions(*plan);
     params = model_.scheduler->WithDefaults(params);
     job_.steps = plan->steps;
     job_.evaluations = static_cast<int>(plan->evaluations.size());
     return std::make_shared<const StepPlan>(*std::move(plan));
+  }
+
+  void PositiveConditions(const StepPlan& plan) {
+    for (const auto& evaluation : plan.evaluations) {
+      if (evaluation.condition > 0) continue;
+      Violate("sampler",
+              "is {}, which has the timestep {} among its {} steps; the model's Fourier embedding "
+              "takes the logarithm, so all must be above 0; use another sampler, or a model with "
+              "another scheduler",
+              Name(*spec_.sampler.sampler), evaluation.condition, spec_.sampler.steps);
+      return;
+    }
   }
 
   const ModelInfo& model_;
