@@ -97,11 +97,11 @@ struct Tile {
 };
 
 struct Params {
-  CUtensorMap dout, x[4];                   // x: by plane
-  int work = 0;                             // items: parts of all chunks × tiles of the launch
-  int first_tile = 0;                       // of the launch
-  FastDivmod tiles, channel_tiles, splits;  // splits: parts per chunk
-  int output_tiles = 0;
+  CUtensorMap dout, x[4];                  // x: by plane
+  int work = 0;                            // items: parts of all chunks × tiles of the launch
+  int first_tile = 0;                      // of the launch
+  FastDivmod tiles, output_tiles, splits;  // splits: parts per chunk
+  int channel_tiles = 0;
   int outputs = 0, channels = 0;  // of the layer
   int steps = 0;                  // per chunk
   // With a window:
@@ -123,8 +123,8 @@ __device__ inline Item ItemOf(const Params& params, int index) {
   Item item;
   item.part = index / params.tiles;
   const int tile = params.first_tile + index % params.tiles;
-  item.output = tile / params.channel_tiles * T::kOutputs;
-  item.channel = tile % params.channel_tiles * T::kChannels;
+  item.output = tile % params.output_tiles * T::kOutputs;
+  item.channel = (params.channel_tiles - 1 - tile / params.output_tiles) * T::kChannels;
   item.chunk = item.part / params.splits * T::kChunks;
   const int64_t split = item.part % params.splits, steps = params.steps;
   item.begin = static_cast<int>(steps * split / params.splits.value);
@@ -308,28 +308,27 @@ struct Consumer {
       const int blocks = T::kWindow ? kBlocks : BlocksOf(item.channel, params.channels);
       const bool sums_bias =
           params.bias_sums != nullptr && item.channel == 0 && (!T::kWindow || group == 0);
-      float sums[kSums], bias[4], earlier_bias[2] = {};
+      float sums[kSums], bias[4];
 #pragma unroll 1
       for (int chunk = 0; chunk < T::kChunks; ++chunk) {
-        if (sums_bias) {
+        if (T::kChunks == 1 && sums_bias) {
           Multiply<true>(item, sums, bias);
         } else {
           Multiply<false>(item, sums, bias);
         }
         if (chunk + 1 == T::kChunks) break;
-        earlier_bias[0] = bias[0], earlier_bias[1] = bias[2];
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) earlier[i * kConsumers + thread] = VectorOf(sums, i);
       }
       if constexpr (T::kChunks == 2) {
-        bias[0] += earlier_bias[0], bias[2] += earlier_bias[1];
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) AddVector(&earlier[i * kConsumers + thread], sums, i);
       }
-      if (sums_bias && lane % 4 == 0) {
-        float* const to = params.bias_sums +
-                          static_cast<int64_t>(item.part) * params.output_tiles * T::kOutputs +
-                          item.output + (T::kWindow ? 0 : group * kLine) + warp * 16 + lane / 4;
+      if (T::kChunks == 1 && sums_bias && lane % 4 == 0) {
+        float* const to =
+            params.bias_sums +
+            static_cast<int64_t>(item.part) * params.output_tiles.value * T::kOutputs +
+            item.output + (T::kWindow ? 0 : group * kLine) + warp * 16 + lane / 4;
         to[0] = bias[0], to[8] = bias[2];
       }
       float4* const to = params.sums + static_cast<int64_t>(index) * kTileVectors + thread;
@@ -380,8 +379,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 struct PartSums {
   const float4* sums = nullptr;
   const float* bias_sums = nullptr;
-  int first_tile = 0, chunks = 1, splits = 1, output_tiles = 1;
-  FastDivmod tiles, channel_tiles;
+  int first_tile = 0, tiles = 1, chunks = 1, splits = 1, channel_tiles = 1;
+  FastDivmod output_tiles;
   int outputs = 0, channels = 0;  // of the result
   float *out = nullptr, *bias = nullptr;
 };
@@ -412,13 +411,13 @@ __global__ void __launch_bounds__(kSumThreads)
   const int tile = parts.first_tile + tile_of_launch;
   const int lane = threadIdx.x % 32, group = threadIdx.x / 32 % kGroups;
   const int block = threadIdx.x / (32 * kGroups);
-  const int first_output = tile / parts.channel_tiles * T::kOutputs;
-  const int first_channel = tile % parts.channel_tiles * T::kChannels;
+  const int first_output = tile % parts.output_tiles * T::kOutputs;
+  const int first_channel = (parts.channel_tiles - 1 - tile / parts.output_tiles) * T::kChannels;
   if (!T::kWindow && (group >= BlocksOf(first_output, parts.outputs) ||
                       block >= BlocksOf(first_channel, parts.channels)))
     return;
 
-  const int64_t part_vectors = int64_t{parts.tiles.value} * kTileVectors;
+  const int64_t part_vectors = int64_t{parts.tiles} * kTileVectors;
   const float4* const from = parts.sums + int64_t{tile_of_launch} * kTileVectors +
                              (block * kOctets + octet) * kConsumers + group * 128 + quarter * 32 +
                              lane;
@@ -459,7 +458,7 @@ __global__ void __launch_bounds__(kSumThreads)
   if (lane >= 16 || (T::kWindow && group > 0) || output >= parts.outputs) return;
   parts.bias[output] =
       SumOfChunks<kLeaves, kSplits, float>(parts.chunks, parts.splits, [&](int64_t part) {
-        return parts.bias_sums[part * parts.output_tiles * T::kOutputs + output];
+        return parts.bias_sums[part * parts.output_tiles.value * T::kOutputs + output];
       });
 }
 
@@ -531,7 +530,7 @@ int SplitsOfSteps(int64_t tiles, int64_t steps, int64_t step_clocks) {
 
 /// Of `tiles` tiles without splits, how many shall have items of two chunks. Those have half as
 /// many sums in memory, but their waves are longer.
-int64_t PairedTiles(int64_t tiles, int64_t chunks, int64_t chunk_clocks) {
+int64_t PairedTiles(int64_t tiles, int64_t most, int64_t chunks, int64_t chunk_clocks) {
   constexpr int64_t kPairClocks = 2500, kLaunchClocks = 5000;
   constexpr double kPairSteps = 1.1;  // factor of a step: three stages instead of eight
   const auto pair_clocks = static_cast<int64_t>(kPairSteps * static_cast<double>(2 * chunk_clocks));
@@ -541,7 +540,7 @@ int64_t PairedTiles(int64_t tiles, int64_t chunks, int64_t chunk_clocks) {
            launch_tiles * parts * kSumClocks / kChunks;
   };
   int64_t best = 0, least = INT64_MAX;
-  for (int64_t paired = 0; paired <= tiles; ++paired) {
+  for (int64_t paired = 0; paired <= most; ++paired) {
     const int64_t clocks = clocks_of(paired, chunks / 2, pair_clocks + kPairClocks + kItemClocks) +
                            clocks_of(tiles - paired, chunks, chunk_clocks + kItemClocks);
     if (clocks < least) least = clocks, best = paired;
@@ -566,7 +565,9 @@ Plan PlanOf(const WeightGradientLaunch& launch) {
   plan.splits = SplitsOfSteps(plan.tiles(), plan.steps, T::kStepClocks);
   plan.parts = launch.chunks * plan.splits;
   if (kForm == Form::kWindow && plan.splits == 1 && launch.chunks > 1)
-    plan.paired_tiles = PairedTiles(plan.tiles(), launch.chunks, plan.steps * T::kStepClocks);
+    plan.paired_tiles =
+        PairedTiles(plan.tiles(), plan.tiles() - (launch.bias ? plan.output_tiles : 0),
+                    launch.chunks, plan.steps * T::kStepClocks);
   return plan;
 }
 
@@ -614,9 +615,9 @@ cudaError_t ParamsOf(const WeightGradientLaunch& launch, const Plan& plan, float
   if (plan.parts * plan.tiles() > INT32_MAX ||
       launch.images * launch.height * launch.width > INT32_MAX)
     return cudaErrorInvalidValue;
-  params.channel_tiles = FastDivmod(static_cast<int>(plan.channel_tiles));
+  params.output_tiles = FastDivmod(static_cast<int>(plan.output_tiles));
   params.splits = FastDivmod(plan.splits);
-  params.output_tiles = static_cast<int>(plan.output_tiles);
+  params.channel_tiles = static_cast<int>(plan.channel_tiles);
   params.outputs = launch.outputs, params.channels = launch.channels;
   params.steps = static_cast<int>(plan.steps);
   params.steps_x = FastDivmod(static_cast<int>(CountOf(launch.width, kEdge)));
@@ -659,7 +660,8 @@ cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, in
     tiles = std::min(plan.launch_tiles(parts), end - first);
     params.work = static_cast<int>(parts * tiles);
     params.first_tile = sums.first_tile = static_cast<int>(first);
-    params.tiles = sums.tiles = FastDivmod(static_cast<int>(tiles));
+    params.tiles = FastDivmod(static_cast<int>(tiles));
+    sums.tiles = static_cast<int>(tiles);
     error = LaunchDependent(
         kernel,
         {.grid = static_cast<unsigned>(std::min(params.work, queue.multiprocessors)),
