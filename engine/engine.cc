@@ -485,6 +485,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   info->guidance_input = traits.guidance_embedding;
   info->guidance = model.null_label >= 0 || (info->prompts && !info->guidance_input);
   info->guidance_rescale = info->guidance && info->prompts;
+  model.measures_outputs = info->guidance_rescale || scheduler.measures_outputs();
   const bool reads_mask = model.image_input == ImageInput::kMasked,
              reads_image = model.image_input == ImageInput::kWhole;
   info->images = {.init = codec.encodes,

@@ -124,7 +124,7 @@ struct JobSpec {
   std::optional<double> guidance_scale;  // ≤ 1: no unconditional row
   /// Towards the init image, for models with ImageTraits::guidance; ≥ 1, where 1 is none.
   std::optional<double> image_guidance_scale;
-  std::optional<double> guidance_rescale;  // in [0, 1]; see Backend::RescaleGuidance()
+  std::optional<double> guidance_rescale;  // in [0, 1]; see SamplerOps::MeasureOutputs()
   /// Parts of the steps, in [0, 1]: those from ⌊start · steps⌋ to before ⌊stop · steps⌋ are guided.
   std::optional<double> guidance_start, guidance_stop;
   SamplerParams sampler;      // steps 0: the model's default

@@ -10,8 +10,8 @@ namespace denoised::client {
 namespace {
 
 // The plain enums carry the numbers of the contract, so conversion is a cast.
-static_assert(int{v1::SAMPLER_SA_SOLVER} == static_cast<int>(Sampler::kSaSolver));
-static_assert(v1::Sampler_MAX == v1::SAMPLER_SA_SOLVER);
+static_assert(int{v1::SAMPLER_SCORE_SDE_VE} == static_cast<int>(Sampler::kScoreSdeVe));
+static_assert(v1::Sampler_MAX == v1::SAMPLER_SCORE_SDE_VE);
 static_assert(int{v1::NOISE_SCHEDULE_BETA} == static_cast<int>(NoiseSchedule::kBeta));
 static_assert(v1::NoiseSchedule_MAX == v1::NOISE_SCHEDULE_BETA);
 static_assert(int{v1::IMAGE_FORMAT_RAW_UINT8} == static_cast<int>(ImageFormat::kRawUint8));

@@ -31,7 +31,8 @@ constexpr std::string_view kSamplers[] = {kUnknown,
                                           "dpm_solver_singlestep",
                                           "flow_match_euler",
                                           "consistency",
-                                          "sa_solver"};
+                                          "sa_solver",
+                                          "score_sde_ve"};
 constexpr std::string_view kSchedules[] = {kUnknown, "native", "karras", "exponential", "beta"};
 constexpr std::string_view kPriorities[] = {kUnknown, "interactive", "normal", "batch"};
 constexpr std::string_view kStates[] = {kUnknown, "loading", "available", "failed", "unloading"};

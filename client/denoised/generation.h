@@ -41,6 +41,7 @@ enum class Sampler {
   kFlowMatchEuler = 20,
   kConsistency = 21,
   kSaSolver = 22,
+  kScoreSdeVe = 23,
 };
 
 /// How noise levels are spaced over the steps.

@@ -340,15 +340,15 @@ void Check(const GatherArgs& args, const TensorRules& rules) {
   }
 }
 
-void Check(const RescaleGuidanceArgs& args, const TensorRules& rules) {
+void Check(const MeasureOutputsArgs& args, const TensorRules& rules) {
   const int64_t rows = CheckOutputs(args.state, args.rows, args.model_output, rules);
-  CheckTensor("factor", args.factor, {rows}, DType::kF32, rules);
+  CheckTensor("factors", args.factors, {rows, kOutputFactors}, DType::kF32, rules);
 }
 
 void Check(const AdvanceArgs& args, const TensorRules& rules) {
   const int64_t rows = CheckOutputs(args.state, args.rows, args.model_output, rules);
-  if (args.guidance_factor)
-    CheckTensor("guidance_factor", args.guidance_factor, {rows}, DType::kF32, rules);
+  if (args.factors)
+    CheckTensor("factors", args.factors, {rows, kOutputFactors}, DType::kF32, rules);
 }
 
 void CheckResample2x(Resample kind, const Tensor& x, const Tensor& out, const TensorRules& rules) {

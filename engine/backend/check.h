@@ -38,7 +38,7 @@ void Check(const FourierEmbeddingArgs& args, const TensorRules& rules);
 void Check(const EmbeddingArgs& args, const TensorRules& rules);
 void Check(const BeginSlotArgs& args, const TensorRules& rules);
 void Check(const GatherArgs& args, const TensorRules& rules);
-void Check(const RescaleGuidanceArgs& args, const TensorRules& rules);
+void Check(const MeasureOutputsArgs& args, const TensorRules& rules);
 void Check(const AdvanceArgs& args, const TensorRules& rules);
 void CheckResample2x(Resample kind, const Tensor& x, const Tensor& out, const TensorRules& rules);
 void CheckAdd(const Tensor& a, const Tensor& b, const Tensor& out, const TensorRules& rules);

@@ -235,9 +235,9 @@ void CountingBackend::Gather(const GatherArgs& args) {
   Count(0, 0, {&args.rows, &args.x, &args.x, &args.condition, &args.label, &args.embedding});
 }
 
-void CountingBackend::RescaleGuidance(const RescaleGuidanceArgs& args) {
+void CountingBackend::MeasureOutputs(const MeasureOutputsArgs& args) {
   Check(args, rules_);
-  Count(0, 0, {&args.rows, &args.factor});  // most rows are not rescaled
+  Count(0, 0, {&args.rows, &args.factors});  // most rows are not measured
 }
 
 void CountingBackend::Advance(const AdvanceArgs& args) {

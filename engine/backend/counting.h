@@ -75,7 +75,7 @@ class CountingBackend : public Backend {
   void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out) override;
   void BeginSlot(const BeginSlotArgs& args) override;
   void Gather(const GatherArgs& args) override;
-  void RescaleGuidance(const RescaleGuidanceArgs& args) override;
+  void MeasureOutputs(const MeasureOutputsArgs& args) override;
   void Advance(const AdvanceArgs& args) override;
 
   absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override;

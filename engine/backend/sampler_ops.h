@@ -47,36 +47,40 @@ struct BeginSlotArgs {
   int slot = 0;
   Tensor source;  // optional F32 [H, W, C] (init image), device memory
   Tensor noise;   // optional F32 [H, W, C] instead of Philox draw kInitialDraw
-  float source_scale = 0, noise_scale = 1, churn_scale = 0;
+  float source_scale = 0, noise_scale = 1, churn_scale = 0, shift = 0;
   bool keeps_known = false;  // source and the initial noise go into state.known
-  // x = source_scale·source + noise_scale·noise + churn_scale·noise'; registers and x0 zero,
-  // evaluation and nonfinite 0. state.seed must hold the slot's seed already.
+  // x = source_scale·source + noise_scale·noise + churn_scale·noise' + shift; registers and x0
+  // zero, evaluation and nonfinite 0. state.seed must hold the slot's seed already.
 };
 
 struct GatherArgs {
   SlotState state;
   Tensor rows;       // I32 [R, kRowNumbers]: EvaluationRow
-  Tensor x;          // activation dtype [R, H, W, C + E]: input_scale · state, then state.extra
+  Tensor x;          // activation dtype [R, H, W, C + E]: the plan's input, then state.extra
   Tensor condition;  // F32 [R]
   Tensor label;      // optional I32 [R]
   Tensor embedding;  // optional F32 [R, D]; zeros for rows that only serve as unconditional
 };
 
-struct RescaleGuidanceArgs {
+struct MeasureOutputsArgs {
   SlotState state;
   Tensor rows;          // I32 [R, kRowNumbers]
   Tensor model_output;  // F32 [R, H, W, C] or [R, H, W, 2C]
-  /// F32 [R]: of a row that advances and is guided with rescale φ > 0, φ · std(F_c) / std(F) + 1 −
-  /// φ, where F is the guided output and std the standard deviation of a whole image, unbiased
+  /// F32 [R, 2]: step_plan.h's OutputFactors.
+  /// `guidance`, of a row that advances and is guided with rescale φ > 0: φ · std(F_c) / std(F) + 1
+  /// − φ, where F is the guided output and std the standard deviation of a whole image, unbiased
   /// (arXiv 2305.08891). 1 for all others, and where std(F) is 0.
-  Tensor factor;
+  /// `norm_ratio`, of a row that advances and whose evaluation has NoiseScale::kNormRatio: ‖noise‖
+  /// / ‖F‖, where F has the factor above; infinite where F is 0. 1 for all others.
+  Tensor factors;
 };
+constexpr int kOutputFactors = sizeof(OutputFactors) / sizeof(float);
 
 struct AdvanceArgs {
   SlotState state;
-  Tensor rows;             // I32 [R, kRowNumbers]
-  Tensor model_output;     // F32 [R, H, W, C], or [R, H, W, 2C] with learned variance
-  Tensor guidance_factor;  // optional F32 [R], of RescaleGuidance(): multiplies F
+  Tensor rows;          // I32 [R, kRowNumbers]
+  Tensor model_output;  // F32 [R, H, W, C], or [R, H, W, 2C] with learned variance
+  Tensor factors;       // F32 [R, 2] of MeasureOutputs(); without, all are 1
   // F is Guided() of the row's output and its unconditional rows'; a learned variance is the
   // conditional row's. Then step_plan.h's formulas; evaluation += 1.
 };
@@ -87,7 +91,7 @@ class SamplerOps {
 
   virtual void BeginSlot(const BeginSlotArgs& args) = 0;
   virtual void Gather(const GatherArgs& args) = 0;
-  virtual void RescaleGuidance(const RescaleGuidanceArgs& args) = 0;
+  virtual void MeasureOutputs(const MeasureOutputsArgs& args) = 0;
   virtual void Advance(const AdvanceArgs& args) = 0;
 };
 

@@ -82,9 +82,9 @@ absl::Status Evaluator::Allocate() {
         take(&state_.known, {slots, 2, height, width, channels}, DType::kF32, "images with masks"));
     DENOISED_RETURN_IF_ERROR(take(&state_.mask, {slots, height, width}, DType::kF32, "masks"));
   }
-  if (traits.text_features > 0)
-    DENOISED_RETURN_IF_ERROR(
-        take(&guidance_factor_, {options_.max_rows}, DType::kF32, "rescaled guidance"));
+  if (options_.measures_outputs)
+    DENOISED_RETURN_IF_ERROR(take(&factors_, {options_.max_rows, kOutputFactors}, DType::kF32,
+                                  "factors of whole outputs"));
   const Shape image{height, width, channels};
   DENOISED_RETURN_IF_ERROR(take(&source_, image, DType::kF32, "init image"));
   DENOISED_RETURN_IF_ERROR(take(&noise_, image, DType::kF32, "initial noise"));
@@ -237,14 +237,13 @@ void Evaluator::Enqueue(int bucket) {
   }
   // A row may read another row's output, so rows advance only when all outputs are there.
   const Tensor rows = rows_.Slice(0, bucket);
-  Tensor factor;
-  if (guidance_factor_) {
-    factor = guidance_factor_.Slice(0, bucket);
-    backend_.RescaleGuidance(
-        {.state = state_, .rows = rows, .model_output = output, .factor = factor});
+  Tensor factors;
+  if (factors_) {
+    factors = factors_.Slice(0, bucket);
+    backend_.MeasureOutputs(
+        {.state = state_, .rows = rows, .model_output = output, .factors = factors});
   }
-  backend_.Advance(
-      {.state = state_, .rows = rows, .model_output = output, .guidance_factor = factor});
+  backend_.Advance({.state = state_, .rows = rows, .model_output = output, .factors = factors});
 }
 
 Tensor Evaluator::Predict(Backend& backend, Arena& arena, int begin, int count) {
@@ -361,6 +360,7 @@ void Evaluator::Begin(int slot, const Start& start) {
                       .source_scale = start.source_scale,
                       .noise_scale = start.noise_scale,
                       .churn_scale = start.churn_scale,
+                      .shift = start.shift,
                       .keeps_known = keeps_known});
 }
 

@@ -43,6 +43,7 @@ class Evaluator {
     Tensor activations;
     int least_rows = 4;
     ImageInput image_input = ImageInput::kNone;
+    bool measures_outputs = false;  // plans or guidance need SamplerOps::MeasureOutputs()
     /// The condition sets that the labels of rows refer to, for denoisers that read text. Must
     /// outlive the evaluator.
     ConditionSets sets;
@@ -77,7 +78,7 @@ class Evaluator {
     const float* source = nullptr;     // optional pixels [H, W, C] in host memory
     const float* mask = nullptr;   // optional pixels [H, W] with a source: redrawn if ½ or more
     const float* noise = nullptr;  // optional, host memory, of the state's shape
-    float source_scale = 0, noise_scale = 1, churn_scale = 0;
+    float source_scale = 0, noise_scale = 1, churn_scale = 0, shift = 0;
   };
   /// Puts a new image into `slot`, whatever was there before.
   void Begin(int slot, const Start& start);
@@ -165,7 +166,7 @@ class Evaluator {
   Tensor source_, noise_;                               // F32 [H, W, C]: uploaded by Begin()
   Tensor pixels_;                                       // F32 image: a source that is to be encoded
   Tensor latents_, preview_latents_;                    // those that are being decoded
-  Tensor guidance_factor_;      // F32 [max_rows], of models whose guidance may be rescaled
+  Tensor factors_;              // F32 [max_rows, 2], of models whose whole outputs may be measured
   Tensor outputs_;              // F32 [max_rows, H, W, output channels], where rows are split
   std::optional<Arena> arena_;  // for rows computed together
   std::optional<Arena> encode_arena_;  // in the same memory

@@ -303,7 +303,8 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Batch>> StepBatcher::MakeBatch(
                              .codec = model.codec,
                              .max_decodes = model.max_decodes,
                              .preview_codec = model.preview_codec,
-                             .image_input = model.image_input};
+                             .image_input = model.image_input,
+                             .measures_outputs = model.measures_outputs};
   if (const bool own_size = !models_.contains(model.name); !own_size) {
     options.activations = OwnSizeOf(model.name).evaluator->activations();
     options.max_decodes = 1;
@@ -545,6 +546,7 @@ void StepBatcher::Begin(Batch& batch, int slot, std::shared_ptr<Image> image) {
   start.source_scale = static_cast<float>(plan.initial_source_scale);
   start.noise_scale = static_cast<float>(plan.initial_noise_scale);
   start.churn_scale = static_cast<float>(plan.initial_churn_scale);
+  start.shift = static_cast<float>(plan.initial_shift);
   StageRun run{.stage = Stage::kEncode, .count = 1};
   const bool encodes = start.source && batch.model.codec;
   if (encodes) run.begin = BackendOf(batch.model).Mark();

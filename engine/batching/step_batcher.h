@@ -37,6 +37,7 @@ struct BatchedModel {
   int max_rows = 0;     // of one evaluation
   int slots = 0;        // images in flight at the model's own size
   int max_evaluations = 0;
+  bool measures_outputs = false;  // see Evaluator::Options
 };
 
 /// Decides what runs on one device. Every evaluation of a model carries all rows that are ready,

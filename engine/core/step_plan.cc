@@ -9,6 +9,7 @@ std::vector<DeviceEvaluation> ToDevice(const StepPlan& plan, bool masked) {
   for (const Evaluation<double>& from : plan.evaluations) {
     DeviceEvaluation to;
     to.input_scale = static_cast<float>(from.input_scale);
+    to.input_shift = static_cast<float>(from.input_shift);
     to.condition = static_cast<float>(from.condition);
     to.x0_from_x = static_cast<float>(from.x0_from_x);
     to.x0_from_model = static_cast<float>(from.x0_from_model);

@@ -39,11 +39,15 @@ enum class NoiseScale : int32_t {
   kFixed = 0,         // the noise column of weights, as it stands
   kLearned = 1,       // × sqrt(max(v, 0)), v the model's second half of channels (DDPM "learned")
   kLearnedRange = 2,  // × exp(½(f·log_max + (1−f)·log_min)), f = (v + 1)/2   ("learned_range")
+  kNormRatio = 3,  // × r, and the model column × r², where r = ‖noise‖ / ‖F‖ of the whole image
+                   // (the corrector of arXiv 2011.13456, algorithm 4)
 };
 
 /// One evaluation of the model. `Real` is double in plans, float on devices.
 ///
-///   input = input_scale · x,  conditioned on `condition` (a timestep, or EDM's c_noise = ln σ / 4)
+///   input = input_scale · x + input_shift,  conditioned on `condition` (a timestep, EDM's c_noise
+///   =
+///           ln σ / 4, or σ)
 ///   x0    = x0_from_x · x + x0_from_model · F, then clipped to ±clip when clip > 0
 ///   {x, registers} ← weights · {x, F, x0, noise, registers}, all outputs from the old values
 ///
@@ -54,6 +58,7 @@ enum class NoiseScale : int32_t {
 template <typename Real>
 struct Evaluation {
   Real input_scale = 1;
+  Real input_shift = 0;
   Real condition = 0;
   Real x0_from_x = 0;
   Real x0_from_model = 0;
@@ -66,13 +71,15 @@ struct Evaluation {
 };
 
 using DeviceEvaluation = Evaluation<float>;
-static_assert(sizeof(DeviceEvaluation) == 4 * (10 + kPlanOutputs * kPlanInputs));
+static_assert(sizeof(DeviceEvaluation) == 4 * (11 + kPlanOutputs * kPlanInputs));
 
 // What the formulas above leave open at the edges. Host and device share these functions, so that
 // they agree there too; NaN stays NaN and is reported (SlotState::nonfinite).
 
-/// The factor of the noise column. `variance` is the model's, and is not read for kFixed.
-DENOISED_HOST_DEVICE inline float NoiseFactor(const DeviceEvaluation& plan, float variance) {
+/// The factor of the noise column. `variance` is the model's, and is read for kLearned and
+/// kLearnedRange. `norm_ratio` is read for kNormRatio.
+DENOISED_HOST_DEVICE inline float NoiseFactor(const DeviceEvaluation& plan, float variance,
+                                              float norm_ratio) {
   switch (plan.noise_scale) {
     case NoiseScale::kFixed:
       return 1.0f;
@@ -83,9 +90,22 @@ DENOISED_HOST_DEVICE inline float NoiseFactor(const DeviceEvaluation& plan, floa
       const float f = 0.5f * (variance + 1.0f);
       return expf(0.5f * (f * plan.log_variance_max + (1.0f - f) * plan.log_variance_min));
     }
+    case NoiseScale::kNormRatio:
+      return norm_ratio;
   }
   return 1.0f;
 }
+
+/// The factor of the model column.
+DENOISED_HOST_DEVICE inline float ModelFactor(const DeviceEvaluation& plan, float norm_ratio) {
+  return plan.noise_scale == NoiseScale::kNormRatio ? norm_ratio * norm_ratio : 1.0f;
+}
+
+/// What Advance() needs of a row's whole output. Made by SamplerOps::MeasureOutputs().
+struct OutputFactors {
+  float guidance = 1;    // × F: guidance that is rescaled (Guidance::rescale)
+  float norm_ratio = 1;  // r of NoiseScale::kNormRatio
+};
 
 /// Whether the evaluation puts back what a mask keeps.
 DENOISED_HOST_DEVICE inline bool HasMask(const DeviceEvaluation& plan) {
@@ -101,7 +121,7 @@ DENOISED_HOST_DEVICE inline float Masked(const DeviceEvaluation& plan, float mas
 /// How the outputs of an image's rows become one. With a second row, the output without the
 /// condition: u + scale · (c − u). With a third (InstructPix2Pix), u is without condition and
 /// image, and i without the condition alone: u + scale · (c − i) + image_scale · (i − u). Then the
-/// result may be scaled, see Backend::RescaleGuidance().
+/// result may be scaled, see SamplerOps::MeasureOutputs().
 struct Guidance {
   float scale = 1;
   float image_scale = 1;
@@ -128,13 +148,14 @@ struct StepPlan {
 
   /// The state before the first evaluation:
   ///   x = initial_source_scale · source + initial_noise_scale · noise + initial_churn_scale ·
-  ///   noise'
+  ///       noise' + initial_shift
   /// where `source` is the init image in [−1, 1] (scale 0 when drawing from noise alone) and
   /// `noise` is Philox draw kInitialDraw or the noise tensor of the request, noise'
   /// kInitialChurnDraw.
   double initial_source_scale = 0;
   double initial_noise_scale = 1;
   double initial_churn_scale = 0;
+  double initial_shift = 0;
 };
 
 /// The plan's coefficients in the form devices read. `masked`: the image has a mask.

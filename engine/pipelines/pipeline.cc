@@ -126,6 +126,8 @@ absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
       SchedulerConfig::Parse(*directory.scheduler_config, directory.scheduler_config_file));
   PipelineFiles files{.directory = std::move(directory), .scheduler = std::move(scheduler)};
   files.precision = files.directory.precision;
+  // ScoreSdeVePipeline's: its sampler takes small steps.
+  if (files.scheduler.default_sampler() == Sampler::kScoreSdeVe) files.default_steps = 2000;
   if (denoiser->reads_text) {
     const PipelineClass* known = FindPipeline(files.directory.pipeline_class);
     if (!known) {

@@ -68,6 +68,8 @@ StepPlan CompileResolved(const Fields& fields, const Request& request) {
       return CompileConsistency(fields, request);
     case Sampler::kSaSolver:
       return CompileSaSolver(fields, request);
+    case Sampler::kScoreSdeVe:
+      return CompileScoreSdeVe(fields, request);
   }
   DENOISED_CHECK(false, "sampler {}", static_cast<int>(request.sampler));
 }
@@ -96,6 +98,8 @@ std::string_view Name(Training training) {
       return "flow matching";
     case Training::kConsistency:
       return "consistency";
+    case Training::kScore:
+      return "score";
   }
   return "unknown";
 }
@@ -105,9 +109,9 @@ bool IsFloat(double value) { return std::abs(value) <= std::numeric_limits<float
 
 bool IsFinite(const StepPlan& plan) {
   for (const Evaluation<double>& row : plan.evaluations) {
-    const double scalars[] = {row.input_scale,   row.condition,        row.x0_from_x,
-                              row.x0_from_model, row.log_variance_min, row.log_variance_max,
-                              row.known_image,   row.known_noise};
+    const double scalars[] = {row.input_scale,      row.input_shift,   row.condition,
+                              row.x0_from_x,        row.x0_from_model, row.log_variance_min,
+                              row.log_variance_max, row.known_image,   row.known_noise};
     for (const double value : scalars)
       if (!IsFloat(value)) return false;
     for (const auto& weights : row.weights)
@@ -115,7 +119,7 @@ bool IsFinite(const StepPlan& plan) {
         if (!IsFloat(weight)) return false;
   }
   return IsFloat(plan.initial_source_scale) && IsFloat(plan.initial_noise_scale) &&
-         IsFloat(plan.initial_churn_scale);
+         IsFloat(plan.initial_churn_scale) && IsFloat(plan.initial_shift);
 }
 
 /// Turns one request into a plan and collects the errors in it.

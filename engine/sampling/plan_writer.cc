@@ -22,6 +22,8 @@ Preconditioning PreconditioningAt(const Level& level, const SchedulerConfig::Fie
       const double above = sigma - *fields.sigma_min;
       return {1 / data_norm, data * data / (above * above + data * data), above * data / data_norm};
     }
+    case Training::kScore:  // images in [0, 1] as (x + 1)/2, with half of our σ
+      return {0.5, 1, sigma * sigma / 2, 0.5};
     case Training::kBetas:
       break;
   }
@@ -43,11 +45,14 @@ PlanWriter::PlanWriter(const SchedulerConfig::Fields& fields, double clip)
 
 void PlanWriter::StartFromNoise(double scale) {
   plan_.initial_source_scale = 0;
+  // The noise of images in [0, 1] is around 0, which is −1 here.
+  plan_.initial_shift = fields_.training == Training::kScore ? -1 : 0;
   plan_.initial_noise_scale = scale;
 }
 
 void PlanWriter::StartFromImage(const Level& level) {
   plan_.initial_source_scale = level.alpha;
+  plan_.initial_shift = 0;
   plan_.initial_noise_scale = level.sigma;
 }
 
@@ -62,6 +67,7 @@ Combination PlanWriter::Evaluate(int step, const Level& level) {
   const Preconditioning model = PreconditioningAt(level, fields_);
   Evaluation<double> evaluation;
   evaluation.input_scale = model.input_scale;
+  evaluation.input_shift = model.input_shift;
   evaluation.condition = level.condition;
   evaluation.x0_from_x = model.x0_from_x;
   evaluation.x0_from_model = model.x0_from_model;
@@ -92,6 +98,8 @@ void PlanWriter::Keep(int reg, const Combination& value) {
   DENOISED_CHECK(reg >= 0 && reg < kRegisters, "register {}", reg);
   Write(kOutputRegister + reg, value);
 }
+
+void PlanWriter::ScaleByNorms() { plan_.evaluations.back().noise_scale = NoiseScale::kNormRatio; }
 
 void PlanWriter::LearnedNoise(NoiseScale scale, double log_variance_min, double log_variance_max) {
   Evaluation<double>& now = plan_.evaluations.back();

@@ -20,10 +20,10 @@ struct Level {
   double lambda() const { return std::log(alpha) - std::log(sigma); }
 };
 
-/// The model's inputs and prediction at a level: F(input_scale·x, condition), x0 = x0_from_x·x +
-/// x0_from_model·F.
+/// The model's inputs and prediction at a level: F(input_scale·x + input_shift, condition), x0 =
+/// x0_from_x·x + x0_from_model·F.
 struct Preconditioning {
-  double input_scale, x0_from_x, x0_from_model;
+  double input_scale, x0_from_x, x0_from_model, input_shift = 0;
 };
 Preconditioning PreconditioningAt(const Level& level, const SchedulerConfig::Fields& fields);
 
@@ -51,6 +51,8 @@ class PlanWriter {
   Combination Epsilon() const;
   void Next(const Combination& x);
   void Keep(int reg, const Combination& value);
+  /// Model() is times r² in this evaluation, and Noise() times r: see NoiseScale::kNormRatio.
+  void ScaleByNorms();
   /// For a model that predicts the variance of the noise.
   void LearnedNoise(NoiseScale scale, double log_variance_min, double log_variance_max);
 

@@ -40,6 +40,7 @@ enum class Sampler {
   kFlowMatchEuler,       // FlowMatchEulerDiscreteScheduler, 2403.03206
   kConsistency,          // CMStochasticIterativeScheduler, 2303.01469
   kSaSolver,             // SASolverScheduler, 2309.05019
+  kScoreSdeVe,           // ScoreSdeVeScheduler, 2011.13456
 };
 
 /// How noise levels are spaced.
@@ -90,7 +91,7 @@ class SchedulerConfig {
   Sampler default_sampler() const;
   NoiseSchedule default_schedule() const;
   /// The samplers for this model. An EDM model has no betas, so those that need them are not among
-  /// them. A flow matching model and a consistency model have one sampler each.
+  /// them. Flow matching, consistency and score models have one sampler each.
   std::vector<Sampler> samplers() const;
   std::vector<NoiseSchedule> schedules(Sampler sampler) const;
   /// Most steps that a plan may have: num_train_timesteps, or 1000 for EDM; no more than
@@ -98,6 +99,8 @@ class SchedulerConfig {
   int max_steps(Sampler sampler) const;
   /// The model must output twice the channels: mean and variance.
   bool learns_variance() const;
+  /// Plans have NoiseScale::kNormRatio.
+  bool measures_outputs() const;
 
   /// All errors in `params`, or empty.
   std::vector<ParamViolation> Validate(const SamplerParams& params) const;

@@ -29,6 +29,7 @@ constexpr std::pair<Sampler, std::string_view> kSamplerNames[] = {
     {Sampler::kFlowMatchEuler, "flow_match_euler"},
     {Sampler::kConsistency, "consistency"},
     {Sampler::kSaSolver, "sa_solver"},
+    {Sampler::kScoreSdeVe, "score_sde_ve"},
 };
 
 constexpr std::pair<NoiseSchedule, std::string_view> kScheduleNames[] = {

@@ -51,5 +51,6 @@ StepPlan CompileDpmSolverSinglestep(const SchedulerConfig::Fields& fields, const
 StepPlan CompileFlowMatchEuler(const SchedulerConfig::Fields& fields, const Request& request);
 StepPlan CompileConsistency(const SchedulerConfig::Fields& fields, const Request& request);
 StepPlan CompileSaSolver(const SchedulerConfig::Fields& fields, const Request& request);
+StepPlan CompileScoreSdeVe(const SchedulerConfig::Fields& fields, const Request& request);
 
 }  // namespace denoised

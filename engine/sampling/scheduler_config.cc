@@ -39,6 +39,7 @@ constexpr SchedulerClass kClasses[] = {
     {"FlowMatchEulerDiscreteScheduler", Sampler::kFlowMatchEuler},
     {"CMStochasticIterativeScheduler", Sampler::kConsistency},
     {"SASolverScheduler", Sampler::kSaSolver},
+    {"ScoreSdeVeScheduler", Sampler::kScoreSdeVe},
 };
 
 Training TrainingOf(Sampler sampler) {
@@ -50,6 +51,8 @@ Training TrainingOf(Sampler sampler) {
       return Training::kFlow;
     case Sampler::kConsistency:
       return Training::kConsistency;
+    case Sampler::kScoreSdeVe:
+      return Training::kScore;
     default:
       return Training::kBetas;
   }
@@ -142,6 +145,7 @@ void ReadBetas(ConfigReader& config, Fields* fields) {
 void ReadTraining(ConfigReader& config, Fields* fields) {
   const bool consistency = fields->training == Training::kConsistency;
   if (consistency) fields->train_timesteps = 40;
+  if (fields->training == Training::kScore) fields->train_timesteps = 2000;
   // diffusers before 0.1 called it "timesteps".
   config.Read("timesteps", &fields->train_timesteps);
   config.Read("num_train_timesteps", &fields->train_timesteps);
@@ -191,6 +195,10 @@ void ReadSigmas(ConfigReader& config, Fields* fields) {
     if (!fields->sigma_max) fields->sigma_max = 80.0;
     if (!(fields->sigma_data > 0)) config.Complain("sigma_data", "use a number above 0");
     if (!(fields->rho > 0)) config.Complain("rho", "use a number above 0");
+  }
+  if (fields->training == Training::kScore) {
+    if (!fields->sigma_min) fields->sigma_min = 0.01;
+    if (!fields->sigma_max) fields->sigma_max = 1348.0;
   }
   if (fields->sigma_min && !(*fields->sigma_min > 0))
     config.Complain("sigma_min", "use a number above 0");
@@ -319,6 +327,18 @@ void ReadSolvers(ConfigReader& config, Fields* fields) {
   config.Refuse("invert_sigmas", false);
 }
 
+void ReadScore(ConfigReader& config, Fields* fields) {
+  config.Read("snr", &fields->snr);
+  config.Read("sampling_eps", &fields->sampling_eps);
+  config.Read("correct_steps", &fields->correct_steps);
+  if (!(fields->snr > 0)) config.Complain("snr", "use a number above 0");
+  if (!(fields->sampling_eps >= 0 && fields->sampling_eps < 1))
+    config.Complain("sampling_eps", "use a number of at least 0 and below 1");
+  // The bound keeps a bad file from exhausting memory.
+  if (fields->correct_steps < 0 || fields->correct_steps > 100)
+    config.Complain("correct_steps", "use 0 to 100");
+}
+
 void ReadSamplers(ConfigReader& config, Fields* fields) {
   config.Read("set_alpha_to_one", &fields->set_alpha_to_one);
   config.Read("skip_prk_steps", &fields->skip_prk_steps);
@@ -355,6 +375,7 @@ absl::StatusOr<SchedulerConfig> SchedulerConfig::Parse(const nlohmann::json& jso
   ReadClipping(config, fields.get());
   ReadSolvers(config, fields.get());
   ReadSaSolver(config, fields.get());
+  ReadScore(config, fields.get());
   ReadSamplers(config, fields.get());
   // Fields of other classes, carried by files that were converted from them.
   if (fields->training != Training::kBetas)
@@ -377,6 +398,7 @@ NoiseSchedule DefaultSchedule(const SchedulerConfig::Fields& fields, Sampler sam
     case Sampler::kLcm:
     case Sampler::kTcd:
     case Sampler::kConsistency:
+    case Sampler::kScoreSdeVe:
       return NoiseSchedule::kNative;
     default:
       return fields.default_schedule;
@@ -390,7 +412,7 @@ NoiseSchedule SchedulerConfig::default_schedule() const {
 }
 
 std::vector<Sampler> SchedulerConfig::samplers() const {
-  if (fields_->training == Training::kFlow || fields_->training == Training::kConsistency)
+  if (fields_->training != Training::kBetas && fields_->training != Training::kEdm)
     return {fields_->default_sampler};
   std::vector<Sampler> possible;
   for (const Sampler sampler : AllSamplers()) {
@@ -419,6 +441,7 @@ std::vector<Sampler> SchedulerConfig::samplers() const {
         break;
       case Sampler::kFlowMatchEuler:
       case Sampler::kConsistency:
+      case Sampler::kScoreSdeVe:
         for_edm = for_betas = false;
         break;
       default:
@@ -437,6 +460,7 @@ std::vector<NoiseSchedule> SchedulerConfig::schedules(Sampler sampler) const {
     case Sampler::kLcm:
     case Sampler::kTcd:
     case Sampler::kConsistency:
+    case Sampler::kScoreSdeVe:
       return {NoiseSchedule::kNative};
     default:
       return AllNoiseSchedules();
@@ -447,6 +471,10 @@ int SchedulerConfig::max_steps(Sampler sampler) const {
   const int steps = fields_->training == Training::kEdm ? 1000 : fields_->train_timesteps;
   const bool distilled = sampler == Sampler::kLcm || sampler == Sampler::kTcd;
   return distilled ? std::min(steps, fields_->original_inference_steps) : steps;
+}
+
+bool SchedulerConfig::measures_outputs() const {
+  return fields_->training == Training::kScore && fields_->correct_steps > 0;
 }
 
 bool SchedulerConfig::learns_variance() const {

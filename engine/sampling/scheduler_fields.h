@@ -16,6 +16,7 @@ enum class Training {
   kEdm,          // a range of σ, arXiv 2206.00364
   kFlow,         // straight paths from image to noise, σ from 0 to 1: arXiv 2209.03003
   kConsistency,  // a range of σ, distilled to reach the image at once: arXiv 2303.01469
+  kScore,        // a range of σ, of images in [0, 1]: arXiv 2011.13456
 };
 enum class Prediction { kEpsilon, kSample, kV };
 enum class Variance { kFixedSmall, kFixedLarge, kLearned, kLearnedRange };
@@ -39,7 +40,7 @@ struct SchedulerConfig::Fields {
   // Noise levels to sample at.
   std::optional<TimestepSpacing> timestep_spacing;
   int steps_offset = 0;
-  std::optional<double> sigma_min, sigma_max;  // always set for EDM and consistency
+  std::optional<double> sigma_min, sigma_max;  // always set for EDM, consistency and score
   double rho = 7;                              // EDM and consistency
   double shift = 1;                            // flow: above 1 there is more noise at a step
   bool final_sigma_zero = true;
@@ -76,6 +77,10 @@ struct SchedulerConfig::Fields {
   // Consistency.
   bool clip_denoised = true;
   double s_noise = 1;
+  // Score.
+  double snr = 0.15;
+  double sampling_eps = 1e-5;
+  int correct_steps = 1;
 };
 
 /// The default spacing of a request: the config's, unless diffusers' class of this sampler supports

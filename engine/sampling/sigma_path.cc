@@ -77,6 +77,20 @@ SigmaPath ConsistencyPath(const Fields& fields, const Request& request) {
   return path;
 }
 
+/// ScoreSdeVeScheduler: even steps of t from 1 to sampling_eps, with σ = σ_min · (σ_max / σ_min)^t.
+/// A model's images are in [0, 1] and ours in [−1, 1], so our σ is twice its own.
+SigmaPath ScorePath(const Fields& fields, const Request& request) {
+  const double min = *fields.sigma_min, max = *fields.sigma_max;
+  SigmaPath path;
+  for (const double t : Linspace(1, fields.sampling_eps, request.steps)) {
+    path.conditions.push_back(min * std::pow(max / min, t));
+    path.sigmas.push_back(2 * path.conditions.back());
+  }
+  path.sigmas.push_back(0);
+  path.initial_noise = 2 * max;
+  return path;
+}
+
 /// Euler, Euler ancestral, LMS, Heun, KDPM2 and DPM++ SDE of diffusers.
 SigmaPath DiscretePath(const Fields& fields, const Request& request) {
   constexpr double kKarrasRho = 7;
@@ -201,6 +215,7 @@ SigmaPath SigmaPathOf(const Fields& fields, const Request& request) {
   if (fields.training == Training::kEdm) return EdmPath(fields, request);
   if (fields.training == Training::kFlow) return FlowPath(fields, request);
   if (fields.training == Training::kConsistency) return ConsistencyPath(fields, request);
+  if (fields.training == Training::kScore) return ScorePath(fields, request);
   return IsExponentialSolver(request.sampler) ? SolverPath(fields, request)
                                               : DiscretePath(fields, request);
 }

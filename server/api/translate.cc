@@ -24,7 +24,7 @@ struct Pair {
   Wire wire;
 };
 
-constexpr std::array<Pair<Sampler, v1::Sampler>, 22> kSamplers = {{
+constexpr std::array<Pair<Sampler, v1::Sampler>, 23> kSamplers = {{
     {Sampler::kDdpm, v1::SAMPLER_DDPM},
     {Sampler::kDdim, v1::SAMPLER_DDIM},
     {Sampler::kPndm, v1::SAMPLER_PNDM},
@@ -47,6 +47,7 @@ constexpr std::array<Pair<Sampler, v1::Sampler>, 22> kSamplers = {{
     {Sampler::kFlowMatchEuler, v1::SAMPLER_FLOW_MATCH_EULER},
     {Sampler::kConsistency, v1::SAMPLER_CONSISTENCY},
     {Sampler::kSaSolver, v1::SAMPLER_SA_SOLVER},
+    {Sampler::kScoreSdeVe, v1::SAMPLER_SCORE_SDE_VE},
 }};
 
 constexpr std::array<Pair<NoiseSchedule, v1::NoiseSchedule>, 4> kSchedules = {{

@@ -353,13 +353,27 @@ inline SlotImages Advance(const SlotImages& before, const Evaluation<double>& pl
                           const Array& noise) {
   SlotImages after = before;
   const int64_t channels = before.x.shape[2], out_channels = conditional.shape[2];
+  const auto at_of = [&](int64_t i) { return i / channels * out_channels + i % channels; };
+  const auto guided = [&](int64_t at) {
+    const double f = conditional.at(at);
+    return unconditional.defined() ? unconditional.at(at) + guidance * (f - unconditional.at(at))
+                                   : f;
+  };
+  double ratio = 1;
+  if (plan.noise_scale == NoiseScale::kNormRatio) {
+    double of_noise = 0, of_output = 0;
+    for (int64_t i = 0; i < before.x.shape.elements(); ++i) {
+      of_noise += noise.at(i) * noise.at(i);
+      of_output += guided(at_of(i)) * guided(at_of(i));
+    }
+    ratio = std::sqrt(of_noise / of_output);
+  }
   for (int64_t i = 0; i < before.x.shape.elements(); ++i) {
-    const int64_t at = i / channels * out_channels + i % channels;
-    double f = conditional.at(at);
-    if (unconditional.defined()) f = unconditional.at(at) + guidance * (f - unconditional.at(at));
+    const int64_t at = at_of(i);
+    const double f = guided(at);
     double x0 = plan.x0_from_x * before.x.at(i) + plan.x0_from_model * f;
     if (plan.clip > 0) x0 = std::min(std::max(x0, -plan.clip), plan.clip);
-    double scale = 1;
+    double scale = ratio;
     if (plan.noise_scale == NoiseScale::kLearned) {
       scale = std::sqrt(std::max(conditional.at(at + channels), 0.0));
     } else if (plan.noise_scale == NoiseScale::kLearnedRange) {
@@ -367,7 +381,7 @@ inline SlotImages Advance(const SlotImages& before, const Evaluation<double>& pl
       scale = std::exp(0.5 *
                        (fraction * plan.log_variance_max + (1 - fraction) * plan.log_variance_min));
     }
-    std::vector<double> in = {before.x.at(i), f, x0, scale * noise.at(i)};
+    std::vector<double> in = {before.x.at(i), ratio * ratio * f, x0, scale * noise.at(i)};
     for (const Array& r : before.registers) in.push_back(r.at(i));
     after.x0.at(i) = x0;
     for (int o = 0; o < kPlanOutputs; ++o) {

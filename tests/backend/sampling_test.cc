@@ -45,6 +45,7 @@ class SamplingTest : public OnBackend {
     const auto number = [&](double scale) { return Random({1}, DType::kF32, scale).at(0); };
     Evaluation<double> e;
     e.input_scale = number(1);
+    e.input_shift = number(1);
     e.condition = number(100);
     e.x0_from_x = number(1);
     e.x0_from_model = number(1);
@@ -291,14 +292,14 @@ TEST_P(SamplingTest, RescaledGuidance) {
       guidance_.at(3 * kGuidanceNumbers + 2) = kRescale;  // not guided
       guidance_.at(0 * kGuidanceNumbers + 2) = 0;         // guided, not rescaled
       state_.guidance = Upload(guidance_, DType::kF32);
-      const Tensor factor = Output({5}, DType::kF32);
+      const Tensor factors = Output({5, kOutputFactors}, DType::kF32);
       const Tensor rows =
           UploadRows({{1, 0, 2, 1}, {3, 0, -1, 1}, {1, 0, -1, 0}, {-1, 0, -1, 0}, {0, 0, 2, 1}});
       const Tensor uploaded = Upload(output, DType::kF32);
-      backend().RescaleGuidance(
-          {.state = state_, .rows = rows, .model_output = uploaded, .factor = factor});
+      backend().MeasureOutputs(
+          {.state = state_, .rows = rows, .model_output = uploaded, .factors = factors});
       backend().Advance(
-          {.state = state_, .rows = rows, .model_output = uploaded, .guidance_factor = factor});
+          {.state = state_, .rows = rows, .model_output = uploaded, .factors = factors});
       const Array c = Row(output, 0), u = Row(output, 2);
       const double g = guidance_.at(kGuidanceNumbers);
       const int64_t out_channels = c.shape[2];
@@ -317,15 +318,67 @@ TEST_P(SamplingTest, RescaledGuidance) {
         return std::sqrt(squares / static_cast<double>(values.size() - 1));
       };
       const double expected = kRescale * deviation(of_c) / deviation(of_guided) + 1 - kRescale;
-      const Array factors = Read(factor);
-      EXPECT_NEAR(factors.at(0), expected, 1e-6 * expected);
+      const Array measured = Read(factors);
+      EXPECT_NEAR(measured.at(0), expected, 1e-6 * expected);
       EXPECT_GT(std::fabs(expected - 1), 0.01) << "the test can fail";
-      for (const int64_t r : {1, 2, 3, 4}) EXPECT_EQ(factors.at(r), 1) << r;
+      for (const int64_t at : {1, 2, 3, 4, 5, 6, 7, 8, 9}) EXPECT_EQ(measured.at(at), 1) << at;
       for (int64_t at = 0; at < c.shape.elements(); ++at)
         if (at % out_channels < image_[2]) guided.at(at) *= expected;
       ExpectSlot(1, Expected(1, guided, {}), evaluation_[1] + 1);
       ExpectSlot(3, Expected(3, Row(output, 1), {}), evaluation_[3] + 1);
       ExpectSlot(0, Expected(0, Row(output, 4), u), evaluation_[0] + 1);
+    }
+  }
+}
+
+TEST_P(SamplingTest, NoiseScaledByNorms) {
+  // Also of more elements than CUDA has threads for one image.
+  for (const Shape& image : {Shape{5, 3, 3}, Shape{4, 5, 3}, Shape{64, 64, 4}}) {
+    for (const bool variance : {false, true}) {
+      image_ = image;
+      MakeSlots(NoiseScale::kNormRatio);
+      // Slot 0 is at another kind of evaluation.
+      for (Evaluation<double>& e : plans_[0]) e.noise_scale = NoiseScale::kFixed;
+      const std::vector<DeviceEvaluation> plan = ToDevice({.evaluations = plans_[0]});
+      backend().Upload(plan.data(), plan.size() * sizeof(DeviceEvaluation),
+                       state_.plans.Slice(0, 1));
+      constexpr double kRescale = 0.7;
+      guidance_.at(1 * kGuidanceNumbers + 2) = kRescale;
+      guidance_.at(4 * kGuidanceNumbers + 2) = 0;
+      state_.guidance = Upload(guidance_, DType::kF32);
+      const Array output = RandomOutput(6, variance);
+      const Tensor uploaded = Upload(output, DType::kF32);
+      const std::vector<EvaluationRow> rows = {{1, 0, 2, 1},   {3, 0, -1, 1}, {1, 0, -1, 0},
+                                               {-1, 0, -1, 0}, {0, 0, -1, 1}, {4, 0, 2, 1}};
+      const Tensor factors = Output({6, kOutputFactors}, DType::kF32);
+      backend().MeasureOutputs({.state = state_,
+                                .rows = UploadRows(rows),
+                                .model_output = uploaded,
+                                .factors = factors});
+      // A row alone has the same bits.
+      const Tensor alone = Output({1, kOutputFactors}, DType::kF32);
+      backend().MeasureOutputs({.state = state_,
+                                .rows = UploadRows({rows[1]}),
+                                .model_output = uploaded.Slice(1, 1),
+                                .factors = alone});
+      const Array measured = Read(factors), of_one = Read(alone);
+      EXPECT_EQ(of_one.at(1), measured.at(3));
+      for (const int64_t r : {2, 3, 4}) EXPECT_EQ(measured.at(2 * r + 1), 1) << r;
+      for (const int64_t r : {0, 1, 5})
+        EXPECT_GT(std::fabs(measured.at(2 * r + 1) - 1), 1e-4) << "the test can fail";
+      backend().Advance({.state = state_,
+                         .rows = UploadRows(rows),
+                         .model_output = uploaded,
+                         .factors = factors});
+      Array guided = Row(output, 0);
+      const Array u = Row(output, 2);
+      const double g = guidance_.at(kGuidanceNumbers);
+      for (int64_t at = 0; at < guided.shape.elements(); ++at)
+        guided.at(at) = measured.at(0) * (u.at(at) + g * (guided.at(at) - u.at(at)));
+      ExpectSlot(1, Expected(1, guided, {}), evaluation_[1] + 1);
+      ExpectSlot(3, Expected(3, Row(output, 1), {}), evaluation_[3] + 1);
+      ExpectSlot(0, Expected(0, Row(output, 4), {}), evaluation_[0] + 1);
+      ExpectSlot(4, Expected(4, Row(output, 5), u), evaluation_[4] + 1);
     }
   }
 }
@@ -433,14 +486,15 @@ TEST_P(SamplingTest, BeginSlot) {
     args.source_scale = with_source ? 0.75f : 0.0f;
     args.noise_scale = 12.5f;
     args.churn_scale = with_churn ? 1.5f : 0.0f;
+    args.shift = with_churn ? -1.0f : 0.0f;
     backend().BeginSlot(args);
     const auto seed = static_cast<uint64_t>(seed_[2]);
     const Array drawn = with_noise ? noise : PhiloxNoise(image_, seed, kInitialDraw);
     const Array churn = PhiloxNoise(image_, seed, kInitialChurnDraw);
     Array expected(image_);
     for (int64_t i = 0; i < image_.elements(); ++i) {
-      expected.at(i) =
-          args.source_scale * source.at(i) + 12.5 * drawn.at(i) + args.churn_scale * churn.at(i);
+      expected.at(i) = args.source_scale * source.at(i) + 12.5 * drawn.at(i) +
+                       args.churn_scale * churn.at(i) + args.shift;
     }
     EXPECT_LT(Error(ReadSlot(state_.x, 2), expected), kTolerance) << which;
     const Array zeros(image_);
@@ -544,7 +598,7 @@ TEST_P(SamplingTest, Gather) {
     if (row.slot < 0) continue;
     const Evaluation<double>& e = plans_[row.slot][evaluation_[row.slot]];
     for (int64_t i = 0; i < image_.elements(); ++i) {
-      x.at(r * image_.elements() + i) = e.input_scale * images_[row.slot].x.at(i);
+      x.at(r * image_.elements() + i) = e.input_scale * images_[row.slot].x.at(i) + e.input_shift;
     }
     condition.at(r) = e.condition;
     for (int64_t d = 0; d < kFeatures && row.advances; ++d) {
@@ -578,11 +632,11 @@ TEST_P(SamplingTest, GatherWithExtraChannels) {
     for (int64_t r = 0; r < 5; ++r) {
       const int64_t slot = rows[r].slot;
       if (slot < 0) continue;
+      const Evaluation<double>& e = plans_[slot][evaluation_[slot]];
       for (int64_t i = 0; i < pixels * all; ++i) {
         const int64_t p = i / all, c = i % all;
         x.at(r * pixels * all + i) =
-            c < channels
-                ? plans_[slot][evaluation_[slot]].input_scale * images_[slot].x.at(p * channels + c)
+            c < channels ? e.input_scale * images_[slot].x.at(p * channels + c) + e.input_shift
             : rows[r].no_extra ? 0
                                : beside.at((slot * pixels + p) * extra + c - channels);
       }

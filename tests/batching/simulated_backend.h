@@ -123,7 +123,7 @@ class SimulatedBackend final : public Backend {
   }
   void BeginSlot(const BeginSlotArgs& args) override { cpu_->BeginSlot(args); }
   void Gather(const GatherArgs& args) override { cpu_->Gather(args); }
-  void RescaleGuidance(const RescaleGuidanceArgs& args) override { cpu_->RescaleGuidance(args); }
+  void MeasureOutputs(const MeasureOutputsArgs& args) override { cpu_->MeasureOutputs(args); }
   void Advance(const AdvanceArgs& args) override {
     cpu_->Advance(args);
     if (launching_) clock_->Advance(cost_(static_cast<int>(args.rows.dim(0))));

@@ -45,6 +45,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+from sampling import philox_normal
+
 VERSIONS = {"diffusers": "0.42.1", "transformers": "5.23.0"}
 LATENT = Path(__file__).parent.parent / "models" / "latent"
 CLIP = Path(__file__).parent.parent / "text" / "clip"
@@ -610,26 +612,6 @@ def encoder_draws(pipe, arguments):
     has no use for the whole image."""
     whole = pipe.unet.config.in_channels != 9 or arguments.get("strength", 1) < 1
     return [ENCODER_DRAW] * whole + [MASKED_ENCODER_DRAW]
-
-
-def philox_normal(seed, draw, count):
-    """`count` standard normals of engine/core/philox.h."""
-    mask = np.uint64(0xFFFFFFFF)
-    block = np.arange((count + 3) // 4, dtype=np.uint64)
-    c = [block & mask, block >> np.uint64(32), np.full_like(block, draw), np.zeros_like(block)]
-    k = [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(10):
-        p0, p1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
-        c = [(p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]), p1 & mask,
-             (p0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]), p0 & mask]  # fmt: skip
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    u, angle = ([(word >> np.uint64(8)).astype(float) for word in words] for words in (c[::2], c[1::2]))
-    pairs = []
-    for first, second in zip(u, angle):
-        radius = np.sqrt(-2 * np.log((first + 1) / 2**24))
-        pairs += [radius * np.cos(second / 2**24 * 2 * np.pi),
-                  radius * np.sin(second / 2**24 * 2 * np.pi)]  # fmt: skip
-    return np.stack(pairs, axis=1).reshape(-1)[:count]
 
 
 @contextlib.contextmanager

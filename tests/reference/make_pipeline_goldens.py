@@ -13,18 +13,22 @@ x0 = (x - sqrt(1 - a) F) / sqrt(a) with a near 0 multiplies each rounding error 
 """
 
 import argparse
+import itertools
 import json
 import zlib
 from pathlib import Path
 
 import diffusers
+import diffusers.schedulers.scheduling_sde_ve as sde_ve
 import torch
 import torch.nn.functional as F
-from diffusers import DDIMPipeline, UNet2DModel
+from diffusers import DDIMPipeline, ScoreSdeVePipeline, UNet2DModel
+from diffusers.pipelines.deprecated.score_sde_ve import pipeline_score_sde_ve
 from safetensors.torch import save_file
 
-from make_model_goldens import ATTN, GOLDENS, PLAIN, model, randomise, relative_difference
-from sampling import draw
+from make_model_goldens import (ATTN, ATTN_SKIP, GOLDENS, PLAIN, SKIP, model, randomise,
+                                relative_difference)  # fmt: skip
+from sampling import draw, philox_normal
 
 EDM = dict(sigma_min=0.002, sigma_max=80.0, sigma_data=0.5, rho=7.0)
 CLASSES = 4  # the last is the null class
@@ -172,6 +176,96 @@ def make(name, run, folder):
     save_run(folder, tensors, run.steps, run.guidance_scale, error)
 
 
+@torch.enable_grad()
+def tiny_score_unet(sigma_min, sigma_max, generator, steps=400, batch=32):
+    """NCSN++ in small, which reads images in [0, 1] and predicts their score: arXiv 2011.13456."""
+    unet = UNet2DModel(**model(
+        SKIP, ATTN_SKIP, block_out_channels=(32, 32), time_embedding_type="fourier",
+        norm_num_groups=None, attention_head_dim=None, mid_block_scale_factor=2**0.5,
+        norm_eps=1e-6, center_input_sample=True)).eval()  # fmt: skip
+    randomise(unet, generator)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=3e-3)
+    for step in range(steps):
+        images = toy_images(torch.zeros(batch, dtype=torch.long), generator) / 2 + 0.5
+        t = torch.rand(batch, 1, 1, 1, generator=generator)
+        sigma = sigma_min * (sigma_max / sigma_min) ** t
+        noise = torch.randn(batch, 3, EDGE, EDGE, generator=generator)
+        output = unet(images + sigma * noise, sigma.flatten()).sample
+        loss = F.mse_loss(sigma * output, -noise)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * (1 - (step + 1) / steps)
+    return unet.requires_grad_(False)
+
+
+SEED = 1  # of the first image, as in tests/engine/run_parity_test.cc
+
+
+def give_noise(row, dtype):
+    """The scheduler draws what the engine draws for an image: of evaluation 0, 1, ..."""
+    draws = itertools.count()
+
+    def drawn(shape, **_):
+        _, channels, height, width = shape
+        normal = philox_normal(SEED + row, next(draws), channels * height * width)
+        nhwc = torch.from_numpy(normal).reshape(1, height, width, channels)
+        return nhwc.permute(0, 3, 1, 2).to(dtype)
+
+    sde_ve.randn_tensor = drawn
+
+
+def draw_score(unet, scheduler, noise, steps):
+    """What ScoreSdeVePipeline draws, in [-1, 1] and not clamped. One image after the other, because
+    the corrector takes means over a batch."""
+    images = []
+    for row, initial in enumerate(noise):
+        give_noise(row, noise.dtype)
+        scheduler.set_timesteps(steps)
+        scheduler.set_sigmas(steps)
+        x = initial[None] * scheduler.init_noise_sigma
+        for t, sigma in zip(scheduler.timesteps, scheduler.sigmas):
+            sigma = sigma.reshape(1).to(noise.dtype)
+            for _ in range(scheduler.config.correct_steps):
+                x = scheduler.step_correct(unet(x, sigma).sample, x).prev_sample
+            step = scheduler.step_pred(unet(x, sigma).sample, t, x)
+            x = step.prev_sample
+        images.append(2 * step.prev_sample_mean - 1)
+    return torch.cat(images)
+
+
+def check_against_score_pipeline(unet, make_scheduler, noise, steps):
+    """The loop of draw_score() is that of diffusers' own pipeline."""
+    ours = (draw_score(unet, make_scheduler(), noise[:1], steps) / 2 + 0.5).clamp(0, 1)
+    pipeline = ScoreSdeVePipeline(unet, make_scheduler())
+    pipeline.set_progress_bar_config(disable=True)
+    give_noise(0, noise.dtype)
+    pipeline_score_sde_ve.randn_tensor = lambda *args, **kwargs: noise[:1]
+    theirs = pipeline(batch_size=1, num_inference_steps=steps, output_type="np").images
+    difference = (torch.from_numpy(theirs).permute(0, 3, 1, 2) - ours).abs().max().item()
+    if difference > 1e-6:  # ours were in [-1, 1]
+        raise SystemExit(f"draw_score() differs from ScoreSdeVePipeline by {difference:.1g}")
+
+
+@torch.no_grad()
+def make_score(name, folder, steps=40, **fields):
+    generator = generator_of(name)
+    noise = torch.randn(2, 3, EDGE, EDGE, generator=generator)
+
+    def make_scheduler():
+        return diffusers.ScoreSdeVeScheduler(**fields)
+
+    unet = tiny_score_unet(fields["sigma_min"], fields["sigma_max"], generator)
+    check_against_score_pipeline(unet, make_scheduler, noise, steps)
+    image = draw_score(unet, make_scheduler(), noise, steps)
+    exact = draw_score(unet.double(), make_scheduler(), noise.double(), steps)
+    unet.float()
+    ScoreSdeVePipeline(unet, make_scheduler()).save_pretrained(folder)
+    error = relative_difference(image.double(), exact)
+    save_run(folder, {"noise": noise, "image": image}, steps, 1.0, error)
+
+
 @torch.no_grad()
 def make_mnist(name, model_folder, folder):
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,10 +291,12 @@ def main():
     parser.add_argument("--only", help="comma-separated runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for name in args.only.split(",") if args.only else [*RUNS, "mnist_32"]:
+    for name in args.only.split(",") if args.only else [*RUNS, "score_sde_ve", "mnist_32"]:
         folder = args.output / f"run_{name}"
         if name == "mnist_32":
             make_mnist(name, args.mnist, folder)
+        elif name == "score_sde_ve":
+            make_score(name, folder, sigma_min=0.05, sigma_max=5.0)
         else:
             make(name, RUNS[name], folder)
 

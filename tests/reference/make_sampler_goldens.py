@@ -101,6 +101,7 @@ CLASSES = {
     "flow_match_euler": load("flow_match_euler_discrete", "FlowMatchEulerDiscreteScheduler"),
     "sa_solver": load("sasolver", "SASolverScheduler"),
     "consistency": load("consistency_models", "CMStochasticIterativeScheduler"),
+    "score_sde_ve": load("sde_ve", "ScoreSdeVeScheduler"),
 }
 
 
@@ -248,6 +249,34 @@ def edm_heun(config, steps, s_churn=0.0, s_tmin=0.0, s_tmax=math.inf, s_noise=1.
             record.conditions.append(0.25 * math.log(t[i + 1]))
             record.states.append(numbers(x))
         fresh = noise(len(record.states) - 1)
+    return record
+
+
+def score_sde_ve(config, steps, strength=1.0):
+    """The loop of ScoreSdeVePipeline. Its images are in [0, 1], the states here in [-1, 1]."""
+    global draw
+    scheduler = CLASSES["score_sde_ve"](**config)
+    scheduler.set_timesteps(steps)
+    scheduler.set_sigmas(steps)
+    start = steps - max(1, min(int(steps * strength), steps))
+    x = noise(INITIAL) * scheduler.init_noise_sigma
+    if strength < 1:
+        x = (noise(SOURCE) + 1) / 2 + scheduler.sigmas[start] * noise(INITIAL)
+    record = Recorder()
+    draw = 0
+    for i in range(start, steps):
+        sigma = scheduler.sigmas[i]
+        for corrector in range(scheduler.config.correct_steps + 1):
+            f = fake_model(x, sigma)
+            record.x0s.append(numbers(2 * (x + sigma**2 * f) - 1))
+            if corrector < scheduler.config.correct_steps:
+                x = scheduler.step_correct(f, x).prev_sample
+            else:
+                out = scheduler.step_pred(f, scheduler.timesteps[i], x)
+                x = out.prev_sample_mean if i + 1 == steps else out.prev_sample
+            draw += 1
+            record.conditions.append(float(f"{float(sigma):.14g}"))
+            record.states.append(numbers(2 * x - 1))
     return record
 
 
@@ -476,6 +505,21 @@ own("consistency", "unclipped", dict(clip_denoised=False, s_noise=1.1), (1, 2, 5
 own("consistency", "range", dict(num_train_timesteps=151, sigma_min=0.01, sigma_max=50.0, sigma_data=1.0, rho=5.0))
 strengths("consistency")
 
+SMALL = dict(sigma_max=50.0, num_train_timesteps=1000)
+for name, config, steps, strength in (
+    ("default", {}, STEPS, 1.0),
+    ("cifar10", SMALL, STEPS, 1.0),
+    ("two_correctors", SMALL | dict(correct_steps=2, snr=0.3), (1, 2, 5, 18), 1.0),
+    ("no_corrector", SMALL | dict(correct_steps=0, sigma_min=0.1), STEPS, 1.0),
+    ("early_end", SMALL | dict(sampling_eps=0.3), STEPS, 1.0),
+    ("strength_0.05", SMALL, (1, 5, 18), 0.05),
+    ("strength_0.3", SMALL, (1, 5, 18), 0.3),
+    ("strength_0.75", SMALL, (1, 5, 18), 0.75),
+):
+    for n in steps:
+        params = {} if strength == 1 else {"strength": strength}
+        add("score_sde_ve", f"score_sde_ve/{name}/{n}", {"_class_name": "ScoreSdeVeScheduler"} | config, params, n, score_sde_ve(config, n, strength))
+
 for prediction in ("epsilon", "v_prediction"):
     own("edm_euler", prediction, dict(prediction_type=prediction))
     own("edm_dpm_solver", prediction, dict(prediction_type=prediction))
@@ -520,7 +564,7 @@ PUBLISHED = {
 }
 for name, config in PUBLISHED.items():
     for sampler in CLASSES:
-        if sampler.startswith("edm") or sampler in ("flow_match_euler", "consistency"):
+        if sampler.startswith("edm") or sampler in ("flow_match_euler", "consistency", "score_sde_ve"):
             continue
         if sampler == "sa_solver" and "algorithm_type" in config:
             continue  # diffusers refuses it

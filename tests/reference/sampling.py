@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws images from a UNet2DModel with one of diffusers' own schedulers."""
 
+import numpy as np
 import torch
 
 
@@ -31,3 +32,23 @@ def draw(unet, scheduler, noise, labels, steps, guidance_scale=1.0, null_class=N
             output = unconditional + guidance_scale * (conditional - unconditional)
         x = scheduler.step(output, t, x, return_dict=False)[0]
     return x
+
+
+def philox_normal(seed, draw, count):
+    """`count` standard normals of engine/core/philox.h."""
+    mask = np.uint64(0xFFFFFFFF)
+    block = np.arange((count + 3) // 4, dtype=np.uint64)
+    c = [block & mask, block >> np.uint64(32), np.full_like(block, draw), np.zeros_like(block)]
+    k = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        p0, p1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [(p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]), p1 & mask,
+             (p0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]), p0 & mask]  # fmt: skip
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    u, angle = ([(word >> np.uint64(8)).astype(float) for word in words] for words in (c[::2], c[1::2]))
+    pairs = []
+    for first, second in zip(u, angle):
+        radius = np.sqrt(-2 * np.log((first + 1) / 2**24))
+        pairs += [radius * np.cos(second / 2**24 * 2 * np.pi),
+                  radius * np.sin(second / 2**24 * 2 * np.pi)]  # fmt: skip
+    return np.stack(pairs, axis=1).reshape(-1)[:count]

@@ -31,7 +31,7 @@ struct Trajectory {
 using Model = std::function<double(const Evaluation<double>& row, double x, size_t e)>;
 
 inline double FakeModelOf(const Evaluation<double>& row, double x, size_t e) {
-  return FakeModel(row.input_scale * x, row.condition, e);
+  return FakeModel(row.input_scale * x + row.input_shift, row.condition, e);
 }
 
 /// `draw(i)` is the noise of evaluation i.
@@ -42,24 +42,32 @@ inline Trajectory Execute(const StepPlan& plan, const State& source, const State
   State x(elements);
   for (size_t e = 0; e < elements; ++e)
     x[e] = plan.initial_source_scale * source[e] + plan.initial_noise_scale * initial[e] +
-           plan.initial_churn_scale * churn[e];
+           plan.initial_churn_scale * churn[e] + plan.initial_shift;
   std::vector<State> registers(kRegisters, State(elements, 0));
   Trajectory trajectory;
   for (size_t i = 0; i < plan.evaluations.size(); ++i) {
     const Evaluation<double>& row = plan.evaluations[i];
     const State noise = draw(i);
-    State x0s(elements);
+    State x0s(elements), outputs_of_model(elements);
+    double of_noise = 0, of_output = 0;
     for (size_t e = 0; e < elements; ++e) {
-      const double u = row.input_scale * x[e];
-      const double model = denoiser(row, x[e], e);
+      outputs_of_model[e] = denoiser(row, x[e], e);
+      of_noise += noise[e] * noise[e];
+      of_output += outputs_of_model[e] * outputs_of_model[e];
+    }
+    const double ratio =
+        row.noise_scale == NoiseScale::kNormRatio ? std::sqrt(of_noise / of_output) : 1;
+    for (size_t e = 0; e < elements; ++e) {
+      const double u = row.input_scale * x[e] + row.input_shift;
+      const double model = outputs_of_model[e];
       double x0 = row.x0_from_x * x[e] + row.x0_from_model * model;
       if (row.clip > 0) x0 = std::clamp(x0, -row.clip, row.clip);
-      double n = noise[e];
+      double n = ratio * noise[e];
       const double v = FakeVariance(u, row.condition, e), f = (v + 1) / 2;
       if (row.noise_scale == NoiseScale::kLearned) n *= std::sqrt(v);
       if (row.noise_scale == NoiseScale::kLearnedRange)
         n *= std::exp(0.5 * (f * row.log_variance_max + (1 - f) * row.log_variance_min));
-      double inputs[kPlanInputs] = {x[e], model, x0, n};
+      double inputs[kPlanInputs] = {x[e], ratio * ratio * model, x0, n};
       for (int r = 0; r < kRegisters; ++r) inputs[kInputRegister + r] = registers[r][e];
       double outputs[kPlanOutputs] = {};
       for (int o = 0; o < kPlanOutputs; ++o)

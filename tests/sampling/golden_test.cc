@@ -132,14 +132,15 @@ INSTANTIATE_TEST_SUITE_P(Reference, GoldenTest,
                                          "edm_dpm_solver", "edm_heun", "edm_walks", "swapped",
                                          "published", "dpmpp_sde", "deis", "kdpm2",
                                          "kdpm2_ancestral", "tcd", "dpm_solver_singlestep",
-                                         "flow_match_euler", "consistency", "sa_solver"),
+                                         "flow_match_euler", "consistency", "sa_solver",
+                                         "score_sde_ve"),
                          [](const auto& info) { return info.param; });
 
 // The comparison above can fail: it notices a ten-thousandth more of one coefficient.
 TEST(GoldenComparisonTest, NoticesAPerturbedCoefficient) {
   for (const char* file : {"ddim", "euler", "heun", "dpm_solver", "uni_pc", "pndm", "dpmpp_sde",
                            "deis", "kdpm2", "kdpm2_ancestral", "tcd", "dpm_solver_singlestep",
-                           "flow_match_euler", "consistency", "sa_solver"}) {
+                           "flow_match_euler", "consistency", "sa_solver", "score_sde_ve"}) {
     for (const json& golden : ReadJson(std::string(file) + ".json")) {
       if (golden["steps"] != 5) continue;
       SCOPED_TRACE(golden["name"].get<std::string>());

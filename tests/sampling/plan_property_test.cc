@@ -48,6 +48,7 @@ const std::vector<json> kConfigs = {
     {{"_class_name", "FlowMatchEulerDiscreteScheduler"}, {"stochastic_sampling", true}},
     {{"_class_name", "CMStochasticIterativeScheduler"}},
     {{"_class_name", "SASolverScheduler"}, {"predictor_order", 4}, {"corrector_order", 4}},
+    {{"_class_name", "ScoreSdeVeScheduler"}},
 };
 
 State Normals(uint64_t seed, uint32_t draw) {

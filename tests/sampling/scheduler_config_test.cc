@@ -27,7 +27,7 @@ std::string ErrorOf(const absl::StatusOr<SchedulerConfig>& parsed) {
 }
 
 TEST(SamplerNamesTest, RoundTrip) {
-  EXPECT_EQ(AllSamplers().size(), 22u);
+  EXPECT_EQ(AllSamplers().size(), 23u);
   EXPECT_EQ(AllNoiseSchedules().size(), 4u);
   for (const Sampler sampler : AllSamplers()) EXPECT_EQ(SamplerFromName(Name(sampler)), sampler);
   for (const NoiseSchedule schedule : AllNoiseSchedules())
@@ -61,6 +61,7 @@ TEST(SchedulerConfigTest, DefaultsFollowTheClass) {
       {"FlowMatchEulerDiscreteScheduler", Sampler::kFlowMatchEuler},
       {"CMStochasticIterativeScheduler", Sampler::kConsistency},
       {"SASolverScheduler", Sampler::kSaSolver},
+      {"ScoreSdeVeScheduler", Sampler::kScoreSdeVe},
   };
   for (const auto& [name, sampler] : classes) {
     const auto config = ParseWith(name);
@@ -70,6 +71,7 @@ TEST(SchedulerConfigTest, DefaultsFollowTheClass) {
     const bool distilled = sampler == Sampler::kLcm || sampler == Sampler::kTcd;
     EXPECT_EQ(config->max_steps(sampler), distilled                          ? 50
                                           : sampler == Sampler::kConsistency ? 40
+                                          : sampler == Sampler::kScoreSdeVe  ? 2000
                                                                              : 1000);
     EXPECT_FALSE(config->learns_variance());
     EXPECT_THAT(config->samplers(), Contains(sampler));
@@ -99,7 +101,7 @@ TEST(SchedulerConfigTest, OffersWhatTheModelCanRun) {
   for (const Sampler sampler :
        {Sampler::kDdpm, Sampler::kDdim, Sampler::kPndm, Sampler::kUniPc, Sampler::kLcm,
         Sampler::kDeis, Sampler::kTcd, Sampler::kSaSolver, Sampler::kDpmSolverSinglestep,
-        Sampler::kFlowMatchEuler, Sampler::kConsistency})
+        Sampler::kFlowMatchEuler, Sampler::kConsistency, Sampler::kScoreSdeVe})
     EXPECT_THAT(edm->samplers(), Not(Contains(sampler)));
   EXPECT_THAT(edm->samplers(), Contains(Sampler::kHeun));
   const auto ddpm = ParseWith("DDPMScheduler");
@@ -114,6 +116,12 @@ TEST(SchedulerConfigTest, OffersWhatTheModelCanRun) {
   EXPECT_THAT(consistency->samplers(), testing::ElementsAre(Sampler::kConsistency));
   EXPECT_THAT(consistency->schedules(Sampler::kConsistency),
               testing::ElementsAre(NoiseSchedule::kNative));
+  const auto score = ParseWith("ScoreSdeVeScheduler");
+  EXPECT_THAT(score->samplers(), testing::ElementsAre(Sampler::kScoreSdeVe));
+  EXPECT_THAT(score->schedules(Sampler::kScoreSdeVe), testing::ElementsAre(NoiseSchedule::kNative));
+  EXPECT_TRUE(score->measures_outputs());
+  EXPECT_FALSE(ParseWith("ScoreSdeVeScheduler", {{"correct_steps", 0}})->measures_outputs());
+  EXPECT_FALSE(ddpm->measures_outputs());
   const auto sample = ParseWith("DDPMScheduler", {{"prediction_type", "sample"}});
   EXPECT_THAT(sample->samplers(), Not(Contains(Sampler::kPndm)));
 }
@@ -146,6 +154,10 @@ TEST(SchedulerConfigTest, RefusesByName) {
        "original_inference_steps",
        "use 1 to 1000"},
       {"SASolverScheduler", {{"predictor_order", 5}}, "predictor_order", "use 1 to 4"},
+      {"ScoreSdeVeScheduler", {{"snr", 0.0}}, "snr", "above 0"},
+      {"ScoreSdeVeScheduler", {{"sampling_eps", 1.0}}, "sampling_eps", "below 1"},
+      {"ScoreSdeVeScheduler", {{"correct_steps", 101}}, "correct_steps", "0 to 100"},
+      {"ScoreSdeVeScheduler", {{"sigma_max", 0.01}}, "sigma_max", "above sigma_min"},
       {"SASolverScheduler", {{"corrector_order", 0}}, "corrector_order", "use 1 to 4"},
       {"SASolverScheduler", {{"tau_func", "x"}}, "tau_func", "only null"},
       {"SASolverScheduler",

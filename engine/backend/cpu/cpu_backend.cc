@@ -228,9 +228,9 @@ class CpuBackend final : public Backend {
     Check(args, kRules);
     Enqueue([&] { cpu::Gather(args); });
   }
-  void RescaleGuidance(const RescaleGuidanceArgs& args) override {
+  void MeasureOutputs(const MeasureOutputsArgs& args) override {
     Check(args, kRules);
-    Enqueue([&] { cpu::RescaleGuidance(args); });
+    Enqueue([&] { cpu::MeasureOutputs(args); });
   }
   void Advance(const AdvanceArgs& args) override {
     Check(args, kRules);

@@ -85,7 +85,7 @@ void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation 
 void DivideRows(const Tensor& x, const Tensor& divisor, const Tensor& out);
 void BeginSlot(const BeginSlotArgs& args);
 void Gather(const GatherArgs& args);
-void RescaleGuidance(const RescaleGuidanceArgs& args);
+void MeasureOutputs(const MeasureOutputsArgs& args);
 void Advance(const AdvanceArgs& args);
 
 }  // namespace denoised::cpu

@@ -94,20 +94,45 @@ double StandardDeviation(int64_t elements, Value value) {
   return std::sqrt(squares / static_cast<double>(elements - 1));
 }
 
+OutputFactors* FactorsOf(const Tensor& factors) {
+  return reinterpret_cast<OutputFactors*>(factors.as<float>());
+}
+
+/// ‖noise‖ / ‖F‖ of an image's evaluation. F is `guided` times `factor`.
+double NormRatio(const SlotState& state, int32_t slot, const GuidedOutput& guided, float factor) {
+  const auto seed = static_cast<uint64_t>(state.seed.as<int64_t>()[slot]);
+  const auto draw = static_cast<uint32_t>(state.evaluation.as<int32_t>()[slot]);
+  const int64_t elements = ImageElements(state);
+  double of_noise = 0, of_output = 0;
+  for (int64_t begin = 0; begin < elements; begin += kBlock) {
+    const int64_t length = std::min(kBlock, elements - begin);
+    float noise[kBlock];
+    Noise(seed, draw, begin, length, noise);
+    for (int64_t i = 0; i < length; ++i) {
+      const double output = factor * guided(begin + i);
+      of_noise += double{noise[i]} * noise[i];
+      of_output += output * output;
+    }
+  }
+  return std::sqrt(of_noise / of_output);
+}
+
 /// Advances one slot by row `r` of the model's output.
 void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
   const SlotState& state = args.state;
   const int64_t elements = ImageElements(state), channels = state.x.dim(3);
   const int64_t out_channels = args.model_output.dim(3);
   const DeviceEvaluation& plan = EvaluationOf(state, row.slot);
-  const bool learned = plan.noise_scale != NoiseScale::kFixed;
+  const bool learned =
+      plan.noise_scale == NoiseScale::kLearned || plan.noise_scale == NoiseScale::kLearnedRange;
   DENOISED_CHECK(!learned || out_channels == 2 * channels,
                  "the plan wants a learned variance, the model has {} channels", out_channels);
   const bool uses_noise = UsesNoise(plan);
   const auto seed = static_cast<uint64_t>(state.seed.as<int64_t>()[row.slot]);
   int32_t& evaluation = state.evaluation.as<int32_t>()[row.slot];
   const GuidedOutput output(state, args.rows, args.model_output, row, r);
-  const float factor = args.guidance_factor ? args.guidance_factor.as<float>()[r] : 1.0f;
+  const OutputFactors factors = args.factors ? FactorsOf(args.factors)[r] : OutputFactors{};
+  const float model_factor = ModelFactor(plan, factors.norm_ratio);
   float* x = state.x.as<float>() + row.slot * elements;
   float* x0 = state.x0.as<float>() + row.slot * elements;
   float* registers = state.registers.as<float>() + row.slot * kRegisters * elements;
@@ -131,12 +156,13 @@ void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
     }
     for (int64_t i = 0; i < length; ++i) {
       const int64_t element = begin + i;
-      const float f = factor * output(element);
+      const float f = factors.guidance * output(element);
       const float predicted = plan.x0_from_x * in[kInputX][i] + plan.x0_from_model * f;
       finite &= std::isfinite(predicted);
-      in[kInputModel][i] = f;
+      in[kInputModel][i] = model_factor * f;
       in[kInputX0][i] = x0[element] = ClippedX0(plan, predicted);
-      if (learned) in[kInputNoise][i] *= NoiseFactor(plan, output.Variance(element));
+      in[kInputNoise][i] *=
+          NoiseFactor(plan, learned ? output.Variance(element) : 0.0f, factors.norm_ratio);
     }
     for (int o = 0; o < kPlanOutputs; ++o) {
       float next[kBlock] = {};
@@ -180,8 +206,8 @@ void BeginSlot(const BeginSlotArgs& args) {
     if (args.churn_scale != 0) Noise(seed, kInitialChurnDraw, begin, length, churn);
     for (int64_t i = 0; i < length; ++i) {
       const float source = args.source ? args.source.as<float>()[begin + i] : 0.0f;
-      x[begin + i] =
-          args.source_scale * source + args.noise_scale * noise[i] + args.churn_scale * churn[i];
+      x[begin + i] = args.source_scale * source + args.noise_scale * noise[i] +
+                     args.churn_scale * churn[i] + args.shift;
       if (!args.keeps_known) continue;
       float* known = state.known.as<float>() + args.slot * 2 * elements + begin + i;
       known[0] = source;
@@ -211,13 +237,13 @@ void Gather(const GatherArgs& args) {
       std::fill_n(to, row_elements, 0.0f);
     } else if (extra == 0) {
       const float* x = state.x.as<float>() + row.slot * elements;
-      for (int64_t i = 0; i < elements; ++i) to[i] = plan->input_scale * x[i];
+      for (int64_t i = 0; i < elements; ++i) to[i] = plan->input_scale * x[i] + plan->input_shift;
     } else {
       const int64_t pixels = elements / channels;
       const float* x = state.x.as<float>() + row.slot * elements;
       const float* beside = state.extra.as<float>() + row.slot * pixels * extra;
       for (int64_t p = 0; p < pixels; ++p) {
-        for (int64_t c = 0; c < channels; ++c) *to++ = plan->input_scale * *x++;
+        for (int64_t c = 0; c < channels; ++c) *to++ = plan->input_scale * *x++ + plan->input_shift;
         for (int64_t e = 0; e < extra; ++e, ++beside) *to++ = row.no_extra ? 0.0f : *beside;
       }
     }
@@ -233,20 +259,24 @@ void Gather(const GatherArgs& args) {
   });
 }
 
-void RescaleGuidance(const RescaleGuidanceArgs& args) {
+void MeasureOutputs(const MeasureOutputsArgs& args) {
   const auto* rows = reinterpret_cast<const EvaluationRow*>(args.rows.as<int32_t>());
   ParallelFor(args.rows.dim(0), [&](int64_t r, int) {
-    float& factor = args.factor.as<float>()[r];
-    factor = 1;
+    OutputFactors& factors = FactorsOf(args.factors)[r];
+    factors = {};
     if (rows[r].slot < 0 || !rows[r].advances) return;
     const GuidedOutput output(args.state, args.rows, args.model_output, rows[r], r);
-    const float rescale = output.guidance().rescale;
-    if (!output.guided() || rescale == 0) return;
-    const int64_t elements = ImageElements(args.state);
-    const double guided = StandardDeviation(elements, output);
-    const double conditional =
-        StandardDeviation(elements, [&](int64_t i) { return output.Conditional(i); });
-    if (guided != 0) factor = static_cast<float>(rescale * conditional / guided + (1.0 - rescale));
+    if (const float rescale = output.guidance().rescale; output.guided() && rescale != 0) {
+      const int64_t elements = ImageElements(args.state);
+      const double guided = StandardDeviation(elements, output);
+      const double conditional =
+          StandardDeviation(elements, [&](int64_t i) { return output.Conditional(i); });
+      if (guided != 0)
+        factors.guidance = static_cast<float>(rescale * conditional / guided + (1.0 - rescale));
+    }
+    if (EvaluationOf(args.state, rows[r].slot).noise_scale == NoiseScale::kNormRatio)
+      factors.norm_ratio =
+          static_cast<float>(NormRatio(args.state, rows[r].slot, output, factors.guidance));
   });
 }
 

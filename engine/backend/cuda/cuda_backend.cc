@@ -70,6 +70,9 @@ GroupNormLaunch Images(GroupNormLaunch norm, int first, int most) {
 int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
 
 float* Floats(const Tensor& tensor) { return tensor ? tensor.as<float>() : nullptr; }
+OutputFactors* Factors(const Tensor& tensor) {
+  return reinterpret_cast<OutputFactors*>(Floats(tensor));
+}
 
 /// `images`: those of an evaluation; they must be aligned like the slots'.
 SlotsLaunch View(const SlotState& state, const Tensor& images = Tensor()) {
@@ -510,7 +513,7 @@ class CudaBackend final : public Backend {
     context_->Use();
     context_->Record(LaunchBeginSlot(View(args.state), args.slot, Floats(args.source),
                                      Floats(args.noise), args.source_scale, args.noise_scale,
-                                     args.churn_scale, args.keeps_known, queue_),
+                                     args.churn_scale, args.shift, args.keeps_known, queue_),
                      "BeginSlot");
   }
 
@@ -527,24 +530,23 @@ class CudaBackend final : public Backend {
         "Gather");
   }
 
-  void RescaleGuidance(const RescaleGuidanceArgs& args) override {
+  void MeasureOutputs(const MeasureOutputsArgs& args) override {
     Check(args, rules());
     context_->Use();
     context_->Record(
-        LaunchRescaleGuidance(View(args.state), args.rows.as<int32_t>(), Extent(args.rows, 0),
-                              Floats(args.model_output), Extent(args.model_output, 3),
-                              Floats(args.factor), queue_),
-        "RescaleGuidance");
+        LaunchMeasureOutputs(View(args.state), args.rows.as<int32_t>(), Extent(args.rows, 0),
+                             Floats(args.model_output), Extent(args.model_output, 3),
+                             Factors(args.factors), queue_),
+        "MeasureOutputs");
   }
 
   void Advance(const AdvanceArgs& args) override {
     Check(args, rules());
     context_->Use();
-    context_->Record(
-        LaunchAdvance(View(args.state, args.model_output), args.rows.as<int32_t>(),
-                      Extent(args.rows, 0), Floats(args.model_output), Extent(args.model_output, 3),
-                      Floats(args.guidance_factor), queue_),
-        "Advance");
+    context_->Record(LaunchAdvance(View(args.state, args.model_output), args.rows.as<int32_t>(),
+                                   Extent(args.rows, 0), Floats(args.model_output),
+                                   Extent(args.model_output, 3), Factors(args.factors), queue_),
+                     "Advance");
   }
 
   absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {

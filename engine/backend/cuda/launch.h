@@ -367,20 +367,20 @@ struct SlotsLaunch {
 /// source and noise: [elements], or null.
 cudaError_t LaunchBeginSlot(const SlotsLaunch& slots, int slot, const float* source,
                             const float* noise, float source_scale, float noise_scale,
-                            float churn_scale, bool keeps_known, const Queue& queue);
+                            float churn_scale, float shift, bool keeps_known, const Queue& queue);
 /// rows: int32 [count, 6] (EvaluationRow). x: [count, pixels, channels + extra_channels]; label and
 /// embedding may be null.
 cudaError_t LaunchGather(const SlotsLaunch& slots, const int32_t* rows, int count, const Rows& x,
                          float* condition, int32_t* label, float* embedding, const Queue& queue);
 /// model_output: [count, pixels, model_channels], model_channels = channels or 2 · channels.
-/// factor: [count].
-cudaError_t LaunchRescaleGuidance(const SlotsLaunch& slots, const int32_t* rows, int count,
-                                  const float* model_output, int model_channels, float* factor,
-                                  const Queue& queue);
-/// factor: [count], or null.
+/// factors: [count].
+cudaError_t LaunchMeasureOutputs(const SlotsLaunch& slots, const int32_t* rows, int count,
+                                 const float* model_output, int model_channels,
+                                 OutputFactors* factors, const Queue& queue);
+/// factors: [count], or null.
 cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int count,
-                          const float* model_output, int model_channels, const float* factor,
-                          const Queue& queue);
+                          const float* model_output, int model_channels,
+                          const OutputFactors* factors, const Queue& queue);
 
 /// Loads every kernel and sets its shared-memory limit, because loading a kernel during a capture
 /// fails it. cudaErrorNoKernelImageForDevice: the build lacks this device's architecture.

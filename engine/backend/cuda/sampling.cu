@@ -78,7 +78,7 @@ __device__ void Store(float* image, const Owned& owned, const float (&v)[kOwned]
 __global__ void __launch_bounds__(kThreads)
     BeginSlotKernel(const __grid_constant__ SlotsLaunch slots, int slot, const float* source,
                     const float* noise, float source_scale, float noise_scale, float churn_scale,
-                    bool keeps_known) {
+                    float shift, bool keeps_known) {
   WaitForPredecessors();
   ReleaseDependents();
   const int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -95,6 +95,7 @@ __global__ void __launch_bounds__(kThreads)
     float x = noise_scale != 0 ? noise_scale * drawn : 0.0f;
     if (source != nullptr) x += source_scale * source[i];
     if (churn_scale != 0) x += churn_scale * churn.v[j];
+    x += shift;
     slots.x[base + i] = x;
     slots.x0[base + i] = 0;
     if (keeps_known) {
@@ -129,8 +130,9 @@ __global__ void __launch_bounds__(kThreads)
       const int channel = static_cast<int>(i % channels);
       float value = 0;
       if (!padding && channel < slots.channels) {
-        value = plan->input_scale *
-                slots.x[what.slot * slots.elements + pixel * slots.channels + channel];
+        value = fmaf(plan->input_scale,
+                     slots.x[what.slot * slots.elements + pixel * slots.channels + channel],
+                     plan->input_shift);
       } else if (!padding && what.no_extra == 0) {
         value = slots.extra[(what.slot * pixels + pixel) * slots.extra_channels + channel -
                             slots.channels];
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
     float v[kOwned] = {};
     if (!padding) {
       Load(slots.x + what.slot * slots.elements, owned, v);
-      for (float& value : v) value *= plan->input_scale;
+      for (float& value : v) value = fmaf(plan->input_scale, value, plan->input_shift);
     }
     const int64_t to = row * slots.elements + owned.first;
     if (x.element == Element::kF32) {
@@ -209,9 +211,9 @@ __device__ float GuidedAt(const Outputs& outputs, const Guidance& guidance, int6
                                       : Guided(guidance, c, u, outputs.imageless[at]);
 }
 
-/// Threads of a block that rescales a row. One block per row, so that the order of sums depends on
+/// Threads of a block that measures a row. One block per row, so that the order of sums depends on
 /// the image's size alone.
-constexpr int kRescaleThreads = 512;
+constexpr int kMeasureThreads = 512;
 
 /// The sums of two numbers over all threads of a block, returned to each thread. `shared`: two
 /// numbers per warp.
@@ -224,7 +226,7 @@ __device__ float2 SumOfBlock(float2 v, float2* shared) {
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
   __syncthreads();
   float2 sum = {};
-  for (int warp = 0; warp < kRescaleThreads / 32; ++warp) {
+  for (int warp = 0; warp < kMeasureThreads / 32; ++warp) {
     sum.x += shared[warp].x;
     sum.y += shared[warp].y;
   }
@@ -232,44 +234,83 @@ __device__ float2 SumOfBlock(float2 v, float2* shared) {
   return sum;
 }
 
-/// grid (1, rows).
-__global__ void __launch_bounds__(kRescaleThreads)
-    RescaleGuidanceKernel(const __grid_constant__ SlotsLaunch slots, const Row* rows,
-                          const float* model_output, int model_channels, float* factor) {
-  __shared__ float2 shared[kRescaleThreads / 32];
-  const Row what = rows[blockIdx.y];
-  WaitForPredecessors();
-  ReleaseDependents();
-  const bool guided = what.slot >= 0 && what.advances != 0 && what.unconditional_row >= 0;
-  const Guidance guidance = guided ? slots.guidance[what.slot] : Guidance{};
-  if (guidance.rescale == 0) {
-    if (threadIdx.x == 0) factor[blockIdx.y] = 1;
-    return;
+/// An image's outputs of the model, as the sums over them see them.
+struct Measured {
+  const SlotsLaunch& slots;
+  Outputs outputs;
+  Guidance guidance;
+  int model_channels;
+
+  __device__ int64_t At(int64_t element) const {
+    return element / slots.channels * model_channels + element % slots.channels;
   }
-  const Outputs outputs =
-      OutputsOf(what, model_output, slots.elements / slots.channels * model_channels);
-  // Sums of the conditional and of the guided output.
-  const auto sum = [&](auto&& of) {
+};
+
+/// φ · std(conditional) / std(guided) + 1 − φ. Called by a whole block.
+__device__ float GuidanceFactor(const Measured& image, float2* shared) {
+  const auto sum = [&](auto&& of) {  // of the conditional and of the guided output
     float2 total = {};
-    for (int64_t i = threadIdx.x; i < slots.elements; i += kRescaleThreads) {
-      const int64_t at = i / slots.channels * model_channels + i % slots.channels;
-      const float2 v = of(make_float2(outputs.conditional[at], GuidedAt(outputs, guidance, at)));
+    for (int64_t i = threadIdx.x; i < image.slots.elements; i += kMeasureThreads) {
+      const int64_t at = image.At(i);
+      const float2 v = of(
+          make_float2(image.outputs.conditional[at], GuidedAt(image.outputs, image.guidance, at)));
       total.x += v.x;
       total.y += v.y;
     }
     return SumOfBlock(total, shared);
   };
-  const float count = static_cast<float>(slots.elements);
+  const float count = static_cast<float>(image.slots.elements);
   const float2 sums = sum([](float2 v) { return v; });
   const float2 mean = make_float2(sums.x / count, sums.y / count);
   const float2 squares = sum([&](float2 v) {
     const float2 d = make_float2(v.x - mean.x, v.y - mean.y);
     return make_float2(d.x * d.x, d.y * d.y);
   });
-  if (threadIdx.x != 0) return;
-  factor[blockIdx.y] =
-      squares.y == 0 ? 1.0f
-                     : guidance.rescale * sqrtf(squares.x / squares.y) + (1.0f - guidance.rescale);
+  const float rescale = image.guidance.rescale;
+  return squares.y == 0 ? 1.0f : rescale * sqrtf(squares.x / squares.y) + (1.0f - rescale);
+}
+
+/// ‖noise‖ / ‖F‖, with F = factor · guided. Called by a whole block.
+__device__ float NormRatio(const Measured& image, float factor, uint64_t seed, int evaluation,
+                           float2* shared) {
+  float2 squares = {};  // of the noise, and of F
+  const int64_t blocks = (image.slots.elements + kOwned - 1) / kOwned;
+  for (int64_t block = threadIdx.x; block < blocks; block += kMeasureThreads) {
+    const Normal4 noise = PhiloxNormal(seed, evaluation, block);
+    for (int j = 0; j < kOwned && block * kOwned + j < image.slots.elements; ++j) {
+      const float f =
+          factor * GuidedAt(image.outputs, image.guidance, image.At(block * kOwned + j));
+      squares.x += noise.v[j] * noise.v[j];
+      squares.y += f * f;
+    }
+  }
+  squares = SumOfBlock(squares, shared);
+  return sqrtf(squares.x / squares.y);
+}
+
+/// grid (1, rows).
+__global__ void __launch_bounds__(kMeasureThreads)
+    MeasureOutputsKernel(const __grid_constant__ SlotsLaunch slots, const Row* rows,
+                         const float* model_output, int model_channels, OutputFactors* factors) {
+  __shared__ float2 shared[kMeasureThreads / 32];
+  const Row what = rows[blockIdx.y];
+  WaitForPredecessors();
+  ReleaseDependents();
+  OutputFactors measured;
+  if (what.slot >= 0 && what.advances != 0) {
+    const int index = IndexOf(slots, what.slot);
+    const Measured image{
+        slots, OutputsOf(what, model_output, slots.elements / slots.channels * model_channels),
+        slots.guidance[what.slot], model_channels};
+    if (what.unconditional_row >= 0 && image.guidance.rescale != 0) {
+      measured.guidance = GuidanceFactor(image, shared);
+    }
+    if (PlanAt(slots, what.slot, index)->noise_scale == NoiseScale::kNormRatio) {
+      measured.norm_ratio = NormRatio(image, measured.guidance,
+                                      static_cast<uint64_t>(slots.seed[what.slot]), index, shared);
+    }
+  }
+  if (threadIdx.x == 0) factors[blockIdx.y] = measured;
 }
 
 /// Inputs of an evaluation, at a thread's elements.
@@ -280,7 +321,7 @@ struct Inputs {
 /// grid (blocks over an image, rows).
 __global__ void __launch_bounds__(kThreads, 3)
     AdvanceKernel(const __grid_constant__ SlotsLaunch slots, const Row* rows,
-                  const float* model_output, int model_channels, const float* factor) {
+                  const float* model_output, int model_channels, const OutputFactors* factors) {
   constexpr int kWords = sizeof(DeviceEvaluation) / sizeof(uint32_t);
   __shared__ uint32_t words[2 * kWords];  // of the previous evaluation and of this one
   const Row what = rows[blockIdx.y];      // uploaded, like all of a slot but its index and images
@@ -297,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   float* predicted = slots.x0 + what.slot * slots.elements;
   WaitForPredecessors();
   ReleaseDependents();
-  const float rescaled = factor == nullptr ? 1.0f : factor[blockIdx.y];
+  const OutputFactors measured = factors == nullptr ? OutputFactors{} : factors[blockIdx.y];
 
   const auto load = [&](const Owned& owned) {
     Inputs in = {};
@@ -325,9 +366,10 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
 #pragma unroll
     for (int j = 0; j < kOwned && outputs.unconditional != nullptr; ++j) {
-      in.model[j] = rescaled * (outputs.imageless == nullptr
-                                    ? Guided(guidance, in.model[j], unguided[j])
-                                    : Guided(guidance, in.model[j], unguided[j], imageless[j]));
+      in.model[j] =
+          measured.guidance * (outputs.imageless == nullptr
+                                   ? Guided(guidance, in.model[j], unguided[j])
+                                   : Guided(guidance, in.model[j], unguided[j], imageless[j]));
     }
     return in;
   };
@@ -349,7 +391,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const auto& before = reinterpret_cast<const DeviceEvaluation&>(words[0]);
   const auto& plan = reinterpret_cast<const DeviceEvaluation&>(words[kWords]);
   const Present present = PresentIn(plan);
-  const bool masked = HasMask(plan);
+  const bool masked = HasMask(plan), by_norms = plan.noise_scale == NoiseScale::kNormRatio;
   // The other registers hold zeros already, from BeginSlot() or an earlier evaluation.
   const Present written = present | PresentIn(before);
 
@@ -373,14 +415,19 @@ __global__ void __launch_bounds__(kThreads, 3)
       finite = finite && isfinite(unclipped);
       x0[j] = ClippedX0(plan, unclipped);
     }
+    if (by_norms) {
+      for (float& f : in.model) f *= ModelFactor(plan, measured.norm_ratio);
+    }
     add(kInputX, in.x);
     add(kInputModel, in.model);
     add(kInputX0, x0);
     if (present & InputBits(kInputNoise)) {
       Normal4 noise = PhiloxNormal(seed, index, block);
-      if (model_channels > slots.channels) {
+      if (model_channels > slots.channels || by_norms) {
 #pragma unroll
-        for (int j = 0; j < kOwned; ++j) noise.v[j] *= NoiseFactor(plan, in.variance[j]);
+        for (int j = 0; j < kOwned; ++j) {
+          noise.v[j] *= NoiseFactor(plan, in.variance[j], measured.norm_ratio);
+        }
       }
       add(kInputNoise, noise.v);
     }
@@ -426,9 +473,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 cudaError_t LaunchBeginSlot(const SlotsLaunch& slots, int slot, const float* source,
                             const float* noise, float source_scale, float noise_scale,
-                            float churn_scale, bool keeps_known, const Queue& queue) {
+                            float churn_scale, float shift, bool keeps_known, const Queue& queue) {
   return LaunchDependent(BeginSlotKernel, {Blocks(slots.elements), kThreads}, queue, slots, slot,
-                         source, noise, source_scale, noise_scale, churn_scale, keeps_known);
+                         source, noise, source_scale, noise_scale, churn_scale, shift, keeps_known);
 }
 
 cudaError_t LaunchGather(const SlotsLaunch& slots, const int32_t* rows, int count, const Rows& x,
@@ -437,25 +484,25 @@ cudaError_t LaunchGather(const SlotsLaunch& slots, const int32_t* rows, int coun
                          slots, reinterpret_cast<const Row*>(rows), x, condition, label, embedding);
 }
 
-cudaError_t LaunchRescaleGuidance(const SlotsLaunch& slots, const int32_t* rows, int count,
-                                  const float* model_output, int model_channels, float* factor,
-                                  const Queue& queue) {
-  return LaunchDependent(RescaleGuidanceKernel, {dim3(1, count), kRescaleThreads}, queue, slots,
-                         reinterpret_cast<const Row*>(rows), model_output, model_channels, factor);
+cudaError_t LaunchMeasureOutputs(const SlotsLaunch& slots, const int32_t* rows, int count,
+                                 const float* model_output, int model_channels,
+                                 OutputFactors* factors, const Queue& queue) {
+  return LaunchDependent(MeasureOutputsKernel, {dim3(1, count), kMeasureThreads}, queue, slots,
+                         reinterpret_cast<const Row*>(rows), model_output, model_channels, factors);
 }
 
 cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int count,
-                          const float* model_output, int model_channels, const float* factor,
-                          const Queue& queue) {
+                          const float* model_output, int model_channels,
+                          const OutputFactors* factors, const Queue& queue) {
   if (slots.max_evaluations > kMostEvaluations) return cudaErrorInvalidValue;
   const unsigned blocks = std::min<unsigned>(Blocks(slots.elements), kMostBlocks);
   return LaunchDependent(AdvanceKernel, {dim3(blocks, count), kThreads}, queue, slots,
-                         reinterpret_cast<const Row*>(rows), model_output, model_channels, factor);
+                         reinterpret_cast<const Row*>(rows), model_output, model_channels, factors);
 }
 
 cudaError_t LoadSamplingKernels() {
   for (cudaError_t error : {LoadKernel(BeginSlotKernel), LoadKernel(GatherKernel),
-                            LoadKernel(RescaleGuidanceKernel), LoadKernel(AdvanceKernel)}) {
+                            LoadKernel(MeasureOutputsKernel), LoadKernel(AdvanceKernel)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Sampler = Literal["ddpm", "ddim", "pndm", "euler", "euler_ancestral", "lms", "heun", "dpm_solver",
                   "dpm_solver_sde", "uni_pc", "lcm", "edm_euler", "edm_dpm_solver", "dpmpp_sde",
                   "deis", "kdpm2", "kdpm2_ancestral", "tcd", "dpm_solver_singlestep",
-                  "flow_match_euler", "consistency", "sa_solver"]
+                  "flow_match_euler", "consistency", "sa_solver", "score_sde_ve"]
 NoiseSchedule = Literal["native", "karras", "exponential", "beta"]
 ImageFormat = Literal["png", "jpeg", "webp", "raw_float32", "raw_uint8"]
 Priority = Literal["interactive", "normal", "batch"]
