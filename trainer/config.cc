@@ -279,7 +279,7 @@ void AddModelFlags(CLI::App& app, Flags* flags) {
   app.add_option(
       "--objective", flags->objective,
       "What the network learns to predict: edm (Karras et al. 2022), DDPM's epsilon, v or "
-      "x0, or flow (flow matching)");
+      "x0, flow (flow matching), or score (Song et al. 2021; for NCSN++)");
   app.add_option("--sigma-data", t.objective.sigma_data, "EDM: standard deviation of the pictures")
       ->type_name(In(1e-3, 1e3));
   app.add_option("--log-sigma-mean", t.objective.log_sigma_mean, "EDM: mean of ln sigma")
@@ -287,6 +287,12 @@ void AddModelFlags(CLI::App& app, Flags* flags) {
   app.add_option("--log-sigma-deviation", t.objective.log_sigma_deviation,
                  "EDM: standard deviation of ln sigma")
       ->type_name(In(1e-3, 10));
+  app.add_option("--sigma-min", t.objective.score_sigma_min, "Score: least noise level")
+      ->type_name(In(1e-4, 1e4));
+  app.add_option("--sigma-max", t.objective.score_sigma_max,
+                 "Score: largest noise level; the paper's is the largest distance of two pictures "
+                 "in [0, 1]: 50 at 32x32, 348 at 256x256, 1348 at 1024x1024")
+      ->type_name(In(1e-4, 1e4));
   app.add_option("--timesteps", t.objective.timesteps, "DDPM and flow: number of noise levels");
   app.add_option("--beta-schedule", t.objective.beta_schedule,
                  "DDPM: linear, scaled_linear or squaredcos_cap_v2");
@@ -437,7 +443,8 @@ absl::Status CheckUsed(const CLI::App& app, const Flags& flags) {
   const bool vae = pipeline && config.stage == Stage::kAutoencoder;
   const bool edm = !vae && objective.kind == Kind::kEdm;
   const bool flow = !vae && objective.kind == Kind::kFlow;
-  const bool ddpm = !vae && !edm && !flow;
+  const bool ddpm = !vae && training::IsDdpm(objective.kind);
+  const bool score = !vae && objective.kind == Kind::kScore;
   const std::string stage = vae ? "stage vae" : pipeline ? "stage diffusion" : "no --pipeline";
   const std::string kind = vae ? stage : fmt::format("the objective {}", Name(objective.kind));
   const struct {
@@ -449,6 +456,8 @@ absl::Status CheckUsed(const CLI::App& app, const Flags& flags) {
       {"--sigma-data", edm, "the objective edm", kind},
       {"--log-sigma-mean", edm, "the objective edm", kind},
       {"--log-sigma-deviation", edm, "the objective edm", kind},
+      {"--sigma-min", score, "the objective score", kind},
+      {"--sigma-max", score, "the objective score", kind},
       {"--timesteps", ddpm || flow, "the objective epsilon, v, x0 or flow", kind},
       {"--beta-schedule", ddpm, "the objective epsilon, v or x0", kind},
       {"--beta-start", ddpm, "the objective epsilon, v or x0", kind},
@@ -502,7 +511,7 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
     return InvalidArgument("--output is missing: give a folder for checkpoints and the model");
   const auto kind = training::ObjectiveFromName(flags.objective);
   if (!kind)
-    return InvalidArgument("--objective is \"{}\"; use edm, epsilon, v, x0 or flow",
+    return InvalidArgument("--objective is \"{}\"; use edm, epsilon, v, x0, flow or score",
                            flags.objective);
   t.objective.kind = *kind;
   if (flags.min_snr != 0) t.objective.min_snr = flags.min_snr;
@@ -596,7 +605,8 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   DENOISED_RETURN_IF_ERROR(CheckUsed(app, flags));
   DENOISED_RETURN_IF_ERROR(t.Check(config.ranks));
   DENOISED_RETURN_IF_ERROR(training::Objective::Make(t.objective).status());
-  if (t.objective.kind != ObjectiveOptions::Kind::kEdm &&
+  using Kind = ObjectiveOptions::Kind;
+  if ((training::IsDdpm(t.objective.kind) || t.objective.kind == Kind::kFlow) &&
       config.default_steps > t.objective.timesteps)
     return InvalidArgument("--default-steps is {}, but there are {} timesteps; use at most as many",
                            config.default_steps, t.objective.timesteps);
@@ -662,6 +672,8 @@ nlohmann::json RunConfig::Fingerprint() const {
       {"pad", pad}};
   if (t.augment > 0) print["augment"] = t.augment;
   if (t.objective.learned_variance) print["variance-weight"] = t.objective.variance_weight;
+  if (t.objective.kind == ObjectiveOptions::Kind::kScore)
+    print["sigmas"] = {t.objective.score_sigma_min, t.objective.score_sigma_max};
   if (t.objective.cap_snr) print["cap-snr"] = *t.objective.cap_snr;
   if (t.rate.kind == RateSchedule::Kind::kCosine) print["steps"] = t.steps;
   if (t.rate.kind == RateSchedule::Kind::kInverseSqrt)

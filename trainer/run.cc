@@ -513,6 +513,7 @@ int Session::DefaultSteps() const {
   using Kind = training::ObjectiveOptions::Kind;
   const training::ObjectiveOptions& objective = config_.trainer.objective;
   if (objective.kind == Kind::kEdm) return 18;
+  if (objective.kind == Kind::kScore) return 200;  // each takes two evaluations
   // Other samplers take no more steps than there are timesteps.
   return std::min(objective.timesteps, objective.kind == Kind::kFlow ? 28
                                        : objective.learned_variance  ? 100
@@ -531,7 +532,7 @@ absl::Status Session::CheckSchedule() const {
   if (plan.ok()) return absl::OkStatus();
   return InvalidArgument(
       "the server could not draw with this noise schedule ({}); change --beta-start, --beta-end, "
-      "--beta-schedule, --timesteps or --default-steps",
+      "--beta-schedule, --timesteps, --sigma-min, --sigma-max or --default-steps",
       std::string(plan.status().message()));
 }
 

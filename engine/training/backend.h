@@ -187,7 +187,7 @@ struct SamplesArgs {
   /// Instead of images: F32 [M, H, W, 2C], Gaussians of latents, mean before deviation. Each sample
   /// draws its own y from one; flip, top and left are 0.
   Tensor posteriors;
-  Tensor rows;  // I32 [N, 16]: SampleRow
+  Tensor rows;  // I32 [N, kSampleNumbers]: SampleRow
   uint64_t seed = 0;
   Tensor step;       // I32 [1], for Philox
   Tensor x;          // [N, H, W, C], H ≤ Hi, W ≤ Wi
@@ -200,7 +200,7 @@ struct SamplesArgs {
 struct LossArgs {
   Tensor output;    // F32 [N, H, W, C]
   Tensor target;    // F32 [N, H, W, C]
-  Tensor rows;      // I32 [N, 16]: SampleRow
+  Tensor rows;      // I32 [N, kSampleNumbers]: SampleRow
   float scale = 1;  // of the gradient: 1 / samples of the global batch
   Tensor loss;      // F32 [N]: weight · mean over the elements of (output − target)²
   Tensor sum;       // optional F32 [1]: scale · Σ loss, over chunks as gradients are
@@ -221,7 +221,7 @@ struct VarianceLossArgs {
   Tensor output;     // F32 [N, H, W, 2C]: the prediction, then v
   Tensor target;     // F32 [N, H, W, C]
   Tensor image;      // F32 [N, H, W, C]: y; read where t = 0
-  Tensor rows;       // I32 [N, 16]: SampleRow
+  Tensor rows;       // I32 [N, kSampleNumbers]: SampleRow
   float scale = 1;   // as LossArgs
   float weight = 0;  // of L, in nats
   Tensor loss;       // F32 [N]
@@ -267,7 +267,7 @@ struct DropoutArgs {
   float probability = 0;
   uint64_t seed = 0;
   Tensor step;         // I32 [1]
-  Tensor rows;         // I32 [N, 16]: SampleRow, for `sample`
+  Tensor rows;         // I32 [N, kSampleNumbers]: SampleRow, for `sample`
   uint32_t layer = 0;  // which dropout of the network
   Tensor out;          // may be x
 };

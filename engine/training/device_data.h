@@ -10,10 +10,10 @@ namespace denoised::training {
 /// The numbers of one sample of a pass that the host plans, in double, before rounding. Every
 /// objective is linear in the image y and the noise ε ~ N(0, 1):
 ///
-///   x = signal·y + noise·ε        target = target_signal·y + target_noise·ε
+///   x = signal·y + noise·ε + shift        target = target_signal·y + target_noise·ε
 ///   loss = weight · mean((output − target)²)
 ///
-/// Uploaded as an I32 tensor [rows, 16]: plain data of 64 bytes.
+/// Uploaded as an I32 tensor [rows, kSampleNumbers]: plain data.
 struct SampleRow {
   int64_t image = 0;    // index into SamplesArgs::images
   uint32_t sample = 0;  // the sample's number in the global batch, for Philox
@@ -31,8 +31,11 @@ struct SampleRow {
   float mean_factor = 0;
   float log_variance_min = 0;
   float log_variance_max = 0;
+  float shift = 0;
+  float reserved = 0;
 };
-static_assert(sizeof(SampleRow) == 64);
+constexpr int kSampleNumbers = sizeof(SampleRow) / sizeof(int32_t);
+static_assert(sizeof(SampleRow) == 72);
 
 /// Uploaded as F32; what changes from step to step lives on the device, so that a step can be one
 /// captured graph.

@@ -77,7 +77,7 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
                                                "activations of the autoencoder"));
     Worker worker{Arena(std::move(block)), {}, {}, {}, {}, {}, {}};
     DENOISED_ASSIGN_OR_RETURN(worker.pictures, allocate(shape, DType::kU8));
-    DENOISED_ASSIGN_OR_RETURN(worker.rows, allocate({pass_rows, 16}, DType::kI32));
+    DENOISED_ASSIGN_OR_RETURN(worker.rows, allocate({pass_rows, kSampleNumbers}, DType::kI32));
     DENOISED_ASSIGN_OR_RETURN(worker.step, allocate({1}, DType::kI32));
     DENOISED_ASSIGN_OR_RETURN(worker.x, allocate(shape, backend.activation_dtype()));
     DENOISED_ASSIGN_OR_RETURN(worker.target, allocate(shape, DType::kF32));

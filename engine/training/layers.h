@@ -25,7 +25,7 @@ struct Pass {
   const Parameters& parameters;
   Tensor trained, fixed;  // flat: the weights
   Tensor gradient;        // flat: of this pass
-  Tensor rows;            // I32 [N, 16]: SampleRow; for dropout
+  Tensor rows;            // I32 [N, kSampleNumbers]: SampleRow; for dropout
   Tensor step;            // I32 [1]
   uint64_t seed = 0;
   float dropout = 0;

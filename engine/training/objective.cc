@@ -12,11 +12,9 @@ namespace {
 
 using Kind = ObjectiveOptions::Kind;
 
-constexpr std::pair<Kind, const char*> kNames[] = {{Kind::kEdm, "edm"},
-                                                   {Kind::kEpsilon, "epsilon"},
-                                                   {Kind::kV, "v"},
-                                                   {Kind::kX0, "x0"},
-                                                   {Kind::kFlow, "flow"}};
+constexpr std::pair<Kind, const char*> kNames[] = {
+    {Kind::kEdm, "edm"}, {Kind::kEpsilon, "epsilon"}, {Kind::kV, "v"},
+    {Kind::kX0, "x0"},   {Kind::kFlow, "flow"},       {Kind::kScore, "score"}};
 
 /// diffusers' DDPMScheduler.
 absl::StatusOr<std::vector<double>> Betas(const ObjectiveOptions& o) {
@@ -43,6 +41,8 @@ absl::StatusOr<std::vector<double>> Betas(const ObjectiveOptions& o) {
 }
 
 }  // namespace
+
+bool IsDdpm(Kind kind) { return kind == Kind::kEpsilon || kind == Kind::kV || kind == Kind::kX0; }
 
 std::optional<Kind> ObjectiveFromName(const std::string& name) {
   for (const auto& [kind, its_name] : kNames)
@@ -74,7 +74,7 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
   if (options.cap_snr) DENOISED_RETURN_IF_ERROR(positive("--cap-snr", *options.cap_snr));
   if (options.cap_snr && (options.kind != Kind::kV || options.min_snr))
     return InvalidArgument("--cap-snr is of the objective v, without --min-snr");
-  const bool ddpm = options.kind != Kind::kEdm && options.kind != Kind::kFlow;
+  const bool ddpm = IsDdpm(options.kind);
   if (options.min_snr && !ddpm)
     return InvalidArgument("--min-snr weights the DDPM objectives; \"{}\" has weights of its own",
                            Name(options.kind));
@@ -89,7 +89,15 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
       return InvalidArgument("--timesteps is {}; a learned variance needs at least 2",
                              options.timesteps);
   }
-  if (options.kind != Kind::kEdm && (options.timesteps < 1 || options.timesteps > 1'000'000))
+  if (options.kind == Kind::kScore) {
+    DENOISED_RETURN_IF_ERROR(between("--sigma-min", options.score_sigma_min, 1e-4, 1e4));
+    DENOISED_RETURN_IF_ERROR(between("--sigma-max", options.score_sigma_max, 1e-4, 1e4));
+    if (!(options.score_sigma_min < options.score_sigma_max))
+      return InvalidArgument("--sigma-min is {} and --sigma-max {}; use a larger maximum",
+                             options.score_sigma_min, options.score_sigma_max);
+  }
+  if ((ddpm || options.kind == Kind::kFlow) &&
+      (options.timesteps < 1 || options.timesteps > 1'000'000))
     return InvalidArgument("--timesteps is {}; use 1 to 1000000", options.timesteps);
   if (!ddpm) return objective;
   if (!(options.beta_start > 0 && options.beta_start <= options.beta_end && options.beta_end < 1))
@@ -105,6 +113,7 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
 void Objective::Plan(uint64_t seed, uint32_t step, uint32_t sample, SampleRow* row) const {
   const Philox4 bits = Draw(seed, Purpose::kLevel, step, sample, 0);
   const double normal = NormalOfBits(bits).v[0];
+  const double uniform = (static_cast<double>(bits.v[2]) + 0.5) * 0x1p-32;
   if (options_.kind == Kind::kEdm) {
     // Table 1: D = c_skip·x + c_out·F(c_in·x), and λ(σ)·c_out² = 1, so F's target has weight 1.
     const double sigma = std::exp(options_.log_sigma_mean + options_.log_sigma_deviation * normal);
@@ -116,8 +125,16 @@ void Objective::Plan(uint64_t seed, uint32_t step, uint32_t sample, SampleRow* r
     row->target_noise = static_cast<float>(-skip * sigma / out);
     row->condition = static_cast<float>(std::log(sigma) / 4);
     row->weight = 1;
+  } else if (options_.kind == Kind::kScore) {
+    // Equation 7 with λ(σ) = σ². y/2 + 1/2 is the image in [0, 1].
+    const double ratio = options_.score_sigma_max / options_.score_sigma_min;
+    const double sigma = options_.score_sigma_min * std::pow(ratio, uniform);
+    row->signal = row->shift = 0.5f;
+    row->noise = row->condition = static_cast<float>(sigma);
+    row->target_signal = 0;
+    row->target_noise = static_cast<float>(-1 / sigma);
+    row->weight = static_cast<float>(sigma * sigma);
   } else if (options_.kind == Kind::kFlow) {
-    const double uniform = (static_cast<double>(bits.v[2]) + 0.5) * 0x1p-32;
     const double sigma = options_.logit_normal ? 1 / (1 + std::exp(-normal)) : uniform;
     row->signal = static_cast<float>(1 - sigma);
     row->noise = static_cast<float>(sigma);
@@ -195,6 +212,14 @@ nlohmann::json Objective::SchedulerConfig() const {
     return {{"_class_name", "FlowMatchEulerDiscreteScheduler"},
             {"num_train_timesteps", options_.timesteps},
             {"shift", 1.0}};
+  if (options_.kind == Kind::kScore)
+    return {{"_class_name", "ScoreSdeVeScheduler"},
+            {"correct_steps", 1},
+            {"num_train_timesteps", 2000},
+            {"sampling_eps", 1e-5},
+            {"sigma_max", options_.score_sigma_max},
+            {"sigma_min", options_.score_sigma_min},
+            {"snr", 0.15}};
   const char* const prediction = options_.kind == Kind::kEpsilon ? "epsilon"
                                  : options_.kind == Kind::kV     ? "v_prediction"
                                                                  : "sample";

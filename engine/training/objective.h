@@ -15,8 +15,10 @@ namespace denoised::training {
 struct ObjectiveOptions {
   /// kEdm: Karras et al. (arXiv 2206.00364), preconditioned. kEpsilon, kV, kX0: DDPM (2006.11239)
   /// with the noise, the velocity (2202.00512) or the image as the target. kFlow: rectified flow
-  /// (2209.03003), as FlowMatchEulerDiscreteScheduler samples it.
-  enum class Kind { kEdm, kEpsilon, kV, kX0, kFlow } kind = Kind::kEdm;
+  /// (2209.03003), as FlowMatchEulerDiscreteScheduler samples it. kScore: the score of images in
+  /// [0, 1] under a variance exploding SDE (2011.13456), for networks with a Fourier embedding of
+  /// σ.
+  enum class Kind { kEdm, kEpsilon, kV, kX0, kFlow, kScore } kind = Kind::kEdm;
 
   // kEdm.
   double sigma_data = 0.5, log_sigma_mean = -1.2, log_sigma_deviation = 1.2;
@@ -33,10 +35,15 @@ struct ObjectiveOptions {
   /// kV: plain v weights the image's error by SNR + 1 (2202.00512); the SNR is capped at this.
   std::optional<double> cap_snr;
 
+  // kScore: ln σ is uniform between these.
+  double score_sigma_min = 0.01, score_sigma_max = 50;
+
   // kFlow: σ is uniform in (0, 1), or the logistic function of a normal random number (2403.03206).
   bool logit_normal = true;
 };
 
+/// epsilon, v or x0: they have timesteps and betas.
+bool IsDdpm(ObjectiveOptions::Kind kind);
 std::optional<ObjectiveOptions::Kind> ObjectiveFromName(const std::string& name);
 const char* Name(ObjectiveOptions::Kind kind);
 
@@ -45,8 +52,8 @@ class Objective {
  public:
   static absl::StatusOr<Objective> Make(const ObjectiveOptions& options);
 
-  /// Fills in signal, noise, target_signal, target_noise, condition and weight from the sample's
-  /// own random numbers.
+  /// Fills in signal, noise, shift, target_signal, target_noise, condition and weight from the
+  /// sample's own random numbers.
   void Plan(uint64_t seed, uint32_t step, uint32_t sample, SampleRow* row) const;
 
   /// VarianceLossArgs::weight. L_vlb is the sum of L over all timesteps, in bits; a sample has one

@@ -36,7 +36,7 @@ Shape SampleShape(const NetworkConfig& config);
 
 /// What the host says of every sample, a row each. Undefined: the network does not read it.
 struct Samples {
-  Tensor rows;       // I32 [N, 16]: SampleRow
+  Tensor rows;       // I32 [N, kSampleNumbers]: SampleRow
   Tensor timesteps;  // I32 [N], of a learned time embedding
   Tensor vectors;    // F32 [N, D]: class vectors
   Tensor augment;    // F32 [N, kAugmentLabels]

@@ -27,11 +27,6 @@ bool RecomputesNorms(const TrainerOptions& options, const Parameters& parameters
   return options.recompute_norms.value_or(parameters.trained_elements() >= 100'000'000);
 }
 
-bool IsDdpm(ObjectiveOptions::Kind kind) {
-  using Kind = ObjectiveOptions::Kind;
-  return kind == Kind::kEpsilon || kind == Kind::kV || kind == Kind::kX0;
-}
-
 /// The pictures or posteriors that a step draws from.
 const Tensor& PicturesOf(const Dataset& dataset) {
   return dataset.posteriors ? dataset.posteriors : dataset.images;
@@ -61,8 +56,8 @@ absl::StatusOr<Samples> NewSamples(Backend& backend, const NetworkConfig& config
                                    const TrainerOptions& options, const Dataset& dataset,
                                    int64_t rows) {
   Samples samples;
-  DENOISED_ASSIGN_OR_RETURN(samples.rows,
-                            backend.Allocate({rows, 16}, DType::kI32, "the plan of a batch"));
+  DENOISED_ASSIGN_OR_RETURN(
+      samples.rows, backend.Allocate({rows, kSampleNumbers}, DType::kI32, "the plan of a batch"));
   const auto* const pixels = std::get_if<UNet2DConfig>(&config);
   if (pixels != nullptr && LearnsTime(*pixels)) {
     DENOISED_ASSIGN_OR_RETURN(samples.timesteps,
@@ -185,11 +180,18 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
       return InvalidArgument("--timesteps is {}, but the network has num_train_timesteps {}",
                              options.objective.timesteps, config.num_train_timesteps);
   }
-  if (config.time_embedding_type == UNet2DConfig::Time::kFourier)
+  const bool fourier = config.time_embedding_type == UNet2DConfig::Time::kFourier;
+  const bool score = options.objective.kind == ObjectiveOptions::Kind::kScore;
+  if (fourier && !score)
     return InvalidArgument(
         "time_embedding_type is \"fourier\": such a network takes the logarithm of what it is told "
-        "about the noise and divides its output by it, so it must be σ itself, which no objective "
-        "tells it; use \"positional\"");
+        "about the noise and divides its output by it, so it must be σ itself, which \"{}\" does "
+        "not tell it; use --objective score, or \"positional\"",
+        Name(options.objective.kind));
+  if (score && !fourier)
+    return InvalidArgument(
+        "--objective is \"score\", which needs a network that divides its output by σ; set "
+        "time_embedding_type to \"fourier\", or use another objective");
   switch (config.condition) {
     case ClassCondition::kNone:
       if (options.class_dropout > 0)

@@ -517,7 +517,13 @@ class RunTest(unittest.TestCase):
         write(block_out_channels=[8, 18], norm_num_groups=2, attention_head_dim=2)
         self.assertIn("norm of 18 channels, which its 4 groups", self.train("c", rc=2, **flags))
         write(time_embedding_type="fourier")
-        self.assertIn('use "positional"', self.train("c", rc=2, **flags))
+        self.assertIn("use --objective score", self.train("c", rc=2, **flags))
+        score = {**flags, "objective": "score", "sigma-max": 5, "default-steps": 10}
+        self.assertIn("drew", self.train("score", **score))
+        self.assertIn("--sigma-min is 6", self.train("c", rc=2, **score, **{"sigma-min": 6}))
+        write()
+        self.assertIn('to "fourier"', self.train("c", rc=2, **score))
+        self.assertIn("--sigma-max", self.train("c", rc=2, **flags, **{"sigma-max": 5}))
         write(dropout="0.1")
         self.assertIn("field 'dropout' is \"0.1\"", self.train("c", rc=2, **flags))
 

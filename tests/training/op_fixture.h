@@ -74,7 +74,7 @@ class OpFixture : public testing::TestWithParam<std::string> {
   }
   /// Rows of the plan, as they lie in the uploaded tensor.
   Tensor Rows(const std::vector<SampleRow>& rows) {
-    Tensor tensor = Tensor::Host({static_cast<int64_t>(rows.size()), 16}, DType::kI32);
+    Tensor tensor = Tensor::Host({static_cast<int64_t>(rows.size()), kSampleNumbers}, DType::kI32);
     std::memcpy(tensor.data(), rows.data(), tensor.bytes());
     return OnDevice(*backend_, tensor);
   }

@@ -193,7 +193,7 @@ TEST(TaskGradients, AgreeWithFiniteDifferences) {
     if (of.dataset.images)
       for (SampleRow& row : plan)
         row.noise = row.target_noise = 0, row.signal = row.target_signal = 1;
-    const Tensor rows = Tensor::Host({kRows, 16}, DType::kI32),
+    const Tensor rows = Tensor::Host({kRows, kSampleNumbers}, DType::kI32),
                  step = Tensor::Host({1}, DType::kI32);
     std::memcpy(rows.data(), plan.data(), rows.bytes());
     step.as<int32_t>()[0] = 0;

@@ -820,7 +820,8 @@ TEST(Trainer, AveragesAreWhatTheirFormulasSay) {
 /// The network output that `row`'s target stands for, turned back into an image.
 TEST(Objective, TargetsMeanTheImage) {
   using Kind = ObjectiveOptions::Kind;
-  for (const Kind kind : {Kind::kEdm, Kind::kEpsilon, Kind::kV, Kind::kX0, Kind::kFlow}) {
+  for (const Kind kind :
+       {Kind::kEdm, Kind::kEpsilon, Kind::kV, Kind::kX0, Kind::kFlow, Kind::kScore}) {
     ObjectiveOptions options;
     options.kind = kind;
     const auto objective = Objective::Make(options);
@@ -829,7 +830,7 @@ TEST(Objective, TargetsMeanTheImage) {
       SampleRow row;
       objective->Plan(1, 0, sample, &row);
       const double y = 0.3, e = -1.1;
-      const double x = row.signal * y + row.noise * e;
+      const double x = row.signal * y + row.noise * e + row.shift;
       const double f = row.target_signal * y + row.target_noise * e;
       double image = f;  // kX0
       if (kind == Kind::kEdm) {
@@ -843,6 +844,12 @@ TEST(Objective, TargetsMeanTheImage) {
         image = row.signal * x - row.noise * f;
       } else if (kind == Kind::kFlow) {
         image = x - row.condition / 1000 * f;
+      } else if (kind == Kind::kScore) {
+        const double sigma = row.condition;
+        image = 2 * (x + sigma * sigma * f) - 1;
+        EXPECT_NEAR(row.weight * f * f, e * e, 1e-5);  // ‖σ·F + ε‖²
+        EXPECT_GE(sigma, 0.01 * (1 - 1e-6));
+        EXPECT_LE(sigma, 50 * (1 + 1e-6));
       }
       EXPECT_NEAR(image, y, 2e-4 / row.signal) << Name(kind);
     }

@@ -302,7 +302,7 @@ class CpuBackend final : public Backend {
             1.0f;
         const float noise = normal.v[i % 4];
         if (args.image) args.image.as<float>()[at + i] = y;
-        args.x.as<float>()[at + i] = row.signal * y + row.noise * noise;
+        args.x.as<float>()[at + i] = row.signal * y + row.noise * noise + row.shift;
         args.target.as<float>()[at + i] = row.target_signal * y + row.target_noise * noise;
       }
       args.condition.as<float>()[n] = row.condition;
@@ -436,7 +436,7 @@ class CpuBackend final : public Backend {
       for (int64_t i = 0; i < count; ++i) {
         const float* pixel = from + i / channels * 2 * channels + i % channels;
         const float y = pixel[0] + pixel[channels] * draw[i];
-        args.x.as<float>()[n * count + i] = row.signal * y + row.noise * noise[i];
+        args.x.as<float>()[n * count + i] = row.signal * y + row.noise * noise[i] + row.shift;
         args.target.as<float>()[n * count + i] =
             row.target_signal * y + row.target_noise * noise[i];
         if (args.image) args.image.as<float>()[n * count + i] = y;

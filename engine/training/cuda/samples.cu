@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
   const Normal4 normal = NormalOf(samples.seed, Purpose::kNoise, samples.step, row, i);
   for (int j = 0; j < 4 && i + j < elements; ++j) {
     const int64_t at = n * elements + i + j;
-    Store(samples.x, 0, at, row.signal * y[j] + row.noise * normal.v[j]);
+    Store(samples.x, 0, at, row.signal * y[j] + row.noise * normal.v[j] + row.shift);
     samples.target[at] = row.target_signal * y[j] + row.target_noise * normal.v[j];
     if (samples.image != nullptr) samples.image[at] = y[j];
   }
