@@ -55,6 +55,7 @@ EVENT_BAR = 20  # bytes of heap
 # Of whole pipelines: what, reach and aim. Images per second.
 PIPELINE_BARS = {
     "sd15": ("SD 1.5, 512², 20 guided steps, full queue", 15, 17),
+    "sd15-fp8": ("the same with --precision fp8", 20, 25),
     "sdxl": ("SDXL, 1024², 20 guided steps, full queue", 1.95, 2.2),
     "sdxl-fp8": ("the same with --precision fp8", 2.7, 3),
     "sdxl-lcm": ("SDXL LCM, 1024², 4 steps, full queue", 13, 16),

@@ -23,7 +23,7 @@
 
 Whole text-to-image pipelines with random weights, served (pipelines.py); each takes about a minute:
 
-  sd15 sdxl sdxl-fp8 sdxl-lcm sd-turbo sd-turbo-tiny
+  sd15 sd15-fp8 sdxl sdxl-fp8 sdxl-lcm sd-turbo sd-turbo-tiny
                 images per second of a full queue; fp8: in that precision; tiny: its VAE
   sdxl-mixed    rows per second of a queue of many sizes, steps, guidance scales and samplers, beside
                 a uniform one

@@ -350,6 +350,8 @@ def latent_errors(session):
 TOPICS = {
     "sd15": throughput("sd15", "sd15", "steps=20,guidance=7.5,sampler=ddim", rows=64, in_flight=64,
                        warm_up=6, seconds=10),
+    "sd15-fp8": throughput("sd15-fp8", "sd15", "steps=20,guidance=7.5,sampler=ddim", rows=64,
+                           in_flight=64, warm_up=6, seconds=10, fp8=True),
     "sdxl": throughput("sdxl", "sdxl", f"{GUIDED},sampler=euler", rows=16, in_flight=16, warm_up=10,
                        seconds=12),
     "sdxl-fp8": throughput("sdxl-fp8", "sdxl", f"{GUIDED},sampler=euler", rows=16, in_flight=16,
