@@ -52,15 +52,15 @@ DIGITS_BAR = 1.0
 HEAP_BAR = 2  # bytes an image: less than one smallest allocation in 16 images
 HTTP_BAR = 0.3e-3  # seconds
 EVENT_BAR = 20  # bytes of heap
-# Of whole pipelines: what, reach and aim. Images per second.
+# Of whole pipelines: what, reach and aim in images per second, and rows of an image.
 PIPELINE_BARS = {
-    "sd15": ("SD 1.5, 512², 20 guided steps, full queue", 15, 17),
-    "sd15-fp8": ("the same with --precision fp8", 20, 25),
-    "sdxl": ("SDXL, 1024², 20 guided steps, full queue", 1.95, 2.2),
-    "sdxl-fp8": ("the same with --precision fp8", 2.7, 3),
-    "sdxl-lcm": ("SDXL LCM, 1024², 4 steps, full queue", 13, 16),
-    "sd-turbo": ("SD-Turbo, 512², 1 step, full queue", 130, 170),
-    "sd-turbo-tiny": ("the same with an AutoencoderTiny", 300, 400)}
+    "sd15": ("SD 1.5, 512², 20 guided steps, full queue", 15, 17, 40),
+    "sd15-fp8": ("the same with --precision fp8", 20, 25, 40),
+    "sdxl": ("SDXL, 1024², 20 guided steps, full queue", 1.95, 2.2, 40),
+    "sdxl-fp8": ("the same with --precision fp8", 2.7, 3, 40),
+    "sdxl-lcm": ("SDXL LCM, 1024², 4 steps, full queue", 13, 16, 4),
+    "sd-turbo": ("SD-Turbo, 512², 1 step, full queue", 130, 170, 1),
+    "sd-turbo-tiny": ("the same with an AutoencoderTiny", 300, 400, 1)}
 # torch.compile's parts of an image: how often the UNet and the decoder, and their rows in latent.json.
 PIPELINE_PARTS = {"sd15": ((40, "sd15-unet/rows:16"), (1, "sdxl-vae@64/rows:8")),
                   "sdxl": ((40, "sdxl-unet/rows:16"), (1, "sdxl-vae@128/rows:1")),
@@ -1025,9 +1025,11 @@ def pipelines(data):
         row(what, beside, measured, f"≥ {bar}×", f"{aim}×", ratios, bar,
             unjudged=LOADED if best and is_busy(contexts[-1]) else None)
 
-    for topic, (what, reach, aim) in PIPELINE_BARS.items():
+    for topic, (what, reach, aim, rows_of_image) in PIPELINE_BARS.items():
         found = figures_of(topic)
-        rates = found.get("images_per_second", [])
+        # Images end several at a time, so counting those of a few seconds would be less exact.
+        rates = [each["server"]["rows"] / each["server"]["time"] / rows_of_image
+                 for each in found.get("rounds", [])]
         peers = [PUBLISHED[topic]] if topic in PUBLISHED else []
         parts = parts_of(data, PIPELINE_PARTS[topic]) if topic in PIPELINE_PARTS else None
         if parts:
