@@ -772,7 +772,7 @@ TEST(ClientTest, ChangesThatCannotBeMadeTwiceAreMadeOnce) {
 }
 
 TEST(NamesTest, RoundTrip) {
-  EXPECT_EQ(AllSamplers().size(), 22u);
+  EXPECT_EQ(AllSamplers().size(), 23u);
   for (const Sampler sampler : AllSamplers()) {
     EXPECT_EQ(SamplerFromName(Name(sampler)), sampler);
     EXPECT_EQ("SAMPLER_" + absl::AsciiStrToUpper(std::string(Name(sampler))),
