@@ -52,19 +52,20 @@ DIGITS_BAR = 1.0
 HEAP_BAR = 2  # bytes an image: less than one smallest allocation in 16 images
 HTTP_BAR = 0.3e-3  # seconds
 EVENT_BAR = 20  # bytes of heap
-# Of whole pipelines: what, reach and aim in images per second, and rows of an image.
+# Of whole pipelines: what, reach and aim in images per second.
 PIPELINE_BARS = {
-    "sd15": ("SD 1.5, 512², 20 guided steps, full queue", 15, 17, 40),
-    "sd15-fp8": ("the same with --precision fp8", 20, 25, 40),
-    "sdxl": ("SDXL, 1024², 20 guided steps, full queue", 1.95, 2.2, 40),
-    "sdxl-fp8": ("the same with --precision fp8", 2.7, 3, 40),
-    "sdxl-lcm": ("SDXL LCM, 1024², 4 steps, full queue", 13, 16, 4),
-    "sd-turbo": ("SD-Turbo, 512², 1 step, full queue", 130, 170, 1),
-    "sd-turbo-tiny": ("the same with an AutoencoderTiny", 300, 400, 1)}
+    "sd15": ("SD 1.5, 512², 20 guided steps, full queue", 15, 17),
+    "sd15-fp8": ("the same with --precision fp8", 20, 25),
+    "sdxl": ("SDXL, 1024², 20 guided steps, full queue", 1.95, 2.2),
+    "sdxl-fp8": ("the same with --precision fp8", 2.7, 3),
+    "sdxl-lcm": ("SDXL LCM, 1024², 4 steps, full queue", 13, 16),
+    "sd-turbo": ("SD-Turbo, 512², 1 step, full queue", 130, 170),
+    "sd-turbo-tiny": ("the same with an AutoencoderTiny", 300, 400)}
 # torch.compile's parts of an image: how often the UNet and the decoder, and their rows in latent.json.
 PIPELINE_PARTS = {"sd15": ((40, "sd15-unet/rows:16"), (1, "sdxl-vae@64/rows:8")),
                   "sdxl": ((40, "sdxl-unet/rows:16"), (1, "sdxl-vae@128/rows:1")),
                   "sdxl-lcm": ((4, "sdxl-unet/rows:16"), (1, "sdxl-vae@128/rows:1"))}
+PIPELINE_PARTS["sd15-fp8"] = PIPELINE_PARTS["sd15"]
 # Images per second, whose, and whether on such a GPU. docs/benchmarks.md names the sources.
 PUBLISHED = {"sdxl": (2.37, "published, MLPerf, FP8", True),
              "sdxl-fp8": (2.37, "published, MLPerf, FP8", True),
@@ -990,6 +991,12 @@ def parts_of(data, parts):
     return sum(count * found[name][1] / arguments(name)[1]["rows"] for count, name in parts)
 
 
+def rows_of_image(mix):
+    """That an image of `denoise bench --mix` takes: one for each step, two with guidance."""
+    said = dict(each.split("=") for each in mix.split(","))
+    return int(said["steps"]) * (2 if float(said.get("guidance", 1)) > 1 else 1)
+
+
 def pipelines(data):
     rows, contexts = [], []
 
@@ -1025,10 +1032,10 @@ def pipelines(data):
         row(what, beside, measured, f"≥ {bar}×", f"{aim}×", ratios, bar,
             unjudged=LOADED if best and is_busy(contexts[-1]) else None)
 
-    for topic, (what, reach, aim, rows_of_image) in PIPELINE_BARS.items():
+    for topic, (what, reach, aim) in PIPELINE_BARS.items():
         found = figures_of(topic)
         # Images end several at a time, so counting those of a few seconds would be less exact.
-        rates = [each["server"]["rows"] / each["server"]["time"] / rows_of_image
+        rates = [each["server"]["rows"] / each["server"]["time"] / rows_of_image(found["mix"])
                  for each in found.get("rounds", [])]
         peers = [PUBLISHED[topic]] if topic in PUBLISHED else []
         parts = parts_of(data, PIPELINE_PARTS[topic]) if topic in PIPELINE_PARTS else None

@@ -217,10 +217,11 @@ class DifferenceTest(unittest.TestCase):
                                         r"1\.50× to 1\.50×, median 1\.50× \|")
 
 
-def served(rows_of_image, *rates):
+def served(mix, *rates):
     """Rounds of a full queue, images per second."""
-    return {"rounds": [{"server": {"rows": 10 * rate * rows_of_image, "time": 10,
-                                   "evaluations": 10 * rate * rows_of_image / 16}} for rate in rates]}
+    rows = 10 * make_tables.rows_of_image(mix)
+    return {"mix": mix, "rounds": [{"server": {"rows": rows * rate, "time": 10,
+                                               "evaluations": rows * rate / 16}} for rate in rates]}
 
 
 class PipelinesTest(unittest.TestCase):
@@ -236,7 +237,8 @@ class PipelinesTest(unittest.TestCase):
     def test_each_row_has_its_verdict(self):
         row = {"name": "text to PNG", "peers": {"diffusers": {"pairs": [[100, 170], [100, 180]]}}}
         text = self.table(
-            sd15=served(40, 15.1, 15.3), sdxl=served(40, 1.9, 1.94), sdxl_lcm=served(4, 12.9, 13.1),
+            sd15=served("steps=20,guidance=7.5,sampler=ddim", 15.1, 15.3),
+            sdxl=served("steps=20,guidance=5", 1.9, 1.94), sdxl_lcm=served("steps=4", 12.9, 13.1),
             sdxl_mixed={"pairs": [[86.0, 100.0], [45.0, 50.0]]},
             sd15_request={"row": row, "ms_alone": [100], "first_previews": [{"evaluations": 2.5}] * 2},
             sdxl_start={"runs": [{"serving_seconds": 9.0}, {"serving_seconds": 2.0}, {"serving_seconds": 2.0}]})
@@ -250,6 +252,10 @@ class PipelinesTest(unittest.TestCase):
             self.assertIn(cells, text)
         self.assertEqual(text.count("| – | – | – | ≥"), 4, "SD-Turbo and FP8 were not measured")
         self.assertIn("4 of 11 rows reach their bar", text)
+
+    def test_rows_of_an_image(self):
+        for mix, rows in (("steps=20,guidance=7.5", 40), ("steps=4", 4), ("steps=1,guidance=1", 1)):
+            self.assertEqual(make_tables.rows_of_image(mix), rows)
 
     def test_stable_diffusion_cpp_has_a_row_once_it_was_measured(self):
         self.assertNotIn("stable-diffusion.cpp", self.table())
@@ -269,7 +275,7 @@ class PipelinesTest(unittest.TestCase):
         self.assertIn("3.00× (3.00–3.00) | 2 |  | ≥ 4× | 8× | **miss** |",
                       self.table(load=3.0, sd15_sd_cpp={"row": row}))
         self.assertIn("RTX 4090 | 150 (150–150) | 2 | 16.0 | ≥ 130 | 170 | no verdict |",
-                      self.table(sd_turbo=served(1, 150, 150)))
+                      self.table(sd_turbo=served("steps=1,guidance=1", 150, 150)))
 
     def test_without_a_peer_the_time_is_shown_and_not_judged(self):
         text = self.table(sd15_request={"row": {"peers": {}}, "ms_alone": [90, 110], "first_previews": []})
