@@ -124,6 +124,8 @@ __device__ inline Item ItemOf(const Params& params, int index) {
   item.part = index / params.tiles;
   const int tile = params.first_tile + index % params.tiles;
   item.output = tile % params.output_tiles * T::kOutputs;
+  // The first channels' tiles, which sum the bias, are the last. They have no pairs of chunks: the
+  // code of pairs and bias together would spill.
   item.channel = (params.channel_tiles - 1 - tile / params.output_tiles) * T::kChannels;
   item.chunk = item.part / params.splits * T::kChunks;
   const int64_t split = item.part % params.splits, steps = params.steps;
@@ -528,8 +530,8 @@ int SplitsOfSteps(int64_t tiles, int64_t steps, int64_t step_clocks) {
   return best;
 }
 
-/// Of `tiles` tiles without splits, how many shall have items of two chunks. Those have half as
-/// many sums in memory, but their waves are longer.
+/// Of `tiles` tiles without splits, how many, and at most `most`, shall have items of two chunks.
+/// Those have half as many sums in memory, but their waves are longer.
 int64_t PairedTiles(int64_t tiles, int64_t most, int64_t chunks, int64_t chunk_clocks) {
   constexpr int64_t kPairClocks = 2500, kLaunchClocks = 5000;
   constexpr double kPairSteps = 1.1;  // factor of a step: three stages instead of eight
