@@ -256,6 +256,12 @@ absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations
     return plan.ok() && static_cast<int>(plan->evaluations.size()) <= max_evaluations;
   };
   int steps = std::min({wanted, most, max_evaluations});  // each takes an evaluation or more
+  // Counting down compiles a plan each time, so it begins near the end.
+  if (const auto plan = scheduler.Compile({.steps = steps}); plan.ok()) {
+    const auto evaluations = static_cast<int64_t>(plan->evaluations.size());
+    steps = static_cast<int>(
+        std::min<int64_t>(steps, int64_t{steps} * max_evaluations / evaluations + 1));
+  }
   while (steps > 0 && !can_do(steps)) --steps;
   // The sampler itself is at fault: a request may name another.
   if (steps == 0) return std::min(wanted, most);

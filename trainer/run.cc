@@ -531,9 +531,11 @@ absl::Status Session::CheckSchedule() const {
   const auto plan = scheduler.Compile({.steps = DefaultSteps()});
   if (plan.ok()) return absl::OkStatus();
   return InvalidArgument(
-      "the server could not draw with this noise schedule ({}); change --beta-start, --beta-end, "
-      "--beta-schedule, --timesteps, --sigma-min, --sigma-max or --default-steps",
-      std::string(plan.status().message()));
+      "the server could not draw with this noise schedule ({}); change {} or --default-steps",
+      std::string(plan.status().message()),
+      config_.trainer.objective.kind == training::ObjectiveOptions::Kind::kScore
+          ? "--sigma-min, --sigma-max"
+          : "--beta-start, --beta-end, --beta-schedule, --timesteps");
 }
 
 absl::StatusOr<Pipeline> Session::PixelPipeline(

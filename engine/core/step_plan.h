@@ -43,11 +43,10 @@ enum class NoiseScale : int32_t {
                    // (the corrector of arXiv 2011.13456, algorithm 4)
 };
 
-/// One evaluation of the model. `Real` is double in plans, float on devices.
+/// One evaluation of the model, which is told `condition`: a timestep, EDM's c_noise = ln σ / 4, or
+/// σ. `Real` is double in plans, float on devices.
 ///
-///   input = input_scale · x + input_shift,  conditioned on `condition` (a timestep, EDM's c_noise
-///   =
-///           ln σ / 4, or σ)
+///   input = input_scale · x + input_shift
 ///   x0    = x0_from_x · x + x0_from_model · F, then clipped to ±clip when clip > 0
 ///   {x, registers} ← weights · {x, F, x0, noise, registers}, all outputs from the old values
 ///

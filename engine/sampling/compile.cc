@@ -143,9 +143,12 @@ class Compilation {
       Violate("s_noise", fmt::format("is {}, which takes the noise beyond float32; use about 1",
                                      *params_.s_noise));
     else if (!IsFinite(plan))
-      Violate("sampler", fmt::format("{} cannot run this model's schedule: a coefficient is not "
-                                     "finite; use euler",
-                                     Name(request_.sampler)));
+      Violate("sampler",
+              fmt::format("{} cannot run this model's schedule: a coefficient is not finite; {}",
+                          Name(request_.sampler),
+                          Contains(config_.samplers(), Sampler::kEuler)
+                              ? "use euler"
+                              : "correct the scheduler's config"));
     return plan;
   }
 

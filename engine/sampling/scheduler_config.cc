@@ -335,8 +335,9 @@ void ReadScore(ConfigReader& config, Fields* fields) {
   if (!(fields->sampling_eps >= 0 && fields->sampling_eps < 1))
     config.Complain("sampling_eps", "use a number of at least 0 and below 1");
   // The bound keeps a bad file from exhausting memory.
-  if (fields->correct_steps < 0 || fields->correct_steps > 100)
-    config.Complain("correct_steps", "use 0 to 100");
+  const int most = 2 * kMaxTrainTimesteps / fields->train_timesteps - 1;
+  if (fields->correct_steps < 0 || fields->correct_steps > std::min(100, most))
+    config.Complain("correct_steps", fmt::format("use 0 to {}", std::min(100, most)));
 }
 
 void ReadSamplers(ConfigReader& config, Fields* fields) {

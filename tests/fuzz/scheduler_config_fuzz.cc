@@ -13,14 +13,15 @@ namespace {
 /// A coefficient that is not finite would silently spoil every pixel.
 bool IsFinite(const denoised::StepPlan& plan) {
   for (const auto& evaluation : plan.evaluations) {
-    if (!std::isfinite(evaluation.input_scale) || !std::isfinite(evaluation.condition) ||
-        !std::isfinite(evaluation.x0_from_x) || !std::isfinite(evaluation.x0_from_model))
+    if (!std::isfinite(evaluation.input_scale) || !std::isfinite(evaluation.input_shift) ||
+        !std::isfinite(evaluation.condition) || !std::isfinite(evaluation.x0_from_x) ||
+        !std::isfinite(evaluation.x0_from_model))
       return false;
     for (const auto& row : evaluation.weights)
       for (const double weight : row)
         if (!std::isfinite(weight)) return false;
   }
-  return std::isfinite(plan.initial_noise_scale);
+  return std::isfinite(plan.initial_noise_scale) && std::isfinite(plan.initial_shift);
 }
 
 }  // namespace

@@ -117,8 +117,9 @@ TEST(PlanPropertyTest, EveryPlanIsFiniteOrRefused) {
                    EXPECT_LE(plan->step[i], plan->step[i - 1] + 1);
                  }
                  for (const DeviceEvaluation& row : ToDevice(*plan)) {
-                   ASSERT_TRUE(std::isfinite(row.input_scale) && std::isfinite(row.condition) &&
-                               std::isfinite(row.x0_from_x) && std::isfinite(row.x0_from_model));
+                   ASSERT_TRUE(std::isfinite(row.input_scale) && std::isfinite(row.input_shift) &&
+                               std::isfinite(row.condition) && std::isfinite(row.x0_from_x) &&
+                               std::isfinite(row.x0_from_model));
                    for (const auto& weights : row.weights)
                      for (const float weight : weights) ASSERT_TRUE(std::isfinite(weight));
                  }
