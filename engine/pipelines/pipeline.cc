@@ -302,8 +302,7 @@ class Loader {
         (pipeline_.codec || traits.text_features > 0))
       return InvalidArgument(
           "{}: field '_class_name' is \"ScoreSdeVeScheduler\", which samples pixels from 0 to 1, "
-          "but "
-          "the model in {} draws latents; use the scheduler that it was trained with",
+          "but the model in {} draws latents; use the scheduler that it was trained with",
           directory_.scheduler_config_file, file);
     const bool learned = traits.output_channels == 2 * traits.channels;
     if (traits.output_channels != traits.channels && !learned)

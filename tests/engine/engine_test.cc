@@ -932,6 +932,9 @@ TEST_F(BadModel, DefaultStepsAreThoseThatTheSamplerCanDo) {
   EXPECT_EQ(steps_of("heun"), 25) << "each but the last takes two evaluations";
   scheduler("HeunDiscreteScheduler", heun, 7);
   EXPECT_EQ(steps_of("heun of 7"), 7);
+  scheduler("ScoreSdeVeScheduler", {{"_class_name", "ScoreSdeVeScheduler"}, {"correct_steps", 4}},
+            0);
+  EXPECT_EQ(steps_of("score"), 10) << "each takes five evaluations";
 }
 
 TEST_F(BadModel, AGoodModelLoadsAfterABadOne) {

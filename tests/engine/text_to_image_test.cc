@@ -645,6 +645,21 @@ TEST_F(TextToImage, RefusesTwoAutoencoders) {
   EXPECT_THAT(copy.Refusal(), ::testing::HasSubstr("there are a 'vae' and a 'vqvae'"));
 }
 
+/// It starts from pixels around 0, and a pixel pipeline's images are from 0 to 1.
+TEST_F(TextToImage, RefusesTheSchedulerOfScoreModels) {
+  for (const char* family : {"sd1", "ldm"}) {
+    FamilyCopy copy(family);
+    copy.Change("model_index.json", [](nlohmann::json& index) {
+      index["scheduler"] = {"diffusers", "ScoreSdeVeScheduler"};
+    });
+    copy.Change("scheduler/scheduler_config.json", [](nlohmann::json& config) {
+      config = {{"_class_name", "ScoreSdeVeScheduler"}};
+    });
+    EXPECT_THAT(copy.Refusal(),
+                ::testing::HasSubstr("samples pixels from 0 to 1, but the model in"));
+  }
+}
+
 TEST_F(TextToImage, RefusesANullClassWithoutClasses) {
   FamilyCopy copy("sd1");
   copy.Change("model_index.json", [](nlohmann::json& index) {

@@ -156,7 +156,7 @@ TEST(SchedulerConfigTest, RefusesByName) {
       {"SASolverScheduler", {{"predictor_order", 5}}, "predictor_order", "use 1 to 4"},
       {"ScoreSdeVeScheduler", {{"snr", 0.0}}, "snr", "above 0"},
       {"ScoreSdeVeScheduler", {{"sampling_eps", 1.0}}, "sampling_eps", "below 1"},
-      {"ScoreSdeVeScheduler", {{"correct_steps", 101}}, "correct_steps", "0 to 100"},
+      {"ScoreSdeVeScheduler", {{"correct_steps", 100}}, "correct_steps", "0 to 99"},
       {"ScoreSdeVeScheduler", {{"sigma_max", 0.01}}, "sigma_max", "above sigma_min"},
       {"SASolverScheduler", {{"corrector_order", 0}}, "corrector_order", "use 1 to 4"},
       {"SASolverScheduler", {{"tau_func", "x"}}, "tau_func", "only null"},
