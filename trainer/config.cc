@@ -288,11 +288,11 @@ void AddModelFlags(CLI::App& app, Flags* flags) {
                  "EDM: standard deviation of ln sigma")
       ->type_name(In(1e-3, 10));
   app.add_option("--sigma-min", t.objective.score_sigma_min, "Score: least noise level")
-      ->type_name(In(1e-4, 1e4));
+      ->type_name(kPositive);
   app.add_option("--sigma-max", t.objective.score_sigma_max,
                  "Score: largest noise level; the paper's is the largest distance of two pictures "
                  "in [0, 1]: 50 at 32x32, 348 at 256x256, 1348 at 1024x1024")
-      ->type_name(In(1e-4, 1e4));
+      ->type_name(kPositive);
   app.add_option("--timesteps", t.objective.timesteps, "DDPM and flow: number of noise levels");
   app.add_option("--beta-schedule", t.objective.beta_schedule,
                  "DDPM: linear, scaled_linear or squaredcos_cap_v2");
