@@ -161,6 +161,7 @@ void AdvanceRow(const AdvanceArgs& args, const EvaluationRow& row, int64_t r) {
       finite &= std::isfinite(predicted);
       in[kInputModel][i] = model_factor * f;
       in[kInputX0][i] = x0[element] = ClippedX0(plan, predicted);
+      if (plan.noise_scale == NoiseScale::kFixed) continue;
       in[kInputNoise][i] *=
           NoiseFactor(plan, learned ? output.Variance(element) : 0.0f, factors.norm_ratio);
     }
