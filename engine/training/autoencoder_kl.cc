@@ -163,12 +163,6 @@ Tensor VaeHalf::Backward(Pass& pass, KeptPointer kept_pointer, const Tensor& dou
 absl::StatusOr<std::unique_ptr<AutoencoderKL>> AutoencoderKL::Make(
     const Declare& declare, const AutoencoderKLConfig& config) {
   const VaeConfig& vae = config.vae;
-  for (const int channels : vae.block_out_channels)
-    if (channels % vae.norm_num_groups != 0)
-      return InvalidArgument(
-          "the autoencoder has a norm of {} channels, which norm_num_groups = {} does not divide; "
-          "change it or block_out_channels",
-          channels, vae.norm_num_groups);
   std::unique_ptr<AutoencoderKL> model(new AutoencoderKL());
   const int latent = vae.latent_channels;
   model->encoder_ = VaeHalf(declare / "encoder", vae, true, vae.in_channels, 2 * latent);
@@ -177,6 +171,7 @@ absl::StatusOr<std::unique_ptr<AutoencoderKL>> AutoencoderKL::Make(
     model->quant_conv_ = Linear::Conv1x1(declare / "quant_conv", 2 * latent, 2 * latent);
   if (config.use_post_quant_conv)
     model->post_quant_conv_ = Linear::Conv1x1(declare / "post_quant_conv", latent, latent);
+  DENOISED_RETURN_IF_ERROR(declare.status());
   return model;
 }
 

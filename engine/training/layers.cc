@@ -51,6 +51,11 @@ Declare Declare::operator/(std::string_view name) const {
   return below;
 }
 
+void Declare::Complain(std::string_view what) const {
+  const std::string_view name(prefix_.data(), prefix_.empty() ? 0 : prefix_.size() - 1);
+  parameters_->Complain(fmt::format("'{}' {}", name, what));
+}
+
 Conv2d::Conv2d(const Declare& declare, int in_channels, int out_channels, int kernel,
                bool upsample2x, const std::optional<Conv2dGeometry>& geometry)
     : pad_(kernel / 2),
@@ -163,7 +168,17 @@ GroupNorm::GroupNorm(const Declare& declare, int channels, int groups, double ep
       beta_(declare.Add("bias", {channels}, Initial::Constant(0))),
       groups_(groups),
       eps_(static_cast<float>(eps)),
-      activation_(activation) {}
+      activation_(activation) {
+  if (channels % groups != 0)
+    declare.Complain(
+        fmt::format("has {} channels, which {} groups do not divide; change block_out_channels, or "
+                    "norm_num_groups (attn_norm_num_groups) unless it is in a Skip block",
+                    channels, groups));
+  if (channels > kMaxNormChannels)
+    declare.Complain(
+        fmt::format("normalises {} channels; at most {} can be served: change block_out_channels",
+                    channels, kMaxNormChannels));
+}
 
 GroupNormArgs GroupNorm::Args(Pass& pass, const Kept& kept) const {
   return {.x = kept.x,
@@ -290,9 +305,23 @@ Tensor TimestepEmbedding::Backward(Pass& pass, const Kept& kept, const Tensor& d
   return linear_1_.Backward(pass, kept.x, d, wants_dx);
 }
 
+void CheckHeads(const Declare& declare, int channels, int heads, int head_dim) {
+  if (heads * head_dim != channels)
+    declare.Complain(
+        fmt::format("has {} channels, which attention_head_dim does not divide into heads; change "
+                    "it or block_out_channels",
+                    channels));
+  if (head_dim > kMaxHeadDim)
+    declare.Complain(
+        fmt::format("has attention heads {} wide; at most {} can be served: change "
+                    "attention_head_dim",
+                    head_dim, kMaxHeadDim));
+}
+
 SelfAttention::SelfAttention(const Declare& declare, const Options& options)
     : options_(options), heads_(options.channels / options.head_dim) {
   const int c = options.channels;
+  CheckHeads(declare, c, heads_, options.head_dim);
   if (options.groups)
     norm_.emplace(declare / "group_norm", c, *options.groups, options.eps, Activation::kNone);
   qkv_ = Linear({declare / "to_q", declare / "to_k", declare / "to_v"}, c, {c, c, c});

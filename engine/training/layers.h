@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/core/arena.h"
@@ -70,6 +71,9 @@ class Declare {
           bool served = true) const {
     return parameters_->Add(prefix_ + name, shape, initial, trained && trained_, served);
   }
+  /// Parameters::Complain() of this module: `what` follows its name.
+  void Complain(std::string_view what) const;
+  const absl::Status& status() const { return parameters_->status(); }
   Backend& backend() const { return *backend_; }
 
  private:
@@ -90,6 +94,9 @@ struct Masters {
     return parameters.Part(parameters[index].trained ? trained : fixed, index);
   }
 };
+
+/// Complains unless `heads` of `head_dim` are `channels` and can be served.
+void CheckHeads(const Declare& declare, int channels, int heads, int head_dim);
 
 class Conv2d {
  public:

@@ -56,6 +56,10 @@ int Parameters::Add(std::string name, const Shape& shape, Initial initial, bool 
   return static_cast<int>(all_.size()) - 1;
 }
 
+void Parameters::Complain(std::string_view what) {
+  if (status_.ok()) status_ = InvalidArgument("{}", what);
+}
+
 int Parameters::first_trained() const {
   int index = 0;
   while (!all_[index].trained) ++index;

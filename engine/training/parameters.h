@@ -3,8 +3,10 @@
 
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "engine/core/status.h"
 #include "engine/core/tensor.h"
 #include "engine/io/weights.h"
 
@@ -39,6 +41,11 @@ class Parameters {
   int Add(std::string name, const Shape& shape, Initial initial, bool trained = true,
           bool served = true);
 
+  /// A module that cannot be built as the config asks says so here, and goes on.
+  void Complain(std::string_view what);
+  /// InvalidArgument with the first complaint, if there is one.
+  const absl::Status& status() const { return status_; }
+
   const std::vector<Parameter>& all() const { return all_; }
   const Parameter& operator[](int index) const { return all_[index]; }
   /// Elements of the flat tensor of trained, or of fixed parameters.
@@ -65,6 +72,7 @@ class Parameters {
  private:
   std::vector<Parameter> all_;
   int64_t trained_ = 0, fixed_ = 0;
+  absl::Status status_;
 };
 
 }  // namespace denoised::training

@@ -121,6 +121,7 @@ Tensor TransformerBlock::Backward(Pass& pass, const Kept& kept, const Tensor& st
 
 Transformer2D::Transformer2D(const Declare& declare, const Options& options) {
   const int c = options.channels;
+  CheckHeads(declare, c, options.heads, c / options.heads);
   const auto projection = [&](const char* name) {
     return options.linear_projection ? Linear({declare / name}, c, {c})
                                      : Linear::Conv1x1(declare / name, c, c);

@@ -28,19 +28,14 @@ struct UNet2D::Kept {
 
 namespace {
 
-absl::Status CheckGroups(int channels, int groups, std::string_view field) {
-  if (channels % groups == 0) return absl::OkStatus();
-  return InvalidArgument(
-      "the network has a norm of {} channels, which {} groups do not divide; change {} or "
-      "block_out_channels",
-      channels, groups, field);
-}
-absl::Status CheckSkipGroups(int channels, int groups) {
-  if (channels % groups == 0) return absl::OkStatus();
-  return InvalidArgument(
-      "a Skip block has a norm of {} channels, which its {} groups, whose number follows from the "
-      "channels, do not divide; change block_out_channels: multiples of 32 always fit",
-      channels, groups);
+/// Adds the gradient of the last skip to d, which flows back along the path, where the skip
+/// branched off. Never in place: the module that returned d may still read it.
+Tensor Join(Pass& pass, const Tensor& d, std::vector<Tensor>* dskips) {
+  const Tensor skip = std::move(dskips->back());
+  dskips->pop_back();
+  Tensor sum = pass.New(d.shape());
+  pass.backend.Add(d, 1, skip, 1, 0, sum);
+  return sum;
 }
 
 }  // namespace
@@ -50,44 +45,15 @@ void UNet2D::KeptDeleter::operator()(Kept* kept) const { delete kept; }
 absl::StatusOr<std::unique_ptr<UNet2D>> UNet2D::Make(Backend& backend, Parameters& parameters,
                                                      const UNet2DConfig& config,
                                                      int augment_labels) {
-  std::unique_ptr<UNet2D> model(new UNet2D(config, augment_labels));
-  DENOISED_RETURN_IF_ERROR(model->Check());
-  DENOISED_RETURN_IF_ERROR(model->Build(Declare(backend, parameters)));
-  return model;
-}
-
-absl::Status UNet2D::Check() const {
-  const std::vector<int>& channels = config_.block_out_channels;
-  if (config_.time_embedding_type == UNet2DConfig::Time::kLearned &&
-      config_.condition == ClassCondition::kValue)
+  if (config.time_embedding_type == UNet2DConfig::Time::kLearned &&
+      config.condition == ClassCondition::kValue)
     return InvalidArgument(
         "time_embedding_type is \"learned\" and class_embed_type \"timestep\": classes would share "
         "the table of timesteps, which cannot be trained; use \"positional\"");
-  for (size_t i = 0; i < channels.size(); ++i) {
-    const bool last = i + 1 == channels.size();
-    // Skip blocks have groups of their own; conv_norm_out and the mid block have the config's.
-    const bool skips = DownBlockOf(config_.down_block_types[i]).skip &&
-                       UpBlockOf(config_.up_block_types[channels.size() - 1 - i]).skip;
-    if (!skips || i == 0 || (last && config_.mid_block))
-      DENOISED_RETURN_IF_ERROR(
-          CheckGroups(channels[i], config_.GroupsOf(channels[i]), "norm_num_groups"));
-    if (!DownBlockOf(config_.down_block_types[i]).attention &&
-        !UpBlockOf(config_.up_block_types[channels.size() - 1 - i]).attention &&
-        !(last && config_.mid_block && config_.add_attention))
-      continue;
-    const int head_dim = config_.attention_head_dim.value_or(channels[i]);
-    if (channels[i] % head_dim != 0)
-      return InvalidArgument(
-          "attention_head_dim is {}, which does not divide the {} channels of a block", head_dim,
-          channels[i]);
-    if (head_dim > kMaxHeadDim)
-      return InvalidArgument("an attention head is {} wide; at most {} can be served", head_dim,
-                             kMaxHeadDim);
-  }
-  if (config_.attn_norm_num_groups)
-    DENOISED_RETURN_IF_ERROR(
-        CheckGroups(channels.back(), *config_.attn_norm_num_groups, "attn_norm_num_groups"));
-  return absl::OkStatus();
+  std::unique_ptr<UNet2D> model(new UNet2D(config, augment_labels));
+  model->Build(Declare(backend, parameters));
+  DENOISED_RETURN_IF_ERROR(parameters.status());
+  return model;
 }
 
 ResnetBlock::Options UNet2D::Resnet(int in_channels, int out_channels) {
@@ -113,7 +79,7 @@ Conv2dGeometry UNet2D::Down() const {
   return {2, pad, pad, after, after};
 }
 
-absl::Status UNet2D::Build(const Declare& declare) {
+void UNet2D::Build(const Declare& declare) {
   const std::vector<int>& channels = config_.block_out_channels;
   const int levels = static_cast<int>(channels.size()), layers = config_.layers_per_block;
   const int embedded = config_.time_embedding_dim;
@@ -143,9 +109,8 @@ absl::Status UNet2D::Build(const Declare& declare) {
     std::vector<int> inputs(layers, channels[i]);
     inputs[0] = in;
     const bool last = i == levels - 1;
-    DENOISED_RETURN_IF_ERROR(BuildLevel(declare / "down_blocks" / i,
-                                        DownBlockOf(config_.down_block_types[i]), inputs,
-                                        channels[i], /*resamples=*/!last, &down_[i]));
+    BuildLevel(declare / "down_blocks" / i, DownBlockOf(config_.down_block_types[i]), inputs,
+               channels[i], /*resamples=*/!last, &down_[i]);
     skips.insert(skips.end(), layers + !last, channels[i]);
   }
   if (config_.mid_block) {
@@ -173,21 +138,19 @@ absl::Status UNet2D::Build(const Declare& declare) {
       inputs.push_back((layer == 0 ? in : out) + skips.back());
       skips.pop_back();
     }
-    DENOISED_RETURN_IF_ERROR(BuildLevel(declare / "up_blocks" / i,
-                                        UpBlockOf(config_.up_block_types[i]), inputs, out,
-                                        /*resamples=*/i < levels - 1, &up_[i]));
+    BuildLevel(declare / "up_blocks" / i, UpBlockOf(config_.up_block_types[i]), inputs, out,
+               /*resamples=*/i < levels - 1, &up_[i]);
     in = out;
   }
   output_ = OutputLayers(declare, {.in_channels = channels[0],
                                    .out_channels = config_.out_channels,
                                    .groups = config_.GroupsOf(channels[0]),
                                    .eps = config_.norm_eps});
-  return absl::OkStatus();
 }
 
-absl::Status UNet2D::BuildLevel(const Declare& declare, const UNet2DBlock& kind,
-                                const std::vector<int>& inputs, int out_channels, bool resamples,
-                                Level* level) {
+void UNet2D::BuildLevel(const Declare& declare, const UNet2DBlock& kind,
+                        const std::vector<int>& inputs, int out_channels, bool resamples,
+                        Level* level) {
   if (kind.skip) return BuildSkipLevel(declare, kind, inputs, out_channels, resamples, level);
   for (size_t i = 0; i < inputs.size(); ++i) {
     const int index = static_cast<int>(i);
@@ -195,7 +158,7 @@ absl::Status UNet2D::BuildLevel(const Declare& declare, const UNet2DBlock& kind,
     if (kind.attention)
       level->attentions.emplace_back(declare / "attentions" / index, AttentionOf(out_channels));
   }
-  if (!resamples) return absl::OkStatus();
+  if (!resamples) return;
   const Declare resampler = declare / (kind.up ? "upsamplers" : "downsamplers") / 0;
   const std::string& type = kind.up ? config_.upsample_type : config_.downsample_type;
   if (kind.resnet_resampling || (kind.attention && type == "resnet")) {
@@ -207,14 +170,12 @@ absl::Status UNet2D::BuildLevel(const Declare& declare, const UNet2DBlock& kind,
                                  /*upsample2x=*/kind.up,
                                  kind.up ? std::nullopt : std::optional<Conv2dGeometry>(Down()));
   }
-  return absl::OkStatus();
 }
 
-absl::Status UNet2D::BuildSkipLevel(const Declare& declare, const UNet2DBlock& kind,
-                                    const std::vector<int>& inputs, int out_channels,
-                                    bool resamples, Level* level) {
+void UNet2D::BuildSkipLevel(const Declare& declare, const UNet2DBlock& kind,
+                            const std::vector<int>& inputs, int out_channels, bool resamples,
+                            Level* level) {
   level->skip = true;
-  DENOISED_RETURN_IF_ERROR(CheckSkipGroups(out_channels, SkipGroups(out_channels)));
   const auto resnet_of = [&](int in, int groups) {
     ResnetBlock::Options options = Resnet(in, out_channels);
     options.groups = groups;
@@ -224,17 +185,15 @@ absl::Status UNet2D::BuildSkipLevel(const Declare& declare, const UNet2DBlock& k
   };
   for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {
     const int groups = SkipInputGroups(kind, inputs, out_channels, i);
-    DENOISED_RETURN_IF_ERROR(CheckSkipGroups(inputs[i], groups));
     level->resnets.emplace_back(declare / "resnets" / i, resnet_of(inputs[i], groups));
     // The way up has one, after all resnets.
     if (!kind.attention || (kind.up && i > 0)) continue;
-    DENOISED_RETURN_IF_ERROR(CheckSkipGroups(out_channels, kSkipAttentionGroups));
     SelfAttention::Options attention = AttentionOf(out_channels);
     attention.groups = kSkipAttentionGroups;
     attention.output_scale_factor = std::sqrt(2.0);
     level->attentions.emplace_back(declare / "attentions" / i, attention);
   }
-  if (!resamples) return absl::OkStatus();
+  if (!resamples) return;
   ResnetBlock::Options options = resnet_of(out_channels, SkipGroups(out_channels));
   options.resample = kind.up ? Resample::kFirUp : Resample::kFirDown;
   options.shortcut = true;
@@ -246,7 +205,6 @@ absl::Status UNet2D::BuildSkipLevel(const Declare& declare, const UNet2DBlock& k
   } else {
     level->skip_conv.emplace(declare / "skip_conv", kSkipImageChannels, out_channels, 1);
   }
-  return absl::OkStatus();
 }
 
 void UNet2D::Pack(const Masters& masters) const {
@@ -280,9 +238,7 @@ Tensor UNet2D::Project(Pass& pass, const Tensor& t) const {
   return out;
 }
 
-Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_pointer) const {
-  kept_pointer->reset(new Kept);
-  Kept& kept = **kept_pointer;
+Tensor UNet2D::Embed(Pass& pass, const NetworkInput& input, Kept* kept) const {
   const int64_t rows = input.x.dim(0);
   Tensor of_class;
   switch (config_.condition) {
@@ -294,7 +250,7 @@ Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_
       break;
     case ClassCondition::kValue:
       of_class = class_embedding_->Forward(pass, Project(pass, input.embedding.Reshape({rows})), {},
-                                           &kept.label);
+                                           &kept->label);
       break;
     case ClassCondition::kVector:
       of_class = input.embedding;
@@ -308,10 +264,144 @@ Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_
     of_time = Project(pass, input.condition);
   }
   if (augment_) of_time = augment_->Forward(pass, input.augment, of_time);
-  kept.embedding = time_embedding_.Forward(pass, of_time, of_class, &kept.time);
-  kept.activated = pass.New(kept.embedding.shape());
-  pass.backend.Activate(config_.activation, kept.embedding, kept.activated);
-  const Tensor& time = kept.activated;
+  kept->embedding = time_embedding_.Forward(pass, of_time, of_class, &kept->time);
+  kept->activated = pass.New(kept->embedding.shape());
+  pass.backend.Activate(config_.activation, kept->embedding, kept->activated);
+  return kept->activated;
+}
+
+void UNet2D::EmbedBackward(Pass& pass, const NetworkInput& input, const Kept& kept,
+                           const Tensor& dtime) const {
+  pass.backend.ActivateBackward(config_.activation, kept.embedding, dtime, dtime);
+  const Tensor dof_time =
+      time_embedding_.Backward(pass, kept.time, dtime, /*wants_dx=*/time_table_ >= 0 || augment_);
+  if (augment_) augment_->Backward(pass, input.augment, dof_time, /*wants_dx=*/false);
+  if (time_table_ >= 0)
+    pass.backend.EmbeddingBackward(input.timestep, dof_time, pass.Gradient(time_table_));
+  if (class_table_ >= 0)
+    pass.backend.EmbeddingBackward(input.label, dtime, pass.Gradient(class_table_));
+  if (class_embedding_) class_embedding_->Backward(pass, kept.label, dtime);
+}
+
+Tensor UNet2D::DownForward(Pass& pass, const Level& level, Tensor x, Tensor* image,
+                           std::vector<Tensor>* skips, const Tensor& time, KeptLevel* kept) const {
+  kept->resnets.resize(level.resnets.size());
+  kept->attentions.resize(level.attentions.size());
+  for (size_t layer = 0; layer < level.resnets.size(); ++layer) {
+    x = level.resnets[layer].Forward(pass, x, {}, time, &kept->resnets[layer]);
+    if (!level.attentions.empty())
+      x = level.attentions[layer].Forward(pass, x, &kept->attentions[layer]);
+    skips->push_back(x);
+  }
+  if (level.resample_conv) {
+    kept->resample_input = x;
+    x = level.resample_conv->Forward(pass, {.x = x, .geometry = Down()});
+  } else if (level.resample_resnet) {
+    x = level.resample_resnet->Forward(pass, x, {}, time, &kept->resample_resnet);
+  } else {
+    return x;
+  }
+  if (level.skip) {
+    kept->skip_input = *image = pass.Resampled(Resample::kFirDown, *image);
+    x = level.skip_conv->Forward(pass,
+                                 {.x = *image, .geometry = level.skip_conv->Same(), .residual = x});
+  }
+  skips->push_back(x);
+  return x;
+}
+
+Tensor UNet2D::DownBackward(Pass& pass, const Level& level, KeptLevel kept, const Tensor& time,
+                            Tensor d, std::vector<Tensor>* dskips, Tensor* dtime) const {
+  if (level.resample_conv || level.resample_resnet) d = Join(pass, d, dskips);
+  if (level.skip_conv)
+    level.skip_conv->Backward(pass, kept.skip_input, level.skip_conv->Same(), d,
+                              /*wants_dx=*/false);
+  kept.skip_input = {};
+  if (level.resample_conv) d = level.resample_conv->Backward(pass, kept.resample_input, Down(), d);
+  if (level.resample_resnet)
+    d = level.resample_resnet->Backward(pass, kept.resample_resnet, time, d, nullptr, dtime);
+  kept.resample_input = {};
+  kept.resample_resnet = {};
+  for (size_t layer = level.resnets.size(); layer-- > 0;) {
+    d = Join(pass, d, dskips);
+    if (!level.attentions.empty()) {
+      d = level.attentions[layer].Backward(pass, kept.attentions[layer], d);
+      kept.attentions[layer] = {};
+    }
+    d = level.resnets[layer].Backward(pass, kept.resnets[layer], time, d, nullptr, dtime);
+    kept.resnets[layer] = {};
+  }
+  return d;
+}
+
+Tensor UNet2D::UpForward(Pass& pass, const Level& level, Tensor x, Tensor* image,
+                         std::vector<Tensor>* skips, const Tensor& time, KeptLevel* kept) const {
+  kept->resnets.resize(level.resnets.size());
+  kept->attentions.resize(level.attentions.size());
+  for (size_t layer = 0; layer < level.resnets.size(); ++layer) {
+    const Tensor skip = std::move(skips->back());
+    skips->pop_back();
+    x = level.resnets[layer].Forward(pass, x, skip, time, &kept->resnets[layer]);
+    if (!level.attentions.empty() && !level.skip)
+      x = level.attentions[layer].Forward(pass, x, &kept->attentions[layer]);
+  }
+  if (level.skip) {
+    if (!level.attentions.empty()) x = level.attentions[0].Forward(pass, x, &kept->attentions[0]);
+    if (*image) *image = pass.Resampled(Resample::kFirUp, *image);
+  }
+  if (level.skip_conv) {
+    const Tensor normed = level.skip_norm->Forward(pass, x, {}, &kept->skip_norm);
+    if (!pass.recompute_norms) kept->skip_input = normed;
+    *image = level.skip_conv->Forward(
+        pass, {.x = normed, .geometry = level.skip_conv->Same(), .residual = *image});
+  }
+  if (level.resample_conv) {
+    kept->resample_input = x;
+    x = level.resample_conv->Forward(pass, {.x = x, .geometry = level.resample_conv->Same()});
+  } else if (level.resample_resnet) {
+    x = level.resample_resnet->Forward(pass, x, {}, time, &kept->resample_resnet);
+  }
+  return x;
+}
+
+Tensor UNet2D::UpBackward(Pass& pass, const Level& level, KeptLevel kept, const Tensor& time,
+                          Tensor d, const Tensor& dimage, std::vector<Tensor>* dskips,
+                          Tensor* dtime) const {
+  if (level.resample_conv)
+    d = level.resample_conv->Backward(pass, kept.resample_input, level.resample_conv->Same(), d);
+  if (level.resample_resnet)
+    d = level.resample_resnet->Backward(pass, kept.resample_resnet, time, d, nullptr, dtime);
+  kept.resample_input = {};
+  kept.resample_resnet = {};
+  if (level.skip_conv) {
+    const Tensor normed =
+        kept.skip_input ? kept.skip_input : level.skip_norm->Again(pass, kept.skip_norm);
+    const Tensor dnormed = level.skip_conv->Backward(pass, normed, level.skip_conv->Same(), dimage);
+    d = level.skip_norm->Backward(pass, kept.skip_norm, dnormed, d);
+    kept.skip_input = {};
+    kept.skip_norm = {};
+  }
+  if (level.skip && !level.attentions.empty()) {
+    d = level.attentions[0].Backward(pass, kept.attentions[0], d);
+    kept.attentions[0] = {};
+  }
+  for (size_t layer = level.resnets.size(); layer-- > 0;) {
+    if (!level.attentions.empty() && !level.skip) {
+      d = level.attentions[layer].Backward(pass, kept.attentions[layer], d);
+      kept.attentions[layer] = {};
+    }
+    Tensor dskip;
+    d = level.resnets[layer].Backward(pass, kept.resnets[layer], time, d, &dskip, dtime);
+    kept.resnets[layer] = {};
+    dskips->push_back(std::move(dskip));
+  }
+  return d;
+}
+
+Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_pointer) const {
+  kept_pointer->reset(new Kept);
+  Kept& kept = **kept_pointer;
+  const Tensor time = Embed(pass, input, &kept);
 
   kept.centered = input.x;
   if (config_.center_input_sample) {
@@ -322,31 +412,8 @@ Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_
   Tensor x = conv_in_.Forward(pass, {.x = kept.centered, .geometry = conv_in_.Same()});
   std::vector<Tensor> skips = {x};
   kept.down.resize(down_.size());
-  for (size_t i = 0; i < down_.size(); ++i) {
-    const Level& level = down_[i];
-    KeptLevel& to = kept.down[i];
-    to.resnets.resize(level.resnets.size());
-    to.attentions.resize(level.attentions.size());
-    for (size_t layer = 0; layer < level.resnets.size(); ++layer) {
-      x = level.resnets[layer].Forward(pass, x, {}, time, &to.resnets[layer]);
-      if (!level.attentions.empty())
-        x = level.attentions[layer].Forward(pass, x, &to.attentions[layer]);
-      skips.push_back(x);
-    }
-    if (level.resample_conv) {
-      to.resample_input = x;
-      x = level.resample_conv->Forward(pass, {.x = x, .geometry = Down()});
-      skips.push_back(x);
-    } else if (level.resample_resnet) {
-      x = level.resample_resnet->Forward(pass, x, {}, time, &to.resample_resnet);
-      if (level.skip) {
-        to.skip_input = image = pass.Resampled(Resample::kFirDown, image);
-        x = level.skip_conv->Forward(
-            pass, {.x = image, .geometry = level.skip_conv->Same(), .residual = x});
-      }
-      skips.push_back(x);
-    }
-  }
+  for (size_t i = 0; i < down_.size(); ++i)
+    x = DownForward(pass, down_[i], std::move(x), &image, &skips, time, &kept.down[i]);
   if (!mid_resnets_.empty()) {
     x = mid_resnets_[0].Forward(pass, x, {}, time, &kept.mid_resnets[0]);
     if (mid_attention_) x = mid_attention_->Forward(pass, x, &kept.mid_attention);
@@ -354,35 +421,8 @@ Tensor UNet2D::Forward(Pass& pass, const NetworkInput& input, KeptPointer* kept_
   }
   image = {};
   kept.up.resize(up_.size());
-  for (size_t i = 0; i < up_.size(); ++i) {
-    const Level& level = up_[i];
-    KeptLevel& to = kept.up[i];
-    to.resnets.resize(level.resnets.size());
-    to.attentions.resize(level.attentions.size());
-    for (size_t layer = 0; layer < level.resnets.size(); ++layer) {
-      const Tensor skip = std::move(skips.back());
-      skips.pop_back();
-      x = level.resnets[layer].Forward(pass, x, skip, time, &to.resnets[layer]);
-      if (!level.attentions.empty() && !level.skip)
-        x = level.attentions[layer].Forward(pass, x, &to.attentions[layer]);
-    }
-    if (level.skip) {
-      if (!level.attentions.empty()) x = level.attentions[0].Forward(pass, x, &to.attentions[0]);
-      if (image) image = pass.Resampled(Resample::kFirUp, image);
-    }
-    if (level.skip_conv) {
-      const Tensor normed = level.skip_norm->Forward(pass, x, {}, &to.skip_norm);
-      if (!pass.recompute_norms) to.skip_input = normed;
-      image = level.skip_conv->Forward(
-          pass, {.x = normed, .geometry = level.skip_conv->Same(), .residual = image});
-    }
-    if (level.resample_conv) {
-      to.resample_input = x;
-      x = level.resample_conv->Forward(pass, {.x = x, .geometry = level.resample_conv->Same()});
-    } else if (level.resample_resnet) {
-      x = level.resample_resnet->Forward(pass, x, {}, time, &to.resample_resnet);
-    }
-  }
+  for (size_t i = 0; i < up_.size(); ++i)
+    x = UpForward(pass, up_[i], std::move(x), &image, &skips, time, &kept.up[i]);
 
   Tensor out = output_.Forward(pass, x, &kept.output);
   if (image) pass.backend.Add(out, 1, image, 1, 0, out);
@@ -405,42 +445,11 @@ void UNet2D::Backward(Pass& pass, const NetworkInput& input, KeptPointer kept_po
   std::vector<Tensor> dskips;
   Tensor dtime;
   for (size_t i = up_.size(); i-- > 0;) {
-    const Level& level = up_[i];
-    KeptLevel from = std::move(kept.up[i]);
-    if (level.resample_conv) {
-      d = level.resample_conv->Backward(pass, from.resample_input, level.resample_conv->Same(), d);
-      from.resample_input = {};
-    } else if (level.resample_resnet) {
-      d = level.resample_resnet->Backward(pass, from.resample_resnet, time, d, nullptr, &dtime);
-      from.resample_resnet = {};
-    }
-    if (level.skip_conv) {
-      const Tensor normed =
-          from.skip_input ? from.skip_input : level.skip_norm->Again(pass, from.skip_norm);
-      const Tensor dnormed =
-          level.skip_conv->Backward(pass, normed, level.skip_conv->Same(), dimage);
-      d = level.skip_norm->Backward(pass, from.skip_norm, dnormed, d);
-      from.skip_input = {};
-      from.skip_norm = {};
-    }
-    if (level.skip) {
-      // The first Skip block of the way up begins the image.
-      if (i > 0 && up_[i - 1].skip) dimage = pass.ResampledBackward(Resample::kFirUp, dimage);
-      if (!level.attentions.empty()) {
-        d = level.attentions[0].Backward(pass, from.attentions[0], d);
-        from.attentions[0] = {};
-      }
-    }
-    for (size_t layer = level.resnets.size(); layer-- > 0;) {
-      if (!level.attentions.empty() && !level.skip) {
-        d = level.attentions[layer].Backward(pass, from.attentions[layer], d);
-        from.attentions[layer] = {};
-      }
-      Tensor dskip;
-      d = level.resnets[layer].Backward(pass, from.resnets[layer], time, d, &dskip, &dtime);
-      from.resnets[layer] = {};
-      dskips.push_back(std::move(dskip));
-    }
+    d = UpBackward(pass, up_[i], std::move(kept.up[i]), time, std::move(d), dimage, &dskips,
+                   &dtime);
+    // The first Skip block of the way up begins the image.
+    if (up_[i].skip && i > 0 && up_[i - 1].skip)
+      dimage = pass.ResampledBackward(Resample::kFirUp, dimage);
   }
   // The up path took the last skip first, so its gradient is the last one.
   if (!mid_resnets_.empty()) {
@@ -453,53 +462,11 @@ void UNet2D::Backward(Pass& pass, const NetworkInput& input, KeptPointer kept_po
     d = mid_resnets_[0].Backward(pass, kept.mid_resnets[0], time, d, nullptr, &dtime);
     kept.mid_resnets[0] = {};
   }
-  // d flows back along the path, and a skip's gradient is added where the skip branched off. Never
-  // in place: the module that returned d may still read it.
-  const auto join = [&] {
-    const Tensor skip = std::move(dskips.back());
-    dskips.pop_back();
-    Tensor sum = pass.New(d.shape());
-    pass.backend.Add(d, 1, skip, 1, 0, sum);
-    d = sum;
-  };
-  for (size_t i = down_.size(); i-- > 0;) {
-    const Level& level = down_[i];
-    KeptLevel from = std::move(kept.down[i]);
-    if (level.resample_conv) {
-      join();
-      d = level.resample_conv->Backward(pass, from.resample_input, Down(), d);
-      from.resample_input = {};
-    } else if (level.resample_resnet) {
-      join();
-      if (level.skip)
-        level.skip_conv->Backward(pass, from.skip_input, level.skip_conv->Same(), d,
-                                  /*wants_dx=*/false);
-      from.skip_input = {};
-      d = level.resample_resnet->Backward(pass, from.resample_resnet, time, d, nullptr, &dtime);
-      from.resample_resnet = {};
-    }
-    for (size_t layer = level.resnets.size(); layer-- > 0;) {
-      join();
-      if (!level.attentions.empty()) {
-        d = level.attentions[layer].Backward(pass, from.attentions[layer], d);
-        from.attentions[layer] = {};
-      }
-      d = level.resnets[layer].Backward(pass, from.resnets[layer], time, d, nullptr, &dtime);
-      from.resnets[layer] = {};
-    }
-  }
-  join();
+  for (size_t i = down_.size(); i-- > 0;)
+    d = DownBackward(pass, down_[i], std::move(kept.down[i]), time, std::move(d), &dskips, &dtime);
+  d = Join(pass, d, &dskips);
   conv_in_.Backward(pass, kept.centered, conv_in_.Same(), d, /*wants_dx=*/false);
-
-  pass.backend.ActivateBackward(config_.activation, kept.embedding, dtime, dtime);
-  const Tensor dof_time =
-      time_embedding_.Backward(pass, kept.time, dtime, /*wants_dx=*/time_table_ >= 0 || augment_);
-  if (augment_) augment_->Backward(pass, input.augment, dof_time, /*wants_dx=*/false);
-  if (time_table_ >= 0)
-    pass.backend.EmbeddingBackward(input.timestep, dof_time, pass.Gradient(time_table_));
-  if (class_table_ >= 0)
-    pass.backend.EmbeddingBackward(input.label, dtime, pass.Gradient(class_table_));
-  if (class_embedding_) class_embedding_->Backward(pass, kept.label, dtime);
+  EmbedBackward(pass, input, kept, dtime);
 }
 
 }  // namespace denoised::training

@@ -67,18 +67,31 @@ class UNet2D {
 
   UNet2D(const UNet2DConfig& config, int augment_labels)
       : config_(config), augment_labels_(augment_labels) {}
-  absl::Status Check() const;
-  absl::Status Build(const Declare& declare);
-  absl::Status BuildLevel(const Declare& declare, const UNet2DBlock& kind,
-                          const std::vector<int>& inputs, int out_channels, bool resamples,
-                          Level* level);
-  absl::Status BuildSkipLevel(const Declare& declare, const UNet2DBlock& kind,
-                              const std::vector<int>& inputs, int out_channels, bool resamples,
-                              Level* level);
+  void Build(const Declare& declare);
+  void BuildLevel(const Declare& declare, const UNet2DBlock& kind, const std::vector<int>& inputs,
+                  int out_channels, bool resamples, Level* level);
+  void BuildSkipLevel(const Declare& declare, const UNet2DBlock& kind,
+                      const std::vector<int>& inputs, int out_channels, bool resamples,
+                      Level* level);
   ResnetBlock::Options Resnet(int in_channels, int out_channels);
   SelfAttention::Options AttentionOf(int channels) const;
   Tensor Project(Pass& pass, const Tensor& t) const;
   Conv2dGeometry Down() const;
+  /// What every resnet reads of the timestep and the class, and the gradients from what they read.
+  Tensor Embed(Pass& pass, const NetworkInput& input, Kept* kept) const;
+  void EmbedBackward(Pass& pass, const NetworkInput& input, const Kept& kept,
+                     const Tensor& dtime) const;
+  /// A level on the way down: appends its outputs to `skips`. `image` is beside Skip blocks.
+  Tensor DownForward(Pass& pass, const Level& level, Tensor x, Tensor* image,
+                     std::vector<Tensor>* skips, const Tensor& time, KeptLevel* kept) const;
+  /// Takes the gradients of its outputs from the end of `dskips`, and adds to `dtime`.
+  Tensor DownBackward(Pass& pass, const Level& level, KeptLevel kept, const Tensor& time, Tensor d,
+                      std::vector<Tensor>* dskips, Tensor* dtime) const;
+  /// A level on the way up: takes skips from the end, and its gradient appends theirs.
+  Tensor UpForward(Pass& pass, const Level& level, Tensor x, Tensor* image,
+                   std::vector<Tensor>* skips, const Tensor& time, KeptLevel* kept) const;
+  Tensor UpBackward(Pass& pass, const Level& level, KeptLevel kept, const Tensor& time, Tensor d,
+                    const Tensor& dimage, std::vector<Tensor>* dskips, Tensor* dtime) const;
 
   UNet2DConfig config_;
   int augment_labels_ = 0;

@@ -26,6 +26,7 @@ absl::StatusOr<std::unique_ptr<UNet2DCondition>> UNet2DCondition::Make(
   std::unique_ptr<UNet2DCondition> model(new UNet2DCondition(config));
   DENOISED_RETURN_IF_ERROR(model->Check());
   model->Build(declare);
+  DENOISED_RETURN_IF_ERROR(declare.status());
   return model;
 }
 
@@ -43,21 +44,6 @@ absl::Status UNet2DCondition::Check() const {
         "sample_size is {} × {}: training needs multiples of {}, since the network halves it {} "
         "times",
         config_.sample_width, config_.sample_height, halvings, channels.size() - 1);
-  for (size_t i = 0; i < channels.size(); ++i) {
-    if (channels[i] % config_.norm_num_groups != 0)
-      return InvalidArgument(
-          "the network has a norm of {} channels, which norm_num_groups = {} does not divide; "
-          "change it or block_out_channels",
-          channels[i], config_.norm_num_groups);
-    const int heads = config_.attention_head_dim[i];
-    if (channels[i] % heads != 0)
-      return InvalidArgument(
-          "attention_head_dim has {} heads, which do not divide the {} channels of a block", heads,
-          channels[i]);
-    if (channels[i] / heads > kMaxHeadDim)
-      return InvalidArgument("an attention head is {} wide; at most {} can be served",
-                             channels[i] / heads, kMaxHeadDim);
-  }
   return absl::OkStatus();
 }
 

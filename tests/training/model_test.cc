@@ -374,6 +374,11 @@ TEST_P(ModelSteps, TenAdamWStepsAgreeWithPyTorch) {
 TEST(Models, WhatCannotBeTrainedIsRefusedByName) {
   for (const auto& [name, change, message] :
        {std::tuple{"like_ncsnpp", R"({"block_out_channels": [32, 40]})", "32 groups"},
+        std::tuple{"attn_head_dim_4", R"({"norm_num_groups": 3})", "which 3 groups do not"},
+        std::tuple{"attn_head_dim_4", R"({"attn_norm_num_groups": 5})",
+                   "'mid_block.attentions.0.group_norm' has"},
+        std::tuple{"attn_head_dim_4", R"({"attention_head_dim": 3})",
+                   "attention_head_dim does not divide"},
         std::tuple{"time_learned", R"({"class_embed_type": "timestep"})", "time_embedding_type"}}) {
     auto json = ReadJsonFile(Goldens() / name / "config.json");
     ASSERT_TRUE(json.ok()) << json.status();
