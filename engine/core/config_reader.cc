@@ -67,6 +67,7 @@ void ConfigReader::ReadList(const char* field, const char* expected,
 using json = nlohmann::json;
 
 void ConfigReader::Read(const char* field, bool* value) {
+  if (const auto it = object_.find(field); it != object_.end() && it->is_null()) *value = false;
   ReadAs(field, "true or false", &json::is_boolean, value);
 }
 void ConfigReader::Read(const char* field, int* value) {

@@ -15,7 +15,7 @@ namespace denoised {
 
 /// Reads the typed fields of one JSON object and collects all errors in it, so that they are
 /// reported at once: file, field, value, and what would be accepted. A field that is absent or null
-/// keeps its default.
+/// keeps its default; but null where a bool is read is false, as diffusers takes it.
 ///
 ///   ConfigReader config(json, "unet/config.json");
 ///   config.Read("norm_eps", &eps);

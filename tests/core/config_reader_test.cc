@@ -26,6 +26,18 @@ TEST(ConfigReader, AbsentAndNullKeepDefaults) {
   EXPECT_TRUE(config.Finish().ok());
 }
 
+TEST(ConfigReader, ANullBoolIsFalse) {
+  ConfigReader config = Reader(R"({"null": null})");
+  bool null = true, absent = true;
+  std::optional<bool> optional;
+  config.Read("null", &null);
+  config.Read("absent", &absent);
+  config.Read("null", &optional);
+  EXPECT_FALSE(null);
+  EXPECT_TRUE(absent);
+  EXPECT_FALSE(optional.has_value());
+}
+
 TEST(ConfigReader, ReportsEveryComplaintAtOnce) {
   ConfigReader config = Reader(
       R"({"eps": "small", "big": 99999999999, "layers": [1, "x"], "fir": true, "odd": 1, "_v": 2})");
