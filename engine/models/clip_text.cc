@@ -45,10 +45,12 @@ absl::StatusOr<ClipTextConfig> ClipTextConfig::Parse(const nlohmann::json& json,
   reader.Read("eos_token_id", &config.eos_token_id);
   std::string hidden_act = "quick_gelu";
   reader.Read("hidden_act", &hidden_act);
-  if (const auto activation = nn::ActivationFromName(hidden_act); activation.ok()) {
+  if (hidden_act == "quick_gelu") {  // transformers' alone
+    config.hidden_act = Activation::kQuickGelu;
+  } else if (const auto activation = nn::ActivationFromName(hidden_act); activation.ok()) {
     config.hidden_act = *activation;
   } else {
-    reader.Complain("hidden_act", std::string(activation.status().message()));
+    reader.Complain("hidden_act", "not supported; use quick_gelu, silu, swish, mish, gelu or relu");
   }
   reader.Refuse("is_decoder", false);
   reader.Refuse("add_cross_attention", false);

@@ -271,9 +271,7 @@ absl::StatusOr<Activation> ActivationFromName(const std::string& name) {
   if (name == "mish") return Activation::kMish;
   if (name == "gelu") return Activation::kGelu;
   if (name == "relu") return Activation::kRelu;
-  if (name == "quick_gelu") return Activation::kQuickGelu;
-  return InvalidArgument(
-      "activation '{}' is unknown; use silu, swish, mish, gelu, quick_gelu or relu", name);
+  return InvalidArgument("activation '{}' is unknown; use silu, swish, mish, gelu or relu", name);
 }
 
 }  // namespace denoised::nn

@@ -151,8 +151,7 @@ class LayerNorm {
   float eps_ = 0;
 };
 
-/// diffusers' get_activation: "silu" (or "swish"), "mish", "gelu", "relu"; and transformers'
-/// "quick_gelu".
+/// diffusers' get_activation: "silu" (or "swish"), "mish", "gelu", "relu".
 absl::StatusOr<Activation> ActivationFromName(const std::string& name);
 
 }  // namespace denoised::nn
