@@ -106,7 +106,9 @@ TEST(UNet2DConfig, RefusesByNameWhatItCannotHonour) {
       {"norm_eps", 0},
       {"layers_per_block", 0},
       {"layers_per_block", 1e9},
+      {"act_fn", "quick_gelu"},  // transformers' alone
       {"mid_block_scale_factor", 0},
+      {"mid_block_scale_factor", 1e-20},
       {"attention_head_dim", 0},
       {"sample_size", -16},
       {"sample_size", {1, 2, 3}},
