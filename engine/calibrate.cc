@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <random>
@@ -70,7 +71,8 @@ JobSpec RequestOf(const ModelInfo& model) {
   if (model.condition == ClassCondition::kVector || model.condition == ClassCondition::kValue) {
     std::normal_distribution<float> normal;
     for (int i = 0; i < spec.count * model.class_vector_size; ++i)
-      spec.class_values.push_back(normal(random));
+      spec.class_values.push_back(model.logarithmic_time ? std::abs(normal(random))
+                                                         : normal(random));
   }
   if (model.images.required) {
     spec.init_image = Tensor::Host({model.height, model.width, model.channels}, DType::kF32);

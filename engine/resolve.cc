@@ -220,6 +220,15 @@ class Resolver {
         Violate("class_values", "holds {}; use finite numbers", value);
         return;
       }
+    if (model_.condition == ClassCondition::kValue && model_.logarithmic_time)
+      for (const float value : values)
+        if (!(value > 0)) {
+          Violate("class_values",
+                  "holds {}; the model's Fourier embedding takes the logarithm, so use numbers "
+                  "above 0",
+                  value);
+          return;
+        }
     const std::vector<float> one(values.begin(), values.begin() + size);
     while (values.size() < size * count) values.insert(values.end(), one.begin(), one.end());
   }

@@ -161,6 +161,20 @@ absl::Status CheckNoPixelOptions(const char* what, const TrainerOptions& options
   return absl::OkStatus();
 }
 
+/// Of numbers that a Fourier embedding takes the logarithm of.
+absl::Status CheckPositive(const Dataset& dataset) {
+  const std::vector<int32_t>& labels = dataset.labels;
+  const float least =
+      dataset.vectors ? *std::min_element(dataset.vectors.as<float>(),
+                                          dataset.vectors.as<float>() + dataset.vectors.elements())
+                      : static_cast<float>(*std::min_element(labels.begin(), labels.end()));
+  if (least > 0) return absl::OkStatus();
+  return InvalidArgument(
+      "a picture has the class vector {}, but the network takes its logarithm (class_embed_type "
+      "\"timestep\" with time_embedding_type \"fourier\"); give numbers above 0",
+      least);
+}
+
 absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& options,
                             const Dataset& dataset) {
   const bool learned_variance = options.objective.learned_variance;
@@ -235,6 +249,9 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
             "the pictures have class vectors of {} numbers, but the network reads {}{}",
             dataset.vectors.dim(1), size,
             config.condition == ClassCondition::kVector ? " (its time_embedding_dim)" : "");
+      if (config.condition == ClassCondition::kValue &&
+          config.time_embedding_type == UNet2DConfig::Time::kFourier)
+        DENOISED_RETURN_IF_ERROR(CheckPositive(dataset));
       break;
     }
   }

@@ -10,8 +10,10 @@
 namespace denoised {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 ModelInfo Digits() {
   auto scheduler = SchedulerConfig::Parse(
@@ -288,6 +290,18 @@ TEST(Resolve, ClassVectorsAreRepeated) {
   EXPECT_THAT(job.spec.class_values, ElementsAre(1, 2, 1, 2));
   EXPECT_THAT(Violated(model, {.model = "digits", .count = 2, .class_values = {1, 2, 3}}),
               ElementsAre("class_values"));
+}
+
+TEST(Resolve, AFourierEmbeddingTakesTheLogarithmOfAClass) {
+  ModelInfo model = Digits();
+  model.condition = ClassCondition::kValue;
+  model.class_vector_size = 1;
+  const JobSpec zero{.model = "digits", .class_values = {0}};
+  EXPECT_THAT(Violated(model, zero), ElementsAre());
+  model.logarithmic_time = true;
+  EXPECT_THAT(Violated(model, zero), Contains("class_values"));
+  EXPECT_THAT(Violated(model, {.model = "digits", .class_values = {0.5f}}),
+              Not(Contains("class_values")));
 }
 
 }  // namespace

@@ -474,6 +474,18 @@ class RunTest(unittest.TestCase):
         said = self.train("a", rc=2, resume="latest", **{**flags, "steps": 16})
         self.assertIn("data was", said)
 
+    def test_a_fourier_embedding_takes_the_logarithm_of_a_class(self):
+        network = {**NETWORK, "num_class_embeds": None, "class_embed_type": "timestep",
+                   "time_embedding_type": "fourier"}  # fmt: skip
+        (self.root / "values.json").write_text(json.dumps(network))
+        flags = {"network": self.root / "values.json", "class-dropout": None, "objective": "score",
+                 "sample-steps": 4, "sample-count": 4}  # fmt: skip
+        self.assertIn("has the class vector 0", self.train("a", rc=2, **flags))
+        lines = [{"file_name": f"{of}/{i}.png", "label": [i + 1.5]}
+                 for of in ("down", "across") for i in range(6)]  # fmt: skip
+        (self.data / "metadata.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        self.assertIn("drew", self.train("a", **flags))
+
     def test_other_pictures_without_labels_are_another_run(self):
         network = {**NETWORK, "num_class_embeds": None}
         (self.root / "plain.json").write_text(json.dumps(network))
@@ -515,7 +527,7 @@ class RunTest(unittest.TestCase):
         self.train("b", accumulation=2, **flags)
         self.assertEqual(self.state("a"), self.state("b"))
         write(block_out_channels=[8, 18], norm_num_groups=2, attention_head_dim=2)
-        self.assertIn("norm of 18 channels, which its 4 groups", self.train("c", rc=2, **flags))
+        self.assertIn("has 18 channels, which 4 groups do not divide", self.train("c", rc=2, **flags))
         write(time_embedding_type="fourier")
         self.assertIn("use --objective score", self.train("c", rc=2, **flags))
         score = {**flags, "objective": "score", "sigma-max": 5, "default-steps": 10}
