@@ -393,7 +393,7 @@ absl::Status Session::Begin() {
   if (!first()) return absl::OkStatus();
   DENOISED_ASSIGN_OR_RETURN(
       const training::TrainerPlan plan,
-      Trainer::Plan(*backend_, config_.network, config_.trainer, pictures_.dataset, 1));
+      Trainer::Plan(*backend_, config_.network, config_.trainer, pictures_.dataset, config_.ranks));
   step_flops_ = plan.step_flops;
   ShortenLog(step_);
   absl::StatusOr<EventFile> events = EventFile::Create(Output("events"));

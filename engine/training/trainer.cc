@@ -27,6 +27,12 @@ bool RecomputesNorms(const TrainerOptions& options, const Parameters& parameters
   return options.recompute_norms.value_or(parameters.trained_elements() >= 100'000'000);
 }
 
+/// Gradients that a rank holds at a time: one in each level of the tree that sums them, and one in
+/// each worker's hands but the last's.
+int64_t GradientsAtOnce(int64_t passes, int64_t workers) {
+  return std::bit_width(static_cast<uint64_t>(passes)) + workers - 1;
+}
+
 /// The pictures or posteriors that a step draws from.
 const Tensor& PicturesOf(const Dataset& dataset) {
   return dataset.posteriors ? dataset.posteriors : dataset.images;
@@ -365,7 +371,16 @@ class Trainer::Tree {
         return tensor;
       }
     }
-    return backend_.Allocate({elements_}, DType::kF32, "a gradient");
+    return New();
+  }
+  /// Makes the first `count` that Take() will give.
+  absl::Status Reserve(int64_t count) {
+    MutexLock lock(&mutex_);
+    for (int64_t i = 0; i < count; ++i) {
+      DENOISED_ASSIGN_OR_RETURN(Tensor tensor, New());
+      free_.push_back(std::move(tensor));
+    }
+    return absl::OkStatus();
   }
   /// Takes the sum of pass `leaf`. The call that completes a pair adds it and continues upwards.
   void Add(int64_t leaf, Tensor sum) {
@@ -409,6 +424,8 @@ class Trainer::Tree {
   }
 
  private:
+  absl::StatusOr<Tensor> New() { return backend_.Allocate({elements_}, DType::kF32, "a gradient"); }
+
   Backend& backend_;
   const int64_t elements_;
   Mutex mutex_;
@@ -490,9 +507,9 @@ absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkC
     }
   }
   if (dataset.vectors) plan.dataset_bytes += dataset.vectors.bytes();
-  const auto leaves = static_cast<uint64_t>(options.chunks / pass_chunks);
-  const auto levels = static_cast<int64_t>(std::bit_width(leaves));
-  const int64_t copies = 3 + static_cast<int64_t>(options.averages.size()) + workers - 1 + levels;
+  // Weights, two moments, averages, gradients, and another rank's.
+  const int64_t copies = 3 + static_cast<int64_t>(options.averages.size()) +
+                         GradientsAtOnce(local_chunks / pass_chunks, workers) + (ranks > 1);
   // Weights are packed for both directions: on the CPU those of convolutions alone, on a GPU all
   // of them, in the type of activations, and some in phases or in pairs.
   const int64_t elements = pass.trained_elements + pass.fixed_elements;
@@ -545,7 +562,6 @@ absl::Status Trainer::Allocate() {
     DENOISED_ASSIGN_OR_RETURN(received_, backend_.Allocate({elements + kLossElements}, DType::kF32,
                                                            "another rank's gradient"));
   }
-  DENOISED_RETURN_IF_ERROR(AllocatePictures());
   DENOISED_ASSIGN_OR_RETURN(const PassCount pass,
                             CountPass(config_, options_, dataset_, pass_rows(),
                                       backend_.activation_dtype(), backend_.device()));
@@ -557,6 +573,9 @@ absl::Status Trainer::Allocate() {
                                         "activations of a pass"));
     free_arenas_.emplace_back(std::move(block));
   }
+  DENOISED_RETURN_IF_ERROR(tree_->Reserve(GradientsAtOnce(local_chunks / pass_chunks_, workers)));
+  // Last, since they may stay on the host if a GPU has no room for them.
+  DENOISED_RETURN_IF_ERROR(AllocatePictures());
 
   const Tensor trained = Tensor::Host({elements}, DType::kF32),
                fixed = Tensor::Host(fixed_.shape(), DType::kF32);

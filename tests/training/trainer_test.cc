@@ -676,6 +676,24 @@ TEST(Trainer, PlanCountsTheWork) {
             larger->activation_bytes);
 }
 
+TEST(Trainer, PlanCountsTheGradientsOfARank) {
+  const auto backend = OpenCpuBackend();
+  ASSERT_TRUE(backend.ok());
+  TrainerOptions options = Options();
+  const auto bytes = [&](int ranks) {
+    const auto plan = Trainer::Plan(**backend, TinyConfig(), options, Stripes(), ranks);
+    EXPECT_TRUE(plan.ok()) << plan.status();
+    return static_cast<int64_t>(plan->weight_bytes);
+  };
+  ASSERT_EQ(options.chunks, 8);
+  const int64_t one = bytes(1), eight = bytes(8), workers = std::min((*backend)->workers(), 8);
+  options.averages.pop_back();
+  const int64_t copy = one - bytes(1);
+  // One rank of one sums eight chunks, four levels and a gradient in each other worker's hands; one
+  // of eight has its own sum and another rank's.
+  EXPECT_EQ(one - eight, (4 + workers - 1 - 2) * copy);
+}
+
 TEST(Trainer, CountsWeightsThatAGpuPacksInPhasesAndPairs) {
   Cost cost;
   const auto backend = NewCountingBackend(DType::kBF16, &cost);
