@@ -95,7 +95,9 @@ Conv2dGeometry VaeHalf::Geometry(const Conv2d& resample) const {
 
 Tensor VaeHalf::Middle(Pass& pass, Tensor x, Kept* kept) const {
   x = mid_resnets_[0].Forward(pass, x, {}, {}, &kept->mid_resnets[0]);
+  pass.DropIfForwardOnly(&kept->mid_resnets[0]);
   if (mid_attention_) x = mid_attention_->Forward(pass, x, &kept->mid_attention);
+  pass.DropIfForwardOnly(&kept->mid_attention);
   return mid_resnets_[1].Forward(pass, x, {}, {}, &kept->mid_resnets[1]);
 }
 
@@ -125,13 +127,18 @@ Tensor VaeHalf::Forward(Pass& pass, const Tensor& input, KeptPointer* kept_point
     to.attentions.resize(level.attentions.size());
     for (size_t j = 0; j < level.resnets.size(); ++j) {
       x = level.resnets[j].Forward(pass, x, {}, {}, &to.resnets[j]);
-      if (!level.attentions.empty()) x = level.attentions[j].Forward(pass, x, &to.attentions[j]);
+      pass.DropIfForwardOnly(&to.resnets[j]);
+      if (level.attentions.empty()) continue;
+      x = level.attentions[j].Forward(pass, x, &to.attentions[j]);
+      pass.DropIfForwardOnly(&to.attentions[j]);
     }
     if (!level.resample) continue;
     to.resample_input = x;
     x = level.resample->Forward(pass, {.x = x, .geometry = Geometry(*level.resample)});
+    pass.DropIfForwardOnly(&to.resample_input);
   }
   if (encoder_) x = Middle(pass, x, &kept);
+  pass.DropIfForwardOnly(&kept.mid_resnets[1]);
   return output_.Forward(pass, x, &kept.output);
 }
 

@@ -48,7 +48,7 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
               .parameters = its,
               .trained = {},
               .fixed = its_weights,
-              .recompute_norms = true};  // nothing is kept for longer than needed
+              .forward_only = true};
     AutoencoderKL::Kept kept;
     return with.Encode(pass, x, &kept);
   };

@@ -32,7 +32,13 @@ struct Pass {
   float dropout = 0;
   /// The backward pass recomputes the outputs of norms instead of keeping them.
   bool recompute_norms = false;
+  /// There is no backward pass, so a network may drop what its modules kept.
+  bool forward_only = false;
 
+  template <typename Kept>
+  void DropIfForwardOnly(Kept* kept) const {
+    if (forward_only) *kept = {};
+  }
   Tensor New(const Shape& shape) { return arena.New(shape, backend.activation_dtype()); }
   Tensor NewF32(const Shape& shape) { return arena.New(shape, DType::kF32); }
   Tensor Weight(int index) const {
