@@ -201,10 +201,16 @@ absl::Status StandardizeLatents(Backend& backend, const AutoencoderKLConfig& con
       return FailedPrecondition("latent channel {} has a deviation of {}; train longer", c,
                                 scale[c]);
   }
-  float* outward = weights->at("quant_conv.weight").as<float>();
-  float* outward_bias = weights->at("quant_conv.bias").as<float>();
-  float* inward = weights->at("post_quant_conv.weight").as<float>();
-  float* inward_bias = weights->at("post_quant_conv.bias").as<float>();
+  // Copies, since the map's tensors may be views of a run's state.
+  const auto copy = [&](const char* name) {
+    Tensor& tensor = weights->at(name);
+    tensor = Tensor::HostF32(tensor.shape(), tensor.ToFloats());
+    return tensor.as<float>();
+  };
+  float* const outward = copy("quant_conv.weight");
+  float* const outward_bias = copy("quant_conv.bias");
+  float* const inward = copy("post_quant_conv.weight");
+  float* const inward_bias = copy("post_quant_conv.bias");
   for (int64_t c = 0; c < n; ++c) {
     for (int64_t i = 0; i < 2 * n; ++i)
       outward[c * 2 * n + i] = static_cast<float>(outward[c * 2 * n + i] / scale[c]);
