@@ -106,6 +106,9 @@ class Socket {
   int fd_ = -1;
 };
 
+/// A rank says at once who it is; what connects and says nothing is another program.
+constexpr auto kHelloTime = std::chrono::seconds(2);
+
 std::string LastError() { return std::generic_category().message(errno); }
 
 int MillisecondsUntil(Clock::time_point deadline) {
@@ -169,7 +172,9 @@ class TcpExchange final : public Exchange {
   absl::StatusOr<sockaddr_in> Resolve(const std::string& host, const std::string& port) const;
   bool ConnectInTime(const Socket& socket, const sockaddr_in& address) const;
   absl::Status Send(const Socket& socket, const void* data, size_t size) const;
-  absl::Status Receive(const Socket& socket, void* data, size_t size) const;
+  absl::Status WaitFor(const Socket& socket, Clock::time_point deadline) const;
+  absl::Status Receive(const Socket& socket, void* data, size_t size,
+                       Clock::time_point deadline) const;
   absl::StatusOr<Socket> Listen(const sockaddr_in& address, sockaddr_in* bound) const;
   absl::StatusOr<Socket> Dial(const sockaddr_in& address, const std::string& whom) const;
   absl::StatusOr<Socket> Accept(const Socket& listener, Hello* hello, sockaddr_in* from) const;
@@ -219,12 +224,20 @@ absl::Status TcpExchange::Send(const Socket& socket, const void* data, size_t si
   return absl::OkStatus();
 }
 
-absl::Status TcpExchange::Receive(const Socket& socket, void* data, size_t size) const {
+absl::Status TcpExchange::WaitFor(const Socket& socket, Clock::time_point deadline) const {
+  pollfd poll_for{socket.fd(), POLLIN, 0};
+  const int ready = poll(&poll_for, 1, MillisecondsUntil(deadline));
+  if (ready > 0) return absl::OkStatus();
+  if (ready < 0 && errno == EINTR)
+    return Unavailable("a signal came before all {} ranks were there", ranks_);
+  return Unavailable("not all {} ranks were there within {} s", ranks_, timeout_);
+}
+
+absl::Status TcpExchange::Receive(const Socket& socket, void* data, size_t size,
+                                  Clock::time_point deadline) const {
   auto* at = static_cast<char*>(data);
   while (size > 0) {
-    pollfd poll_for{socket.fd(), POLLIN, 0};
-    if (poll(&poll_for, 1, MillisecondsUntil(deadline_)) <= 0)
-      return Unavailable("not all {} ranks were there within {} s", ranks_, timeout_);
+    DENOISED_RETURN_IF_ERROR(WaitFor(socket, deadline));
     const ssize_t got = recv(socket.fd(), at, size, 0);
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) return Unavailable("a rank is lost while connecting");
@@ -284,14 +297,13 @@ absl::StatusOr<Socket> TcpExchange::Dial(const sockaddr_in& address,
 absl::StatusOr<Socket> TcpExchange::Accept(const Socket& listener, Hello* hello,
                                            sockaddr_in* from) const {
   while (true) {
-    pollfd poll_for{listener.fd(), POLLIN, 0};
-    if (poll(&poll_for, 1, MillisecondsUntil(deadline_)) <= 0)
-      return Unavailable("not all {} ranks were there within {} s", ranks_, timeout_);
+    DENOISED_RETURN_IF_ERROR(WaitFor(listener, deadline_));
     socklen_t size = sizeof *from;
     Socket socket(accept4(listener.fd(), reinterpret_cast<sockaddr*>(from), &size, SOCK_CLOEXEC));
     if (!socket.open()) continue;
     SetOptions(socket);
-    if (!Receive(socket, hello, sizeof *hello).ok() || hello->magic != Hello().magic)
+    const Clock::time_point soon = std::min(deadline_, Clock::now() + kHelloTime);
+    if (!Receive(socket, hello, sizeof *hello, soon).ok() || hello->magic != Hello().magic)
       continue;  // not a rank of this run
     if (hello->ranks != static_cast<uint32_t>(ranks_) ||
         hello->rank >= static_cast<uint32_t>(ranks_) || peers_[hello->rank].open())
@@ -330,10 +342,17 @@ absl::Status TcpExchange::Connect(const std::string& host, const std::string& po
   deadline_ = Clock::now() + std::chrono::milliseconds(static_cast<int64_t>(timeout_ * 1000));
   DENOISED_ASSIGN_OR_RETURN(const sockaddr_in first, Resolve(host, port));
   sockaddr_in bound{}, from{};
+  // MASTER_ADDR may be a name that this machine resolves otherwise than the others do, or a service
+  // in front of it. If it is the loopback address, the other ranks come from this machine alone.
+  sockaddr_in here{};
+  here.sin_family = AF_INET;
+  here.sin_addr.s_addr =
+      first.sin_addr.s_addr == htonl(INADDR_LOOPBACK) ? htonl(INADDR_LOOPBACK) : htonl(INADDR_ANY);
   Hello hello{.rank = static_cast<uint32_t>(rank_), .ranks = static_cast<uint32_t>(ranks_)};
   std::vector<Hello> all(ranks_);
   if (rank_ == 0) {
-    DENOISED_ASSIGN_OR_RETURN(const Socket listener, Listen(first, &bound));
+    here.sin_port = first.sin_port;
+    DENOISED_ASSIGN_OR_RETURN(const Socket listener, Listen(here, &bound));
     for (int i = 1; i < ranks_; ++i) {
       Hello theirs;
       DENOISED_ASSIGN_OR_RETURN(Socket socket, Accept(listener, &theirs, &from));
@@ -345,16 +364,11 @@ absl::Status TcpExchange::Connect(const std::string& host, const std::string& po
       DENOISED_RETURN_IF_ERROR(Send(peers_[i], all.data(), all.size() * sizeof(Hello)));
     return absl::OkStatus();
   }
-  sockaddr_in any{};
-  any.sin_family = AF_INET;
-  // On one machine the others come from it alone.
-  any.sin_addr.s_addr =
-      first.sin_addr.s_addr == htonl(INADDR_LOOPBACK) ? htonl(INADDR_LOOPBACK) : htonl(INADDR_ANY);
-  DENOISED_ASSIGN_OR_RETURN(const Socket listener, Listen(any, &bound));
+  DENOISED_ASSIGN_OR_RETURN(const Socket listener, Listen(here, &bound));
   hello.port = bound.sin_port;
   DENOISED_ASSIGN_OR_RETURN(peers_[0], Dial(first, fmt::format("rank 0 at {}:{}", host, port)));
   DENOISED_RETURN_IF_ERROR(Send(peers_[0], &hello, sizeof hello));
-  DENOISED_RETURN_IF_ERROR(Receive(peers_[0], all.data(), all.size() * sizeof(Hello)));
+  DENOISED_RETURN_IF_ERROR(Receive(peers_[0], all.data(), all.size() * sizeof(Hello), deadline_));
   for (int other = 1; other < rank_; ++other) {
     sockaddr_in address{};
     address.sin_family = AF_INET;

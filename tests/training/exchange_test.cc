@@ -143,6 +143,26 @@ double SecondsSince(std::chrono::steady_clock::time_point then) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - then).count();
 }
 
+TEST(Exchange, WhatConnectsAndSaysNothingKeepsNoRankOut) {
+  const int port = FreePort();
+  const std::string address = fmt::format("127.0.0.1:{}", port);
+  const int silent = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  OnRanks(2, [&](int rank) {
+    if (rank == 1) {
+      sockaddr_in to{.sin_family = AF_INET,
+                     .sin_port = htons(static_cast<uint16_t>(port)),
+                     .sin_addr = {htonl(INADDR_LOOPBACK)}};
+      const auto start = std::chrono::steady_clock::now();
+      while (connect(silent, reinterpret_cast<sockaddr*>(&to), sizeof to) != 0 &&
+             SecondsSince(start) < 30)
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    const auto exchange = ConnectExchange(rank, 2, address, 30);
+    EXPECT_TRUE(exchange.ok()) << exchange.status();
+  });
+  close(silent);
+}
+
 TEST(Exchange, AllRanksHaveTheTextsOfAll) {
   for (const bool tcp : {false, true}) {
     const Exchanges exchanges = tcp ? OverTcp(4) : NewLoopbackExchanges(4);
