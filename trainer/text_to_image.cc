@@ -44,7 +44,7 @@ absl::StatusOr<training::ObjectiveOptions> ObjectiveOf(const nlohmann::json& con
   reader.Read("beta_end", &objective.beta_end);
   reader.Read("prediction_type", &prediction);
   // A bad value is named here by its field: later, messages name flags, which a pipeline refuses.
-  reader.CheckRange("num_train_timesteps", objective.timesteps, 1, 1'000'000);
+  reader.CheckRange("num_train_timesteps", objective.timesteps, 1, training::kMaxTimesteps);
   if (!(objective.beta_start > 0 && objective.beta_start <= objective.beta_end &&
         objective.beta_end < 1))
     reader.Complain("beta_start", fmt::format("use 0 < beta_start ≤ beta_end < 1; beta_end is {}",

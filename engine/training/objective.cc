@@ -97,8 +97,8 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
                              options.score_sigma_min, options.score_sigma_max);
   }
   if ((ddpm || options.kind == Kind::kFlow) &&
-      (options.timesteps < 1 || options.timesteps > 1'000'000))
-    return InvalidArgument("--timesteps is {}; use 1 to 1000000", options.timesteps);
+      (options.timesteps < 1 || options.timesteps > kMaxTimesteps))
+    return InvalidArgument("--timesteps is {}; use 1 to {}", options.timesteps, kMaxTimesteps);
   if (!ddpm) return objective;
   if (!(options.beta_start > 0 && options.beta_start <= options.beta_end && options.beta_end < 1))
     return InvalidArgument("--beta-start is {} and --beta-end {}; use 0 < start ≤ end < 1",

@@ -47,6 +47,9 @@ bool IsDdpm(ObjectiveOptions::Kind kind);
 std::optional<ObjectiveOptions::Kind> ObjectiveFromName(const std::string& name);
 const char* Name(ObjectiveOptions::Kind kind);
 
+/// As many as the server accepts in a scheduler's config.
+constexpr int kMaxTimesteps = 100'000;
+
 /// Plans the noise of samples. Everything is computed in double. Immutable.
 class Objective {
  public:

@@ -703,7 +703,7 @@ class RunTest(unittest.TestCase):
             ({"resume": self.root / "none"}, "no such checkpoint"),
             ({"null-class": 7}, "--null-class is 7; use 0 to 2"),
             ({"null-class": -2}, "--null-class is -2; use 0 to 2"),
-            ({"timesteps": 0, "objective": "flow"}, "--timesteps is 0; use 1 to 1000000"),
+            ({"timesteps": 0, "objective": "flow"}, "--timesteps is 0; use 1 to 100000"),
             ({"timesteps": -5, "objective": "flow", "data": self.root / "none"}, "--timesteps is -5"),
             ({"timesteps": 0, "objective": "v"}, "--timesteps is 0"),
             ({"null-class": 3, "data": self.root / "none"}, "--null-class is 3"),  # before it reads
