@@ -98,7 +98,7 @@ struct Conv2dBackwardArgs {
   Tensor dout;     // [N, Ho, Wo, Cout]; activation dtype, or F32
   Tensor dx;       // optional, shape of x
   Tensor dweight;  // optional F32 [Cout, Cin, k, k]
-  Tensor dbias;    // optional F32 [Cout]
+  Tensor dbias;    // optional F32 [Cout], beside dweight
 };
 
 /// out = (xWᵀ + bias + residual) · scale

@@ -195,6 +195,7 @@ void Conv2dBackward(const Conv2dBackwardArgs& args, int64_t chunk_rows) {
   const int64_t total = args.dout.dim(0), rows = chunk_rows == 0 ? total : chunk_rows;
   const CpuConv2d::Plan& plan = weight.Prepare(SizeOf(x, weight, args.geometry, rows));
   const int64_t in = x.elements() / total, out = args.dout.elements() / total;
+  DENOISED_CHECK(args.dweight || !args.dbias, "a bias's gradient comes with the weights'");
   if (args.dweight) {
     const auto count = static_cast<size_t>(args.dweight.elements());
     const auto biases = static_cast<size_t>(weight.out_channels);
