@@ -13,6 +13,7 @@
 #include <fstream>
 #include <system_error>
 
+#include "absl/strings/numbers.h"
 #include "engine/core/config_reader.h"
 #include "engine/io/safetensors.h"
 
@@ -82,12 +83,11 @@ std::string NameOf(int64_t step) { return fmt::format("step-{:09}", step); }
 
 /// The step of a checkpoint's folder, or −1.
 int64_t StepOf(const std::string& name) {
-  long long step = -1;
-  int read = 0;
-  if (std::sscanf(name.c_str(), "step-%9lld%n", &step, &read) != 1 ||
-      static_cast<size_t>(read) != name.size())
-    return -1;
-  return step;
+  int64_t step = -1;
+  const bool is_one = name.starts_with("step-") &&
+                      name.find_first_not_of("0123456789", 5) == std::string::npos &&
+                      absl::SimpleAtoi(name.substr(5), &step);
+  return is_one ? step : -1;
 }
 
 /// Newest first.
