@@ -314,14 +314,24 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
     DENOISED_RETURN_IF_ERROR(
         WriteFileWhole(directory + "/" + part.folder + "/config.json", part.config.dump(2) + "\n"));
   }
+  constexpr const char* kNext = ".next";
+  const auto weights_of = [&](const Pipeline::Part& part) {
+    return directory + "/" + part.folder + "/" + part.file + ".safetensors";
+  };
   for (const Pipeline::Part& part : pipeline.parts) {
-    const std::string folder = directory + "/" + part.folder;
     const bool half = pipeline.dtype == DType::kF16;
-    DENOISED_RETURN_IF_ERROR(WriteTensors(folder + "/" + part.file + ".safetensors",
-                                          half ? ToHalf(part.weights) : part.weights,
-                                          {{"format", "pt"}}));
-    DENOISED_RETURN_IF_ERROR(Sync(folder));
+    DENOISED_RETURN_IF_ERROR(WriteTensors(
+        weights_of(part) + kNext, half ? ToHalf(part.weights) : part.weights, {{"format", "pt"}}));
   }
+  // One after another at once, so that a server hardly ever reads parts of two states; if it does,
+  // it finds another change and reads again.
+  for (const Pipeline::Part& part : pipeline.parts) {
+    std::error_code error;
+    fs::rename(weights_of(part) + kNext, weights_of(part), error);
+    if (error) return Refused(weights_of(part), error.value());
+  }
+  for (const Pipeline::Part& part : pipeline.parts)
+    DENOISED_RETURN_IF_ERROR(Sync(directory + "/" + part.folder));
   return absl::OkStatus();
 }
 
