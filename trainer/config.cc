@@ -468,6 +468,8 @@ absl::Status CheckUsed(const CLI::App& app, const Flags& flags) {
        "the objective epsilon, v or x0 and a network with twice the outputs, for the variance",
        kind},
       {"--flow-uniform", flow, "the objective flow", kind},
+      {"--stage", pipeline, "a --pipeline", stage},
+      {"--prefetch-threads", vae || !pipeline, "stage vae or a --network", stage},
       {"--kl-weight", vae, "stage vae", stage},
       {"--edge-weight", vae, "stage vae", stage},
       {"--freeze-text", pipeline && !vae, "stage diffusion", stage},
@@ -557,10 +559,6 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
         "--dtype is \"bf16\", but the CPU trains in fp32; use a machine with a GPU and --device "
         "cuda");
   if (flags.pipeline.empty()) {
-    for (const char* const flag :
-         {"--stage", "--freeze-text", "--kl-weight", "--edge-weight", "--prompt"})
-      if (app.count(flag) > 0)
-        return InvalidArgument("{} needs --pipeline, or has to be left out", flag);
     DENOISED_RETURN_IF_ERROR(ReadNetwork(flags.network, &config));
   } else {
     if (!flags.network.empty() || !config.network_json.is_null())

@@ -729,8 +729,8 @@ class RunTest(unittest.TestCase):
              "the server could not draw with this noise schedule"),
             ({"objective": "epsilon", "beta-start": 0.5, "beta-end": 0.9},
              "change --beta-start, --beta-end, --beta-schedule, --timesteps or --default-steps"),
-            ({"prompt": "a cat"}, "--prompt needs --pipeline"),
-            ({"stage": "vae"}, "--stage needs --pipeline"),
+            ({"prompt": "a cat"}, "--prompt needs stage diffusion, but this run has no --pipeline"),
+            ({"stage": "vae"}, "--stage needs a --pipeline, but this run has no --pipeline"),
             ({"data": self.root / "network.json"}, "neither a folder, .zip"),
         ]:
             with self.subTest(flags=flags):

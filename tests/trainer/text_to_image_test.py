@@ -278,6 +278,8 @@ class TextToImageTest(unittest.TestCase):
             ({"stage": "vae", "edge-weight": "nan"}, "--edge-weight: nan is not a finite number"),
             ({"stage": "vae", "prompt": "lines"},
              "--prompt needs stage diffusion, but this run has stage vae; leave it out"),
+            ({"stage": "diffusion", "prefetch-threads": 3},
+             "--prefetch-threads needs stage vae or a --network, but this run has stage diffusion"),
             ({"null-class": 1}, "--null-class needs a --network with classes and --class-dropout"),
             ({"null-class": 1, "caption-dropout": 0.1}, "but this run has a --pipeline"),
         ]:
