@@ -52,8 +52,8 @@ struct Pipeline {
 };
 
 /// Writes a diffusers directory that the server loads as it is. Files appear whole, the weights
-/// last and of all parts at once, so that a server that looks for changes may read it meanwhile. What was copied once is not
-/// copied again.
+/// last and of all parts at once, so that a server that looks for changes may read it meanwhile.
+/// What was copied once is not copied again.
 absl::Status WritePipeline(const std::string& directory, const Pipeline& pipeline);
 
 /// Writes `text` under a temporary name, syncs it, and renames it.
