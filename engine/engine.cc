@@ -228,13 +228,13 @@ absl::Status DeviceEngine::Open(const std::string& name, const std::string& dire
 /// Why the model's own sampler cannot do `steps` steps, or empty.
 std::string WrongWithSteps(const SchedulerConfig& scheduler, int steps, int max_evaluations) {
   const SamplerParams params{.steps = steps};
-  if (const auto wrong = scheduler.Validate(params); !wrong.empty()) {
+  std::vector<ParamViolation> wrong;
+  const auto plan = scheduler.Compile(params, &wrong);
+  if (!plan.ok()) {
     const auto of_steps = std::find_if(wrong.begin(), wrong.end(),
                                        [](const auto& each) { return each.field == "steps"; });
     return (of_steps == wrong.end() ? wrong.front() : *of_steps).description;
   }
-  const auto plan = scheduler.Compile(params);
-  if (!plan.ok()) return std::string(plan.status().message());
   const int evaluations = static_cast<int>(plan->evaluations.size());
   if (evaluations <= max_evaluations) return "";
   return fmt::format("is {}, which takes {} evaluations; at most {} are allowed", steps,

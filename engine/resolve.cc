@@ -405,15 +405,11 @@ class Resolver {
     SamplerParams& params = spec_.sampler;
     if (params.steps == 0) params.steps = model_.default_steps;
     if (!params.sampler) params.sampler = model_.default_sampler;
-    const std::vector<ParamViolation> wrong = model_.scheduler->Validate(params);
+    std::vector<ParamViolation> wrong;
+    auto plan = model_.scheduler->Compile(params, &wrong);
     for (const ParamViolation& violation : wrong)
       violations_->push_back({violation.field, violation.description});
-    if (!wrong.empty()) return nullptr;
-    auto plan = model_.scheduler->Compile(params);
-    if (!plan.ok()) {
-      violations_->push_back({"sampler", std::string(plan.status().message())});
-      return nullptr;
-    }
+    if (!plan.ok()) return nullptr;
     if (static_cast<int>(plan->evaluations.size()) > model_.max_evaluations)
       Violate("steps", "is {}, which takes {} evaluations; at most {} are allowed", params.steps,
               plan->evaluations.size(), model_.max_evaluations);

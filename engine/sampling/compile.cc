@@ -323,9 +323,11 @@ SamplerParams SchedulerConfig::WithDefaults(const SamplerParams& params) const {
   return compilation.Resolved();
 }
 
-absl::StatusOr<StepPlan> SchedulerConfig::Compile(const SamplerParams& params) const {
+absl::StatusOr<StepPlan> SchedulerConfig::Compile(const SamplerParams& params,
+                                                  std::vector<ParamViolation>* violations) const {
   Compilation compilation(*this, *fields_, params);
   StepPlan plan = compilation.Run();
+  if (violations != nullptr) *violations = compilation.violations;
   if (compilation.violations.empty()) return plan;
   std::string message;
   for (const ParamViolation& violation : compilation.violations)

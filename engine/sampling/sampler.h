@@ -107,8 +107,10 @@ class SchedulerConfig {
   /// Valid `params` with unset fields filled in, so that they alone determine the plan. Fields that
   /// the sampler does not have stay unset.
   SamplerParams WithDefaults(const SamplerParams& params) const;
-  /// InvalidArgument with the violations when Validate() is not empty.
-  absl::StatusOr<StepPlan> Compile(const SamplerParams& params) const;
+  /// InvalidArgument with the violations when Validate() is not empty; `violations`, if given,
+  /// receives them.
+  absl::StatusOr<StepPlan> Compile(const SamplerParams& params,
+                                   std::vector<ParamViolation>* violations = nullptr) const;
 
   struct Fields;
 
