@@ -11,8 +11,6 @@ absl::StatusOr<std::unique_ptr<ClipText>> ClipText::Make(const Declare& declare,
     return InvalidArgument(
         "the text encoder is a CLIPTextModelWithProjection, which cannot be trained; use a "
         "CLIPTextModel");
-  if (config.hidden_act == Activation::kTanh)
-    return InvalidArgument("hidden_act cannot be trained; use quick_gelu or gelu");
   std::unique_ptr<ClipText> model(new ClipText(config));
   const int c = config.hidden_size, inner = config.intermediate_size;
   // CLIPPreTrainedModel._init_weights, with an initializer_factor of 1.

@@ -318,10 +318,35 @@ void CheckHeads(const Declare& declare, int channels, int heads, int head_dim) {
                     head_dim, kMaxHeadDim));
 }
 
+AttentionArgs HeadAttention::Args(const Kept& kept) const {
+  const auto dim = static_cast<double>(kept.q.dim(2) / heads);
+  return {.q = kept.q,
+          .k = kept.k,
+          .v = kept.v,
+          .heads = heads,
+          .scale = static_cast<float>(1 / std::sqrt(dim)),
+          .causal = causal,
+          .log_sum_exp = kept.log_sum_exp,
+          .out = kept.out};
+}
+
+Tensor HeadAttention::Forward(Pass& pass, const Tensor& q, const Tensor& k, const Tensor& v,
+                              Kept* kept) const {
+  *kept = {q, k, v, pass.NewF32({q.dim(0), heads, q.dim(1)}), pass.New(q.shape())};
+  pass.backend.Attention(Args(*kept));
+  return kept->out;
+}
+
+void HeadAttention::Backward(Pass& pass, const Kept& kept, const Tensor& dout, const Tensor& dq,
+                             const Tensor& dk, const Tensor& dv) const {
+  pass.backend.AttentionBackward(
+      {.forward = Args(kept), .dout = dout, .dq = dq, .dk = dk, .dv = dv});
+}
+
 SelfAttention::SelfAttention(const Declare& declare, const Options& options)
-    : options_(options), heads_(options.channels / options.head_dim) {
+    : options_(options), attention_{.heads = options.channels / options.head_dim} {
   const int c = options.channels;
-  CheckHeads(declare, c, heads_, options.head_dim);
+  CheckHeads(declare, c, attention_.heads, options.head_dim);
   if (options.groups)
     norm_.emplace(declare / "group_norm", c, *options.groups, options.eps, Activation::kNone);
   qkv_ = Linear({declare / "to_q", declare / "to_k", declare / "to_v"}, c, {c, c, c});
@@ -333,43 +358,29 @@ void SelfAttention::Pack(const Masters& masters) const {
   out_.Pack(masters);
 }
 
-AttentionArgs SelfAttention::Args(const Kept& kept) const {
-  const int c = options_.channels;
-  return {.q = kept.qkv.Columns(0, c),
-          .k = kept.qkv.Columns(c, c),
-          .v = kept.qkv.Columns(2 * c, c),
-          .heads = heads_,
-          .scale = static_cast<float>(1 / std::sqrt(static_cast<double>(options_.head_dim))),
-          .log_sum_exp = kept.log_sum_exp,
-          .out = kept.attended};
-}
-
 Tensor SelfAttention::Forward(Pass& pass, const Tensor& x, Kept* kept) const {
   const Shape tokens{x.dim(0), x.dim(1) * x.dim(2), x.dim(3)};
   const Tensor flat = x.Reshape(tokens);
   Tensor normed = flat;
   if (norm_) normed = norm_->Forward(pass, flat, {}, &kept->norm);
   if (!norm_ || !pass.recompute_norms) kept->normed = normed;
-  kept->qkv = qkv_.Forward(pass, normed);
-  kept->attended = pass.New(tokens);
-  kept->log_sum_exp = pass.NewF32({tokens[0], heads_, tokens[1]});
-  pass.backend.Attention(Args(*kept));
+  const int c = options_.channels;
+  const Tensor qkv = qkv_.Forward(pass, normed);
+  const Tensor attended = attention_.Forward(pass, qkv.Columns(0, c), qkv.Columns(c, c),
+                                             qkv.Columns(2 * c, c), &kept->attention);
   const auto scale = static_cast<float>(1 / options_.output_scale_factor);
-  return out_.Forward(pass, kept->attended, flat, scale).Reshape(x.shape());
+  return out_.Forward(pass, attended, flat, scale).Reshape(x.shape());
 }
 
 Tensor SelfAttention::Backward(Pass& pass, const Kept& kept, const Tensor& dout) const {
   const int c = options_.channels;
-  const Tensor d = pass.Scaled(dout.Reshape(kept.attended.shape()),
+  const Tensor d = pass.Scaled(dout.Reshape(kept.attention.out.shape()),
                                static_cast<float>(1 / options_.output_scale_factor));
-  Tensor dqkv = pass.New(kept.qkv.shape());
+  Tensor dqkv = pass.New({d.dim(0), d.dim(1), 3 * int64_t{c}});
   {
-    const Tensor dattended = out_.Backward(pass, kept.attended, d);
-    pass.backend.AttentionBackward({.forward = Args(kept),
-                                    .dout = dattended,
-                                    .dq = dqkv.Columns(0, c),
-                                    .dk = dqkv.Columns(c, c),
-                                    .dv = dqkv.Columns(2 * c, c)});
+    const Tensor dattended = out_.Backward(pass, kept.attention.out, d);
+    attention_.Backward(pass, kept.attention, dattended, dqkv.Columns(0, c), dqkv.Columns(c, c),
+                        dqkv.Columns(2 * c, c));
   }
   if (!norm_) {
     // d may be the caller's dout, so it is not written to.

@@ -215,6 +215,23 @@ class TimestepEmbedding {
   Linear linear_1_, linear_2_;
 };
 
+/// Attention between projected sequences: softmax(q kᵀ / √dim) v per head.
+struct HeadAttention {
+  int heads = 1;
+  bool causal = false;
+
+  struct Kept {
+    Tensor q, k, v, log_sum_exp, out;
+  };
+  /// q [N, tokens, C], k and v [N, keys, C], which may be columns. Returns kept->out.
+  Tensor Forward(Pass& pass, const Tensor& q, const Tensor& k, const Tensor& v, Kept* kept) const;
+  void Backward(Pass& pass, const Kept& kept, const Tensor& dout, const Tensor& dq,
+                const Tensor& dk, const Tensor& dv) const;
+
+ private:
+  AttentionArgs Args(const Kept& kept) const;
+};
+
 /// diffusers' Attention in UNet2DModel: group norm, self-attention, residual, division.
 class SelfAttention {
  public:
@@ -225,7 +242,8 @@ class SelfAttention {
   };
   struct Kept {
     GroupNorm::Kept norm;
-    Tensor normed, qkv, attended, log_sum_exp;
+    Tensor normed;
+    HeadAttention::Kept attention;
   };
   SelfAttention(const Declare& declare, const Options& options);
   void Pack(const Masters& masters) const;
@@ -233,9 +251,8 @@ class SelfAttention {
   Tensor Backward(Pass& pass, const Kept& kept, const Tensor& dout) const;
 
  private:
-  AttentionArgs Args(const Kept& kept) const;
   Options options_;
-  int heads_ = 0;
+  HeadAttention attention_;
   std::optional<GroupNorm> norm_;
   Linear qkv_, out_;
 };

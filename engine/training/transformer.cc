@@ -14,31 +14,6 @@ constexpr LinearOptions kNoBias{.bias = false, .deviation = {}};
 
 }  // namespace
 
-AttentionArgs HeadAttention::Args(const Kept& kept) const {
-  const auto dim = static_cast<double>(kept.q.dim(2) / heads);
-  return {.q = kept.q,
-          .k = kept.k,
-          .v = kept.v,
-          .heads = heads,
-          .scale = static_cast<float>(1 / std::sqrt(dim)),
-          .causal = causal,
-          .log_sum_exp = kept.log_sum_exp,
-          .out = kept.out};
-}
-
-Tensor HeadAttention::Forward(Pass& pass, const Tensor& q, const Tensor& k, const Tensor& v,
-                              Kept* kept) const {
-  *kept = {q, k, v, pass.NewF32({q.dim(0), heads, q.dim(1)}), pass.New(q.shape())};
-  pass.backend.Attention(Args(*kept));
-  return kept->out;
-}
-
-void HeadAttention::Backward(Pass& pass, const Kept& kept, const Tensor& dout, const Tensor& dq,
-                             const Tensor& dk, const Tensor& dv) const {
-  pass.backend.AttentionBackward(
-      {.forward = Args(kept), .dout = dout, .dq = dq, .dk = dk, .dv = dv});
-}
-
 TransformerBlock::TransformerBlock(const Declare& declare, int channels, int heads,
                                    int text_features)
     : channels_(channels), attention_{.heads = heads} {

@@ -7,23 +7,6 @@
 
 namespace denoised::training {
 
-/// Attention between projected sequences: softmax(q kᵀ / √dim) v per head.
-struct HeadAttention {
-  int heads = 1;
-  bool causal = false;
-
-  struct Kept {
-    Tensor q, k, v, log_sum_exp, out;
-  };
-  /// q [N, tokens, C], k and v [N, keys, C], which may be columns. Returns kept->out.
-  Tensor Forward(Pass& pass, const Tensor& q, const Tensor& k, const Tensor& v, Kept* kept) const;
-  void Backward(Pass& pass, const Kept& kept, const Tensor& dout, const Tensor& dq,
-                const Tensor& dk, const Tensor& dv) const;
-
- private:
-  AttentionArgs Args(const Kept& kept) const;
-};
-
 /// diffusers' BasicTransformerBlock: self-attention, attention to text states, GEGLU, each after a
 /// layer norm and with a residual.
 class TransformerBlock {
