@@ -200,7 +200,7 @@ absl::Status ReadNetwork(const std::string& path, RunConfig* config) {
   return absl::OkStatus();
 }
 
-/// What is too large, and what is negative, CLI11 would wrap.
+/// CLI11 wraps negative and too large numbers.
 CLI::Validator Seed() {
   return CLI::Validator(
       [](std::string& text) {
@@ -381,8 +381,9 @@ void AddDataFlags(CLI::App& app, Flags* flags) {
 
 void AddRunFlags(CLI::App& app, Flags* flags) {
   RunConfig& config = flags->config;
-  app.add_option("--checkpoint-steps", config.checkpoint_steps, "Steps between checkpoints");
-  app.add_option("--keep", config.keep, "Number of checkpoints to keep");
+  app.add_option("--checkpoint-steps", config.checkpoint_steps,
+                 "Steps between checkpoints; each grid has one before it");
+  app.add_option("--keep", config.keep, "Number of checkpoints to keep; those before grids count");
   app.add_option("--resume", config.resume,
                  "Resume from the latest checkpoint in --output (\"latest\"; starts anew if none) "
                  "or from this folder");

@@ -63,8 +63,8 @@ constexpr double kRankSeconds = 300;
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
 
-/// In what two configurations differ, each as `format`: field, one value, the other. Empty: in
-/// nothing.
+/// Lists the fields in which two configurations differ, each as `format`: field, one value, the
+/// other. Empty if none.
 std::string Differences(
     const nlohmann::json& one, const nlohmann::json& other,
     fmt::format_string<const std::string&, const std::string&, const std::string&> format) {
@@ -96,7 +96,7 @@ absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
       differences);
 }
 
-/// The CRC-32 of what `checksum` is of and of these bytes after it; 0 is of nothing.
+/// Extends a CRC-32 by these bytes; start with 0.
 uLong Checksum(uLong checksum, const void* data, size_t bytes) {
   // zlib takes a null pointer, as an empty vector may have, for a new beginning.
   return bytes == 0 ? checksum : crc32_z(checksum, static_cast<const Bytef*>(data), bytes);

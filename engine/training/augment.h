@@ -20,7 +20,7 @@ struct Augmentation {
 };
 
 /// Draws the transformations of a sample. Each has `probability`, except the x-flip, which half of
-/// the samples have.
+/// the samples have, and the y-flip, which has half of it.
 Augmentation PlanAugmentation(uint64_t seed, uint32_t step, uint32_t sample, double probability,
                               int64_t height, int64_t width);
 

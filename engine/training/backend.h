@@ -141,7 +141,8 @@ struct GroupNormBackwardArgs {
   /// Optional: the last channels of dx, and `dx` has those before. For x from Concat. Neither may
   /// be dout or add.
   Tensor dx_rest;
-  /// Optional [N, C]: SumPixels(dx), but dx may be rounded or not. Without add and dx_rest.
+  /// Optional [N, C]: SumPixels(dx), of values before or after they are rounded. Without add and
+  /// dx_rest.
   Tensor dx_sums;
   Tensor dscale_shift;   // [N, 2C], with scale_shift
   Tensor dgamma, dbeta;  // F32 [C]

@@ -97,7 +97,7 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
     if (!at) {
       DENOISED_ASSIGN_OR_RETURN(at, open());
     }
-    // Samples without noise; behind the last picture it is repeated.
+    // Samples without noise; rows after the last picture repeat it.
     const size_t each = pictures.bytes() / static_cast<size_t>(count);
     std::vector<uint8_t> pixels(static_cast<size_t>(pass_rows) * each);
     std::vector<SampleRow> plan(static_cast<size_t>(pass_rows));
