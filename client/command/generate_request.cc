@@ -75,6 +75,22 @@ absl::StatusOr<client::Tensor> ReadNoise(const std::string& path,
   return noise;
 }
 
+/// The model that the server will take: without --model the only one that reads what is given.
+absl::StatusOr<client::Model> ModelOf(const GenerateFlags& flags, const client::Client& client,
+                                      const client::CallOptions& options) {
+  std::string name = flags.model;
+  if (name.empty() && !(flags.labels.empty() && flags.class_vectors.empty())) {
+    auto models = client.ListModels(options);
+    if (!models.ok()) return models.status();
+    std::erase_if(*models, [&](const client::Model& model) {
+      return flags.labels.empty() ? !model.capabilities.class_vector
+                                  : !model.capabilities.class_label;
+    });
+    if (models->size() == 1) name = models->front().name;
+  }
+  return client.GetModel(name, options);
+}
+
 absl::Status CheckTogether(const GenerateFlags& flags) {
   if (flags.prompts.empty() && (flags.negative || flags.prompt_2 || flags.negative_2 ||
                                 flags.clip_skip || flags.max_chunks)) {
@@ -237,7 +253,7 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
   const bool raw_noise = !flags.noise.empty() && !HasExtension(flags.noise, ".npy");
   client::Model model;
   if (named || raw_noise || !flags.class_vectors.empty()) {
-    auto found = client.GetModel(flags.model, options);
+    auto found = ModelOf(flags, client, options);
     if (!found.ok()) return found.status();
     model = *std::move(found);
   }

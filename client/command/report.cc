@@ -41,7 +41,8 @@ constexpr Flag kFlags[] = {{"text_options.clip_skip", "--clip-skip"},
                            {"mask.tensor", "--mask"},
                            {"initial_noise", "--noise"},
                            {"preview.every_evaluations", "--preview-every"},
-                           {"preview.kind", "--preview-kind"}};
+                           {"preview.kind", "--preview-kind"},
+                           {"name", "--model"}};  // of GetModel
 constexpr std::string_view kOwnNames[] = {"model",          "seed",
                                           "count",          "steps",
                                           "sampler",        "eta",
