@@ -241,8 +241,9 @@ ExitCode Detach(const client::Client& client, const GenerateRequest& request, bo
 
 }  // namespace
 
-ExitCode Generate(const client::Client& client, const GenerateFlags& flags,
+ExitCode Generate(const client::Client& client, GenerateFlags flags,
                   const client::CallOptions& call) {
+  if (absl::Status status = CompleteFormat(flags); !status.ok()) return Report(status, flags.json);
   const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json && flags.out != "-";
   const bool live = terminal && flags.previews;
   if (flags.previews && !live) {

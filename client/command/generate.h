@@ -9,7 +9,7 @@ namespace denoised::command {
 
 /// `denoise generate`: draws, shows and saves. A stop request cancels the call; what was drawn
 /// before is saved.
-ExitCode Generate(const client::Client& client, const GenerateFlags& flags,
+ExitCode Generate(const client::Client& client, GenerateFlags flags,
                   const client::CallOptions& call);
 
 /// Follows a job from after an event that is known and saves its pictures: `denoise jobs watch`. Of

@@ -137,9 +137,9 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
   command
       .add_option(
           "--format", flags.format,
-          "File format; npy: a NumPy array of float32 in [-1, 1]; raw: the same without a header")
-      ->check(CLI::IsMember({"png", "jpeg", "webp", "npy", "raw"}))
-      ->capture_default_str();
+          "File format; npy: a NumPy array of float32 in [-1, 1]; raw: the same without a header. "
+          "Default: what the name of --out ends in, else png")
+      ->check(CLI::IsMember({"png", "jpeg", "webp", "npy", "raw"}));
   command.add_option("--quality", flags.quality,
                      "Quality of jpeg and webp files, 1 to 100. Default: 90");
   command.add_flag("-p,--previews", flags.previews,
@@ -201,7 +201,7 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   denoise generate -l 7 --seed 3,14,15 -o "{seed}.png"
   denoise generate --steps 40 --sampler heun --churn 10 --animate denoising.webp
   denoise generate --init-image sketch.png --strength 0.6
-  denoise generate -n 100 -o "{seed}.webp" --format webp --json | jq -r .path)");
+  denoise generate -n 100 -o "{seed}.webp" --json | jq -r .path)");
 }
 
 }  // namespace denoised::command

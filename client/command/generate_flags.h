@@ -35,7 +35,7 @@ struct GenerateFlags {
   std::string init_image, mask;
   std::optional<double> strength;
   std::string noise;
-  std::string format = "png";
+  std::string format;  // empty until CompleteFormat()
   std::optional<int> quality;
   std::string out;
   bool previews = false;

@@ -78,17 +78,28 @@ absl::StatusOr<client::Tensor> ReadNoise(const std::string& path,
 /// The model that the server will take: without --model the only one that reads what is given.
 absl::StatusOr<client::Model> ModelOf(const GenerateFlags& flags, const client::Client& client,
                                       const client::CallOptions& options) {
-  std::string name = flags.model;
-  if (name.empty() && !(flags.labels.empty() && flags.class_vectors.empty())) {
-    auto models = client.ListModels(options);
-    if (!models.ok()) return models.status();
-    std::erase_if(*models, [&](const client::Model& model) {
-      return flags.labels.empty() ? !model.capabilities.class_vector
-                                  : !model.capabilities.class_label;
-    });
-    if (models->size() == 1) name = models->front().name;
-  }
-  return client.GetModel(name, options);
+  if (!flags.model.empty()) return client.GetModel(flags.model, options);
+  auto models = client.ListModels(options);
+  if (!models.ok()) return models.status();
+  std::erase_if(*models, [&](const client::Model& model) {
+    return (!flags.labels.empty() && !model.capabilities.class_label) ||
+           (!flags.class_vectors.empty() && !model.capabilities.class_vector);
+  });
+  if (models->size() == 1) return std::move(models->front());
+  std::vector<std::string> names;
+  for (const client::Model& model : *models) names.push_back(model.name);
+  return absl::InvalidArgumentError(
+      names.empty() ? "--model is not set, and no model of the server reads classes like these"
+                    : fmt::format("--model is not set; use one of: {}", fmt::join(names, ", ")));
+}
+
+/// The format that a path's extension means, or empty.
+std::string FormatOfPath(const std::string& path) {
+  for (const auto& [extension, format] :
+       {std::pair{".png", "png"}, std::pair{".jpg", "jpeg"}, std::pair{".jpeg", "jpeg"},
+        std::pair{".webp", "webp"}, std::pair{".npy", "npy"}, std::pair{".raw", "raw"}})
+    if (HasExtension(path, extension)) return format;
+  return "";
 }
 
 absl::Status CheckTogether(const GenerateFlags& flags) {
@@ -122,6 +133,15 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
 }
 
 }  // namespace
+
+absl::Status CompleteFormat(GenerateFlags& flags) {
+  const std::string of_path = FormatOfPath(flags.out);
+  if (flags.format.empty()) flags.format = of_path.empty() ? "png" : of_path;
+  if (of_path.empty() || of_path == flags.format) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      fmt::format("--out is {}, but --format is {}; leave --format out, or change the name",
+                  flags.out, flags.format));
+}
 
 ImageFormat FormatOf(const std::string& name) {
   if (name == "jpeg") return ImageFormat::kJpeg;

@@ -17,6 +17,10 @@ struct GenerateRequest {
   int grid_columns = 0;  // 0: a file for each image
 };
 
+/// Sets a format that was not given: what the name of --out ends in, else png. InvalidArgument if
+/// both are given and differ.
+absl::Status CompleteFormat(GenerateFlags& flags);
+
 /// The format for a value of --format; npy and raw are float32.
 client::ImageFormat FormatOf(const std::string& name);
 

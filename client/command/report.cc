@@ -41,8 +41,7 @@ constexpr Flag kFlags[] = {{"text_options.clip_skip", "--clip-skip"},
                            {"mask.tensor", "--mask"},
                            {"initial_noise", "--noise"},
                            {"preview.every_evaluations", "--preview-every"},
-                           {"preview.kind", "--preview-kind"},
-                           {"name", "--model"}};  // of GetModel
+                           {"preview.kind", "--preview-kind"}};
 constexpr std::string_view kOwnNames[] = {"model",          "seed",
                                           "count",          "steps",
                                           "sampler",        "eta",

@@ -338,8 +338,29 @@ TEST_F(CliTest, RawNoiseTakesTheShapeOfTheModel) {
   EXPECT_THAT(wrong.err, HasSubstr("has 2048 bytes; use 1024: float32 [1, 16, 16, 1]"));
 }
 
+TEST_F(CliTest, NamesOfClassesFindTheOnlyModelThatReadsThem) {
+  server_.HoldSeveral();
+  EXPECT_EQ(Run({"generate", "--labels", "seven", "-o", Path("x.png")}).exit_code, 0);
+  EXPECT_EQ(server_.requests().at(0).conditions(0).class_label(), 7);
+  const auto none = Run({"generate", "--class-vectors", "1,2", "-o", Path("x.png")});
+  EXPECT_EQ(none.exit_code, 2);
+  EXPECT_THAT(none.err, HasSubstr("--model is not set, and no model of the server reads"));
+}
+
+TEST_F(CliTest, TheFormatIsWhatTheNameEndsIn) {
+  for (const auto& [name, format] :
+       {std::pair{"x.jpg", v1::IMAGE_FORMAT_JPEG}, std::pair{"x.jpeg", v1::IMAGE_FORMAT_JPEG},
+        std::pair{"x.webp", v1::IMAGE_FORMAT_WEBP}, std::pair{"x", v1::IMAGE_FORMAT_PNG}}) {
+    EXPECT_EQ(Run({"generate", "-o", Path(name)}).exit_code, 0);
+    EXPECT_EQ(server_.requests().back().output().format(), format) << name;
+  }
+  const auto differs = Run({"generate", "-o", Path("x.jpg"), "--format", "png"});
+  EXPECT_EQ(differs.exit_code, 2);
+  EXPECT_THAT(differs.err, HasSubstr("but --format is png; leave --format out"));
+}
+
 TEST_F(CliTest, WritesArrays) {
-  EXPECT_EQ(Run({"generate", "--format", "npy", "-o", Path("x.npy")}).exit_code, 0);
+  EXPECT_EQ(Run({"generate", "-o", Path("x.npy")}).exit_code, 0);
   const auto tensor = ReadNpy(Read("x.npy"));
   ASSERT_TRUE(tensor.ok()) << tensor.status();
   EXPECT_THAT(tensor->shape, testing::ElementsAre(16, 16, 1));
