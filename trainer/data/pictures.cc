@@ -178,14 +178,19 @@ std::string LabelKind(bool vector) {
                 : fmt::format("a name or a number from 0 to {}", kMaxLabel);
 }
 
-/// Numbers classes in the order of their names.
+/// Numbers classes in the order of their names. If all are whole numbers, 10 comes after 9: of
+/// folders 0 to 11, each then has its own number.
 void Number(const std::map<std::string, std::vector<std::string>>& files_of_name,
             std::vector<std::string>* names, Labels* labels) {
-  for (const auto& [name, files] : files_of_name) {
-    for (const std::string& file : files)
-      (*labels)[file].number = static_cast<int32_t>(names->size());
-    names->push_back(name);
-  }
+  for (const auto& [name, files] : files_of_name) names->push_back(name);
+  if (std::all_of(names->begin(), names->end(), [](const std::string& name) {
+        return name.find_first_not_of("0123456789") == std::string::npos;
+      }))
+    std::stable_sort(names->begin(), names->end(),
+                     [](const auto& a, const auto& b) { return a.size() < b.size(); });
+  for (size_t number = 0; number < names->size(); ++number)
+    for (const std::string& file : files_of_name.at((*names)[number]))
+      (*labels)[file].number = static_cast<int32_t>(number);
 }
 
 /// Labels, all files that have a line, and the weights of those pictures that have one.
