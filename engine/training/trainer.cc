@@ -234,6 +234,12 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
             "--class-dropout needs a --null-class from 0 to {}; it is {}. Give the network one "
             "class more than the pictures have",
             config.num_class_embeds - 1, options.null_class);
+      if (options.class_dropout > 0 &&
+          std::count(dataset.labels.begin(), dataset.labels.end(), options.null_class) > 0)
+        return InvalidArgument(
+            "--null-class is {}, which is the class of a picture too; give the network one class "
+            "more than the pictures have, and leave --null-class out",
+            options.null_class);
       break;
     }
     case ClassCondition::kValue:

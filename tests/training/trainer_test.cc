@@ -591,6 +591,8 @@ TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   options = Options();
   options.null_class = 4;
   refused(TinyConfig(), options, Stripes(), "--null-class");
+  options.null_class = 2;
+  refused(TinyConfig(), options, Stripes(), "which is the class of a picture too");
   options = Options();
   options.rate.rate = NAN;
   refused(TinyConfig(), options, Stripes(), "--learning-rate is nan");
