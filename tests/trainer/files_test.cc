@@ -154,20 +154,27 @@ TEST_F(FilesTest, ADamagedDoneIsNamed) {
   EXPECT_EQ(status.message(), directory + "/run.json: cannot be read: Input/output error");
 }
 
-TEST_F(FilesTest, WeightsAreSyncedBeforeTheyGetTheirName) {
+TEST_F(FilesTest, WeightsOfAllPartsAreSyncedBeforeTheyGetTheirNames) {
   Pipeline pipeline;
   pipeline.index = nlohmann::json::object();
-  pipeline.parts = {{"unet",
-                     nlohmann::json::object(),
-                     "weights",
-                     {{"w", Tensor::HostF32({1}, std::vector<float>{1})}}}};
+  for (const char* const folder : {"text_encoder", "unet"})
+    pipeline.parts.push_back({folder,
+                              nlohmann::json::object(),
+                              "weights",
+                              {{"w", Tensor::HostF32({1}, std::vector<float>{1})}}});
   std::vector<std::string> paths;
   synced = &paths;
   const absl::Status status = WritePipeline(folder_, pipeline);
   synced = nullptr;
   ASSERT_TRUE(status.ok()) << status;
-  EXPECT_THAT(paths, testing::Contains(folder_ / "unet/weights.safetensors.partial"));
-  EXPECT_EQ(paths.back(), folder_ / "unet");  // the name
+  ASSERT_GE(paths.size(), 4u);
+  paths.erase(paths.begin(), paths.end() - 4);
+  EXPECT_THAT(paths,
+              testing::ElementsAre(folder_ / "text_encoder/weights.safetensors.next.partial",
+                                   folder_ / "unet/weights.safetensors.next.partial",
+                                   folder_ / "text_encoder", folder_ / "unet"));  // the names
+  EXPECT_TRUE(fs::exists(folder_ / "unet/weights.safetensors"));
+  EXPECT_FALSE(fs::exists(folder_ / "unet/weights.safetensors.next"));
 }
 
 TEST_F(FilesTest, ModelsMayHaveHalfPrecision) {
