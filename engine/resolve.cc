@@ -145,6 +145,20 @@ class Resolver {
       spec_.max_chunks = traits.max_chunks;
     }
     Sizes(traits.sizes);
+    // Each is encoded whole, to tell what of it is not read: a request's take a second at most.
+    size_t longest = 0, all = 0;
+    const auto count = [&](const std::string& text) {
+      longest = std::max(longest, text.size());
+      all += text.size();
+    };
+    for (const TextPrompt& prompt : spec_.prompts) {
+      count(prompt.text);
+      for (const auto* text : {&prompt.negative, &prompt.text_2, &prompt.negative_2})
+        if (*text) count(**text);
+    }
+    if (all > ClipTokenizer::kMaxTextBytes && longest <= ClipTokenizer::kMaxTextBytes)
+      return Violate("prompts", "have {} bytes of text together; send at most {} in a request", all,
+                     ClipTokenizer::kMaxTextBytes);
     const PromptReader::Request request{
         .clip_skip = spec_.clip_skip,
         .max_chunks = spec_.max_chunks,

@@ -31,7 +31,7 @@ struct TokenizedText {
 /// docs/text.md describes it. Immutable, so safe to use from several threads at once.
 class ClipTokenizer {
  public:
-  /// Longer texts are refused.
+  /// Longer texts are refused. Encoding takes up to a second for so many.
   static constexpr size_t kMaxTextBytes = 1 << 20;
 
   /// Reads the folder of a tokenizer: tokenizer_config.json and either tokenizer.json, as

@@ -881,6 +881,9 @@ TEST_F(TextToImage, RefusesByName) {
   unguided.prompts[0].negative = std::string(10 << 20, 'a');
   EXPECT_THAT(Violated(unguided), ElementsAre("prompts[0].negative"));
   EXPECT_TRUE(Violated(Spec({"e" + Repeated("\u0301", 10000)}, 1)).empty());
+  // Sixty texts of the most that one may have took a minute of a core.
+  const JobSpec many = Spec(std::vector<std::string>(3, std::string(400 << 10, 'a')), 1);
+  EXPECT_THAT(Violated(many), ElementsAre("prompts"));
 }
 
 // Advice that can be followed: without a class and without a text the request would be refused too.
