@@ -263,8 +263,19 @@ absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations
         std::min<int64_t>(steps, int64_t{steps} * max_evaluations / evaluations + 1));
   }
   while (steps > 0 && !can_do(steps)) --steps;
-  // The sampler itself is at fault: a request may name another.
-  if (steps == 0) return std::min(wanted, most);
+  // The sampler itself is at fault: a request may name another, if one can.
+  if (steps == 0) {
+    const std::vector<Sampler> samplers = scheduler.samplers();
+    if (std::any_of(samplers.begin(), samplers.end(), [&](Sampler sampler) {
+          const int count = std::min(wanted, scheduler.max_steps(sampler));
+          return scheduler.Compile({.sampler = sampler, .steps = count}).ok();
+        }))
+      return std::min(wanted, most);
+    return InvalidArgument(
+        "{}/scheduler/scheduler_config.json: no sampler can follow this schedule; correct its "
+        "numbers. {} says: {}",
+        directory.root, Name(scheduler.default_sampler()), wrong);
+  }
   if (directory.default_steps == 0) return steps;
   return InvalidArgument(
       "{}/model_index.json, _denoised: field 'default_steps' {}; set it to {}, or leave it out",
