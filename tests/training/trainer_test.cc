@@ -283,6 +283,16 @@ TEST(Trainer, EveryObjectiveLearns) {
   }
 }
 
+TEST_P(TrainerBits, TheScoreIsLearned) {
+  UNet2DConfig config = TinyConfig();
+  config.time_embedding_type = UNet2DConfig::Time::kFourier;
+  TrainerOptions options = Options();
+  options.objective.kind = ObjectiveOptions::Kind::kScore;
+  options.objective.score_sigma_max = 5;
+  options.dropout = 0;
+  ExpectLearned(Train(on(), options, StepsToLearn(60), *NewSoleExchange(), nullptr, config), 0.95);
+}
+
 TEST_P(TrainerBits, ALearnedVarianceLearns) {
   UNet2DConfig config = TinyConfig();
   config.out_channels = 2;
