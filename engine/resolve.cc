@@ -145,20 +145,7 @@ class Resolver {
       spec_.max_chunks = traits.max_chunks;
     }
     Sizes(traits.sizes);
-    // Each is encoded whole, to tell what of it is not read: a request's take a second at most.
-    size_t longest = 0, all = 0;
-    const auto count = [&](const std::string& text) {
-      longest = std::max(longest, text.size());
-      all += text.size();
-    };
-    for (const TextPrompt& prompt : spec_.prompts) {
-      count(prompt.text);
-      for (const auto* text : {&prompt.negative, &prompt.text_2, &prompt.negative_2})
-        if (*text) count(**text);
-    }
-    if (all > ClipTokenizer::kMaxTextBytes && longest <= ClipTokenizer::kMaxTextBytes)
-      return Violate("prompts", "have {} bytes of text together; send at most {} in a request", all,
-                     ClipTokenizer::kMaxTextBytes);
+    if (!CheckLengths()) return;
     const PromptReader::Request request{
         .clip_skip = spec_.clip_skip,
         .max_chunks = spec_.max_chunks,
@@ -172,19 +159,36 @@ class Resolver {
       if (!traits.two_encoders && (prompt.text_2 || prompt.negative_2))
         Violate(field + (prompt.text_2 ? ".text_2" : ".negative_2"),
                 "is set, but model '{}' has one text encoder; leave it out", model_.name);
-      for (const auto& [name, text] :
-           {std::pair{".negative", &prompt.negative}, std::pair{".text_2", &prompt.text_2},
-            std::pair{".negative_2", &prompt.negative_2}}) {
-        // Also where it is not read, since a job that waits holds it.
-        if (*text && (*text)->size() > ClipTokenizer::kMaxTextBytes)
-          return Violate(field + name, "has {} bytes; send at most {}", (*text)->size(),
-                         ClipTokenizer::kMaxTextBytes);
-      }
       PromptRead& read = job_.prompts_read.emplace_back();
       job_.prompts.push_back(reader.Condition(prompt, request, field, violations_, &read));
       if (job_.guided)
         job_.negatives.push_back(reader.Negative(prompt, request, field, violations_, &read));
     }
+  }
+
+  /// A text is encoded whole, to tell what of it is not read; 1 MiB takes up to a second. Those
+  /// that are not read count too, since a job that waits holds them.
+  bool CheckLengths() {
+    const size_t violations = violations_->size();
+    size_t all = 0;
+    const auto check = [&](size_t i, const char* name, const std::string& text) {
+      all += text.size();
+      if (text.size() > ClipTokenizer::kMaxTextBytes)
+        Violate(fmt::format("prompts[{}]{}", i, name), "has {} bytes; send at most {}", text.size(),
+                ClipTokenizer::kMaxTextBytes);
+    };
+    for (size_t i = 0; i < spec_.prompts.size(); ++i) {
+      const TextPrompt& prompt = spec_.prompts[i];
+      check(i, ".text", prompt.text);
+      for (const auto& [name, text] :
+           {std::pair{".negative", &prompt.negative}, std::pair{".text_2", &prompt.text_2},
+            std::pair{".negative_2", &prompt.negative_2}})
+        if (*text) check(i, name, **text);
+    }
+    if (violations_->size() == violations && all > ClipTokenizer::kMaxTextBytes)
+      Violate("prompts", "have {} bytes of text together; send at most {} in a request", all,
+              ClipTokenizer::kMaxTextBytes);
+    return violations_->size() == violations;
   }
 
   void Sizes(bool read) {

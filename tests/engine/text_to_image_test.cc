@@ -882,8 +882,12 @@ TEST_F(TextToImage, RefusesByName) {
   EXPECT_THAT(Violated(unguided), ElementsAre("prompts[0].negative"));
   EXPECT_TRUE(Violated(Spec({"e" + Repeated("\u0301", 10000)}, 1)).empty());
   // Sixty texts of the most that one may have took a minute of a core.
-  const JobSpec many = Spec(std::vector<std::string>(3, std::string(400 << 10, 'a')), 1);
+  JobSpec many = Spec(std::vector<std::string>(3, std::string(400 << 10, 'a')), 1, 3);
   EXPECT_THAT(Violated(many), ElementsAre("prompts"));
+  many.prompts[2].text.resize(1);
+  EXPECT_TRUE(Violated(many).empty());
+  many.prompts[2].text = std::string(2 << 20, 'a');
+  EXPECT_THAT(Violated(many), ElementsAre("prompts[2].text"));
 }
 
 // Advice that can be followed: without a class and without a text the request would be refused too.
