@@ -8,6 +8,7 @@
 #include <charconv>
 #include <string_view>
 
+#include "absl/strings/ascii.h"
 #include "command/files.h"
 #include "command/npy.h"
 
@@ -82,19 +83,21 @@ absl::StatusOr<client::Model> ModelOf(const GenerateFlags& flags, const client::
   auto models = client.ListModels(options);
   if (!models.ok()) return models.status();
   std::erase_if(*models, [&](const client::Model& model) {
-    return (!flags.labels.empty() && !model.capabilities.class_label) ||
+    return !model.current || (!flags.prompts.empty() && !model.capabilities.text) ||
+           (!flags.labels.empty() && !model.capabilities.class_label) ||
            (!flags.class_vectors.empty() && !model.capabilities.class_vector);
   });
   if (models->size() == 1) return std::move(models->front());
   std::vector<std::string> names;
   for (const client::Model& model : *models) names.push_back(model.name);
   return absl::InvalidArgumentError(
-      names.empty() ? "--model is not set, and no model of the server reads classes like these"
+      names.empty() ? "--model is not set, and no model of the server reads what is given"
                     : fmt::format("--model is not set; use one of: {}", fmt::join(names, ", ")));
 }
 
 /// The format that a path's extension means, or empty.
-std::string FormatOfPath(const std::string& path) {
+std::string FormatOfPath(std::string path) {
+  absl::AsciiStrToLower(&path);
   for (const auto& [extension, format] :
        {std::pair{".png", "png"}, std::pair{".jpg", "jpeg"}, std::pair{".jpeg", "jpeg"},
         std::pair{".webp", "webp"}, std::pair{".npy", "npy"}, std::pair{".raw", "raw"}})
@@ -110,7 +113,8 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
         "one, \"\" if it is to be empty");
   }
   if (!flags.grid.empty() && flags.format != "png") {
-    return absl::InvalidArgumentError("--grid makes one PNG; leave --format out");
+    return absl::InvalidArgumentError(
+        "--grid makes one PNG; let --out end in .png, and leave --format out");
   }
   if (!flags.animate.empty() && !HasExtension(flags.animate, ".webp")) {
     return absl::InvalidArgumentError(

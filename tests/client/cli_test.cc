@@ -611,7 +611,7 @@ TEST_F(CliTest, ListsModels) {
   EXPECT_EQ(
       table.out,
       "NAME    VERSION  STATE      ALIASES  SIZE     CLASSES  WEIGHTS  SAMPLER    STEPS  DEVICE\n"
-      "digits           available           16x16x1  10       1.23 M   edm_euler  4      cpu\n");
+      "digits  *        available           16x16x1  10       1.23 M   edm_euler  4      cpu\n");
   EXPECT_THAT(Run({"models", "digits"}).out, AllOf(HasSubstr("edm_euler (of edm_euler, heun)"),
                                                    HasSubstr(", multiples of 4 up to 64\n")));
   const auto digits = nlohmann::json::parse(Run({"models", "digits", "--json"}).out);

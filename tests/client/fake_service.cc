@@ -396,8 +396,15 @@ grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
                                     const v1::ListModelsRequest* request,
                                     v1::ListModelsResponse* response) {
   KeepMetadata(*context);
+  if (several_) {  // another model, and an older version
+    response->add_models()->set_name("cats");
+    response->mutable_models(0)->set_current(true);
+    response->add_models()->set_name("digits");
+    response->mutable_models(1)->mutable_capabilities()->set_class_label(true);
+  }
   v1::Model* model = response->add_models();
   model->set_name("digits");
+  model->set_current(true);
   model->set_state(v1::MODEL_STATE_AVAILABLE);
   model->set_architecture("UNet2DModel");
   model->set_parameters(1'234'567);
@@ -434,12 +441,13 @@ grpc::Status FakeServer::GetModel(grpc::ServerContext* context, const v1::GetMod
   }
   v1::ListModelsResponse models;
   ListModels(context, nullptr, &models);
-  if (!request->name().empty() && request->name() != models.models(0).name()) {
+  const v1::Model& digits = *models.models().rbegin();
+  if (!request->name().empty() && request->name() != digits.name()) {
     return WithDetails(grpc::StatusCode::NOT_FOUND,
                        fmt::format("model \"{}\" is not served; use digits", request->name()),
                        Info("MODEL_NOT_FOUND"));
   }
-  *response->mutable_model() = models.models(0);
+  *response->mutable_model() = digits;
   return grpc::Status::OK;
 }
 
