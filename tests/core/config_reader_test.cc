@@ -35,7 +35,7 @@ TEST(ConfigReader, ANullBoolIsFalse) {
   config.Read("null", &optional);
   EXPECT_FALSE(null);
   EXPECT_TRUE(absent);
-  EXPECT_FALSE(optional.has_value());
+  EXPECT_EQ(optional, std::optional(false));
 }
 
 TEST(ConfigReader, ReportsEveryComplaintAtOnce) {
