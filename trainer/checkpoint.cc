@@ -320,11 +320,16 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
   };
   for (const Pipeline::Part& part : pipeline.parts) {
     const bool half = pipeline.dtype == DType::kF16;
-    DENOISED_RETURN_IF_ERROR(WriteTensors(
-        weights_of(part) + kNext, half ? ToHalf(part.weights) : part.weights, {{"format", "pt"}}));
+    const absl::Status written = WriteTensors(
+        weights_of(part) + kNext, half ? ToHalf(part.weights) : part.weights, {{"format", "pt"}});
+    if (written.ok()) continue;
+    std::error_code ignored;  // the disk may be full: leave nothing on it
+    for (const Pipeline::Part& other : pipeline.parts)
+      fs::remove(weights_of(other) + kNext, ignored);
+    return written;
   }
-  // One after another at once, so that a server hardly ever reads parts of two states; if it does,
-  // it finds another change and reads again.
+  // Renamed in a row, so that a server hardly ever reads parts of two states. If it does, it finds
+  // another change and reads again.
   for (const Pipeline::Part& part : pipeline.parts) {
     std::error_code error;
     fs::rename(weights_of(part) + kNext, weights_of(part), error);
