@@ -267,14 +267,15 @@ absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations
   if (steps == 0) {
     const std::vector<Sampler> samplers = scheduler.samplers();
     if (std::any_of(samplers.begin(), samplers.end(), [&](Sampler sampler) {
-          const int count = std::min(wanted, scheduler.max_steps(sampler));
-          return scheduler.Compile({.sampler = sampler, .steps = count}).ok();
+          const int most_of = scheduler.max_steps(sampler);
+          return scheduler.Compile({.sampler = sampler, .steps = std::min(wanted, most_of)}).ok() ||
+                 scheduler.Compile({.sampler = sampler, .steps = std::min(4, most_of)}).ok();
         }))
       return std::min(wanted, most);
     return InvalidArgument(
-        "{}/scheduler/scheduler_config.json: no sampler can follow this schedule; correct its "
-        "numbers. {} says: {}",
-        directory.root, Name(scheduler.default_sampler()), wrong);
+        "{}/scheduler/scheduler_config.json: no sampler can follow this schedule, with {} steps or "
+        "fewer; correct its numbers",
+        directory.root, wanted);
   }
   if (directory.default_steps == 0) return steps;
   return InvalidArgument(

@@ -935,6 +935,10 @@ TEST_F(BadModel, DefaultStepsAreThoseThatTheSamplerCanDo) {
   scheduler("ScoreSdeVeScheduler", {{"_class_name", "ScoreSdeVeScheduler"}, {"correct_steps", 4}},
             0);
   EXPECT_EQ(steps_of("score"), 10) << "each takes five evaluations";
+  for (const char* const field : {"sigma_data", "sigma_max"}) {
+    scheduler("EDMEulerScheduler", {{"_class_name", "EDMEulerScheduler"}, {field, 1e300}}, 0);
+    EXPECT_THAT(Refusal(), HasSubstr("no sampler can follow this schedule")) << field;
+  }
 }
 
 TEST_F(BadModel, AGoodModelLoadsAfterABadOne) {
