@@ -191,7 +191,7 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   if (mid_type != "UNetMidBlock2D")
     reader.Complain("mid_block_type", "not supported; use UNetMidBlock2D or null");
   reader.Read("mid_block_scale_factor", &config.mid_block_scale_factor);
-  // The mid block's layers are divided by it; far from 1 they leave the range of bf16's sums.
+  // The mid block's activations are divided by it; far from 1 they would not stay finite.
   reader.CheckRange("mid_block_scale_factor", config.mid_block_scale_factor, 1e-3, 1e3);
 
   reader.Read("layers_per_block", &config.layers_per_block);

@@ -99,8 +99,7 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   if (json.contains("mid_block_type") && json["mid_block_type"].is_null())
     reader.Complain("mid_block_type", "not supported; only UNetMidBlock2DCrossAttn is");
   reader.Read("mid_block_scale_factor", &config.mid_block_scale_factor);
-  if (!(config.mid_block_scale_factor > 0))
-    reader.Complain("mid_block_scale_factor", "must be greater than 0");
+  reader.CheckRange("mid_block_scale_factor", config.mid_block_scale_factor, 1e-3, 1e3);
   ReadPerLevel(reader, json, "layers_per_block", levels, 64, &config.layers_per_block);
   ReadPerLevel(reader, json, "transformer_layers_per_block", levels, 64,
                &config.transformer_layers_per_block);
