@@ -118,13 +118,13 @@ TEST_F(DataTest, FolderLabelsAreFoldersInOrderOfTheirNames) {
 }
 
 TEST_F(DataTest, FoldersThatAreNumbersAreInTheOrderOfNumbers) {
-  for (const char* const name : {"0", "1", "2", "9", "10"})
+  for (const char* const name : {"0", "1", "02", "9", "10"})
     Write(name + std::string("/a.png"), Png(2, 10));
   const auto pictures = ReadPictures(folder_, "", Options(2));
   ASSERT_TRUE(pictures.ok()) << pictures.status();
-  EXPECT_THAT(pictures->class_names, ElementsAre("0", "1", "2", "9", "10"));
-  // Pictures are in the order of their paths, in which 10 comes after 1.
-  EXPECT_THAT(pictures->dataset.labels, ElementsAre(0, 1, 4, 2, 3));
+  EXPECT_THAT(pictures->class_names, ElementsAre("0", "1", "02", "9", "10"));
+  // Pictures are in the order of their paths: 0, 02, 1, 10, 9.
+  EXPECT_THAT(pictures->dataset.labels, ElementsAre(0, 2, 1, 4, 3));
 }
 
 TEST_F(DataTest, ClassesFollowTheNamesOfFoldersNotWholePaths) {

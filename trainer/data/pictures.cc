@@ -186,8 +186,13 @@ void Number(const std::map<std::string, std::vector<std::string>>& files_of_name
   if (std::all_of(names->begin(), names->end(), [](const std::string& name) {
         return name.find_first_not_of("0123456789") == std::string::npos;
       }))
-    std::stable_sort(names->begin(), names->end(),
-                     [](const auto& a, const auto& b) { return a.size() < b.size(); });
+    std::stable_sort(names->begin(), names->end(), [](const auto& a, const auto& b) {
+      const auto digits = [](const std::string& name) {
+        return name.substr(std::min(name.size(), name.find_first_not_of('0')));
+      };
+      const std::string x = digits(a), y = digits(b);
+      return x.size() != y.size() ? x.size() < y.size() : x < y;
+    });
   for (size_t number = 0; number < names->size(); ++number)
     for (const std::string& file : files_of_name.at((*names)[number]))
       (*labels)[file].number = static_cast<int32_t>(number);
