@@ -130,7 +130,6 @@ class Session {
   absl::Status OpenOutput();
   absl::Status DryRun();
   absl::Status Begin();
-  absl::Status Stopped() const;
   absl::Status Resume();
   absl::Status CheckRanks();
   absl::Status Loop();
@@ -686,18 +685,16 @@ absl::Status Session::Loop() {
       logged = step_;
     }
   }
-  if (stopped) return Stopped();
+  if (stopped) {
+    if (first()) Say("stopped by a signal after step {}", step_);
+    return absl::OkStatus();
+  }
   if (2 * skipped_ > step_)
     return FailedPrecondition(
         "the gradient was not finite in {} of {} steps, so these changed nothing, and hardly "
         "anything was learned. Lower --learning-rate or raise --warmup-steps, and start anew in "
         "another --output",
         skipped_, step_);
-  return absl::OkStatus();
-}
-
-absl::Status Session::Stopped() const {
-  if (first()) Say("stopped by a signal after step {}", step_);
   return absl::OkStatus();
 }
 
@@ -713,10 +710,14 @@ absl::Status Session::Run() {
   DENOISED_RETURN_IF_ERROR(ReadData());
   if (config_.dry_run) return DryRun();
   // Ranks agree on an end in a step; alone, one need not begin.
-  const bool alone = config_.ranks == 1;
-  if (alone && stop_) return Stopped();
+  const auto stopped = [&] {
+    if (config_.ranks > 1 || !stop_) return false;
+    Say("stopped by a signal before a step; nothing was changed");
+    return true;
+  };
+  if (stopped()) return absl::OkStatus();
   DENOISED_RETURN_IF_ERROR(Begin());
-  if (alone && stop_) return Stopped();
+  if (stopped()) return absl::OkStatus();
   if (metrics_) metrics_->Began(step_);
   if (step_ >= config_.trainer.steps) {
     Say("{} steps were already done, and --steps is {}: only the model is written", step_,
