@@ -48,6 +48,7 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
               .parameters = its,
               .trained = {},
               .fixed = its_weights,
+              .recompute_norms = true,  // drops a norm's output within a module, too
               .forward_only = true};
     AutoencoderKL::Kept kept;
     return with.Encode(pass, x, &kept);

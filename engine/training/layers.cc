@@ -171,8 +171,8 @@ GroupNorm::GroupNorm(const Declare& declare, int channels, int groups, double ep
       activation_(activation) {
   if (channels % groups != 0)
     declare.Complain(
-        fmt::format("has {} channels, which {} groups do not divide; change block_out_channels, or "
-                    "norm_num_groups (attn_norm_num_groups) unless it is in a Skip block",
+        fmt::format("has {} channels, which {} groups do not divide; change norm_num_groups (or "
+                    "attn_norm_num_groups) or block_out_channels",
                     channels, groups));
   if (channels > kMaxNormChannels)
     declare.Complain(

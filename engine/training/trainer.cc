@@ -22,13 +22,14 @@ constexpr int64_t kLossElements = 16;
 constexpr int kMaxAverages = 8;
 /// Threads that prepare pictures ahead where none were asked for.
 constexpr int kPrefetchThreads = 2;
+constexpr int64_t kScratchMargin = 256 << 20;  // bytes
 
 bool RecomputesNorms(const TrainerOptions& options, const Parameters& parameters) {
   return options.recompute_norms.value_or(parameters.trained_elements() >= 100'000'000);
 }
 
-/// Gradients that a rank holds at a time: one in each level of the tree that sums them, and one in
-/// each worker's hands but the last's.
+/// Gradients that a rank holds at a time if passes end in their order: one in each level of the
+/// tree that sums them, and one in the hands of each worker but one.
 int64_t GradientsAtOnce(int64_t passes, int64_t workers) {
   return std::bit_width(static_cast<uint64_t>(passes)) + workers - 1;
 }
@@ -601,12 +602,16 @@ absl::Status Trainer::AllocatePictures() {
     if (backend_.device() == denoised::Device::kCpu) return absl::OkStatus();
     const absl::StatusOr<Tensor> resident =
         backend_.Allocate(all.shape(), all.dtype(), "the pictures");
-    if (resident.ok()) {
+    // Ops allocate scratch memory in the first step.
+    const bool fits =
+        resident.ok() &&
+        (dataset_.posteriors || backend_.Allocate({kScratchMargin}, DType::kU8, "a margin").ok());
+    if (fits) {
       images_ = *resident;
       backend_.Upload(all.data(), all.bytes(), images_);
       return absl::OkStatus();
     }
-    if (dataset_.posteriors || !absl::IsResourceExhausted(resident.status()))
+    if (!resident.ok() && (dataset_.posteriors || !absl::IsResourceExhausted(resident.status())))
       return resident.status();
   }
   const int64_t bytes = static_cast<int64_t>(all.bytes()) / all.dim(0);
