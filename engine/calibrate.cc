@@ -70,9 +70,9 @@ JobSpec RequestOf(const ModelInfo& model) {
   std::mt19937 random(kSeed);
   if (model.condition == ClassCondition::kVector || model.condition == ClassCondition::kValue) {
     std::normal_distribution<float> normal;
+    const bool positive = model.condition == ClassCondition::kValue && model.logarithmic_time;
     for (int i = 0; i < spec.count * model.class_vector_size; ++i)
-      spec.class_values.push_back(model.logarithmic_time ? std::abs(normal(random))
-                                                         : normal(random));
+      spec.class_values.push_back(positive ? std::abs(normal(random)) : normal(random));
   }
   if (model.images.required) {
     spec.init_image = Tensor::Host({model.height, model.width, model.channels}, DType::kF32);

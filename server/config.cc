@@ -746,10 +746,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                "for --config, and exit. Refuses values that a start refuses, but needs no model, "
                "certificates or directories")
       ->configurable(false);
-  app.add_flag("--check", flags.config.check,
-               "Test what serving needs: certificates, clients, addresses, the device and every "
-               "model. Print a line for each, and exit with 2 if a setting is wrong, or with 1 if "
-               "something else fails")
+  app.add_flag(
+         "--check", flags.config.check,
+         "Test certificates, clients, addresses and the device, and load every model, without "
+         "drawing. Print a line for each, and exit with 2 if a setting is wrong, or with 1 if "
+         "something else fails")
       ->configurable(false);
   app.add_option(
          "--calibrate", flags.config.calibrate,

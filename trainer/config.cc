@@ -383,7 +383,7 @@ void AddRunFlags(CLI::App& app, Flags* flags) {
   RunConfig& config = flags->config;
   app.add_option("--checkpoint-steps", config.checkpoint_steps,
                  "Steps between checkpoints; each grid has one before it");
-  app.add_option("--keep", config.keep, "Number of checkpoints to keep; those before grids count");
+  app.add_option("--keep", config.keep, "Number of checkpoints to keep, with those of grids");
   app.add_option("--resume", config.resume,
                  "Resume from the latest checkpoint in --output (\"latest\"; starts anew if none) "
                  "or from this folder");
