@@ -320,7 +320,7 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
   };
   for (const Pipeline::Part& part : pipeline.parts) {
     const bool half = pipeline.dtype == DType::kF16;
-    const absl::Status written = WriteTensors(
+    absl::Status written = WriteTensors(
         weights_of(part) + kNext, half ? ToHalf(part.weights) : part.weights, {{"format", "pt"}});
     if (written.ok()) continue;
     std::error_code ignored;  // the disk may be full: leave nothing on it
