@@ -94,8 +94,9 @@ void ReadOptional(ConfigReader* reader, const char* field, std::optional<T>* val
 }  // namespace
 
 void ConfigReader::Read(const char* field, std::optional<bool>* value) {
-  if (const auto it = object_.find(field); it != object_.end() && it->is_null()) *value = false;
-  ReadOptional(this, field, value);
+  bool read = false;
+  Read(field, &read);
+  if (object_.contains(field)) *value = read;  // null, too
 }
 void ConfigReader::Read(const char* field, std::optional<int>* value) {
   ReadOptional(this, field, value);
