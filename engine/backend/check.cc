@@ -79,6 +79,14 @@ void CheckRounded(const char* name, const Tensor& rounded, const Tensor& x, int 
   if (bytes > 0) CheckTensor(name, rounded, WithLast(x.shape(), bytes), DType::kU8, rules);
 }
 
+/// The memory for the input of the layer that reads `out`.
+void CheckReader(const E4m3Input* reader, const Tensor& out, const TensorRules& rules) {
+  if (reader == nullptr || !reader->rounded) return;
+  CheckRounded("reader", reader->rounded, out, RoundedBytes(static_cast<int>(out.dim(-1))), rules);
+  DENOISED_CHECK(reader->scale > 0 && !reader->written, "a reader with the scale {}",
+                 reader->scale);
+}
+
 /// `out` itself, or in activation dtype.
 void CheckResidual(const Tensor& residual, const Tensor& out, const TensorRules& rules) {
   if (!residual) return;
@@ -225,6 +233,11 @@ void Check(const LinearArgs& args, const TensorRules& rules) {
   DENOISED_CHECK(!args.prologue.x2 && !args.prologue.upsample2x, "the input of a convolution");
   CheckPrologue(args.x, args.prologue, rules);
   CheckRounded("rounded", args.prologue.rounded, args.x, weight.rounded_bytes, rules);
+  DENOISED_CHECK(
+      !args.prologue.is_rounded || (weight.rounded_bytes > 0 && !args.prologue.norm.gamma),
+      "a rounded input of a layer that rounds none, or with a norm");
+  DENOISED_CHECK(epilogue.reader == nullptr || epilogue.ungated.defined(),
+                 "a reader without a gate");
   DENOISED_CHECK(!epilogue.add && epilogue.shortcut.weight == nullptr, "a linear with a shortcut");
   const Shape product = WithLast(args.x.shape(), weight.out_features);
   if (!epilogue.ungated) {
@@ -276,6 +289,7 @@ void Check(const AttentionArgs& args, const TensorRules& rules) {
   CheckTensor("k", args.k, k, rules.activation, rules, true);
   CheckTensor("v", args.v, k, rules.activation, rules, true);
   CheckTensor("out", args.out, q, rules.activation, rules);
+  CheckReader(args.reader, args.out, rules);
 }
 
 void Check(const GaussianArgs& args, const TensorRules& rules) {

@@ -57,6 +57,15 @@ class PackedLinear {
   int rounded_bytes = 0;  // of a token, likewise
 };
 
+/// The input of the one layer that reads an op's result, if it multiplies in e4m3. A backend may
+/// write it in place of the result, which is then undefined, and set `written`. The bits are those
+/// of rounding the result.
+struct E4m3Input {
+  Tensor rounded;   // U8 [.., rounded_bytes]; undefined: the layer needs none
+  float scale = 0;  // E4m3Layer::input_scale
+  bool written = false;
+};
+
 /// A group norm and what follows it: act(norm(x)·(1 + scale) + shift). Or a layer norm, before a
 /// linear, which nothing follows.
 struct Norm {
@@ -87,6 +96,7 @@ struct Prologue {
   Tensor normed;            // with a norm: [.., C + C2] for its result; undefined afterwards
   Tensor rounded;           // for weights with rounded_bytes: U8 [.., rounded_bytes] for the input
                             // in e4m3; undefined afterwards
+  bool is_rounded = false;  // `rounded` holds the input already, and x is undefined (E4m3Input)
   bool upsample2x = false;  // nearest-neighbour doubling then, as packed; the kernel is 3 × 3, the
                             // stride 1 and the padding 1 on all sides
 };
@@ -105,6 +115,7 @@ struct Epilogue {
   /// and gates; its contents are undefined afterwards. out [.., C] is value · gelu(gate), both
   /// rounded to the activation dtype first.
   Tensor ungated;
+  E4m3Input* reader = nullptr;  // optional, of `out`; with a gate alone
   /// Optional: the norm applied by every reader of `out`. The backend may apply it to `out` and set
   /// `applied`. Otherwise the Prologues of the readers apply it.
   Norm* norm = nullptr;
@@ -154,8 +165,9 @@ struct AttentionArgs {
   Tensor key_counts;
   bool causal = false;  // query i attends to keys 0 to i
   int heads = 1;
-  float scale = 1.0f;  // softmax(q kᵀ · scale) v
-  Tensor out;          // [N, tokens, heads·dim]
+  float scale = 1.0f;           // softmax(q kᵀ · scale) v
+  Tensor out;                   // [N, tokens, heads·dim]
+  E4m3Input* reader = nullptr;  // optional, of `out`
 };
 
 struct GaussianArgs {

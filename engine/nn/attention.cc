@@ -44,14 +44,17 @@ Tensor Attention::operator()(Context& context, const Tensor& x) const {
   const Norm norm = norm_ ? norm_->Then(Activation::kNone) : Norm();
   const Tensor qkv = qkv_(context, {.x = flat, .prologue = {.norm = norm}});
   const Tensor attended = context.New({rows, tokens, inner});
+  E4m3Input rounded = out_.RoomForInput(context, attended.shape());
   context.ops.Attention({.q = qkv.Columns(0, inner),
                          .k = qkv.Columns(inner, inner),
                          .v = qkv.Columns(2 * inner, inner),
                          .heads = heads_,
                          .scale = 1.0f / std::sqrt(static_cast<float>(options_.head_dim)),
-                         .out = attended});
+                         .out = attended,
+                         .reader = &rounded});
   const Tensor out = out_(
       context, {.x = attended,
+                .prologue = Linear::Of(rounded),
                 .epilogue = {.residual = flat,
                              .scale = static_cast<float>(1.0 / options_.output_scale_factor)}});
   return out.Reshape(x.shape());

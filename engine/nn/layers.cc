@@ -23,7 +23,7 @@ int64_t Features(const Tensor& x, const Tensor& x2) { return x.dim(-1) + (x2 ? x
 void MakeRoom(Context& context, const Tensor& x, int rounded_bytes, Prologue* prologue) {
   if (prologue->norm.gamma)
     prologue->normed = NewRows(context, x.shape(), Features(x, prologue->x2));
-  if (rounded_bytes > 0)
+  if (rounded_bytes > 0 && !prologue->rounded)
     prologue->rounded = context.arena.New(WithFeatures(x.shape(), rounded_bytes), DType::kU8);
 }
 
@@ -180,6 +180,12 @@ absl::StatusOr<Linear> Linear::LoadGated(NetworkOps& ops, const Weights& weights
   Linear linear;
   DENOISED_ASSIGN_OR_RETURN(linear.weight_, ops.PackLinear({weight}, {bias}, e4m3, /*gated=*/true));
   return linear;
+}
+
+E4m3Input Linear::RoomForInput(Context& context, const Shape& x) const {
+  if (weight_->rounded_bytes == 0) return {};
+  return {.rounded = context.arena.New(WithFeatures(x, weight_->rounded_bytes), DType::kU8),
+          .scale = weight_->e4m3.input_scale};
 }
 
 Tensor Linear::operator()(Context& context, LinearArgs args) const {

@@ -71,6 +71,13 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
   void Use(Backend* backend) { backend_ = backend; }
   DType activation() const { return backend_->activation_dtype(); }
   bool fp32() const { return activation() == DType::kF32; }
+  /// Whether Hopper's own kernels run.
+  bool on_hopper() {
+    const std::string description = backend().description();
+    return !fp32() && !GetParam().options.generic_kernels &&
+           (description.find("H100") != std::string::npos ||
+            description.find("H200") != std::string::npos);
+  }
   /// The op's tolerance in fp32, or 1e-2 in bf16: its rounding of operands and results alone is
   /// 2⁻⁹ each.
   double Tolerance(double in_fp32) const { return fp32() ? in_fp32 : 1e-2; }

@@ -26,13 +26,6 @@ class CudaTest : public OnBackend {
     cpu_ = cpu.get();
   }
 
-  /// Whether Hopper's own kernels run.
-  bool on_hopper() {
-    const std::string description = backend().description();
-    return !fp32() && !GetParam().options.generic_kernels &&
-           (description.find("H100") != std::string::npos ||
-            description.find("H200") != std::string::npos);
-  }
   Tensor UploadToCpu(const Array& array) {
     Tensor tensor = cpu_->Allocate(array.shape, DType::kF32, "a test").value();
     const Tensor host = ToHost(array, DType::kF32);

@@ -306,6 +306,83 @@ TEST_P(E4m3, LayerNormsBeforeLinearsGiveTheBitsOfNormThenLinear) {
   }
 }
 
+// An op that may write its reader's input in e4m3, and what it then reads.
+TEST_P(E4m3, AttentionForAReaderGivesTheBitsOfRoundingItsResult) {
+  struct Case {
+    int64_t tokens;
+    int heads, dim;
+    bool selects = false;
+  };
+  // 72 features are no whole vectors, so the reader rounds them.
+  for (const Case& c :
+       {Case{70, 2, 40}, Case{300, 8, 64}, Case{130, 1, 80}, Case{200, 2, 128}, Case{130, 1, 160},
+        Case{64, 1, 512}, Case{70, 2, 64, true}, Case{70, 3, 24}}) {
+    SCOPED_TRACE(fmt::format("{} tokens, {} heads of {}", c.tokens, c.heads, c.dim));
+    const int64_t features = int64_t{c.heads} * c.dim;
+    const auto linear = PackLinears({Random({48, features}, DType::kF32, 0.1)}, {}, 0x1p-6f);
+    const Shape shape{3, c.tokens, features};
+    const Tensor q = Upload(Random(shape)), k = Upload(Random(shape)), v = Upload(Random(shape));
+    const auto run = [&](bool for_reader) {
+      const Tensor attended = Output(shape), out = Output({3, c.tokens, 48});
+      E4m3Input reader{.scale = linear->e4m3.input_scale};
+      if (for_reader) reader.rounded = Scratch(attended, *linear);
+      AttentionArgs attention{.q = q,
+                              .k = k,
+                              .v = v,
+                              .heads = c.heads,
+                              .scale = 0.2f,
+                              .out = attended,
+                              .reader = &reader};
+      if (c.selects) attention.key_counts = UploadInts({70, 20, 1}, {3});
+      backend().Attention(attention);
+      EXPECT_EQ(reader.written, for_reader && on_hopper() && features % 16 == 0);
+      backend().Linear(
+          {.x = attended,
+           .weight = linear.get(),
+           .prologue = {.rounded = for_reader ? reader.rounded : Scratch(attended, *linear),
+                        .is_rounded = reader.written},
+           .out = out});
+      return Download(out);
+    };
+    const Tensor expected = run(false), out = run(true);
+    EXPECT_EQ(std::memcmp(out.data(), expected.data(), expected.bytes()), 0);
+  }
+}
+
+TEST_P(E4m3, AGateForAReaderGivesTheBitsOfRoundingItsResult) {
+  // Of tiles of 128, 160 and 192 outputs, and parts of them; 72 features are no whole vectors.
+  for (const int64_t features : {64, 80, 96, 160, 320, 1280, 72}) {
+    for (const int64_t tokens : {50, 700}) {
+      SCOPED_TRACE(fmt::format("{} tokens, {} features", tokens, features));
+      const auto gated = PackLinears({Random({2 * features, 144}, DType::kF32, 0.1)},
+                                     {Random({2 * features}, DType::kF32)}, 0x1p-6f, true);
+      const auto linear = PackLinears({Random({48, features}, DType::kF32, 0.1)}, {}, 0x1p-6f);
+      const Tensor x = Upload(Random({3, tokens, 144}));
+      const auto run = [&](bool for_reader) {
+        const Tensor hidden = Output({3, tokens, features}), out = Output({3, tokens, 48});
+        E4m3Input reader{.scale = linear->e4m3.input_scale};
+        if (for_reader) reader.rounded = Scratch(hidden, *linear);
+        backend().Linear(
+            {.x = x,
+             .weight = gated.get(),
+             .prologue = {.rounded = Scratch(x, *gated)},
+             .epilogue = {.ungated = Output({3, tokens, 2 * features}), .reader = &reader},
+             .out = hidden});
+        EXPECT_EQ(reader.written, for_reader && on_hopper() && features % 16 == 0);
+        backend().Linear(
+            {.x = hidden,
+             .weight = linear.get(),
+             .prologue = {.rounded = for_reader ? reader.rounded : Scratch(hidden, *linear),
+                          .is_rounded = reader.written},
+             .out = out});
+        return Download(out);
+      };
+      const Tensor expected = run(false), out = run(true);
+      EXPECT_EQ(std::memcmp(out.data(), expected.data(), expected.bytes()), 0);
+    }
+  }
+}
+
 TEST_P(E4m3, ARowHasTheSameBitsInAnyBatch) {
   const Tensor x = Upload(Random({5, 20, 20, 32})), tokens = Upload(Random({5, 70, 64}));
   const auto conv = Pack(Random({48, 32, 3, 3}, DType::kF32), Random({48}, DType::kF32), 0x1p-6f);

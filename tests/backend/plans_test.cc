@@ -515,7 +515,8 @@ TEST_F(HopperPlansTest, GatesOfOutputsHaveTheBitsOfGeglu) {
     bool e4m3;
   } cases[] = {{{2, 1, 1024, 320, 0, 2560, 1}, 7},       {{3, 1, 333, 64, 0, 5120, 1}, 7},
                {{1, 1, 77, 640, 0, 208, 1}, 7},          {{40, 1, 64, 128, 0, 1024, 1}, 7},
-               {{2, 1, 1024, 320, 0, 2560, 1}, 3, true}, {{1, 1, 77, 640, 0, 208, 1}, 3, true}};
+               {{2, 1, 1024, 320, 0, 2560, 1}, 3, true}, {{1, 1, 77, 640, 0, 208, 1}, 3, true},
+               {{3, 1, 333, 64, 0, 544, 1}, 3, true}};
   for (const auto& [c, least, e4m3] : cases) {
     kept_.clear();
     Conv2dLaunch conv = e4m3 ? LaunchInE4m3(c) : Launch(c);
@@ -545,6 +546,22 @@ TEST_F(HopperPlansTest, GatesOfOutputsHaveTheBitsOfGeglu) {
     EXPECT_NE(LaunchConv2dHopper(conv, {.tile = k128x32}, queue_), cudaSuccess);
     constexpr HopperTile k128x128 = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 128);
     EXPECT_NE(LaunchConv2dHopper(conv, {.tile = k128x128, .splits = 2}, queue_), cudaSuccess);
+
+    // Rounded for the reader.
+    const int features = c.outputs / 2;
+    const Tensor rounded = Zeros({pixels, RoundedBytes(features)}, DType::kU8);
+    const Rows rows = {rounded.data(), RoundedBytes(features) / 2, Element::kE4m3x2, true, 0x1p-5f};
+    out_ = rounded;
+    const std::vector<std::byte> then_rounded = Run("round", [&] {
+      return LaunchRoundToE4m3(View(gated), features, {}, 0, pixels, rows, queue_);
+    });
+    conv.rounded_out = rows;
+    if (!e4m3) {
+      EXPECT_NE(LaunchConv2dHopper(conv, {.tile = k128x128}, queue_), cudaSuccess);
+    }
+    if (!e4m3 || RoundedBytes(features) != features) continue;
+    for (const HopperCandidate& candidate : candidates)
+      EXPECT_TRUE(Run(conv, candidate.plan) == then_rounded) << NameOf(candidate.plan);
   }
 }
 

@@ -30,6 +30,7 @@
 
 #include "engine/backend/cuda/attention.cuh"
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/e4m3.cuh"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/hopper.cuh"
@@ -190,9 +191,8 @@ __device__ inline void WriteOutput(const AttentionLaunch& attention, const Step&
     if (row < attention.tokens && step.part == 0 && lane % 4 == 0)
       StoreLogSumExp(attention, step.image, step.head, row, softmax.maximum[r] * attention.scale,
                      sum);
-    auto* to = static_cast<__nv_bfloat16*>(attention.out.data) +
-               (static_cast<int64_t>(step.image) * attention.tokens + row) * attention.out.stride +
-               static_cast<int64_t>(step.head) * attention.dim;
+    const int64_t token = static_cast<int64_t>(step.image) * attention.tokens + row;
+    const int64_t first_column = static_cast<int64_t>(step.head) * attention.dim;
 #pragma unroll
     for (int first = 0; first < kVectors; first += 4) {
       uint32_t words[4] = {};
@@ -203,8 +203,14 @@ __device__ inline void WriteOutput(const AttentionLaunch& attention, const Step&
       }
       ExchangeInQuad(words);
       const int vector = first + lane % 4, column = step.part * T::kPart + vector * 8;
-      if (row < attention.tokens && vector < kVectors && column < attention.dim) {
-        *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
+      if (row >= attention.tokens || vector >= kVectors || column >= attention.dim) continue;
+      const uint4 eight = make_uint4(words[0], words[1], words[2], words[3]);
+      if (attention.out.element == Element::kE4m3x2) {
+        *reinterpret_cast<uint2*>(E4m3At(attention.out, token, first_column + column)) =
+            PackE4m3(eight, 1.0f / attention.out.scale);
+      } else {
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(attention.out.data) +
+                                  token * attention.out.stride + first_column + column) = eight;
       }
     }
   }
@@ -580,7 +586,8 @@ bool SuitsHopper(const AttentionLayer& attention) {
   return !attention.fp32 && attention.dim % 8 == 0 && !attention.causal &&
          (!SelectsKeys(attention) || attention.dim <= kMaxSelectingDim) &&
          attention.dim <= kMaxHeadDim && attention.scale > 0 && suits(attention.q) &&
-         suits(attention.k) && suits(attention.v) && suits(attention.out);
+         suits(attention.k) && suits(attention.v) &&
+         (suits(attention.out) || attention.out.element == Element::kE4m3x2);
 }
 
 cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue& queue) {

@@ -197,6 +197,7 @@ template <typename T, bool kDoubled>
 __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& params,
                                      const EpilogueBuffer<T>& epilogue, int index, int tiles,
                                      int stride, int rank, int pixels_on) {
+  if (T::kE4m3 && conv.rounded_out.data != nullptr) return;  // StoreGatedE4m3() stages nothing
   for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
     const TileAt tile = TileOf<T, kDoubled>(params, index, rank);
     const bool gated = T::kGates && conv.gated;
@@ -520,6 +521,16 @@ struct Consumer {
 
   /// Hands the outputs of a tile to the warp that stores them, or stores them one by one.
   __device__ void Finish(const TileAt& tile, int tiles_done, const Accumulators& sums) const {
+    if constexpr (T::kE4m3 && F::kEnding == Ending::kGate) {
+      if (conv.rounded_out.data != nullptr) {
+#pragma unroll
+        for (int i = 0; i < T::kRows; ++i) {
+          StoreGatedE4m3(conv, params.grid.pixels, tile.m0 + cta.FirstPixel(group) + i * 64,
+                         tile.n0 / 2, sums[i]);
+        }
+        return;
+      }
+    }
     if constexpr (T::kStaged) {
       const EpilogueBuffer<T> epilogue = cta.Epilogue(group);
       Wait(epilogue.ready, tiles_done & 1);
@@ -661,7 +672,8 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   if (T::kE4m3 != (conv.x.element == Element::kE4m3x2) || (splits && !T::kSplitK) ||
       (conv.zero_taps != 0 && splits) ||
       (conv.upsample2x && (T::kE4m3 || conv.gated || conv.shortcut.x.data != nullptr)) ||
-      (T::kStaged && !HasVectorOutputs(conv)) || (conv.gated && (splits || !T::kGates))) {
+      (T::kStaged && !HasVectorOutputs(conv)) || (conv.gated && (splits || !T::kGates)) ||
+      (conv.rounded_out.data != nullptr && !(conv.gated && T::kE4m3))) {
     return cudaErrorInvalidValue;
   }
   Params params;

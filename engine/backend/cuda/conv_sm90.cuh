@@ -6,6 +6,7 @@
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/e4m3.cuh"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/hopper.cuh"
@@ -418,9 +419,19 @@ __device__ inline void StageEpilogueAs(const Conv2dLaunch& conv,
     }
   }
 }
-/// The same for a gated layer: accumulators are eight values, their eight gates, the next eight
-/// values, and so on, so there are half as many outputs. Values and gates are rounded before the
-/// product, as they are if the gate is a separate kernel.
+/// Two outputs of a gated layer in bf16. Accumulators are eight values, their eight gates, the next
+/// eight values, and so on. Values and gates are rounded before the product, as they are if the
+/// gate is a separate kernel.
+template <int kAccumulators>
+__device__ inline uint32_t GatedPair(const float (&accumulators)[kAccumulators], int value) {
+  const int gate = value + 4;
+  float v[2] = {}, g[2] = {};
+  AddPair(PackBf16(accumulators[value], accumulators[value + 1]), v[0], v[1]);
+  AddPair(PackBf16(accumulators[gate], accumulators[gate + 1]), g[0], g[1]);
+  return PackBf16(v[0] * Gelu(g[0]), v[1] * Gelu(g[1]));
+}
+
+/// The same for a gated layer, which has half as many outputs.
 template <int kBox, int kAccumulators, typename Begin, typename End>
 __device__ inline void StageGatedEpilogue(const float (&accumulators)[kAccumulators],
                                           const Begin& begin, const End& end) {
@@ -437,14 +448,37 @@ __device__ inline void StageGatedEpilogue(const float (&accumulators)[kAccumulat
     uint32_t packed[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const int value = 8 * (chunk + c / 2) + c % 2 * 2, gate = value + 4;
-      float v[2] = {}, g[2] = {};
-      AddPair(PackBf16(accumulators[value], accumulators[value + 1]), v[0], v[1]);
-      AddPair(PackBf16(accumulators[gate], accumulators[gate + 1]), g[0], g[1]);
-      packed[c] = PackBf16(v[0] * Gelu(g[0]), v[1] * Gelu(g[1]));
+      packed[c] = GatedPair(accumulators, 8 * (chunk + c / 2) + c % 2 * 2);
     }
     StoreMatrices(line + ((chunk % kChunks + lane / 16) ^ swizzle) * 16, packed);
     if (chunk % kChunks == kChunks - 2) end(chunk / kChunks);
+  }
+}
+/// The epilogue of a gated layer that writes Conv2dLaunch::rounded_out: a quad stores 32 outputs of
+/// a pixel, one sector of memory, so nothing is staged. Pixels begin at m0, outputs at n0.
+template <int kAccumulators>
+__device__ inline void StoreGatedE4m3(const Conv2dLaunch& conv, int pixels, int m0, int n0,
+                                      const float (&accumulators)[kAccumulators]) {
+  constexpr int kVectors = kAccumulators / 8;  // of eight outputs
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const float inverse = 1.0f / conv.rounded_out.scale;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int m = m0 + warp * 16 + half * 8 + lane / 4;
+#pragma unroll
+    for (int first = 0; first < kVectors; first += 4) {
+      uint32_t words[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4 && first + i < kVectors; ++i) {
+        words[i] = GatedPair(accumulators, 8 * (first + i) + 2 * half);
+      }
+      ExchangeInQuad(words);
+      const int vector = first + lane % 4, n = n0 + vector * 8;
+      if (m < pixels && vector < kVectors && n < conv.outputs / 2) {
+        *reinterpret_cast<uint2*>(E4m3At(conv.rounded_out, m, n)) =
+            PackE4m3(make_uint4(words[0], words[1], words[2], words[3]), inverse);
+      }
+    }
   }
 }
 template <int kBox, Ending kEnding, int kAccumulators, typename Begin, typename End>

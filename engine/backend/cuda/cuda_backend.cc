@@ -353,6 +353,8 @@ class CudaBackend final : public Backend {
     gated.out = View(args.out);
     if (!HasHopperKernel(plain) || !SuitsGate(gated)) return LinearThenGate(*this, args);
     Writes(args.out);
+    if (e4m3 && RoundsFor(args.epilogue.reader, args.out))
+      gated.rounded_out = RowsOf(args.epilogue.reader);
     EnqueueGated(gated, plain, input);
   }
 
@@ -399,7 +401,11 @@ class CudaBackend final : public Backend {
     attention.causal = args.causal;
     attention.fp32 = fp32_;
     attention.out = View(args.out);
-    Writes(args.out);
+    if (RoundsFor(args.reader, args.out) && queue_.hopper && SuitsHopper(attention)) {
+      attention.out = RowsOf(args.reader);
+    } else {
+      Writes(args.out);
+    }
     context_->Use();
     context_->Record(LaunchAttention(attention, queue_), "Attention");
   }
@@ -783,10 +789,24 @@ class CudaBackend final : public Backend {
     return {rounded.data(), rounded.dim(-1) / 2, Element::kE4m3x2, true,
             args.weight->e4m3.input_scale};
   }
+  /// Whether an op writes its result for its reader in e4m3. Ranges are observed of the result.
+  bool RoundsFor(const E4m3Input* reader, const Tensor& out) const {
+    const int features = Extent(out, -1);
+    return reader != nullptr && reader->rounded && ranges_ == nullptr &&
+           RoundedBytes(features) == features;
+  }
+  Rows RowsOf(E4m3Input* reader) {
+    DENOISED_CHECK(Aligned(reader->rounded), "memory for an input in e4m3");
+    Writes(reader->rounded);
+    reader->written = true;
+    return {reader->rounded.data(), reader->rounded.dim(-1) / 2, Element::kE4m3x2, true,
+            reader->scale};
+  }
   /// A norm before the layer rounds its own result; other inputs are rounded by a kernel of their
   /// own.
   template <typename Args>
   Input InputOf(const Args& args) {
+    if (args.prologue.is_rounded) return {};
     const Rows rounded = RoundedOf(args);
     const Conv2dLaunch conv = LaunchOf(args);
     const int64_t pixels = int64_t{conv.images} * conv.height * conv.width;
@@ -1031,17 +1051,23 @@ class CudaBackend final : public Backend {
       candidates.push_back({"gated, " + NameOf(candidate.plan), candidate.microseconds,
                             [=, this] { return LaunchHopper(input, gated, candidate.plan); }});
     }
-    // The gate's pass reads two features and writes one, of two bytes.
+    // The gate's pass reads two features and writes one, of two bytes; rounding reads that and
+    // writes one byte.
     constexpr double kPassLaunch = 2.5, kPassBytesPerMicrosecond = 3.6e6;
-    const double pass =
-        kPassLaunch + 6.0 * static_cast<double>(rows) * features / kPassBytesPerMicrosecond;
+    const bool rounds = gated.rounded_out.data != nullptr;
+    const double pass = (rounds ? 2 : 1) * kPassLaunch + (rounds ? 9.0 : 6.0) *
+                                                             static_cast<double>(rows) * features /
+                                                             kPassBytesPerMicrosecond;
     for (const HopperCandidate& candidate : HopperCandidates(plain, queue_)) {
       candidates.push_back({NameOf(candidate.plan), candidate.microseconds + pass, [=, this] {
-                              const cudaError_t error = LaunchHopper(input, plain, candidate.plan);
-                              return error == cudaSuccess
-                                         ? LaunchGegluGate(plain.out, rows, features, gated.out,
-                                                           queue_)
-                                         : error;
+                              cudaError_t error = LaunchHopper(input, plain, candidate.plan);
+                              if (error == cudaSuccess)
+                                error =
+                                    LaunchGegluGate(plain.out, rows, features, gated.out, queue_);
+                              return error != cudaSuccess || !rounds
+                                         ? error
+                                         : LaunchRoundToE4m3(gated.out, features, {}, 0, rows,
+                                                             gated.rounded_out, queue_);
                             }});
     }
     EnqueueFastest(Describe(gated), Sorted(std::move(candidates)), OperandsOf(plain, input),

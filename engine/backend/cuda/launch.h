@@ -96,6 +96,8 @@ struct ConvLayer {
   /// product, so the bits are those of a separate LaunchGegluGate. `out` then has outputs / 2. For
   /// LaunchConv2dHopper, if SuitsGate().
   bool gated = false;
+  /// Of a gated layer in e4m3: the result in e4m3, in place of `out`, or null.
+  Rows rounded_out;
   /// The fused output norm. The result is rounded to bf16 before it, so the bits are those of a
   /// separate LaunchGroupNormCluster. For LaunchConv2dHopper, if SuitsOutputNorm().
   OutputNorm output_norm;

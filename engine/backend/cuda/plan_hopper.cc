@@ -171,13 +171,13 @@ std::string NameOf(const HopperPlan& plan) {
 
 std::string Describe(const Conv2dLaunch& conv) {
   return fmt::format(
-      "{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}{}{}{}{}{}{}{}",
+      "{} of {}x{}x{}+{}{} to {}x{}x{}: {}x{}, stride {}, pad {} {}{}{}{}{}{}{}{}{}{}{}{}{}{}",
       conv.images, conv.height, conv.width, conv.channels, conv.channels2,
       conv.upsample2x ? " doubled" : "", conv.out_height, conv.out_width, conv.outputs, conv.kernel,
       conv.kernel, conv.stride, conv.pad_top, conv.pad_left,
       conv.zero_taps != 0 ? fmt::format(", zero taps {:x}", conv.zero_taps) : "",
-      conv.gated ? ", gated" : "", conv.add.data != nullptr ? ", add" : "",
-      conv.residual.data != nullptr ? ", residual" : "",
+      conv.gated ? ", gated" : "", conv.rounded_out.data != nullptr ? ", rounded" : "",
+      conv.add.data != nullptr ? ", add" : "", conv.residual.data != nullptr ? ", residual" : "",
       conv.shortcut.x.data != nullptr
           ? fmt::format(", shortcut of {}+{}", conv.shortcut.channels, conv.shortcut.channels2)
           : "",
