@@ -261,6 +261,7 @@ cudaError_t LaunchAttention(const AttentionLaunch& attention, const Queue& queue
   if (queue.hopper && SuitsHopper(attention)) {
     return LaunchAttentionHopper(attention, queue);
   }
+  if (attention.out.element == Element::kE4m3x2) return cudaErrorInvalidValue;
   const bool vector = attention.q.vector && attention.k.vector && attention.v.vector &&
                       attention.out.vector && attention.dim % 8 == 0;
   // If the scale is not positive, the largest score does not have the largest weight.

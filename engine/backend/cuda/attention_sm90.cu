@@ -181,6 +181,8 @@ __device__ inline void WriteOutput(const AttentionLaunch& attention, const Step&
                                    const Softmax& softmax, const float (&output)[T::kPart / 2]) {
   constexpr int kVectors = T::kPart / 8;
   const int lane = threadIdx.x % 32;
+  const bool rounds = attention.out.element == Element::kE4m3x2;
+  const float inverse_scale = 1.0f / attention.out.scale;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = softmax.sum[r];
@@ -205,9 +207,9 @@ __device__ inline void WriteOutput(const AttentionLaunch& attention, const Step&
       const int vector = first + lane % 4, column = step.part * T::kPart + vector * 8;
       if (row >= attention.tokens || vector >= kVectors || column >= attention.dim) continue;
       const uint4 eight = make_uint4(words[0], words[1], words[2], words[3]);
-      if (attention.out.element == Element::kE4m3x2) {
+      if (rounds) {
         *reinterpret_cast<uint2*>(E4m3At(attention.out, token, first_column + column)) =
-            PackE4m3(eight, 1.0f / attention.out.scale);
+            PackE4m3(eight, inverse_scale);
       } else {
         *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(attention.out.data) +
                                   token * attention.out.stride + first_column + column) = eight;
@@ -587,7 +589,9 @@ bool SuitsHopper(const AttentionLayer& attention) {
          (!SelectsKeys(attention) || attention.dim <= kMaxSelectingDim) &&
          attention.dim <= kMaxHeadDim && attention.scale > 0 && suits(attention.q) &&
          suits(attention.k) && suits(attention.v) &&
-         (suits(attention.out) || attention.out.element == Element::kE4m3x2);
+         (attention.out.element == Element::kE4m3x2
+              ? attention.heads * attention.dim % kE4m3Vector == 0
+              : suits(attention.out));
 }
 
 cudaError_t LaunchAttentionHopper(const AttentionLaunch& attention, const Queue& queue) {

@@ -13,7 +13,8 @@
 /// images) and of its weights. Consumers multiply the stages into accumulators. With the
 /// cooperative schedule they share a tile; with ping-pong each has a tile of its own, so that one
 /// runs its epilogue while the other multiplies. A warp for each consumer stores the epilogue's
-/// output from shared memory. The CTAs of a cluster may multicast weights to each other.
+/// output from shared memory; results in e4m3 are stored by the consumers themselves. The CTAs of a
+/// cluster may multicast weights to each other.
 ///
 /// Split-K: the layer's shape alone decides on the number of splits, which are added in order. Here
 /// one CTA adds them in registers (kSplitK); in conv_few_pixels_sm90.cu, for few pixels, the CTAs
@@ -54,8 +55,12 @@ struct Tile {
   using Endings = std::conditional_t<
       !kStaged, cuda::Endings<Ending::kAny>,
       std::conditional_t<
-          kGates, cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kGate, Ending::kAny>,
-          cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kAny>>>;
+          !kGates, cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kAny>,
+          std::conditional_t<
+              kE4m3,
+              cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kGate, Ending::kGateE4m3,
+                            Ending::kAny>,
+              cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kGate, Ending::kAny>>>>;
   static constexpr int kThreads = kSpec.kernel.threads;
   static constexpr int kFewRegisters = kSpec.kernel.producer_registers;
   static constexpr int kManyRegisters = kSpec.kernel.consumer_registers;
@@ -197,7 +202,6 @@ template <typename T, bool kDoubled>
 __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& params,
                                      const EpilogueBuffer<T>& epilogue, int index, int tiles,
                                      int stride, int rank, int pixels_on) {
-  if (T::kE4m3 && conv.rounded_out.data != nullptr) return;  // StoreGatedE4m3() stages nothing
   for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
     const TileAt tile = TileOf<T, kDoubled>(params, index, rank);
     const bool gated = T::kGates && conv.gated;
@@ -519,19 +523,15 @@ struct Consumer {
       ScaleAndAddBias(params.scales, params.bias, tile.n0, total[i]);
   }
 
-  /// Hands the outputs of a tile to the warp that stores them, or stores them one by one.
+  /// Hands the outputs of a tile to the warp that stores them, or stores them itself.
   __device__ void Finish(const TileAt& tile, int tiles_done, const Accumulators& sums) const {
-    if constexpr (T::kE4m3 && F::kEnding == Ending::kGate) {
-      if (conv.rounded_out.data != nullptr) {
+    if constexpr (F::kEnding == Ending::kGateE4m3) {
 #pragma unroll
-        for (int i = 0; i < T::kRows; ++i) {
-          StoreGatedE4m3(conv, params.grid.pixels, tile.m0 + cta.FirstPixel(group) + i * 64,
-                         tile.n0 / 2, sums[i]);
-        }
-        return;
+      for (int i = 0; i < T::kRows; ++i) {
+        StoreGatedE4m3(conv, params.grid.pixels, tile.m0 + cta.FirstPixel(group) + i * 64,
+                       tile.n0 / 2, sums[i]);
       }
-    }
-    if constexpr (T::kStaged) {
+    } else if constexpr (T::kStaged) {
       const EpilogueBuffer<T> epilogue = cta.Epilogue(group);
       Wait(epilogue.ready, tiles_done & 1);
 #pragma unroll
@@ -619,7 +619,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       producer.Load();
     }
     const int of = warp - kProducerWarp - 1;  // one warp per consumer
-    if (T::kStaged && of >= 0 && of < T::kGroups) {
+    constexpr bool kStores = T::kStaged && F::kEnding != Ending::kGateE4m3;
+    if (kStores && of >= 0 && of < T::kGroups) {
       WaitForPredecessors();
       if (cta.scatters) {
         ScatterEpilogue<T>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
@@ -673,7 +674,8 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
       (conv.zero_taps != 0 && splits) ||
       (conv.upsample2x && (T::kE4m3 || conv.gated || conv.shortcut.x.data != nullptr)) ||
       (T::kStaged && !HasVectorOutputs(conv)) || (conv.gated && (splits || !T::kGates)) ||
-      (conv.rounded_out.data != nullptr && !(conv.gated && T::kE4m3))) {
+      (conv.rounded_out.data != nullptr &&
+       !(conv.gated && T::kE4m3 && conv.outputs / 2 % kE4m3Vector == 0))) {
     return cudaErrorInvalidValue;
   }
   Params params;

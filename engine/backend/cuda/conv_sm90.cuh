@@ -338,11 +338,12 @@ enum class Ending : uint8_t {
   kPlain,     // scales and rounds them
   kResidual,  // adds the residual first
   kGate,      // Conv2dLaunch::gated
+  kGateE4m3,  // and Conv2dLaunch::rounded_out
   kAny,       // decided at run time; no gate
 };
 /// The ending that does no more than the layer needs.
 inline Ending EndingOf(const ConvLayer& conv) {
-  if (conv.gated) return Ending::kGate;
+  if (conv.gated) return conv.rounded_out.data != nullptr ? Ending::kGateE4m3 : Ending::kGate;
   if (conv.activation != Activation::kNone || conv.add.data != nullptr) return Ending::kAny;
   return conv.residual.data != nullptr ? Ending::kResidual : Ending::kPlain;
 }
@@ -454,8 +455,8 @@ __device__ inline void StageGatedEpilogue(const float (&accumulators)[kAccumulat
     if (chunk % kChunks == kChunks - 2) end(chunk / kChunks);
   }
 }
-/// The epilogue of a gated layer that writes Conv2dLaunch::rounded_out: a quad stores 32 outputs of
-/// a pixel, one sector of memory, so nothing is staged. Pixels begin at m0, outputs at n0.
+/// The epilogue for Ending::kGateE4m3. A quad stores up to 32 neighbouring outputs of a pixel at a
+/// time, so they are not staged. Pixels begin at m0, outputs at n0.
 template <int kAccumulators>
 __device__ inline void StoreGatedE4m3(const Conv2dLaunch& conv, int pixels, int m0, int n0,
                                       const float (&accumulators)[kAccumulators]) {

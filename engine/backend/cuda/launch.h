@@ -96,7 +96,8 @@ struct ConvLayer {
   /// product, so the bits are those of a separate LaunchGegluGate. `out` then has outputs / 2. For
   /// LaunchConv2dHopper, if SuitsGate().
   bool gated = false;
-  /// Of a gated layer in e4m3: the result in e4m3, in place of `out`, or null.
+  /// Of a gated layer in e4m3: the result rounded to bf16, then to e4m3, in place of `out`; or
+  /// null. [pixels, outputs / 2], outputs / 2 a multiple of 16.
   Rows rounded_out;
   /// The fused output norm. The result is rounded to bf16 before it, so the bits are those of a
   /// separate LaunchGroupNormCluster. For LaunchConv2dHopper, if SuitsOutputNorm().
@@ -213,7 +214,9 @@ struct AttentionLayer {
   const int32_t* key_counts = nullptr;  // [key_sets], or null: every set has key_tokens keys
   bool causal = false;                  // query i sees keys 0 to i
   bool fp32 = false;                    // fp32 arithmetic
-  Rows out;                             // [images · tokens, heads · dim]
+  /// [images · tokens, heads · dim]. For LaunchAttentionHopper also in e4m3, rounded to bf16 first,
+  /// if heads · dim is a multiple of 16.
+  Rows out;
   /// [images, heads, tokens], or null: of the scaled scores, for the backward pass.
   float* log_sum_exp = nullptr;
 };
@@ -339,7 +342,7 @@ cudaError_t LaunchPackWeight(const PackWeightLaunch& pack, const Queue& queue);
 cudaError_t LaunchLargestWeights(const PackWeightLaunch& pack, const Queue& queue);
 cudaError_t LaunchE4m3Scales(float* scales, int outputs, float input_scale, const Queue& queue);
 
-/// The input of a layer in e4m3: `out` (kE4m3x2) = concat(x, x2) / out.scale, rounded. Its padding,
+/// What a layer in e4m3 reads: `out` (kE4m3x2) = concat(x, x2) / out.scale, rounded. Its padding,
 /// to a multiple of 16 channels, becomes zero.
 cudaError_t LaunchRoundToE4m3(const Rows& x, int channels, const Rows& x2, int channels2,
                               int64_t rows, const Rows& out, const Queue& queue);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rounds the input of a layer in e4m3 to it, where no norm before the layer does.
+// Rounds what a layer in e4m3 reads, where the op before the layer does not.
 //
 // Policy. Bound by memory. A thread makes 16 numbers, one store. It loads them in vectors of eight
 // if the sources are bf16 and aligned, else one by one.
