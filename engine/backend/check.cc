@@ -79,12 +79,11 @@ void CheckRounded(const char* name, const Tensor& rounded, const Tensor& x, int 
   if (bytes > 0) CheckTensor(name, rounded, WithLast(x.shape(), bytes), DType::kU8, rules);
 }
 
-/// The memory for the input of the layer that reads `out`.
-void CheckReader(const E4m3Input* reader, const Tensor& out, const TensorRules& rules) {
-  if (reader == nullptr || !reader->rounded) return;
-  CheckRounded("reader", reader->rounded, out, RoundedBytes(static_cast<int>(out.dim(-1))), rules);
-  DENOISED_CHECK(reader->scale > 0 && !reader->written, "a reader with the scale {}",
-                 reader->scale);
+void CheckReader(const E4m3Reader& reader, const Tensor& out, const TensorRules& rules) {
+  if (!reader.rounded) return;
+  DENOISED_CHECK(rules.device != Device::kCpu, "a reader on the CPU, whose layers round inputs");
+  CheckRounded("reader", reader.rounded, out, RoundedBytes(static_cast<int>(out.dim(-1))), rules);
+  DENOISED_CHECK(reader.scale > 0, "a reader with the scale {}", reader.scale);
 }
 
 /// `out` itself, or in activation dtype.
@@ -195,7 +194,8 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
     CheckTensor("add", epilogue.add, {x[0], weight.out_channels}, rules.activation, rules, true);
   }
   CheckResidual(epilogue.residual, args.out, rules);
-  DENOISED_CHECK(!epilogue.ungated, "a convolution with a gate");
+  DENOISED_CHECK(!epilogue.ungated && !epilogue.reader.rounded,
+                 "a convolution with a gate or a reader");
   if (epilogue.norm) CheckNorm(*epilogue.norm, {x[0], weight.out_channels}, rules);
   if (epilogue.shortcut.weight == nullptr) return;
   const Tensor &source = epilogue.shortcut.x, &source2 = epilogue.shortcut.x2;
@@ -229,21 +229,23 @@ void Check(const LinearArgs& args, const TensorRules& rules) {
   const Epilogue& epilogue = args.epilogue;
   DENOISED_CHECK(args.x.shape().rank() >= (weight.e4m3.input_scale == 0 ? 2 : 3), "x is {}",
                  args.x.shape().ToString());
-  CheckActivationOrF32("x", args.x, WithLast(args.x.shape(), weight.in_features), rules);
   DENOISED_CHECK(!args.prologue.x2 && !args.prologue.upsample2x, "the input of a convolution");
-  CheckPrologue(args.x, args.prologue, rules);
-  CheckRounded("rounded", args.prologue.rounded, args.x, weight.rounded_bytes, rules);
-  DENOISED_CHECK(
-      !args.prologue.is_rounded || (weight.rounded_bytes > 0 && !args.prologue.norm.gamma),
-      "a rounded input of a layer that rounds none, or with a norm");
-  DENOISED_CHECK(epilogue.reader == nullptr || epilogue.ungated.defined(),
-                 "a reader without a gate");
+  if (IsRounded(args.x)) {
+    DENOISED_CHECK(weight.rounded_bytes > 0 && !args.prologue.norm.gamma,
+                   "an input in e4m3 before a norm, or of a layer that does not multiply in it");
+    CheckRounded("x", args.x, args.x, weight.rounded_bytes, rules);
+  } else {
+    CheckActivationOrF32("x", args.x, WithLast(args.x.shape(), weight.in_features), rules);
+    CheckPrologue(args.x, args.prologue, rules);
+    CheckRounded("rounded", args.prologue.rounded, args.x, weight.rounded_bytes, rules);
+  }
   DENOISED_CHECK(!epilogue.add && epilogue.shortcut.weight == nullptr, "a linear with a shortcut");
   const Shape product = WithLast(args.x.shape(), weight.out_features);
   if (!epilogue.ungated) {
     CheckActivationOrF32("out", args.out, product, rules);
     CheckResidual(epilogue.residual, args.out, rules);
     if (epilogue.norm) CheckNorm(*epilogue.norm, {product[0], weight.out_features}, rules);
+    DENOISED_CHECK(!epilogue.reader.rounded, "a reader without a gate");
     return;
   }
   DENOISED_CHECK(weight.gated && !epilogue.residual && epilogue.scale == 1 &&
@@ -251,6 +253,10 @@ void Check(const LinearArgs& args, const TensorRules& rules) {
                  "a gate beside another epilogue, or of weights without one");
   CheckTensor("ungated", epilogue.ungated, product, rules.activation, rules);
   CheckGate(epilogue.ungated, args.out, rules);
+  CheckReader(epilogue.reader, args.out, rules);
+  const Tensor& input = IsRounded(args.x) ? args.x : args.prologue.rounded;
+  DENOISED_CHECK(!epilogue.reader.rounded || epilogue.reader.rounded.data() != input.data(),
+                 "the reader's memory is that of the layer's own input");
 }
 
 void Check(const GroupNormArgs& args, const TensorRules& rules) {

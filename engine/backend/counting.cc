@@ -21,6 +21,11 @@ struct NoDownload final : Download {
   }
 };
 
+/// What an op writes.
+const Tensor& ResultOf(const Tensor& out, const E4m3Reader& reader) {
+  return reader.rounded ? reader.rounded : out;
+}
+
 struct NoMarker final : Marker {
   bool reached() override { return true; }
   absl::Status Wait() override { return absl::OkStatus(); }
@@ -154,9 +159,9 @@ void CountingBackend::Linear(const LinearArgs& asked) {
   Check(asked, rules_);
   const LinearArgs args = WithoutNorm(*this, asked);
   const double weights = static_cast<double>(args.weight->in_features) * args.weight->out_features;
-  const double rows = static_cast<double>(args.x.elements()) / args.weight->in_features;
+  const double rows = static_cast<double>(args.x.elements()) / args.x.dim(-1);
   Count(2.0 * rows * weights, weights * SizeOf(rules_.activation),
-        {&args.x, &args.epilogue.residual, &args.out});
+        {&args.x, &args.epilogue.residual, &ResultOf(args.out, args.epilogue.reader)});
 }
 
 void CountingBackend::Gate(const Tensor& values_and_gates, const Tensor& out) {
@@ -188,7 +193,8 @@ void CountingBackend::Gaussian(const GaussianArgs& args) {
 void CountingBackend::Attention(const AttentionArgs& args) {
   Check(args, rules_);
   // q·kᵀ and the product with v: each a multiply-add for every query, key and feature.
-  Count(4.0 * args.q.elements() * args.k.dim(1), 0, {&args.q, &args.k, &args.v, &args.out});
+  Count(4.0 * args.q.elements() * args.k.dim(1), 0,
+        {&args.q, &args.k, &args.v, &ResultOf(args.out, args.reader)});
 }
 
 void CountingBackend::TimestepEmbedding(const TimestepEmbeddingArgs& args) {

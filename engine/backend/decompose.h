@@ -61,6 +61,7 @@ inline LinearArgs WithoutGate(LinearArgs args) {
   args.epilogue = {};
   return args;
 }
+/// Without Epilogue::reader, whose input the backend then makes of args.out.
 inline void LinearThenGate(NetworkOps& ops, const LinearArgs& args) {
   ops.Linear(WithoutGate(args));
   ops.Gate(args.epilogue.ungated, args.out);

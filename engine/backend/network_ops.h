@@ -57,14 +57,14 @@ class PackedLinear {
   int rounded_bytes = 0;  // of a token, likewise
 };
 
-/// The input of the one layer that reads an op's result, if it multiplies in e4m3. A backend may
-/// write it in place of the result, which is then undefined, and set `written`. The bits are those
-/// of rounding the result.
-struct E4m3Input {
-  Tensor rounded;   // U8 [.., rounded_bytes]; undefined: the layer needs none
-  float scale = 0;  // E4m3Layer::input_scale
-  bool written = false;
+/// The one layer that reads an op's result, if it has rounded_bytes. The op leaves in `rounded`
+/// what that layer would make of the result, bit for bit, and the result itself is undefined.
+struct E4m3Reader {
+  Tensor rounded;   // U8 [.., rounded_bytes], LinearArgs::x of the layer; undefined: no such layer
+  float scale = 0;  // the layer's E4m3Layer::input_scale
 };
+/// Whether a layer's input is E4m3Reader::rounded.
+inline bool IsRounded(const Tensor& x) { return x.dtype() == DType::kU8; }
 
 /// A group norm and what follows it: act(norm(x)·(1 + scale) + shift). Or a layer norm, before a
 /// linear, which nothing follows.
@@ -94,9 +94,8 @@ struct Prologue {
   Tensor x2;                // optional [N, H, W, C2]: the input is concat(x, x2) along channels
   Norm norm;                // optional, of concat(x, x2)
   Tensor normed;            // with a norm: [.., C + C2] for its result; undefined afterwards
-  Tensor rounded;           // for weights with rounded_bytes: U8 [.., rounded_bytes] for the input
-                            // in e4m3; undefined afterwards
-  bool is_rounded = false;  // `rounded` holds the input already, and x is undefined (E4m3Input)
+  Tensor rounded;           // for weights with rounded_bytes, unless x IsRounded(): U8
+                            // [.., rounded_bytes] for the input in e4m3; undefined afterwards
   bool upsample2x = false;  // nearest-neighbour doubling then, as packed; the kernel is 3 × 3, the
                             // stride 1 and the padding 1 on all sides
 };
@@ -115,7 +114,7 @@ struct Epilogue {
   /// and gates; its contents are undefined afterwards. out [.., C] is value · gelu(gate), both
   /// rounded to the activation dtype first.
   Tensor ungated;
-  E4m3Input* reader = nullptr;  // optional, of `out`; with a gate alone
+  E4m3Reader reader;  // optional, of a gate's `out`; `rounded` may be in the memory of `ungated`
   /// Optional: the norm applied by every reader of `out`. The backend may apply it to `out` and set
   /// `applied`. Otherwise the Prologues of the readers apply it.
   Norm* norm = nullptr;
@@ -132,7 +131,7 @@ struct Conv2dArgs {
 };
 
 struct LinearArgs {
-  Tensor x;                              // [M, K], or any rank: rows of K; activation dtype or F32
+  Tensor x;  // [M, K], or any rank: rows of K; activation dtype or F32; or IsRounded()
   const PackedLinear* weight = nullptr;  // [Nout, K] and optional bias
   Prologue prologue;
   Epilogue epilogue;
@@ -165,9 +164,9 @@ struct AttentionArgs {
   Tensor key_counts;
   bool causal = false;  // query i attends to keys 0 to i
   int heads = 1;
-  float scale = 1.0f;           // softmax(q kᵀ · scale) v
-  Tensor out;                   // [N, tokens, heads·dim]
-  E4m3Input* reader = nullptr;  // optional, of `out`
+  float scale = 1.0f;  // softmax(q kᵀ · scale) v
+  Tensor out;          // [N, tokens, heads·dim]
+  E4m3Reader reader;   // optional, of `out`
 };
 
 struct GaussianArgs {

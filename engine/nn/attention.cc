@@ -43,18 +43,14 @@ Tensor Attention::operator()(Context& context, const Tensor& x) const {
   const Tensor flat = x.Reshape({rows, tokens, options_.channels});
   const Norm norm = norm_ ? norm_->Then(Activation::kNone) : Norm();
   const Tensor qkv = qkv_(context, {.x = flat, .prologue = {.norm = norm}});
-  const Tensor attended = context.New({rows, tokens, inner});
-  E4m3Input rounded = out_.RoomForInput(context, attended.shape());
-  context.ops.Attention({.q = qkv.Columns(0, inner),
-                         .k = qkv.Columns(inner, inner),
-                         .v = qkv.Columns(2 * inner, inner),
-                         .heads = heads_,
-                         .scale = 1.0f / std::sqrt(static_cast<float>(options_.head_dim)),
-                         .out = attended,
-                         .reader = &rounded});
+  const Tensor attended =
+      out_.Attend(context, {.q = qkv.Columns(0, inner),
+                            .k = qkv.Columns(inner, inner),
+                            .v = qkv.Columns(2 * inner, inner),
+                            .heads = heads_,
+                            .scale = 1.0f / std::sqrt(static_cast<float>(options_.head_dim))});
   const Tensor out = out_(
       context, {.x = attended,
-                .prologue = Linear::Of(rounded),
                 .epilogue = {.residual = flat,
                              .scale = static_cast<float>(1.0 / options_.output_scale_factor)}});
   return out.Reshape(x.shape());

@@ -17,14 +17,17 @@ Tensor NewRows(Context& context, const Shape& shape, int64_t features) {
   return context.New(WithFeatures(shape, features));
 }
 
+Tensor NewRounded(Context& context, const Shape& shape, int rounded_bytes) {
+  return context.arena.New(WithFeatures(shape, rounded_bytes), DType::kU8);
+}
 int64_t Features(const Tensor& x, const Tensor& x2) { return x.dim(-1) + (x2 ? x2.dim(-1) : 0); }
 
 /// Allocated even if the norm is applied elsewhere, so that memory does not depend on fusion.
 void MakeRoom(Context& context, const Tensor& x, int rounded_bytes, Prologue* prologue) {
   if (prologue->norm.gamma)
     prologue->normed = NewRows(context, x.shape(), Features(x, prologue->x2));
-  if (rounded_bytes > 0 && !prologue->rounded)
-    prologue->rounded = context.arena.New(WithFeatures(x.shape(), rounded_bytes), DType::kU8);
+  if (rounded_bytes > 0 && !IsRounded(x))
+    prologue->rounded = NewRounded(context, x.shape(), rounded_bytes);
 }
 
 absl::StatusOr<E4m3Layer> LayerOf(const Weights& weights, Products products) {
@@ -182,21 +185,30 @@ absl::StatusOr<Linear> Linear::LoadGated(NetworkOps& ops, const Weights& weights
   return linear;
 }
 
-E4m3Input Linear::RoomForInput(Context& context, const Shape& x) const {
-  if (weight_->rounded_bytes == 0) return {};
-  return {.rounded = context.arena.New(WithFeatures(x, weight_->rounded_bytes), DType::kU8),
-          .scale = weight_->e4m3.input_scale};
-}
-
-Tensor Linear::operator()(Context& context, LinearArgs args) const {
+Tensor Linear::operator()(Context& context, LinearArgs args, const Linear* reader) const {
   const int outputs = weight_->out_features;
   args.weight = weight_.get();
   MakeRoom(context, args.x, weight_->rounded_bytes, &args.prologue);
   if (!args.out)
     args.out = NewRows(context, args.x.shape(), weight_->gated ? outputs / 2 : outputs);
   if (weight_->gated) args.epilogue.ungated = NewRows(context, args.x.shape(), outputs);
+  const bool rounds = reader != nullptr && reader->weight_->rounded_bytes > 0;
+  if (rounds)
+    args.epilogue.reader = {
+        .rounded = NewRounded(context, args.out.shape(), reader->weight_->rounded_bytes),
+        .scale = reader->weight_->e4m3.input_scale};
   context.ops.Linear(args);
-  return args.out;
+  return rounds ? args.epilogue.reader.rounded : args.out;
+}
+
+Tensor Linear::Attend(Context& context, AttentionArgs args) const {
+  args.out = context.New(args.q.shape());
+  const bool rounds = weight_->rounded_bytes > 0;
+  if (rounds)
+    args.reader = {.rounded = NewRounded(context, args.out.shape(), weight_->rounded_bytes),
+                   .scale = weight_->e4m3.input_scale};
+  context.ops.Attention(args);
+  return rounds ? args.reader.rounded : args.out;
 }
 
 int LinearColumns::Add(const Weights& layer, int in_features, int out_features) {

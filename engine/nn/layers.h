@@ -93,15 +93,13 @@ class Linear {
   static absl::StatusOr<Linear> LoadGated(NetworkOps& ops, const Weights& weights, int in_features,
                                           int out_features, Products products = Products::kWide);
 
-  /// Memory for an input of shape `x` in e4m3, if the layer multiplies in it. For the op that makes
-  /// the input; then Prologue Of() it.
-  E4m3Input RoomForInput(Context& context, const Shape& x) const;
-  static Prologue Of(const E4m3Input& input) {
-    return {.rounded = input.rounded, .is_rounded = input.written};
-  }
   /// Multiplies args.x as args.prologue and args.epilogue say. Sets weights, the tensors that a
   /// norm of the input or a gate may need, and, if undefined, a new output in activation dtype.
-  Tensor operator()(Context& context, LinearArgs args) const;
+  /// `reader`, with a gate: the one layer that reads the result. It is returned in e4m3 if that
+  /// layer wants it so.
+  Tensor operator()(Context& context, LinearArgs args, const Linear* reader = nullptr) const;
+  /// NetworkOps::Attention() into a new tensor that this layer alone reads, likewise.
+  Tensor Attend(Context& context, AttentionArgs args) const;
 
  private:
   std::shared_ptr<const PackedLinear> weight_;

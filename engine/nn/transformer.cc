@@ -74,15 +74,9 @@ absl::StatusOr<Transformer2D::Block> Transformer2D::LoadBlock(NetworkOps& ops,
   return block;
 }
 
-AttentionArgs Transformer2D::Heads(const Tensor& q, const Tensor& k, const Tensor& v,
-                                   const Tensor& out) const {
+AttentionArgs Transformer2D::Heads(const Tensor& q, const Tensor& k, const Tensor& v) const {
   const auto head_dim = static_cast<float>(options_.channels / options_.heads);
-  return {.q = q,
-          .k = k,
-          .v = v,
-          .heads = options_.heads,
-          .scale = 1.0f / std::sqrt(head_dim),
-          .out = out};
+  return {.q = q, .k = k, .v = v, .heads = options_.heads, .scale = 1.0f / std::sqrt(head_dim)};
 }
 
 Tensor Transformer2D::Run(Context& context, const Block& block, Tensor x,
@@ -91,36 +85,23 @@ Tensor Transformer2D::Run(Context& context, const Block& block, Tensor x,
   {
     const Tensor qkv =
         block.self_qkv(context, {.x = x, .prologue = {.norm = block.norm1.Before()}});
-    const Tensor attended = context.New(x.shape());
-    E4m3Input rounded = block.self_out.RoomForInput(context, x.shape());
-    AttentionArgs self = Heads(qkv.Columns(0, channels), qkv.Columns(channels, channels),
-                               qkv.Columns(2 * channels, channels), attended);
-    self.reader = &rounded;
-    context.ops.Attention(self);
-    x = block.self_out(
-        context, {.x = attended, .prologue = Linear::Of(rounded), .epilogue = {.residual = x}});
+    const Tensor attended = block.self_out.Attend(
+        context, Heads(qkv.Columns(0, channels), qkv.Columns(channels, channels),
+                       qkv.Columns(2 * channels, channels)));
+    x = block.self_out(context, {.x = attended, .epilogue = {.residual = x}});
   }
   {
     const Tensor q = block.cross_q(context, {.x = x, .prologue = {.norm = block.norm2.Before()}});
-    const Tensor attended = context.New(x.shape());
-    E4m3Input rounded = block.cross_out.RoomForInput(context, x.shape());
-    AttentionArgs cross =
-        Heads(q, text.keys_values.Columns(block.key_column, channels),
-              text.keys_values.Columns(block.key_column + channels, channels), attended);
+    AttentionArgs cross = Heads(q, text.keys_values.Columns(block.key_column, channels),
+                                text.keys_values.Columns(block.key_column + channels, channels));
     cross.key_set = text.set;
     cross.key_counts = text.key_counts;
-    cross.reader = &rounded;
-    context.ops.Attention(cross);
-    x = block.cross_out(
-        context, {.x = attended, .prologue = Linear::Of(rounded), .epilogue = {.residual = x}});
+    const Tensor attended = block.cross_out.Attend(context, cross);
+    x = block.cross_out(context, {.x = attended, .epilogue = {.residual = x}});
   }
-  E4m3Input rounded = block.feed_out.RoomForInput(
-      context, {x.dim(0), x.dim(1), int64_t{kFeedForwardFactor} * channels});
-  const Tensor hidden = block.feed_in(
-      context,
-      {.x = x, .prologue = {.norm = block.norm3.Before()}, .epilogue = {.reader = &rounded}});
-  return block.feed_out(
-      context, {.x = hidden, .prologue = Linear::Of(rounded), .epilogue = {.residual = x}});
+  const Tensor hidden =
+      block.feed_in(context, {.x = x, .prologue = {.norm = block.norm3.Before()}}, &block.feed_out);
+  return block.feed_out(context, {.x = hidden, .epilogue = {.residual = x}});
 }
 
 Tensor Transformer2D::operator()(Context& context, const Tensor& x,

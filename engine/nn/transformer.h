@@ -48,7 +48,7 @@ class Transformer2D {
   absl::StatusOr<Block> LoadBlock(NetworkOps& ops, const Weights& weights,
                                   LinearColumns& key_values) const;
   Tensor Run(Context& context, const Block& block, Tensor x, const CrossAttentionInput& text) const;
-  AttentionArgs Heads(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out) const;
+  AttentionArgs Heads(const Tensor& q, const Tensor& k, const Tensor& v) const;
 
   TransformerOptions options_;
   GroupNorm norm_;

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <map>
 #include <random>
 
@@ -63,6 +64,11 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
   void TearDown() override {
     if (backend_ != nullptr) {
       EXPECT_TRUE(backend_->Synchronize().ok()) << backend_->Synchronize();
+      for (const Tensor& row : scratch_guards_) {
+        const Tensor guard = Download(row);
+        for (uint8_t byte : guard.span<uint8_t>())
+          ASSERT_EQ(byte, kScratch) << "written beyond the end of a Scratch()";
+      }
     }
   }
 
@@ -188,11 +194,21 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
     EXPECT_TRUE(packed.ok()) << packed.status();
     return std::move(packed).value();
   }
-  /// Prologue::rounded for x; undefined if the weight needs none.
+  /// Prologue::rounded for x, or E4m3Reader::rounded for a result x; undefined if the weight needs
+  /// none. It holds NaN, and so does a row behind it, which TearDown() finds untouched.
   template <typename Packed>
   Tensor Scratch(const Tensor& x, const Packed& weight) {
     if (weight.rounded_bytes == 0) return Tensor();
-    return Allocate(WithLast(x.shape(), weight.rounded_bytes), DType::kU8);
+    const int64_t rows = x.dim(0);
+    int64_t dims[Shape::kMaxRank];
+    for (int i = 0; i < x.shape().rank(); ++i) dims[i] = x.dim(i);
+    ++dims[0];
+    const Shape whole(std::span<const int64_t>(dims, x.shape().rank()));
+    const Tensor host = Tensor::Host(WithLast(whole, weight.rounded_bytes), DType::kU8);
+    std::memset(host.data(), kScratch, host.bytes());
+    const Tensor scratch = Upload(host);
+    scratch_guards_.push_back(scratch.Slice(rows, 1));
+    return scratch.Slice(0, rows);
   }
   static Shape WithLast(const Shape& shape, int64_t last) {
     int64_t dims[Shape::kMaxRank];
@@ -242,8 +258,10 @@ class OnBackend : public testing::TestWithParam<BackendUnderTest> {
     }
   }
 
+  static constexpr uint8_t kScratch = 0x7f;  // NaN in e4m3
   Backend* backend_ = nullptr;
   std::map<const void*, Tensor> guarded_;
+  std::vector<Tensor> scratch_guards_;
 };
 
 }  // namespace denoised

@@ -71,6 +71,63 @@ TEST_F(CountingTest, LayersInE4m3) {
   EXPECT_EQ(on_cpu.PackLinear({Host({32, 16})}, {}, e4m3).value()->rounded_bytes, 0);
 }
 
+TEST_F(CountingTest, ReadersInE4m3) {
+  const E4m3Layer e4m3 = {.input_scale = 1};
+  const auto linear = backend_.PackLinear({Host({32, 16})}, {}, e4m3).value(),
+             wide = backend_.PackLinear({Host({32, 16})}, {}).value(),
+             gated = backend_.PackLinear({Host({32, 16})}, {}, e4m3, /*gated=*/true).value();
+  const auto conv = backend_.PackConv2d(Host({16, 16, 1, 1}), {}, false, e4m3).value();
+
+  // Layers whose input is in e4m3 already.
+  const LinearArgs reads{
+      .x = New({2, 5, 16}, DType::kU8), .weight = linear.get(), .out = New({2, 5, 32})};
+  backend_.Linear(reads);
+  EXPECT_EQ(backend_.work().flops, 2.0 * 2 * 5 * 16 * 32);
+  EXPECT_EQ(backend_.work().bytes, 2 * 5 * 16 + 2.0 * (16 * 32 + 2 * 5 * 32));
+  LinearArgs args = reads;
+  args.weight = wide.get();
+  EXPECT_DEATH(backend_.Linear(args), "or of a layer that does not multiply in it");
+  args = reads;
+  args.prologue.norm = {.gamma = New({16}, DType::kF32), .groups = 0};
+  EXPECT_DEATH(backend_.Linear(args), "an input in e4m3 before a norm");
+  args = reads;
+  args.x = New({2, 5, 32}, DType::kU8);
+  EXPECT_DEATH(backend_.Linear(args), "x is \\[2, 5, 32\\], must be \\[2, 5, 16\\]");
+  Conv2dArgs convolves{
+      .x = New({2, 4, 4, 16}, DType::kU8), .weight = conv.get(), .out = New({2, 4, 4, 16})};
+  convolves.prologue.rounded = New({2, 4, 4, 16}, DType::kU8);
+  EXPECT_DEATH(backend_.Conv2d(convolves), "x is U8, must be BF16");
+
+  // Ops that write it.
+  const E4m3Reader reader = {.rounded = New({2, 5, 16}, DType::kU8), .scale = 1};
+  LinearArgs gates{.x = reads.x,
+                   .weight = gated.get(),
+                   .epilogue = {.ungated = New({2, 5, 32}), .reader = reader},
+                   .out = New({2, 5, 16})};
+  backend_.ResetWork();
+  backend_.Linear(gates);
+  EXPECT_EQ(backend_.work().bytes, 2 * 5 * (16 + 16) + 2.0 * 16 * 32);
+  const Tensor q = New({2, 5, 16});
+  AttentionArgs attends{.q = q, .k = q, .v = q, .out = New({2, 5, 16}), .reader = reader};
+  backend_.ResetWork();
+  backend_.Attention(attends);
+  EXPECT_EQ(backend_.work().bytes, 2 * 5 * 16 * (3 * 2 + 1));
+  gates.epilogue.reader.rounded = gates.x;
+  EXPECT_DEATH(backend_.Linear(gates), "the reader's memory is that of the layer's own input");
+  gates.epilogue.reader = attends.reader = {.rounded = New({2, 5, 32}, DType::kU8), .scale = 1};
+  EXPECT_DEATH(backend_.Linear(gates), "reader is \\[2, 5, 32\\], must be \\[2, 5, 16\\]");
+  EXPECT_DEATH(backend_.Attention(attends), "reader is \\[2, 5, 32\\], must be \\[2, 5, 16\\]");
+  gates.epilogue.reader = attends.reader = {.rounded = reader.rounded, .scale = 0};
+  EXPECT_DEATH(backend_.Linear(gates), "a reader with the scale 0");
+  EXPECT_DEATH(backend_.Attention(attends), "a reader with the scale 0");
+  args = reads;
+  args.epilogue.reader = {.rounded = New({2, 5, 32}, DType::kU8), .scale = 1};
+  EXPECT_DEATH(backend_.Linear(args), "a reader without a gate");
+  convolves.x = New({2, 4, 4, 16});
+  convolves.epilogue.reader = {.rounded = New({2, 4, 4, 16}, DType::kU8), .scale = 1};
+  EXPECT_DEATH(backend_.Conv2d(convolves), "a convolution with a gate or a reader");
+}
+
 TEST_F(CountingTest, LinearsAndAttention) {
   auto packed = backend_.PackLinear({Host({32, 16}), Host({8, 16})}, {Host({32}), Host({8})});
   ASSERT_TRUE(packed.ok()) << packed.status();

@@ -341,21 +341,31 @@ class CudaBackend final : public Backend {
     const bool e4m3 = IsE4m3(*args.weight), observes = Observes(args.weight->e4m3);
     if ((!e4m3 || observes) && IsToBeApplied(args.prologue.norm))
       return Linear(WithoutNorm(*this, args));
-    if (observes) ObserveInputs(args.weight->e4m3, {args.x});
+    if (observes) {
+      DENOISED_CHECK(!IsRounded(args.x), "the range of an input in e4m3");
+      ObserveInputs(args.weight->e4m3, {args.x});
+    }
     const auto launch_of = [&](const LinearArgs& of) {
       return e4m3 ? OfRoundedInput(of) : LaunchOf(of);
     };
     const Input input = e4m3 ? InputOf(args) : Input();
     if (!args.epilogue.ungated) return EnqueueConvolution(launch_of(args), "Linear", input);
+    const E4m3Reader& reader = args.epilogue.reader;
     const Conv2dLaunch plain = launch_of(WithoutGate(args));
     Conv2dLaunch gated = plain;
     gated.gated = true;
     gated.out = View(args.out);
-    if (!HasHopperKernel(plain) || !SuitsGate(gated)) return LinearThenGate(*this, args);
+    if (!HasHopperKernel(plain) || !SuitsGate(gated)) {
+      LinearThenGate(*this, args);
+      return RoundFor(reader, args.out);
+    }
     Writes(args.out);
-    if (e4m3 && RoundsFor(args.epilogue.reader, args.out))
-      gated.rounded_out = RowsOf(args.epilogue.reader);
+    if (e4m3 && MayRoundFor(reader, args.out)) {
+      gated.rounded_out = RowsOf(reader);
+      return EnqueueGated(gated, plain, input);
+    }
     EnqueueGated(gated, plain, input);
+    RoundFor(reader, args.out);
   }
 
   void Gate(const Tensor& values_and_gates, const Tensor& out) override {
@@ -401,13 +411,13 @@ class CudaBackend final : public Backend {
     attention.causal = args.causal;
     attention.fp32 = fp32_;
     attention.out = View(args.out);
-    if (RoundsFor(args.reader, args.out) && queue_.hopper && SuitsHopper(attention)) {
-      attention.out = RowsOf(args.reader);
-    } else {
-      Writes(args.out);
-    }
+    Writes(args.out);
     context_->Use();
+    const bool rounds =
+        MayRoundFor(args.reader, args.out) && queue_.hopper && SuitsHopper(attention);
+    if (rounds) attention.out = RowsOf(args.reader);
     context_->Record(LaunchAttention(attention, queue_), "Attention");
+    if (!rounds) RoundFor(args.reader, args.out);
   }
 
   void NearestCode(const Tensor& x, const Tensor& codebook, const Tensor& out) override {
@@ -781,32 +791,36 @@ class CudaBackend final : public Backend {
                    conv->out_height, conv->out_width);
   }
 
-  /// The memory for a layer's input in e4m3.
+  static Rows RoundedView(const Tensor& rounded, float scale) {
+    DENOISED_CHECK(Aligned(rounded), "an input in e4m3 at {}", rounded.data());
+    return {rounded.data(), rounded.dim(-1) / 2, Element::kE4m3x2, true, scale};
+  }
+  /// A layer's input in e4m3, or the memory for it.
   template <typename Args>
   static Rows RoundedOf(const Args& args) {
-    const Tensor& rounded = args.prologue.rounded;
-    DENOISED_CHECK(Aligned(rounded), "memory for an input in e4m3 at {}", rounded.data());
-    return {rounded.data(), rounded.dim(-1) / 2, Element::kE4m3x2, true,
-            args.weight->e4m3.input_scale};
+    return RoundedView(IsRounded(args.x) ? args.x : args.prologue.rounded,
+                       args.weight->e4m3.input_scale);
   }
-  /// Whether an op writes its result for its reader in e4m3. Ranges are observed of the result.
-  bool RoundsFor(const E4m3Input* reader, const Tensor& out) const {
-    const int features = Extent(out, -1);
-    return reader != nullptr && reader->rounded && ranges_ == nullptr &&
-           RoundedBytes(features) == features;
+  /// Whether kernels that write e4m3 may write what the reader needs: they write no padding.
+  static bool MayRoundFor(const E4m3Reader& reader, const Tensor& out) {
+    return reader.rounded && reader.rounded.dim(-1) == out.dim(-1);
   }
-  Rows RowsOf(E4m3Input* reader) {
-    DENOISED_CHECK(Aligned(reader->rounded), "memory for an input in e4m3");
-    Writes(reader->rounded);
-    reader->written = true;
-    return {reader->rounded.data(), reader->rounded.dim(-1) / 2, Element::kE4m3x2, true,
-            reader->scale};
+  Rows RowsOf(const E4m3Reader& reader) {
+    Writes(reader.rounded);
+    return RoundedView(reader.rounded, reader.scale);
+  }
+  /// Rounds an op's result for its reader, if there is one and the op's kernel did not.
+  void RoundFor(const E4m3Reader& reader, const Tensor& out) {
+    if (!reader.rounded) return;
+    context_->Record(
+        LaunchRoundToE4m3(View(out), Extent(out, -1), {}, 0, RowCount(out), RowsOf(reader), queue_),
+        "rounding for a reader");
   }
   /// A norm before the layer rounds its own result; other inputs are rounded by a kernel of their
-  /// own.
+  /// own, unless the op before left them in e4m3.
   template <typename Args>
   Input InputOf(const Args& args) {
-    if (args.prologue.is_rounded) return {};
+    if (IsRounded(args.x)) return {};
     const Rows rounded = RoundedOf(args);
     const Conv2dLaunch conv = LaunchOf(args);
     const int64_t pixels = int64_t{conv.images} * conv.height * conv.width;
@@ -1042,7 +1056,7 @@ class CudaBackend final : public Backend {
   }
 
   /// Candidates: tiles that have a gate in their epilogue, and any tile followed by the gate's
-  /// kernel.
+  /// kernel, and by the one that rounds, if the layer has a rounded_out.
   void EnqueueGated(const Conv2dLaunch& gated, const Conv2dLaunch& plain, const Input& input) {
     const int features = gated.outputs / 2;
     const int rows = gated.images * gated.width;
