@@ -20,6 +20,15 @@ Tensor NewRows(Context& context, const Shape& shape, int64_t features) {
 Tensor NewRounded(Context& context, const Shape& shape, int rounded_bytes) {
   return context.arena.New(WithFeatures(shape, rounded_bytes), DType::kU8);
 }
+/// The same in the memory of `tensor`.
+Tensor RoundedIn(const Tensor& tensor, const Shape& shape, int rounded_bytes) {
+  const Tensor rounded(tensor.data(), WithFeatures(shape, rounded_bytes), DType::kU8,
+                       tensor.device(), std::make_shared<const Tensor>(tensor));
+  DENOISED_CHECK(rounded.bytes() <= tensor.bytes(), "{} bytes in {}", rounded.bytes(),
+                 tensor.bytes());
+  return rounded;
+}
+
 int64_t Features(const Tensor& x, const Tensor& x2) { return x.dim(-1) + (x2 ? x2.dim(-1) : 0); }
 
 /// Allocated even if the norm is applied elsewhere, so that memory does not depend on fusion.
@@ -193,10 +202,11 @@ Tensor Linear::operator()(Context& context, LinearArgs args, const Linear* reade
     args.out = NewRows(context, args.x.shape(), weight_->gated ? outputs / 2 : outputs);
   if (weight_->gated) args.epilogue.ungated = NewRows(context, args.x.shape(), outputs);
   const bool rounds = reader != nullptr && reader->weight_->rounded_bytes > 0;
+  // What reads `ungated` is done before the result is rounded.
   if (rounds)
-    args.epilogue.reader = {
-        .rounded = NewRounded(context, args.out.shape(), reader->weight_->rounded_bytes),
-        .scale = reader->weight_->e4m3.input_scale};
+    args.epilogue.reader = {.rounded = RoundedIn(args.epilogue.ungated, args.out.shape(),
+                                                 reader->weight_->rounded_bytes),
+                            .scale = reader->weight_->e4m3.input_scale};
   context.ops.Linear(args);
   return rounds ? args.epilogue.reader.rounded : args.out;
 }

@@ -6,9 +6,10 @@
 
 #include <map>
 
-#include "engine/backend/backend.h"
+#include "engine/backend/counting.h"
 #include "engine/core/config_reader.h"
 #include "engine/io/safetensors.h"
+#include "engine/nn/transformer.h"
 #include "tests/models/golden.h"
 #include "tests/needs_gpu.h"
 
@@ -237,6 +238,36 @@ TEST(UNet2DConditionConfigTest, WithoutPaddingSizesMustHalve) {
     EXPECT_EQ((*model)->traits().size_multiple,
               padding == 0 ? 1 << (config->block_out_channels.size() - 1) : 1);
   }
+}
+
+// On CUDA: what layers in e4m3 read lies where nothing else is needed, but for the input of the
+// gate, which the peak includes.
+TEST(Transformer2DTest, E4m3TakesLittleMemory) {
+  constexpr int64_t kRows = 2, kSize = 16, kTokens = kRows * kSize * kSize;
+  constexpr int kChannels = 64;
+  const auto peak = [](bool e4m3) {
+    CountingBackend backend(Device::kCuda, DType::kBF16);
+    const Weights weights = Weights::Synthetic(1);
+    std::map<std::string, float> scales = {{"proj_in", 1}, {"proj_out", 1}};
+    for (const char* layer : {"attn1.to_q", "attn1.to_out.0", "attn2.to_q", "attn2.to_out.0",
+                              "ff.net.0.proj", "ff.net.2"})
+      scales[fmt::format("transformer_blocks.0.{}", layer)] = 1;
+    if (e4m3) weights.SetInputScales(scales);
+    nn::LinearColumns key_values;
+    const auto transformer = nn::Transformer2D::Load(
+        backend, weights, {.channels = kChannels, .heads = 2, .text_features = 32}, key_values);
+    EXPECT_TRUE(transformer.ok()) << transformer.status();
+    EXPECT_TRUE(key_values.Pack(backend).ok());
+    Arena arena = Arena::Measuring(Device::kCuda);
+    nn::Context context{backend, arena};
+    const Tensor x = context.New({kRows, kSize, kSize, kChannels}),
+                 keys_values = context.New({1, 77, 2 * kChannels}),
+                 set = arena.New({kRows}, DType::kI32), counts = arena.New({1}, DType::kI32);
+    (*transformer)(context, x, {.keys_values = keys_values, .key_counts = counts, .set = set});
+    EXPECT_GT(backend.work().ops, 10);
+    return arena.peak();
+  };
+  EXPECT_LE(peak(true), peak(false) + kTokens * kChannels);
 }
 
 const Target kTargets[] = {
