@@ -1055,6 +1055,12 @@ class CudaBackend final : public Backend {
     return error == cudaSuccess ? LaunchConv2dHopper(conv, plan, queue_) : error;
   }
 
+  /// The tuner's key. A launch that rounds its input first is measured with that.
+  static std::string KeyOf(const Conv2dLaunch& conv, const Input& input) {
+    const bool is_rounded = conv.x.element == Element::kE4m3x2 && !input.enqueue;
+    return Describe(conv) + (is_rounded ? ", rounded input" : "");
+  }
+
   /// Candidates: tiles that have a gate in their epilogue, and any tile followed by the gate's
   /// kernel, and by the one that rounds, if the layer has a rounded_out.
   void EnqueueGated(const Conv2dLaunch& gated, const Conv2dLaunch& plain, const Input& input) {
@@ -1084,7 +1090,7 @@ class CudaBackend final : public Backend {
                                                              gated.rounded_out, queue_);
                             }});
     }
-    EnqueueFastest(Describe(gated), Sorted(std::move(candidates)), OperandsOf(plain, input),
+    EnqueueFastest(KeyOf(gated, input), Sorted(std::move(candidates)), OperandsOf(plain, input),
                    "Linear");
   }
 
@@ -1103,7 +1109,7 @@ class CudaBackend final : public Backend {
         candidates.push_back({NameOf(candidate.plan), candidate.microseconds,
                               [=, this] { return LaunchHopper(input, conv, candidate.plan); }});
       }
-      EnqueueFastest(Describe(conv), candidates, OperandsOf(conv, input), op);
+      EnqueueFastest(KeyOf(conv, input), candidates, OperandsOf(conv, input), op);
     } else if (SuitsRowLinear(conv)) {
       context_->Record(LaunchRowLinear(conv, queue_), op);
     } else if (SuitsFewInputs(conv)) {
@@ -1124,7 +1130,7 @@ class CudaBackend final : public Backend {
                                                             : error;
                               }});
       }
-      EnqueueFastest(Describe(conv), candidates, OperandsOf(conv, input), op);
+      EnqueueFastest(KeyOf(conv, input), candidates, OperandsOf(conv, input), op);
     }
   }
 

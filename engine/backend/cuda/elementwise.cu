@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/e4m3.cuh"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/fast_divmod.h"
 #include "engine/core/philox.h"
@@ -144,7 +145,8 @@ __global__ void __launch_bounds__(kThreads)
   StoreChannels<V>(out, row, channel, sum);
 }
 
-template <int V>
+/// kE4m3: of `out`, which then counts numbers as columns, not pairs.
+template <int V, bool kE4m3 = false>
 __global__ void __launch_bounds__(kThreads)
     NoiseKernel(Rows out, int64_t rows, int columns, uint64_t seed) {
   WaitForPredecessors();
@@ -160,7 +162,11 @@ __global__ void __launch_bounds__(kThreads)
     if (j % 4 == 0) normal = PhiloxNormal(seed, 0, first + j);
     v[j] = normal.v[j % 4];
   }
-  StoreChannels<V>(out, row, column, v);
+  if constexpr (kE4m3) {
+    *reinterpret_cast<uint2*>(E4m3At(out, row, column)) = PackE4m3(v, 1.0f / out.scale);
+  } else {
+    StoreChannels<V>(out, row, column, v);
+  }
 }
 
 template <int V>
@@ -279,6 +285,12 @@ cudaError_t LaunchGaussian(const GaussianLaunch& gaussian, const Queue& queue) {
 
 cudaError_t LaunchNoise(const Rows& out, int64_t rows, int columns, uint64_t seed,
                         const Queue& queue) {
+  if (out.element == Element::kE4m3x2) {
+    if (!out.vector || columns % 4 != 0) return cudaErrorInvalidValue;
+    return LaunchDependent(NoiseKernel<8, true>, ShapeOf<8>(rows, 2 * columns), queue, out, rows,
+                           2 * columns, seed);
+  }
+  if (out.element != Element::kBf16 && out.element != Element::kF32) return cudaErrorInvalidValue;
   if (out.vector && columns % 8 == 0) {
     return LaunchDependent(NoiseKernel<8>, ShapeOf<8>(rows, columns), queue, out, rows, columns,
                            seed);
@@ -301,8 +313,9 @@ cudaError_t LoadElementwiseKernels() {
         LoadKernel(FirKernel<8, true>), LoadKernel(FirKernel<1, true>),
         LoadKernel(FirKernel<8, false>), LoadKernel(FirKernel<1, false>),
         LoadKernel(AveragePool2xKernel<8>), LoadKernel(AveragePool2xKernel<1>),
-        LoadKernel(NoiseKernel<8>), LoadKernel(NoiseKernel<1>), LoadKernel(GegluGateKernel<8>),
-        LoadKernel(GegluGateKernel<1>), LoadKernel(GaussianKernel)}) {
+        LoadKernel(NoiseKernel<8>), LoadKernel(NoiseKernel<8, true>), LoadKernel(NoiseKernel<1>),
+        LoadKernel(GegluGateKernel<8>), LoadKernel(GegluGateKernel<1>),
+        LoadKernel(GaussianKernel)}) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

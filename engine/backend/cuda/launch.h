@@ -310,7 +310,8 @@ cudaError_t LaunchFir2x(const Rows& x, int images, int height, int width, int ch
 cudaError_t LaunchAdd(const Rows& a, float scale, const Rows& b, float shift, Activation activation,
                       int64_t rows, int columns, const Rows& out, const Queue& queue);
 
-/// Normal noise of unit size, the same for the same seed: operands for measurements.
+/// Normal noise of unit size, the same for the same seed: operands for measurements, in fp32, bf16
+/// or e4m3. In e4m3, columns are a multiple of four pairs.
 cudaError_t LaunchNoise(const Rows& out, int64_t rows, int columns, uint64_t seed,
                         const Queue& queue);
 
