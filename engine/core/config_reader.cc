@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/core/config_reader.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -190,6 +192,19 @@ std::string WithoutBareWords(std::string_view text) {
   return cleaned;
 }
 
+/// " (line 3)" of `text`, which is not valid JSON, if it has several lines and the parser tells.
+std::string WhereInvalid(const std::string& text) {
+  try {
+    static_cast<void>(json::parse(text));
+  } catch (const json::parse_error& error) {
+    const auto end = text.begin() + static_cast<ptrdiff_t>(std::min(error.byte, text.size()));
+    if (text.find('\n') != std::string::npos)
+      return fmt::format(" (line {})", 1 + std::count(text.begin(), end, '\n'));
+  } catch (const json::exception&) {  // a number that no double holds
+  }
+  return "";
+}
+
 }  // namespace
 
 absl::StatusOr<nlohmann::json> ParseJsonObject(std::string_view text, const std::string& file,
@@ -216,11 +231,13 @@ absl::StatusOr<nlohmann::json> ParseJsonObject(std::string_view text, const std:
     }
     return true;
   };
-  json parsed = json::parse(WithoutBareWords(text), inspect, /*allow_exceptions=*/false);
+  const std::string cleaned = WithoutBareWords(text);
+  json parsed = json::parse(cleaned, inspect, /*allow_exceptions=*/false);
   if (too_deep)
     return InvalidArgument("{}: is nested deeper than {}; write the file again", file, max_depth);
   if (parsed.is_discarded())
-    return InvalidArgument("{}: is not valid JSON; write the file again", file);
+    return InvalidArgument("{}: is not valid JSON{}; mend it or write the file again", file,
+                           WhereInvalid(cleaned));
   if (!parsed.is_object())
     return InvalidArgument("{}: is not a JSON object, such as {{\"key\": 1}}", file);
   if (twice) return InvalidArgument("{}: has {} twice; give it once", file, Abbreviated(*twice));

@@ -132,6 +132,19 @@ TEST(ParseJsonObject, RefusesWhatIsNoConfig) {
   }
 }
 
+TEST(ParseJsonObject, NamesTheLineThatIsWrong) {
+  const auto message = [](const std::string& text) {
+    return std::string(ParseJsonObject(text, "run.json").status().message());
+  };
+  const std::string end = "; mend it or write the file again";
+  EXPECT_EQ(message("{\n  \"a\": NaN,\n  \"b\": 2,\n}\n"),
+            "run.json: is not valid JSON (line 4)" + end);
+  EXPECT_EQ(message("{\n  \"a\": 1\n  \"b\": 2\n}\n"),
+            "run.json: is not valid JSON (line 3)" + end);
+  EXPECT_EQ(message("{\"a\": 1,}"), "run.json: is not valid JSON" + end);
+  EXPECT_EQ(message("{\n\"a\": 1e999}"), "run.json: is not valid JSON" + end);
+}
+
 TEST(ParseJsonObject, RefusesAKeyGivenTwice) {
   for (const std::string& text :
        {std::string(R"({"steps": 1, "batch": 2, "steps": 3})"),
