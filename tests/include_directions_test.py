@@ -83,7 +83,7 @@ ALLOWED = {
     "job.h": {"core", "sampling"},
     "batching": {"core", "backend", "io", "nn", "models", "sampling", "job.h"},
     # The network's config, and ops that serving does not have; serving never includes training.
-    "training": {"core", "backend", "io", "nn", "models"},
+    "training": {"core", "backend", "io", "nn", "models", "sampling"},
     "training cpu": {"core", "backend", "cpu", "oneDNN", "training"},
     "training cuda": {"core", "backend", "cuda", "CUDA", "training"},
     "images": {"core"},

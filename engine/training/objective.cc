@@ -5,6 +5,7 @@
 #include <cmath>
 #include <numbers>
 
+#include "engine/sampling/noise_levels.h"
 #include "engine/training/random.h"
 
 namespace denoised::training {
@@ -16,28 +17,15 @@ constexpr std::pair<Kind, const char*> kNames[] = {
     {Kind::kEdm, "edm"}, {Kind::kEpsilon, "epsilon"}, {Kind::kV, "v"},
     {Kind::kX0, "x0"},   {Kind::kFlow, "flow"},       {Kind::kScore, "score"}};
 
-/// diffusers' DDPMScheduler.
-absl::StatusOr<std::vector<double>> Betas(const ObjectiveOptions& o) {
-  std::vector<double> betas(o.timesteps);
-  for (int i = 0; i < o.timesteps; ++i) {
-    const double at = o.timesteps == 1 ? 0 : static_cast<double>(i) / (o.timesteps - 1);
-    if (o.beta_schedule == "linear") {
-      betas[i] = o.beta_start + (o.beta_end - o.beta_start) * at;
-    } else if (o.beta_schedule == "scaled_linear") {
-      const double low = std::sqrt(o.beta_start), high = std::sqrt(o.beta_end);
-      betas[i] = std::pow(low + (high - low) * at, 2);
-    } else if (o.beta_schedule == "squaredcos_cap_v2") {
-      const auto bar = [&](double t) {
-        return std::pow(std::cos((t + 0.008) / 1.008 * std::numbers::pi / 2), 2);
-      };
-      betas[i] = std::min(1 - bar((i + 1.0) / o.timesteps) / bar(1.0 * i / o.timesteps), 0.999);
-    } else {
-      return InvalidArgument(
-          "--beta-schedule is \"{}\"; use linear, scaled_linear or squaredcos_cap_v2",
-          o.beta_schedule);
-    }
-  }
-  return betas;
+absl::StatusOr<BetaSchedule> ScheduleOf(const ObjectiveOptions& options) {
+  for (const auto& [name, schedule] :
+       {std::pair{"linear", BetaSchedule::kLinear},
+        std::pair{"scaled_linear", BetaSchedule::kScaledLinear},
+        std::pair{"squaredcos_cap_v2", BetaSchedule::kSquaredCosCapV2}})
+    if (options.beta_schedule == name) return schedule;
+  return InvalidArgument(
+      "--beta-schedule is \"{}\"; use linear, scaled_linear or squaredcos_cap_v2",
+      options.beta_schedule);
 }
 
 }  // namespace
@@ -103,10 +91,9 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
   if (!(options.beta_start > 0 && options.beta_start <= options.beta_end && options.beta_end < 1))
     return InvalidArgument("--beta-start is {} and --beta-end {}; use 0 < start ≤ end < 1",
                            options.beta_start, options.beta_end);
-  DENOISED_ASSIGN_OR_RETURN(objective.betas_, Betas(options));
-  double product = 1;
-  for (const double beta : objective.betas_)
-    objective.alphas_cumprod_.push_back(product *= 1 - beta);
+  DENOISED_ASSIGN_OR_RETURN(const BetaSchedule schedule, ScheduleOf(options));
+  objective.betas_ = Betas(schedule, options.beta_start, options.beta_end, options.timesteps);
+  objective.alphas_cumprod_ = AlphasCumprod(objective.betas_);
   return objective;
 }
 
