@@ -221,7 +221,8 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   };
   for (const auto* types : {&config.down_block_types, &config.up_block_types})
     if (!config.norm_num_groups && !std::all_of(types->begin(), types->end(), has_own_groups))
-      reader.Complain("norm_num_groups", "is null, which only Skip blocks can do without");
+      reader.Complain("norm_num_groups",
+                      "only Skip blocks can do without groups; set it, to 32 for example");
   reader.Read("attn_norm_num_groups", &config.attn_norm_num_groups);
   reader.Read("norm_eps", &config.norm_eps);
   std::string scale_shift = "default";

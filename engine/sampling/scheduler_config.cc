@@ -126,7 +126,9 @@ void ReadBetas(ConfigReader& config, Fields* fields) {
   for (int t = 0; t < count; ++t) {
     if (betas[t] > 0 && betas[t] < 1) continue;
     config.Complain(
-        trained ? "trained_betas" : "beta_end",
+        trained                     ? "trained_betas"
+        : !(start > 0 && start < 1) ? "beta_start"
+                                    : "beta_end",
         fmt::format("beta {} would be {}; every beta must lie between 0 and 1", t, betas[t]));
     return;
   }

@@ -180,7 +180,7 @@ TEST(SchedulerConfigTest, RefusesByName) {
       {"DDPMScheduler", {{"beta_schedule", "cosine"}}, "beta_schedule", "squaredcos_cap_v2"},
       {"DDPMScheduler", {{"beta_schedule", 3}}, "beta_schedule", "squaredcos_cap_v2"},
       {"DDPMScheduler", {{"beta_end", 1.5}}, "beta_end", "between 0 and 1"},
-      {"DDPMScheduler", {{"beta_start", -0.1}}, "beta_end", "beta 0 would be -0.1"},
+      {"DDPMScheduler", {{"beta_start", -0.1}}, "beta_start", "beta 0 would be -0.1"},
       {"DDPMScheduler", {{"trained_betas", {0.1, 0.2}}}, "trained_betas", "num_train_timesteps"},
       {"DDPMScheduler",
        {{"num_train_timesteps", 2}, {"trained_betas", {0.1, 1.0}}},
