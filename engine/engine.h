@@ -203,6 +203,12 @@ class Engine {
   virtual std::vector<DeviceState> Devices() const = 0;
 };
 
+/// Draws `count` images and waits for them: seed 1, everything at the model's defaults, a few
+/// prompts or as many classes as it has. At most `max_steps` steps, unless that is 0 or too few for
+/// the sampler. FailedPrecondition if the model cannot draw at its defaults; else the error of the
+/// job, such as DataLoss when images are not finite. The model must be ready.
+absl::Status DrawAtDefaults(Engine& engine, const std::string& model, int count, int max_steps = 0);
+
 /// Measures the scales that a model needs for Precision::kFp8: draws images of several seeds and
 /// conditions on the first of options.devices, and takes the largest input of each layer at all
 /// noise levels. A GPU need not multiply in e4m3. Writes the scales to `fp8.json` in the model's

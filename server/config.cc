@@ -748,8 +748,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->configurable(false);
   app.add_flag(
          "--check", flags.config.check,
-         "Test certificates, clients, addresses and the device, and load every model, without "
-         "drawing. Print a line for each, and exit with 2 if a setting is wrong, or with 1 if "
+         "Test certificates, clients, addresses and the device, load every model and draw an image "
+         "with it. Print a line for each, and exit with 2 if a setting is wrong, or with 1 if "
          "something else fails")
       ->configurable(false);
   app.add_option(

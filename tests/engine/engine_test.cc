@@ -228,6 +228,21 @@ class NonfiniteImages : public EngineObserver {
   std::atomic<int> count{0};
 };
 
+/// What --check asks: too few steps for a sampler are its own number instead.
+TEST_P(EngineTest, DrawsAtDefaults) {
+  ModelCopy model;
+  model.BreakClass(1);
+  auto engine = Open({.max_rows = 8}, model.path());
+  EXPECT_EQ(DrawAtDefaults(*engine, "digits", 1, 4), absl::OkStatus()) << "class 0 alone";
+  EXPECT_TRUE(absl::IsDataLoss(DrawAtDefaults(*engine, "digits", 2, 4)));
+  EXPECT_TRUE(absl::IsNotFound(DrawAtDefaults(*engine, "faces", 1)));
+
+  std::ofstream(model.path() / "scheduler/scheduler_config.json")
+      << R"({"_class_name": "PNDMScheduler", "num_train_timesteps": 20})";
+  ASSERT_TRUE(engine->Open("pndm", model.path()).ok());
+  EXPECT_EQ(DrawAtDefaults(*engine, "pndm", 1, 3), absl::OkStatus());
+}
+
 TEST_P(EngineTest, AnImageThatIsNotFiniteEndsItsJobAlone) {
   constexpr int kBroken = 3;
   ModelCopy model;

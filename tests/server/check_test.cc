@@ -9,6 +9,7 @@
 #include <chrono>
 #include <filesystem>
 #include <sstream>
+#include <thread>
 
 #include "server/security/acceptor.h"
 #include "server/telemetry/metrics.h"
@@ -52,17 +53,39 @@ class CheckTest : public ::testing::Test {
 };
 
 TEST_F(CheckTest, SaysWhatEverythingIs) {
-  EXPECT_THAT(Report(),
-              MatchesRegex("ok      certificate .*server.crt  expires 20..-..-.. .* UTC\n"
-                           "ok      client authority .*ca.crt\n"
-                           "ok      clients .*clients.json\n"
-                           "ok      listen 127.0.0.1:0\n"
-                           "ok      http 127.0.0.1:0\n"
-                           "ok      metrics 127.0.0.1:0\n"
-                           "ok      device fake:0  no device at all\n"
-                           "ok      device fake:1  no device at all\n"
-                           "ok      model digits@1  models/digits  UNet2DModel, 1.0 M .*\n"));
+  EXPECT_THAT(Report(), MatchesRegex("ok      certificate .*server.crt  expires 20..-..-.. .* UTC\n"
+                                     "ok      client authority .*ca.crt\n"
+                                     "ok      clients .*clients.json\n"
+                                     "ok      listen 127.0.0.1:0\n"
+                                     "ok      http 127.0.0.1:0\n"
+                                     "ok      metrics 127.0.0.1:0\n"
+                                     "ok      device fake:0  no device at all\n"
+                                     "ok      device fake:1  no device at all\n"
+                                     "ok      model digits@1  models/digits  UNet2DModel, 1.0 M "
+                                     ".*; an image drawn in .* s\n"));
   EXPECT_TRUE(failure_.ok()) << failure_;
+}
+
+/// As of weights that are not finite, which a load does not see.
+TEST_F(CheckTest, AModelThatCannotDrawFails) {
+  auto engine = std::make_unique<FakeEngine>(FakeEngineOptions{});
+  FakeEngine* const fake = engine.get();
+  fake->Pause(true);
+  int steps = 0;
+  std::thread failing;
+  fake->OnSubmit([&](const JobSpec& spec) {
+    steps = spec.sampler.steps;
+    failing = std::thread([fake] {
+      while (fake->QueuedImages("") == 0) std::this_thread::yield();
+      fake->FailJobs(absl::DataLossError("image 0 is not finite"));
+    });
+  });
+  EXPECT_THAT(Report(std::move(engine)),
+              HasSubstr("failed  model digits@1: image 0 is not finite"));
+  failing.join();
+  EXPECT_EQ(steps, 4) << "of 10, which is enough";
+  EXPECT_FALSE(failure_.ok());
+  EXPECT_FALSE(IsWrongSetting(failure_)) << "the server would start";
 }
 
 TEST_F(CheckTest, OneFailureIsEnough) {
