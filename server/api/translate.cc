@@ -108,7 +108,8 @@ class Translator {
     if (params_.has_seed()) spec.seed = params_.seed();
     spec.seeds.assign(params_.seeds().begin(), params_.seeds().end());
     if (params_.has_count()) {
-      count_ok_ = OneTo(limits_.max_count, "params.count", params_.count(), &spec.count);
+      count_ok_ = OneTo(LowerLimit(model_.max_count, limits_.max_count), "params.count",
+                        params_.count(), &spec.count);
     }
     Conditions();
     TextOptions();
@@ -605,8 +606,10 @@ class Translator {
     if (!size_ok_ || !count_ok_) return;
     const int64_t floats = int64_t{width_} * height_ * std::max(model_.channels, 1) * 4;
     if (floats > limits_.max_tensor_bytes / result_.spec.count) {
-      Violate("params.count", "asks for {} images of {} bytes as float32; use at most {} bytes",
-              result_.spec.count, floats, limits_.max_tensor_bytes);
+      const int64_t most = limits_.max_tensor_bytes / floats;
+      Violate("params.count", "asks for {} images of {} bytes as float32, {} bytes at most; {}",
+              result_.spec.count, floats, limits_.max_tensor_bytes,
+              most > 0 ? fmt::format("use 1 to {} of this size", most) : "use a smaller size");
       return;
     }
     const int64_t sample = result_.image.format == v1::IMAGE_FORMAT_RAW_FLOAT32 ? 4 : 1;

@@ -138,6 +138,23 @@ void PutBytes(pb::Message* message, TakenBytes* taken) {
   }
 }
 
+/// Protobuf's "invalid value \"x\" for type TYPE_INT32" in other words than protobuf's types.
+std::string Described(const std::string& problem) {
+  constexpr std::string_view kInvalid = "invalid value ", kType = " for type TYPE_";
+  const size_t at = problem.rfind(kType);
+  if (!problem.starts_with(kInvalid) || at == std::string::npos) return problem;
+  const std::string_view type = std::string_view(problem).substr(at + kType.size());
+  const char* const use = type.starts_with("INT")               ? "a whole number"
+                          : type.starts_with("UINT")            ? "a whole number, 0 or more"
+                          : type == "FLOAT" || type == "DOUBLE" ? "a number"
+                          : type == "BOOL"                      ? "true or false"
+                          : type == "BYTES"                     ? "base64"
+                          : type == "STRING"                    ? "a string"
+                                                                : nullptr;
+  if (use == nullptr) return problem;
+  return fmt::format("is {}; use {}", problem.substr(kInvalid.size(), at - kInvalid.size()), use);
+}
+
 /// Protobuf's "(params.steps): invalid value …" or "(params) stepps: Cannot find field.", as a
 /// field and what is wrong with it.
 FieldViolation Violation(const std::string& problem) {
@@ -167,7 +184,7 @@ FieldViolation Violation(const std::string& problem) {
             "is no field here; see /openapi.json for those that there are"};
   }
   if (field.empty()) return {"body", "is no JSON of this message: " + rest};
-  return {field, rest.substr(std::min<size_t>(2, rest.size()))};
+  return {field, Described(rest.substr(std::min<size_t>(2, rest.size())))};
 }
 
 /// The text with invalid UTF-8 replaced, as protobuf and JSON require.

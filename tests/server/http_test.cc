@@ -205,7 +205,13 @@ TEST_F(HttpTest, WhatIsNoMessageIsRefusedByField) {
   };
   EXPECT_THAT(error(R"({"params": {"stepps": 3}})"), HasSubstr("params.stepps: is no field"));
   EXPECT_THAT(error(R"({"parms": {}})"), HasSubstr("parms: is no field"));
-  EXPECT_THAT(error(R"({"params": {"steps": "many"}})"), HasSubstr("params.steps: "));
+  EXPECT_EQ(error(R"({"params": {"steps": "many"}})"),
+            "params.steps: is \"many\"; use a whole number");
+  EXPECT_EQ(error(R"({"params": {"steps": 1.5}})"), "params.steps: is 1.5; use a whole number");
+  EXPECT_EQ(error(R"({"params": {"seed": -1}})"),
+            "params.seed: is -1; use a whole number, 0 or more");
+  EXPECT_EQ(error(R"({"params": {"guidance_scale": "high"}})"),
+            "params.guidance_scale: is \"high\"; use a number");
   EXPECT_THAT(error(R"({"params": {"sampler": "ddim"}})"), HasSubstr("params.sampler: "));
   EXPECT_THAT(error(R"({"params": {"steps": 3)"), HasSubstr("body: is no JSON"));
   EXPECT_THAT(error("{'params': {}}"), HasSubstr("body: is no JSON"));
