@@ -362,6 +362,8 @@ struct Flags {
   std::string models_directory;
   std::string token_for;
   std::string reflection = "auto", admin = "auto", autotune_cache = "auto";
+  std::vector<double> priority_weights = {config.engine.priority_weights.begin(),
+                                          config.engine.priority_weights.end()};
   bool print_config = false;
 };
 
@@ -518,9 +520,9 @@ void AddEngineFlags(CLI::App* app, Flags* flags) {
                       {{"step", Batching::kStep}, {"request", Batching::kRequest}}, "step",
                       "\"step\": images join at any evaluation; \"request\": only once the batch "
                       "before is done, as a baseline to compare with");
-  app->add_option("--priority-weights", config.engine.priority_weights,
-                  "Shares of interactive, normal and batch requests while all of them wait; "
-                  "in the environment with commas, \"16,4,1\"")
+  app->add_option(
+         "--priority-weights", flags->priority_weights,
+         "Shares of interactive, normal and batch requests while all of them wait, \"16,4,1\"")
       ->check(Number(1e-3, 1e3))
       ->delimiter(',');
   app->add_option("--keep-evaluations", config.engine.keep_evaluations,
@@ -638,6 +640,18 @@ absl::Status CheckDevices(const std::vector<int>& devices) {
   return absl::OkStatus();
 }
 
+absl::Status SetPriorityWeights(const std::vector<double>& given,
+                                std::array<double, kPriorities>* weights) {
+  if (given.size() != weights->size()) {
+    return InvalidArgument(
+        "--priority-weights: {} has {} numbers; give {}, for interactive, normal and batch "
+        "requests: 16,4,1",
+        fmt::join(given, ","), given.size(), weights->size());
+  }
+  std::copy(given.begin(), given.end(), weights->begin());
+  return absl::OkStatus();
+}
+
 /// Resolves what depends on several flags, and checks it. Collects all errors, one line each, with
 /// the code of the first. For --print-config no model has to be given, and directories may be those
 /// of another machine.
@@ -671,6 +685,7 @@ absl::Status Finish(Flags* flags) {
     note(CheckAddress("--metrics-listen", config->metrics_listen));
   }
   note(CheckDevices(config->engine.devices));
+  note(SetPriorityWeights(flags->priority_weights, &config->engine.priority_weights));
   bool all_known = true;
   for (const std::string& text : flags->models) {
     absl::StatusOr<ModelSource> source = ParseModel(text);

@@ -382,6 +382,23 @@ std::vector<std::string> WithEmptyValues(const CLI::App& app,
   return all;
 }
 
+/// What is wrong with the command line. Of a word that is no command CLI11 says only that one is
+/// required.
+std::string Explained(const CLI::App& app, const CLI::Error& error) {
+  const CLI::App* command = &app;
+  while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
+  const std::vector<std::string> rest = app.remaining(/*recurse=*/true);
+  if (error.get_name() != "RequiredError" || rest.empty()) return error.what();
+  if (rest[0].starts_with("-")) return fmt::format("{} is no option", rest[0]);
+  std::vector<std::string> names;
+  for (const CLI::App* each :
+       command->get_subcommands([](const CLI::App* each) { return !each->get_group().empty(); })) {
+    names.push_back(each->get_name());
+  }
+  if (names.empty()) return error.what();
+  return fmt::format("\"{}\" is no command; use {}", rest[0], fmt::join(names, ", "));
+}
+
 int Run(int argc, char** argv) {
   CLI::App app("Generates images with the diffusion models of a denoised server.", "denoise");
   app.set_version_flag("--version", DENOISED_VERSION);
@@ -420,8 +437,8 @@ int Run(int argc, char** argv) {
   app.failure_message([](const CLI::App* failed, const CLI::Error& error) {
     // It quotes the command line, which may come from somebody else.
     return CLI::FailureMessage::simple(
-        failed,
-        CLI::Error(error.get_name(), command::Printable(error.what()), error.get_exit_code()));
+        failed, CLI::Error(error.get_name(), command::Printable(Explained(*failed, error)),
+                           error.get_exit_code()));
   });
 
   // Before anything is parsed: the words are not flags of this call.

@@ -482,6 +482,14 @@ TEST_F(CliTest, UsageErrorsNameTheFlagAndTheValue) {
   }
 }
 
+TEST_F(CliTest, AWordThatIsNoCommandIsNamedWithThoseThereAre) {
+  EXPECT_THAT(Run({"generat", "--json"}).err,
+              HasSubstr("\"generat\" is no command; use generate, models, jobs, "));
+  EXPECT_THAT(Run({"jobs", "lst"}).err, HasSubstr("\"lst\" is no command; use list, get, "));
+  EXPECT_THAT(Run({"--servr"}).err, HasSubstr("--servr is no option"));
+  EXPECT_THAT(Run({"jobs"}).err, HasSubstr("subcommand is required"));
+}
+
 TEST_F(CliTest, FloatsMayBeginWithZeros) {
   EXPECT_EQ(Run({"generate", "--guidance", "010", "--eta", "0.5", "--churn", "0", "-n", "1", "-s",
                  "0", "-o", Path("x.png")})

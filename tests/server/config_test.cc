@@ -311,7 +311,11 @@ TEST_F(ConfigTest, NamesFlagValueAndRemedy) {
   EXPECT_THAT(Error({"--devices", "0,1,0"}), HasSubstr("--devices: 0 is given twice"));
   EXPECT_THAT(Error({"--batching", "batch"}), HasSubstr("--batching"));
   EXPECT_THAT(Error({"--priority-weights", "16", "0", "1"}), HasSubstr("--priority-weights"));
-  EXPECT_THAT(Error({"--priority-weights", "16", "4"}), HasSubstr("--priority-weights"));
+  for (const char* given : {"16,4", "16,4,1,1"}) {
+    EXPECT_THAT(Error({"--priority-weights", given}),
+                AllOf(HasSubstr(std::string("--priority-weights: ") + given),
+                      HasSubstr("give 3, for interactive, normal and batch requests: 16,4,1")));
+  }
   EXPECT_THAT(Error({"--watchdog-seconds", "-1"}), HasSubstr("--watchdog-seconds"));
   EXPECT_THAT(Error({"--max-request-bytes", "3000000000"}), HasSubstr("--max-request-bytes"));
   EXPECT_THAT(Error({"--grace-seconds", "nan"}), HasSubstr("--grace-seconds"));
