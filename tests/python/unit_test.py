@@ -288,7 +288,14 @@ class RequestTest(unittest.TestCase):
 
     def test_wrong_values_are_refused_before_the_call(self):
         for fields, word in (({"sampler": "best"}, "ddpm, ddim"), ({"format": "gif"}, "png, jpeg"),
-                             ({"steps": "many"}, "wrong type"), ({"seed": 2**64}, "too large"),
+                             ({"steps": "many"}, "^steps is 'many', of the wrong type"),
+                             ({"seed": 2**64}, "^seed is 18446744073709551616, .*too large"),
+                             ({"size": "large"}, "^size is 'large'"), ({"labels": 1.5}, "^labels is 1.5"),
+                             ({"crop": 3}, "^crop is 3"), ({"strength": "half"}, "^strength is 'half'"),
+                             ({"mask": object()}, "^mask has elements"),
+                             ({"prompt": [1]}, r"^prompt is \[1\]"),
+                             ({"prompt": ["a", "b"], "prompt_2": ["a", "b", "c"]}, "^prompt has 2 texts"),
+                             ({"prompt": [], "prompt_2": "a"}, "^prompt has 0 texts"),
                              ({"labels": [1], "class_vectors": [1.0]}, "more than one of")):
             with self.subTest(fields=fields):
                 with self.assertRaisesRegex(denoised.InvalidArgument, word):

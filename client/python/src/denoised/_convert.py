@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import numbers
 import os
 import random
+import reprlib
 from datetime import datetime, timedelta, timezone
-from typing import Any, Dict, Iterable, List, Optional, Tuple, Type, TypeVar, Union
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Type, TypeVar, Union
 
 from denoised.v1 import image_generation_pb2 as pb
 
@@ -276,44 +278,62 @@ def _as_list(value: Union[T, Iterable[T]], single: Union[type, Tuple[type, ...]]
     return [value] if isinstance(value, single) else list(value)  # type: ignore[list-item, arg-type]
 
 
+def _among(given: Dict[str, Any], *names: str) -> List[str]:
+    return [name for name in names if name in given]
+
+
+@contextlib.contextmanager
+def _taken(given: Dict[str, Any], name: str) -> Iterator[Any]:
+    """The argument `name`, taken out of `given`. What protobuf refuses of it is told with its name."""
+    value = given.pop(name)
+    try:
+        yield value
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"{name} is {reprlib.repr(value)}, of the wrong type or too large: {error}") from error
+
+
 def message_of_prompts(given: Dict[str, Any], message: pb.GenerationParams) -> None:
     """Moves the prompts of `given` into the message."""
-    others = {name: _as_list(given.pop(key), str)
-              for key, name in (("negative_prompt", "negative_text"), ("prompt_2", "text_2"),
-                                ("negative_prompt_2", "negative_text_2")) if key in given}
-    clip_skip = given.pop("clip_skip", None)
-    max_chunks = given.pop("max_chunks", None)
-    if "prompt" not in given:
-        if others or clip_skip is not None or max_chunks is not None:
-            raise InvalidArgument("negative_prompt, prompt_2, negative_prompt_2, clip_skip and "
-                                  "max_chunks are for a prompt; give one, \"\" if it is to be empty")
-        return
-    texts = _as_list(given.pop("prompt"), str)
-    if clip_skip is not None:
-        message.text_options.clip_skip = clip_skip
-    if max_chunks is not None:
-        message.text_options.max_chunks = max_chunks
-    most = max([len(texts)] + [len(values) for values in others.values()])
-    for name, values in [("text", texts), *others.items()]:
+    fields = {"prompt": "text", "negative_prompt": "negative_text", "prompt_2": "text_2",
+              "negative_prompt_2": "negative_text_2"}
+    options, others = _among(given, "clip_skip", "max_chunks"), _among(given, *fields)
+    if "prompt" not in given and (options or others):
+        raise InvalidArgument("negative_prompt, prompt_2, negative_prompt_2, clip_skip and "
+                              "max_chunks are for a prompt; give one, \"\" if it is to be empty")
+    for name in options:
+        with _taken(given, name) as value:
+            setattr(message.text_options, name, value)
+    texts: Dict[str, List[Any]] = {}
+    for name in others:
+        with _taken(given, name) as value:
+            texts[name] = _as_list(value, str)
+    most = max((len(values) for values in texts.values()), default=0)
+    for name, values in texts.items():
         if len(values) not in (1, most):
-            raise InvalidArgument(f"{len(values)} texts for {name}, but {most} for another; give one "
-                                  "for all, or as many")
-    for i in range(most):
-        condition = message.conditions.add(text=texts[i % len(texts)])
-        for name, values in others.items():
-            if values[i % len(values)] is not None:
-                setattr(condition, name, values[i % len(values)])
+            raise InvalidArgument(f"{name} has {len(values)} texts, but {most} are given for another; "
+                                  "give one for all, or as many")
+    conditions = [message.conditions.add() for _ in range(most)]
+    for name, values in texts.items():
+        with _taken({name: values}, name):
+            for i, condition in enumerate(conditions):
+                if values[i % len(values)] is not None:
+                    setattr(condition, fields[name], values[i % len(values)])
+
+
+def _set_size(size: Any, of: Any) -> None:
+    """One number for a square, or width and height."""
+    of.width, of.height = (size, size) if isinstance(size, numbers.Integral) else size
 
 
 def message_of_sizes(given: Dict[str, Any], message: pb.SizeConditions) -> None:
-    """Moves what a model is told of sizes into the message: one number for a square."""
-    for name in ("original_size", "target_size"):
-        if name in given:
-            size = given.pop(name)
-            width, height = (size, size) if isinstance(size, numbers.Integral) else size
-            getattr(message, name).width, getattr(message, name).height = width, height
+    """Moves what a model is told of sizes into the message."""
+    for name in _among(given, "original_size", "target_size"):
+        with _taken(given, name) as size:
+            _set_size(size, getattr(message, name))
     if "crop" in given:
-        message.crop.left, message.crop.top = given.pop("crop")
+        with _taken(given, "crop") as crop:
+            message.crop.left, message.crop.top = crop
 
 
 def fields_of(arguments: Dict[str, Any]) -> Dict[str, Any]:
@@ -338,46 +358,49 @@ def generation_params(fields: Dict[str, Any]) -> pb.GenerationParams:
             setattr(message, name, number_of(enum, name, given.pop(name)))
     if "format" in given:
         message.output.format = number_of(pb.ImageFormat, "format", given.pop("format"))
-    try:
-        for name in ("quality", "embed_metadata"):
-            if name in given:
-                setattr(message.output, name, given.pop(name))
-        if "size" in given:
-            size = given.pop("size")
-            message.width, message.height = (size, size) if isinstance(size, numbers.Integral) else size
-        message_of_prompts(given, message)
-        if "labels" in given:
-            for label in _as_list(given.pop("labels"), numbers.Integral):
+    for name in _among(given, "quality", "embed_metadata"):
+        with _taken(given, name) as value:
+            setattr(message.output, name, value)
+    if "size" in given:
+        with _taken(given, "size") as size:
+            _set_size(size, message)
+    message_of_prompts(given, message)
+    if "labels" in given:
+        with _taken(given, "labels") as labels:
+            for label in _as_list(labels, numbers.Integral):
                 message.conditions.add(class_label=label)
-        if "class_vectors" in given:
-            values = _as_list(given.pop("class_vectors"), numbers.Real)
-            if all(isinstance(value, numbers.Real) for value in values):
-                values = [values]  # one for all images
-            for value in values:
-                message.conditions.add(class_vector=_as_list(value, numbers.Real))
-        if {"original_size", "crop", "target_size"} & given.keys():
-            message_of_sizes(given, message.size_conditions)
-        seeds = _as_list(given.pop("seed"), numbers.Integral) if "seed" in given else []
-        if len(seeds) > 1:
-            message.seeds.extend(seeds)
-        elif seeds:
-            message.seed = seeds[0]
-        if "initial_noise" in given:
-            message.initial_noise.CopyFrom(_array("initial_noise", given.pop("initial_noise")))
-        if "init_image" in given:
-            _picture("init_image", given.pop("init_image"), message.init_image)
-        if "strength" in given:
-            message.init_image.strength = given.pop("strength")
-        if "mask" in given:
-            _picture("mask", given.pop("mask"), message.mask)
-        if given.pop("survives", False):
-            message.disconnect_policy = pb.DisconnectPolicy.DISCONNECT_POLICY_CONTINUE
-        if given.pop("timings", False):
-            message.include_timings = True
-        for name, value in given.items():
+    if "class_vectors" in given:
+        with _taken(given, "class_vectors") as value:
+            vectors = _as_list(value, numbers.Real)
+            if all(isinstance(vector, numbers.Real) for vector in vectors):
+                vectors = [vectors]  # one for all images
+            for vector in vectors:
+                message.conditions.add(class_vector=_as_list(vector, numbers.Real))
+    if _among(given, "original_size", "crop", "target_size"):
+        message_of_sizes(given, message.size_conditions)
+    if "seed" in given:
+        with _taken(given, "seed") as value:
+            seeds = _as_list(value, numbers.Integral)
+            if len(seeds) > 1:
+                message.seeds.extend(seeds)
+            elif seeds:
+                message.seed = seeds[0]
+    if "initial_noise" in given:
+        with _taken(given, "initial_noise") as noise:
+            message.initial_noise.CopyFrom(_array("initial_noise", noise))
+    for name in _among(given, "init_image", "mask"):
+        with _taken(given, name) as picture:
+            _picture(name, picture, getattr(message, name))
+    if "strength" in given:
+        with _taken(given, "strength") as strength:
+            message.init_image.strength = strength
+    if given.pop("survives", False):
+        message.disconnect_policy = pb.DisconnectPolicy.DISCONNECT_POLICY_CONTINUE
+    if given.pop("timings", False):
+        message.include_timings = True
+    for name in list(given):
+        with _taken(given, name) as value:
             setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"a value has the wrong type or is too large: {error}") from error
     if message.disconnect_policy and not message.request_id:
         message.request_id = f"{random_bits():016x}"
     if not message.HasField("seed") and not message.seeds:
