@@ -110,6 +110,12 @@ absl::Status ReadEnvironment(RunConfig* config) {
   DENOISED_ASSIGN_OR_RETURN(config->ranks, IntOf(size, 1, 1, 1 << 16));
   const std::optional<Variable> rank =
       FirstSet({"RANK", "PET_NODE_RANK", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX"});
+  // The index of a Job may mean something else than a rank.
+  if (!size && rank && rank->name != "JOB_COMPLETION_INDEX")
+    return InvalidArgument(
+        "the environment's {} is {}, but no variable says how many ranks there are; set "
+        "WORLD_SIZE, or unset {}",
+        rank->name, rank->value, rank->name);
   if (config->ranks > 1 && !rank)
     return InvalidArgument(
         "the environment's {} is {}, but no variable says which rank this is; set RANK", size->name,

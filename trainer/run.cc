@@ -129,6 +129,7 @@ class Session {
   absl::Status OpenBackend();
   absl::Status OpenOutput();
   absl::Status DryRun();
+  absl::Status LoadFirstWeights();
   absl::Status Begin();
   absl::Status Resume();
   absl::Status CheckRanks();
@@ -318,6 +319,7 @@ absl::Status Session::DryRun() {
   exchange_ = training::NewSoleExchange();
   DENOISED_ASSIGN_OR_RETURN(
       trainer_, Trainer::Make(*backend_, *exchange_, config_.network, t, pictures_.dataset));
+  if (!config_.init_from.empty()) DENOISED_RETURN_IF_ERROR(LoadFirstWeights());
   // The first prepares the kernels, the second records them.
   const int before = config_.cuda ? 2 : 1, steps = config_.cuda ? kDryRunSteps : 1;
   for (int i = 0; i < before; ++i) DENOISED_RETURN_IF_ERROR(trainer_->Step().status());
@@ -329,6 +331,19 @@ absl::Status Session::DryRun() {
   fmt::print("time         {:.5f} s a step ({} measured): {:.2f} hours\n", seconds, steps,
              seconds * static_cast<double>(t.steps) / 3600);
   return absl::OkStatus();
+}
+
+/// From --init-from, and what text to image never trains.
+absl::Status Session::LoadFirstWeights() {
+  if (config_.pipeline)
+    return LoadParts(*config_.pipeline, config_.stage, config_.init_from, trainer_.get());
+  if (config_.init_from.empty()) return absl::OkStatus();
+  std::string weights = config_.init_from + "/unet";
+  std::error_code error;
+  if (!fs::is_directory(weights, error)) weights = config_.init_from;
+  DENOISED_ASSIGN_OR_RETURN(Safetensors tensors,
+                            Safetensors::OpenDirectory(weights, "diffusion_pytorch_model"));
+  return trainer_->LoadWeights(Weights(std::move(tensors), weights));
 }
 
 absl::Status Session::OpenOutput() {
@@ -377,17 +392,7 @@ absl::Status Session::Begin() {
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures());
   DENOISED_ASSIGN_OR_RETURN(trainer_, Trainer::Make(*backend_, *exchange_, config_.network,
                                                     config_.trainer, pictures_.dataset));
-  if (config_.pipeline) {
-    DENOISED_RETURN_IF_ERROR(
-        LoadParts(*config_.pipeline, config_.stage, config_.init_from, trainer_.get()));
-  } else if (!config_.init_from.empty()) {
-    std::string weights = config_.init_from + "/unet";
-    std::error_code error;
-    if (!fs::is_directory(weights, error)) weights = config_.init_from;
-    DENOISED_ASSIGN_OR_RETURN(Safetensors tensors,
-                              Safetensors::OpenDirectory(weights, "diffusion_pytorch_model"));
-    DENOISED_RETURN_IF_ERROR(trainer_->LoadWeights(Weights(std::move(tensors), weights)));
-  }
+  DENOISED_RETURN_IF_ERROR(LoadFirstWeights());
   if (!config_.resume.empty()) DENOISED_RETURN_IF_ERROR(Resume());
   DENOISED_RETURN_IF_ERROR(CheckRanks());
   if (!first()) return absl::OkStatus();

@@ -305,6 +305,7 @@ class RunTest(unittest.TestCase):
         for flags, message in [
             ({"resume": long}, f"{long}: there is no such checkpoint"),
             ({"init-from": long}, long),
+            ({"init-from": long, "dry-run": "true"}, long),
             ({"init-from": long, "network": None}, long),
             ({"output": long}, "File name too long"),
         ]:
@@ -651,6 +652,7 @@ class RunTest(unittest.TestCase):
         said = self.train("x", rc=2, env={**kubeflow, "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4"})
         self.assertIn("PET_NPROC_PER_NODE is 4", said)
         self.assertIn("which rank this is", self.train("x", rc=2, env={"WORLD_SIZE": "2"}))
+        self.assertIn("RANK is 1, but no variable says how many", self.train("x", rc=2, env={"RANK": "1"}))
         self.assertIn("RANK is \"2\"", self.train("x", rc=2, env={"WORLD_SIZE": "2", "RANK": "2"}))
 
     def test_settings_of_a_file_and_flags_that_win(self):
