@@ -301,6 +301,10 @@ class RequestTest(unittest.TestCase):
                 with self.assertRaisesRegex(denoised.InvalidArgument, word):
                     self.params(**fields)
 
+    def test_of_two_classes_of_one_name_the_first_is_meant(self):
+        model = _convert.model(pb.Model(name="birds", labels=["crane", "wren", "crane"]))
+        self.assertEqual(_convert.label_indices(["wren", "crane", 2], model), [1, 0, 2])
+
     def test_every_field_of_the_contract_can_be_asked_for(self):
         names = set(inspect.signature(denoised.Client.generate).parameters)
         elsewhere = {"conditions": "labels", "seeds": "seed", "width": "size", "height": "size",

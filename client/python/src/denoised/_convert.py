@@ -433,7 +433,9 @@ def needs_names(labels: Any) -> bool:
 
 
 def label_indices(labels: Any, of: Model) -> List[int]:
-    names = {name: index for index, name in enumerate(of.labels)}
+    names: Dict[str, int] = {}
+    for index, name in enumerate(of.labels):
+        names.setdefault(name, index)  # of two alike the first, as elsewhere
     indices: List[int] = []
     for label in _as_list(labels, (str, numbers.Integral)):
         if isinstance(label, str):
