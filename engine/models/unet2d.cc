@@ -113,17 +113,21 @@ const UNet2DBlock& UpBlockOf(const std::string& type) {
 
 int SkipGroups(int channels) { return std::clamp(channels / 4, 1, kMaxSkipGroups); }
 
-int SkipInputGroups(const UNet2DBlock& block, const std::vector<int>& in_channels, int out_channels,
-                    int index) {
-  if (!block.attention || !block.up) return SkipGroups(in_channels[index]);
+int SkipInputGroups(const UNet2DBlock& block, const UNetLevel& shape, int index) {
+  if (!block.attention || !block.up) return SkipGroups(shape.inputs[index]);
   // diffusers: min(resnet_in_channels + res_skip_channels // 4, 32). Of the last resnet it takes
   // the skip's channels, which gives 32 too, as attention needs multiples of 32.
-  const int before = index == 0 ? in_channels[0] - out_channels : out_channels;
-  return std::min(before + out_channels / 4, kMaxSkipGroups);
+  const int before = index == 0 ? shape.inputs[0] - shape.outputs : shape.outputs;
+  return std::min(before + shape.outputs / 4, kMaxSkipGroups);
 }
 
 int UNet2DConfig::GroupsOf(int channels) const {
   return norm_num_groups.value_or(SkipGroups(channels));
+}
+
+UNetLevels UNet2DConfig::Levels() const {
+  return LevelsOf(block_out_channels,
+                  std::vector<int>(block_out_channels.size(), layers_per_block));
 }
 
 absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
@@ -319,11 +323,9 @@ class UNet2D : public Denoiser {
             .eps = config_.norm_eps};
   }
   absl::Status LoadLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
-                         const std::vector<int>& in_channels, int out_channels, bool resamples,
-                         Level* level);
+                         const UNetLevel& shape, Level* level);
   absl::Status LoadSkipLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
-                             const std::vector<int>& in_channels, int out_channels, bool resamples,
-                             Level* level);
+                             const UNetLevel& shape, Level* level);
   absl::Status LoadMidBlock(NetworkOps& ops, const Weights& weights);
 
   Tensor Embed(Context& context, const DenoiserInput& input) const;
@@ -403,33 +405,18 @@ absl::Status UNet2D::Load(NetworkOps& ops, const Weights& weights) {
   DENOISED_ASSIGN_OR_RETURN(
       conv_in_, Conv2d::Load(ops, weights / "conv_in", config_.in_channels, channels[0], 3));
 
-  // skip_channels mirrors the stack of outputs that the up path takes back.
-  std::vector<int> skip_channels = {channels[0]};
+  const UNetLevels shapes = config_.Levels();
   down_.resize(levels);
-  for (int i = 0, in = channels[0]; i < levels; in = channels[i++]) {
-    std::vector<int> inputs(config_.layers_per_block, channels[i]);
-    inputs[0] = in;
-    const bool last = i == levels - 1;
+  for (int i = 0; i < levels; ++i)
     DENOISED_RETURN_IF_ERROR(LoadLevel(ops, weights / "down_blocks" / i,
-                                       DownBlockOf(config_.down_block_types[i]), inputs,
-                                       channels[i], /*resamples=*/!last, &down_[i]));
-    skip_channels.insert(skip_channels.end(), config_.layers_per_block + !last, channels[i]);
-  }
+                                       DownBlockOf(config_.down_block_types[i]), shapes.down[i],
+                                       &down_[i]));
   if (config_.mid_block) DENOISED_RETURN_IF_ERROR(LoadMidBlock(ops, weights / "mid_block"));
   up_.resize(levels);
-  for (int i = 0, in = channels.back(); i < levels; ++i) {
-    const int out = channels[levels - 1 - i];
-    std::vector<int> inputs;
-    for (int layer = 0; layer <= config_.layers_per_block; ++layer) {
-      inputs.push_back((layer == 0 ? in : out) + skip_channels.back());
-      skip_channels.pop_back();
-    }
-    const bool last = i == levels - 1;
+  for (int i = 0; i < levels; ++i)
     DENOISED_RETURN_IF_ERROR(LoadLevel(ops, weights / "up_blocks" / i,
-                                       UpBlockOf(config_.up_block_types[i]), inputs, out,
-                                       /*resamples=*/!last, &up_[i]));
-    in = out;
-  }
+                                       UpBlockOf(config_.up_block_types[i]), shapes.up[i],
+                                       &up_[i]));
 
   DENOISED_ASSIGN_OR_RETURN(conv_norm_out_,
                             nn::GroupNorm::Load(ops, weights / "conv_norm_out", channels[0],
@@ -442,68 +429,64 @@ absl::Status UNet2D::Load(NetworkOps& ops, const Weights& weights) {
 }
 
 absl::Status UNet2D::LoadLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
-                               const std::vector<int>& in_channels, int out_channels,
-                               bool resamples, Level* level) {
-  if (kind.skip)
-    return LoadSkipLevel(ops, weights, kind, in_channels, out_channels, resamples, level);
-  for (size_t i = 0; i < in_channels.size(); ++i) {
+                               const UNetLevel& shape, Level* level) {
+  if (kind.skip) return LoadSkipLevel(ops, weights, kind, shape, level);
+  for (size_t i = 0; i < shape.inputs.size(); ++i) {
     DENOISED_ASSIGN_OR_RETURN(
         ResnetBlock resnet,
         ResnetBlock::Load(ops, weights / "resnets" / static_cast<int>(i),
-                          Resnet(in_channels[i], out_channels), resnet_projections_));
+                          Resnet(shape.inputs[i], shape.outputs), resnet_projections_));
     level->resnets.push_back(std::move(resnet));
     if (!kind.attention) continue;
     DENOISED_ASSIGN_OR_RETURN(Attention attention,
                               Attention::Load(ops, weights / "attentions" / static_cast<int>(i),
-                                              SelfAttention(out_channels)));
+                                              SelfAttention(shape.outputs)));
     level->attentions.push_back(std::move(attention));
   }
-  if (!resamples) return absl::OkStatus();
+  if (!shape.resamples) return absl::OkStatus();
 
   const Weights resampler = weights / (kind.up ? "upsamplers" : "downsamplers") / 0;
   // Only the Attn blocks resample as the config says; the plain blocks always use a convolution.
   const std::string& type = kind.up ? config_.upsample_type : config_.downsample_type;
   if (kind.resnet_resampling || (kind.attention && type == "resnet")) {
-    ResnetOptions options = Resnet(out_channels, out_channels);
+    ResnetOptions options = Resnet(shape.outputs, shape.outputs);
     options.resample = kind.up ? Resample::kNearestUp : Resample::kAveragePoolDown;
     DENOISED_ASSIGN_OR_RETURN(level->resample_resnet,
                               ResnetBlock::Load(ops, resampler, options, resnet_projections_));
   } else {
     DENOISED_ASSIGN_OR_RETURN(level->resample_conv,
-                              Conv2d::Load(ops, resampler / "conv", out_channels, out_channels, 3,
+                              Conv2d::Load(ops, resampler / "conv", shape.outputs, shape.outputs, 3,
                                            /*upsample2x=*/kind.up, nn::Products::kOfModel));
   }
   return absl::OkStatus();
 }
 
 absl::Status UNet2D::LoadSkipLevel(NetworkOps& ops, const Weights& weights, const BlockKind& kind,
-                                   const std::vector<int>& in_channels, int out_channels,
-                                   bool resamples, Level* level) {
+                                   const UNetLevel& shape, Level* level) {
   level->skip = true;
   const auto resnet_of = [&](int in, int groups) {
-    ResnetOptions options = Resnet(in, out_channels);
+    ResnetOptions options = Resnet(in, shape.outputs);
     options.groups = groups;
-    options.groups_out = SkipGroups(out_channels);
+    options.groups_out = SkipGroups(shape.outputs);
     options.output_scale_factor = std::sqrt(2.0);
     return options;
   };
-  for (int i = 0; i < static_cast<int>(in_channels.size()); ++i) {
-    const ResnetOptions options =
-        resnet_of(in_channels[i], SkipInputGroups(kind, in_channels, out_channels, i));
+  for (int i = 0; i < static_cast<int>(shape.inputs.size()); ++i) {
+    const ResnetOptions options = resnet_of(shape.inputs[i], SkipInputGroups(kind, shape, i));
     DENOISED_ASSIGN_OR_RETURN(ResnetBlock resnet, ResnetBlock::Load(ops, weights / "resnets" / i,
                                                                     options, resnet_projections_));
     level->resnets.push_back(std::move(resnet));
     // The way up has one, after all resnets.
     if (!kind.attention || (kind.up && i > 0)) continue;
-    nn::AttentionOptions attention = SelfAttention(out_channels);
+    nn::AttentionOptions attention = SelfAttention(shape.outputs);
     attention.groups = kSkipAttentionGroups;
     attention.output_scale_factor = std::sqrt(2.0);
     DENOISED_ASSIGN_OR_RETURN(Attention loaded,
                               Attention::Load(ops, weights / "attentions" / i, attention));
     level->attentions.push_back(std::move(loaded));
   }
-  if (!resamples) return absl::OkStatus();
-  ResnetOptions options = resnet_of(out_channels, SkipGroups(out_channels));
+  if (!shape.resamples) return absl::OkStatus();
+  ResnetOptions options = resnet_of(shape.outputs, SkipGroups(shape.outputs));
   options.resample = kind.up ? Resample::kFirUp : Resample::kFirDown;
   options.shortcut = true;
   DENOISED_ASSIGN_OR_RETURN(
@@ -512,14 +495,14 @@ absl::Status UNet2D::LoadSkipLevel(NetworkOps& ops, const Weights& weights, cons
                         resnet_projections_));
   if (!kind.up) {
     DENOISED_ASSIGN_OR_RETURN(level->skip_conv, Conv2d::Load(ops, weights / "skip_conv",
-                                                             kSkipImageChannels, out_channels, 1));
+                                                             kSkipImageChannels, shape.outputs, 1));
     return absl::OkStatus();
   }
   DENOISED_ASSIGN_OR_RETURN(level->skip_norm,
-                            nn::GroupNorm::Load(ops, weights / "skip_norm", out_channels,
-                                                SkipGroups(out_channels), config_.norm_eps));
-  DENOISED_ASSIGN_OR_RETURN(level->skip_conv, Conv2d::Load(ops, weights / "skip_conv", out_channels,
-                                                           kSkipImageChannels, 3));
+                            nn::GroupNorm::Load(ops, weights / "skip_norm", shape.outputs,
+                                                SkipGroups(shape.outputs), config_.norm_eps));
+  DENOISED_ASSIGN_OR_RETURN(level->skip_conv, Conv2d::Load(ops, weights / "skip_conv",
+                                                           shape.outputs, kSkipImageChannels, 3));
   return absl::OkStatus();
 }
 

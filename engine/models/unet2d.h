@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/models/denoiser.h"
+#include "engine/models/unet_levels.h"
 
 namespace denoised {
 
@@ -45,6 +46,8 @@ struct UNet2DConfig {
 
   /// Of the norms over so many channels outside Skip blocks.
   int GroupsOf(int channels) const;
+  /// Every block has layers_per_block.
+  UNetLevels Levels() const;
 
   /// Refuses, by name, what cannot be honoured. `file` appears in messages.
   static absl::StatusOr<UNet2DConfig> Parse(const nlohmann::json& config, const std::string& file);
@@ -66,9 +69,8 @@ const UNet2DBlock& UpBlockOf(const std::string& type);
 /// attentions are divided by √2; those with the image are not.
 constexpr int kSkipImageChannels = 3, kSkipAttentionGroups = 32;
 int SkipGroups(int channels);
-/// Of the first norm of resnet `index`, which reads in_channels[index].
-int SkipInputGroups(const UNet2DBlock& block, const std::vector<int>& in_channels, int out_channels,
-                    int index);
+/// Of the first norm of resnet `index`.
+int SkipInputGroups(const UNet2DBlock& block, const UNetLevel& shape, int index);
 
 /// diffusers' UNet2DModel: DDPM, ADM, NCSN++, EDM-preconditioned networks.
 /// InvalidArgument or NotFound name the tensor and both shapes when the weights do not fit.

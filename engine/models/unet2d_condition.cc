@@ -234,8 +234,8 @@ class UNet2DCondition : public Denoiser {
             .linear_projection = config_.use_linear_projection};
   }
   absl::Status LoadEmbeddings(NetworkOps& ops, int pooled_features, const Weights& weights);
-  absl::Status LoadBlocks(NetworkOps& ops, const Weights& weights, int level, bool transformers,
-                          const std::vector<int>& in_channels, Level* to);
+  absl::Status LoadBlocks(NetworkOps& ops, const Weights& weights, const UNetLevel& shape,
+                          bool transformers, Level* to);
   absl::Status LoadMidBlock(NetworkOps& ops, const Weights& weights);
 
   Tensor Embed(Context& context, const DenoiserInput& input) const;
@@ -310,40 +310,29 @@ absl::Status UNet2DCondition::Load(NetworkOps& ops, int pooled_features, const W
   DENOISED_ASSIGN_OR_RETURN(
       conv_in_, Conv2d::Load(ops, weights / "conv_in", config_.in_channels, channels[0], 3));
 
-  // skip_channels mirrors the stack of outputs that the up path takes back.
-  std::vector<int> skip_channels = {channels[0]};
+  const UNetLevels shapes = LevelsOf(channels, config_.layers_per_block);
   down_.resize(levels);
-  for (int i = 0, in = channels[0]; i < levels; in = channels[i++]) {
-    std::vector<int> inputs(config_.layers_per_block[i], channels[i]);
-    inputs[0] = in;
+  for (int i = 0; i < levels; ++i) {
     const Weights block = weights / "down_blocks" / i;
-    DENOISED_RETURN_IF_ERROR(LoadBlocks(
-        ops, block, i, config_.down_block_types[i] == "CrossAttnDownBlock2D", inputs, &down_[i]));
-    skip_channels.insert(skip_channels.end(), config_.layers_per_block[i], channels[i]);
-    if (i == levels - 1) continue;
+    DENOISED_RETURN_IF_ERROR(LoadBlocks(ops, block, shapes.down[i],
+                                        config_.down_block_types[i] == "CrossAttnDownBlock2D",
+                                        &down_[i]));
+    if (!shapes.down[i].resamples) continue;
     DENOISED_ASSIGN_OR_RETURN(
         down_[i].resample,
         Conv2d::Load(ops, block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3,
                      /*upsample2x=*/false, nn::Products::kOfModel));
-    skip_channels.push_back(channels[i]);
   }
   DENOISED_RETURN_IF_ERROR(LoadMidBlock(ops, weights / "mid_block"));
   up_.resize(levels);
-  for (int i = 0, in = channels.back(); i < levels; ++i) {
-    const int level = levels - 1 - i, out = channels[level];
-    std::vector<int> inputs;
-    for (int layer = 0; layer <= config_.layers_per_block[level]; ++layer) {
-      inputs.push_back((layer == 0 ? in : out) + skip_channels.back());
-      skip_channels.pop_back();
-    }
+  for (int i = 0; i < levels; ++i) {
     const Weights block = weights / "up_blocks" / i;
     DENOISED_RETURN_IF_ERROR(LoadBlocks(
-        ops, block, level, config_.up_block_types[i] == "CrossAttnUpBlock2D", inputs, &up_[i]));
-    if (level > 0) {
-      DENOISED_ASSIGN_OR_RETURN(up_[i].resample,
-                                Conv2d::LoadUpsample(ops, block / "upsamplers" / 0 / "conv", out));
-    }
-    in = out;
+        ops, block, shapes.up[i], config_.up_block_types[i] == "CrossAttnUpBlock2D", &up_[i]));
+    if (!shapes.up[i].resamples) continue;
+    DENOISED_ASSIGN_OR_RETURN(
+        up_[i].resample,
+        Conv2d::LoadUpsample(ops, block / "upsamplers" / 0 / "conv", shapes.up[i].outputs));
   }
 
   DENOISED_ASSIGN_OR_RETURN(conv_norm_out_,
@@ -358,21 +347,19 @@ absl::Status UNet2DCondition::Load(NetworkOps& ops, int pooled_features, const W
   return absl::OkStatus();
 }
 
-absl::Status UNet2DCondition::LoadBlocks(NetworkOps& ops, const Weights& weights, int level,
-                                         bool transformers, const std::vector<int>& in_channels,
-                                         Level* to) {
-  const int channels = config_.block_out_channels[level];
-  for (size_t i = 0; i < in_channels.size(); ++i) {
+absl::Status UNet2DCondition::LoadBlocks(NetworkOps& ops, const Weights& weights,
+                                         const UNetLevel& shape, bool transformers, Level* to) {
+  for (size_t i = 0; i < shape.inputs.size(); ++i) {
     const int layer = static_cast<int>(i);
     DENOISED_ASSIGN_OR_RETURN(
         ResnetBlock resnet,
-        ResnetBlock::Load(ops, weights / "resnets" / layer, Resnet(in_channels[i], channels),
+        ResnetBlock::Load(ops, weights / "resnets" / layer, Resnet(shape.inputs[i], shape.outputs),
                           resnet_projections_));
     to->resnets.push_back(std::move(resnet));
     if (!transformers) continue;
-    DENOISED_ASSIGN_OR_RETURN(
-        Transformer2D transformer,
-        Transformer2D::Load(ops, weights / "attentions" / layer, Transformer(level), key_values_));
+    DENOISED_ASSIGN_OR_RETURN(Transformer2D transformer,
+                              Transformer2D::Load(ops, weights / "attentions" / layer,
+                                                  Transformer(shape.resolution), key_values_));
     to->transformers.push_back(std::move(transformer));
   }
   return absl::OkStatus();

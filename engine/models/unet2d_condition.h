@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/models/denoiser.h"
+#include "engine/models/unet_levels.h"
 
 namespace denoised {
 

@@ -81,7 +81,7 @@ Conv2dGeometry UNet2D::Down() const {
 
 void UNet2D::Build(const Declare& declare) {
   const std::vector<int>& channels = config_.block_out_channels;
-  const int levels = static_cast<int>(channels.size()), layers = config_.layers_per_block;
+  const int levels = static_cast<int>(channels.size());
   const int embedded = config_.time_embedding_dim;
   int projected = channels[0];
   if (config_.time_embedding_type == UNet2DConfig::Time::kFourier) {
@@ -103,16 +103,11 @@ void UNet2D::Build(const Declare& declare) {
     class_embedding_.emplace(declare / "class_embedding", projected, embedded);
   conv_in_ = Conv2d(declare / "conv_in", config_.in_channels, channels[0], 3);
 
-  std::vector<int> skips = {channels[0]};
+  const UNetLevels shapes = config_.Levels();
   down_.resize(levels);
-  for (int i = 0, in = channels[0]; i < levels; in = channels[i++]) {
-    std::vector<int> inputs(layers, channels[i]);
-    inputs[0] = in;
-    const bool last = i == levels - 1;
-    BuildLevel(declare / "down_blocks" / i, DownBlockOf(config_.down_block_types[i]), inputs,
-               channels[i], /*resamples=*/!last, &down_[i]);
-    skips.insert(skips.end(), layers + !last, channels[i]);
-  }
+  for (int i = 0; i < levels; ++i)
+    BuildLevel(declare / "down_blocks" / i, DownBlockOf(config_.down_block_types[i]),
+               shapes.down[i], &down_[i]);
   if (config_.mid_block) {
     const Declare mid = declare / "mid_block";
     ResnetBlock::Options options = Resnet(channels.back(), channels.back());
@@ -131,79 +126,70 @@ void UNet2D::Build(const Declare& declare) {
     }
   }
   up_.resize(levels);
-  for (int i = 0, in = channels.back(); i < levels; ++i) {
-    const int out = channels[levels - 1 - i];
-    std::vector<int> inputs;
-    for (int layer = 0; layer <= layers; ++layer) {
-      inputs.push_back((layer == 0 ? in : out) + skips.back());
-      skips.pop_back();
-    }
-    BuildLevel(declare / "up_blocks" / i, UpBlockOf(config_.up_block_types[i]), inputs, out,
-               /*resamples=*/i < levels - 1, &up_[i]);
-    in = out;
-  }
+  for (int i = 0; i < levels; ++i)
+    BuildLevel(declare / "up_blocks" / i, UpBlockOf(config_.up_block_types[i]), shapes.up[i],
+               &up_[i]);
   output_ = OutputLayers(declare, {.in_channels = channels[0],
                                    .out_channels = config_.out_channels,
                                    .groups = config_.GroupsOf(channels[0]),
                                    .eps = config_.norm_eps});
 }
 
-void UNet2D::BuildLevel(const Declare& declare, const UNet2DBlock& kind,
-                        const std::vector<int>& inputs, int out_channels, bool resamples,
+void UNet2D::BuildLevel(const Declare& declare, const UNet2DBlock& kind, const UNetLevel& shape,
                         Level* level) {
-  if (kind.skip) return BuildSkipLevel(declare, kind, inputs, out_channels, resamples, level);
-  for (size_t i = 0; i < inputs.size(); ++i) {
+  if (kind.skip) return BuildSkipLevel(declare, kind, shape, level);
+  for (size_t i = 0; i < shape.inputs.size(); ++i) {
     const int index = static_cast<int>(i);
-    level->resnets.emplace_back(declare / "resnets" / index, Resnet(inputs[i], out_channels));
+    level->resnets.emplace_back(declare / "resnets" / index,
+                                Resnet(shape.inputs[i], shape.outputs));
     if (kind.attention)
-      level->attentions.emplace_back(declare / "attentions" / index, AttentionOf(out_channels));
+      level->attentions.emplace_back(declare / "attentions" / index, AttentionOf(shape.outputs));
   }
-  if (!resamples) return;
+  if (!shape.resamples) return;
   const Declare resampler = declare / (kind.up ? "upsamplers" : "downsamplers") / 0;
   const std::string& type = kind.up ? config_.upsample_type : config_.downsample_type;
   if (kind.resnet_resampling || (kind.attention && type == "resnet")) {
-    ResnetBlock::Options options = Resnet(out_channels, out_channels);
+    ResnetBlock::Options options = Resnet(shape.outputs, shape.outputs);
     options.resample = kind.up ? Resample::kNearestUp : Resample::kAveragePoolDown;
     level->resample_resnet.emplace(resampler, options);
   } else {
-    level->resample_conv.emplace(resampler / "conv", out_channels, out_channels, 3,
+    level->resample_conv.emplace(resampler / "conv", shape.outputs, shape.outputs, 3,
                                  /*upsample2x=*/kind.up,
                                  kind.up ? std::nullopt : std::optional<Conv2dGeometry>(Down()));
   }
 }
 
-void UNet2D::BuildSkipLevel(const Declare& declare, const UNet2DBlock& kind,
-                            const std::vector<int>& inputs, int out_channels, bool resamples,
+void UNet2D::BuildSkipLevel(const Declare& declare, const UNet2DBlock& kind, const UNetLevel& shape,
                             Level* level) {
   level->skip = true;
   const auto resnet_of = [&](int in, int groups) {
-    ResnetBlock::Options options = Resnet(in, out_channels);
+    ResnetBlock::Options options = Resnet(in, shape.outputs);
     options.groups = groups;
-    options.groups_out = SkipGroups(out_channels);
+    options.groups_out = SkipGroups(shape.outputs);
     options.output_scale_factor = std::sqrt(2.0);
     return options;
   };
-  for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {
-    const int groups = SkipInputGroups(kind, inputs, out_channels, i);
-    level->resnets.emplace_back(declare / "resnets" / i, resnet_of(inputs[i], groups));
+  for (int i = 0; i < static_cast<int>(shape.inputs.size()); ++i) {
+    const int groups = SkipInputGroups(kind, shape, i);
+    level->resnets.emplace_back(declare / "resnets" / i, resnet_of(shape.inputs[i], groups));
     // The way up has one, after all resnets.
     if (!kind.attention || (kind.up && i > 0)) continue;
-    SelfAttention::Options attention = AttentionOf(out_channels);
+    SelfAttention::Options attention = AttentionOf(shape.outputs);
     attention.groups = kSkipAttentionGroups;
     attention.output_scale_factor = std::sqrt(2.0);
     level->attentions.emplace_back(declare / "attentions" / i, attention);
   }
-  if (!resamples) return;
-  ResnetBlock::Options options = resnet_of(out_channels, SkipGroups(out_channels));
+  if (!shape.resamples) return;
+  ResnetBlock::Options options = resnet_of(shape.outputs, SkipGroups(shape.outputs));
   options.resample = kind.up ? Resample::kFirUp : Resample::kFirDown;
   options.shortcut = true;
   level->resample_resnet.emplace(declare / (kind.up ? "resnet_up" : "resnet_down"), options);
   if (kind.up) {
-    level->skip_norm.emplace(declare / "skip_norm", out_channels, SkipGroups(out_channels),
+    level->skip_norm.emplace(declare / "skip_norm", shape.outputs, SkipGroups(shape.outputs),
                              config_.norm_eps, Activation::kSilu);
-    level->skip_conv.emplace(declare / "skip_conv", out_channels, kSkipImageChannels, 3);
+    level->skip_conv.emplace(declare / "skip_conv", shape.outputs, kSkipImageChannels, 3);
   } else {
-    level->skip_conv.emplace(declare / "skip_conv", kSkipImageChannels, out_channels, 1);
+    level->skip_conv.emplace(declare / "skip_conv", kSkipImageChannels, shape.outputs, 1);
   }
 }
 

@@ -68,10 +68,9 @@ class UNet2D {
   UNet2D(const UNet2DConfig& config, int augment_labels)
       : config_(config), augment_labels_(augment_labels) {}
   void Build(const Declare& declare);
-  void BuildLevel(const Declare& declare, const UNet2DBlock& kind, const std::vector<int>& inputs,
-                  int out_channels, bool resamples, Level* level);
-  void BuildSkipLevel(const Declare& declare, const UNet2DBlock& kind,
-                      const std::vector<int>& inputs, int out_channels, bool resamples,
+  void BuildLevel(const Declare& declare, const UNet2DBlock& kind, const UNetLevel& shape,
+                  Level* level);
+  void BuildSkipLevel(const Declare& declare, const UNet2DBlock& kind, const UNetLevel& shape,
                       Level* level);
   ResnetBlock::Options Resnet(int in_channels, int out_channels);
   SelfAttention::Options AttentionOf(int channels) const;

@@ -77,18 +77,15 @@ void UNet2DCondition::Build(const Declare& declare) {
   time_embedding_ =
       TimestepEmbedding(declare / "time_embedding", channels[0], config_.time_embedding_dim);
   conv_in_ = Conv2d(declare / "conv_in", config_.in_channels, channels[0], 3);
-  std::vector<int> skips = {channels[0]};
+  const UNetLevels shapes = LevelsOf(channels, config_.layers_per_block);
   down_.resize(levels);
-  for (int i = 0, in = channels[0]; i < levels; in = channels[i++]) {
-    std::vector<int> inputs(config_.layers_per_block[i], channels[i]);
-    inputs[0] = in;
+  for (int i = 0; i < levels; ++i) {
     const Declare block = declare / "down_blocks" / i;
-    BuildLevel(block, i, config_.down_block_types[i] == "CrossAttnDownBlock2D", inputs, &down_[i]);
-    skips.insert(skips.end(), config_.layers_per_block[i], channels[i]);
-    if (i == levels - 1) continue;
-    down_[i].resample.emplace(block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3,
-                              /*upsample2x=*/false, Down());
-    skips.push_back(channels[i]);
+    BuildLevel(block, shapes.down[i], config_.down_block_types[i] == "CrossAttnDownBlock2D",
+               &down_[i]);
+    if (shapes.down[i].resamples)
+      down_[i].resample.emplace(block / "downsamplers" / 0 / "conv", channels[i], channels[i], 3,
+                                /*upsample2x=*/false, Down());
   }
   const Declare mid = declare / "mid_block";
   ResnetBlock::Options options = Resnet(channels.back(), channels.back());
@@ -96,18 +93,12 @@ void UNet2DCondition::Build(const Declare& declare) {
   for (int i = 0; i < 2; ++i) mid_resnets_.emplace_back(mid / "resnets" / i, options);
   mid_transformer_.emplace(mid / "attentions" / 0, TransformerOf(levels - 1));
   up_.resize(levels);
-  for (int i = 0, in = channels.back(); i < levels; ++i) {
-    const int level = levels - 1 - i, out = channels[level];
-    std::vector<int> inputs;
-    for (int layer = 0; layer <= config_.layers_per_block[level]; ++layer) {
-      inputs.push_back((layer == 0 ? in : out) + skips.back());
-      skips.pop_back();
-    }
+  for (int i = 0; i < levels; ++i) {
     const Declare block = declare / "up_blocks" / i;
-    BuildLevel(block, level, config_.up_block_types[i] == "CrossAttnUpBlock2D", inputs, &up_[i]);
-    if (level > 0)
+    const int out = shapes.up[i].outputs;
+    BuildLevel(block, shapes.up[i], config_.up_block_types[i] == "CrossAttnUpBlock2D", &up_[i]);
+    if (shapes.up[i].resamples)
       up_[i].resample.emplace(block / "upsamplers" / 0 / "conv", out, out, 3, /*upsample2x=*/true);
-    in = out;
   }
   output_ = OutputLayers(declare, {.in_channels = channels[0],
                                    .out_channels = config_.out_channels,
@@ -115,14 +106,14 @@ void UNet2DCondition::Build(const Declare& declare) {
                                    .eps = config_.norm_eps});
 }
 
-void UNet2DCondition::BuildLevel(const Declare& declare, int level, bool transformers,
-                                 const std::vector<int>& inputs, Level* to) {
-  for (size_t i = 0; i < inputs.size(); ++i) {
+void UNet2DCondition::BuildLevel(const Declare& declare, const UNetLevel& shape, bool transformers,
+                                 Level* to) {
+  for (size_t i = 0; i < shape.inputs.size(); ++i) {
     const int index = static_cast<int>(i);
-    to->resnets.emplace_back(declare / "resnets" / index,
-                             Resnet(inputs[i], config_.block_out_channels[level]));
+    to->resnets.emplace_back(declare / "resnets" / index, Resnet(shape.inputs[i], shape.outputs));
     if (transformers)
-      to->transformers.emplace_back(declare / "attentions" / index, TransformerOf(level));
+      to->transformers.emplace_back(declare / "attentions" / index,
+                                    TransformerOf(shape.resolution));
   }
 }
 

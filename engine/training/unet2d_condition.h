@@ -51,8 +51,7 @@ class UNet2DCondition {
   explicit UNet2DCondition(const UNet2DConditionConfig& config) : config_(config) {}
   absl::Status Check() const;
   void Build(const Declare& declare);
-  void BuildLevel(const Declare& declare, int level, bool transformers,
-                  const std::vector<int>& inputs, Level* to);
+  void BuildLevel(const Declare& declare, const UNetLevel& shape, bool transformers, Level* to);
   ResnetBlock::Options Resnet(int in_channels, int out_channels) const;
   Transformer2D::Options TransformerOf(int level) const;
   Conv2dGeometry Down() const;
