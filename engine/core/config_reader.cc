@@ -195,7 +195,7 @@ std::string WithoutBareWords(std::string_view text) {
 /// " (line 3)" of `text`, which is not valid JSON, if it has several lines and the parser tells.
 std::string WhereInvalid(const std::string& text) {
   try {
-    static_cast<void>(json::parse(text));
+    [[maybe_unused]] const json valid = json::parse(text);  // throws
   } catch (const json::parse_error& error) {
     const auto end = text.begin() + static_cast<ptrdiff_t>(std::min(error.byte, text.size()));
     if (text.find('\n') != std::string::npos)
