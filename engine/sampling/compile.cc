@@ -311,12 +311,6 @@ class Compilation {
 
 }  // namespace
 
-std::vector<ParamViolation> SchedulerConfig::Validate(const SamplerParams& params) const {
-  Compilation compilation(*this, *fields_, params);
-  compilation.Run();
-  return compilation.violations;
-}
-
 SamplerParams SchedulerConfig::WithDefaults(const SamplerParams& params) const {
   Compilation compilation(*this, *fields_, params);
   compilation.Resolve();

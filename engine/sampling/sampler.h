@@ -102,13 +102,10 @@ class SchedulerConfig {
   /// Plans have NoiseScale::kNormRatio.
   bool measures_outputs() const;
 
-  /// All errors in `params`, or empty.
-  std::vector<ParamViolation> Validate(const SamplerParams& params) const;
   /// Valid `params` with unset fields filled in, so that they alone determine the plan. Fields that
   /// the sampler does not have stay unset.
   SamplerParams WithDefaults(const SamplerParams& params) const;
-  /// InvalidArgument with the violations when Validate() is not empty; `violations`, if given,
-  /// receives them.
+  /// InvalidArgument with all errors in `params`; `violations`, if given, receives them.
   absl::StatusOr<StepPlan> Compile(const SamplerParams& params,
                                    std::vector<ParamViolation>* violations = nullptr) const;
 

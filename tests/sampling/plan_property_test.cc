@@ -85,7 +85,6 @@ void ForEveryPlan(const std::vector<int>& steps, const std::vector<double>& stre
                          std::string(Name(schedule)) + " " + std::to_string(count) + " " +
                          std::to_string(strength));
             const auto plan = config->Compile(params);
-            EXPECT_EQ(plan.ok(), config->Validate(params).empty());
             check(json, params, plan);
           }
   }

@@ -312,8 +312,8 @@ TEST(SchedulerConfigTest, SurvivesAnyValue) {
         }
         SamplerParams params;
         params.steps = 3;
-        const auto plan = config->Compile(params);
-        EXPECT_EQ(plan.ok(), config->Validate(params).empty());
+        std::vector<ParamViolation> violations;
+        EXPECT_EQ(config->Compile(params, &violations).ok(), violations.empty());
       }
 }
 
