@@ -556,7 +556,7 @@ TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
   const std::pair<const char*, const char*> kBad[] = {
       {R"({"prompt": "eleven"})", "prompt: is \"eleven\", which is no class; use"},
       {R"({"prompt": "10"})", "prompt: is \"10\""},
-      {R"({"prompt": "1", "n": 0})", "n: is 0; use at least 1"},
+      {R"({"prompt": "1", "n": 0})", "n: is 0; use 1 to 256"},
       {R"({"prompt": "1", "n": 100000})", "n: "},
       {R"({"prompt": "1", "size": "big"})", "size: is \"big\""},
       {R"({"prompt": "1", "size": "-5x64"})", "size: "},
@@ -578,7 +578,7 @@ TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
       {R"({"prompt": "1", "denoised": {"label": 1}})", "prompt: is \"1\", and denoised.labels"},
       {R"({"prompt": "1", "denoised": {"conditions": [{"class_label": 2}]}})",
        "prompt: is given, and denoised.conditions"},
-      {R"({"prompt": "1", "n": -1})", "n: is -1; use at least 1"},
+      {R"({"prompt": "1", "n": -1})", "n: is -1; use 1 to 256"},
       {R"({"prompt": "1", "n": "two"})", "n: is \"two\"; use a whole number"},
       {R"({"prompt": "1", "output_compression": 50})", "output_compression: is 50, but PNG"},
       {R"({"prompt": "1", "mask": "x"})", "mask: is for /v1/images/edits"},
