@@ -313,7 +313,8 @@ TEST(SchedulerConfigTest, SurvivesAnyValue) {
         SamplerParams params;
         params.steps = 3;
         std::vector<ParamViolation> violations;
-        EXPECT_EQ(config->Compile(params, &violations).ok(), violations.empty());
+        const bool compiles = config->Compile(params, &violations).ok();
+        EXPECT_EQ(compiles, violations.empty());
       }
 }
 

@@ -40,7 +40,8 @@ SamplerParams Steps(int steps) {
 
 std::vector<ParamViolation> Violations(const json& config, const SamplerParams& params) {
   std::vector<ParamViolation> violations;
-  EXPECT_EQ(ConfigOf(config).Compile(params, &violations).ok(), violations.empty());
+  const bool compiles = ConfigOf(config).Compile(params, &violations).ok();
+  EXPECT_EQ(compiles, violations.empty());
   return violations;
 }
 

@@ -66,9 +66,11 @@ class OpFixture : public testing::TestWithParam<std::string> {
   }
   /// The values each one place earlier.
   Tensor Rotated(const Tensor& tensor) {
-    std::vector<float> values = Values(tensor);
-    std::rotate(values.begin(), values.begin() + 1, values.end());
-    return OnDevice(*backend_, tensor.shape(), values, tensor.dtype());
+    auto host = backend_->Download(tensor);
+    EXPECT_TRUE(host.ok()) << host.status();
+    auto* const bytes = static_cast<uint8_t*>(host->data());
+    std::rotate(bytes, bytes + host->bytes() / host->elements(), bytes + host->bytes());
+    return OnDevice(*backend_, *host);
   }
   /// Plants an error in an op without options: its test then does something else.
   static void Plant(nlohmann::json& golden) { golden["planted"] = true; }
