@@ -64,7 +64,7 @@ class JsonConfig : public CLI::Config {
 
   std::vector<CLI::ConfigItem> from_config(std::istream& input) const override {
     const std::string text(std::istreambuf_iterator<char>(input), {});
-    const auto json = ParseJsonObject(text, "--config");
+    const auto json = ParseJsonObject(text, "--config: " + File());
     if (!json.ok()) throw CLI::FileError(std::string(json.status().message()));
     std::vector<CLI::ConfigItem> items;
     for (const auto& [key, value] : json->items()) {
@@ -89,14 +89,19 @@ class JsonConfig : public CLI::Config {
   }
 
  private:
+  /// The one that is read.
+  std::string File() const {
+    const auto files = app_->get_config_ptr()->results();
+    return files.empty() ? "" : files.back();
+  }
+
   /// CLI11 names neither the file nor a remedy.
   CLI::ConfigError UnknownKey(const std::string& key) const {
-    const auto file = app_->get_config_ptr()->results();
     std::string flag = key;
     std::replace(flag.begin(), flag.end(), '_', '-');
     const bool known = app_->get_option_no_throw("--" + flag) != nullptr;
     return {fmt::format(
-                "--config: {}: unknown key \"{}\"; {}", file.empty() ? "" : file.back(), key,
+                "--config: {}: unknown key \"{}\"; {}", File(), key,
                 known ? fmt::format("write \"{}\"", flag) : "the keys are the names of the flags"),
             CLI::ExitCodes::ConfigError};
   }

@@ -197,9 +197,13 @@ std::string WhereInvalid(const std::string& text) {
   try {
     [[maybe_unused]] const json valid = json::parse(text);  // throws
   } catch (const json::parse_error& error) {
-    const auto end = text.begin() + static_cast<ptrdiff_t>(std::min(error.byte, text.size()));
+    // Its byte, counted from 1, may be the end of the line or of the text.
+    const size_t last = text.find_last_not_of(" \t\r\n");
+    const size_t wrong = std::min(error.byte > 0 ? error.byte - 1 : 0, last + 1);
     if (text.find('\n') != std::string::npos)
-      return fmt::format(" (line {})", 1 + std::count(text.begin(), end, '\n'));
+      return fmt::format(
+          " (line {})",
+          1 + std::count(text.begin(), text.begin() + static_cast<ptrdiff_t>(wrong), '\n'));
   } catch (const json::exception&) {  // a number that no double holds
   }
   return "";

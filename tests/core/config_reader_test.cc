@@ -141,6 +141,12 @@ TEST(ParseJsonObject, NamesTheLineThatIsWrong) {
             "run.json: is not valid JSON (line 4)" + end);
   EXPECT_EQ(message("{\n  \"a\": 1\n  \"b\": 2\n}\n"),
             "run.json: is not valid JSON (line 3)" + end);
+  // The parser finds these at the end of their line, or of the text.
+  for (const char* second : {"\"a\": \"open,", "\"a\": 1.", "\"a\": tru"})
+    EXPECT_EQ(message(std::string("{\n") + second + "\n\"b\": 2\n}\n"),
+              "run.json: is not valid JSON (line 2)" + end)
+        << second;
+  EXPECT_EQ(message("{\n\"a\": 1,\n\n"), "run.json: is not valid JSON (line 2)" + end);
   EXPECT_EQ(message("{\"a\": 1,}"), "run.json: is not valid JSON" + end);
   EXPECT_EQ(message("{\n\"a\": 1e999}"), "run.json: is not valid JSON" + end);
 }
