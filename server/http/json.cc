@@ -138,27 +138,55 @@ void PutBytes(pb::Message* message, TakenBytes* taken) {
   }
 }
 
-/// Protobuf's "invalid value \"x\" for type TYPE_INT32" in other words than protobuf's types.
-std::string Described(const std::string& problem) {
-  constexpr std::string_view kInvalid = "invalid value ", kType = " for type TYPE_";
+template <typename Int>
+std::string WholeNumber() {
+  using Limits = std::numeric_limits<Int>;
+  return fmt::format("a whole number from {} to {}", Limits::min(), Limits::max());
+}
+
+/// What a field of a type of protobuf takes; empty for types that it does not name.
+std::string Use(std::string_view type) {
+  if (type == "TYPE_INT32") return WholeNumber<int32_t>();
+  if (type == "TYPE_INT64") return WholeNumber<int64_t>();
+  if (type == "TYPE_UINT32") return WholeNumber<uint32_t>();
+  if (type == "TYPE_UINT64") return WholeNumber<uint64_t>();
+  if (type == "TYPE_FLOAT" || type == "TYPE_DOUBLE") return "a number";
+  if (type == "TYPE_BOOL") return "true or false";
+  if (type == "TYPE_BYTES") return "base64";
+  if (type == "TYPE_STRING") return "a string";
+  constexpr std::string_view kUrl = "type.googleapis.com/";
+  if (!type.starts_with(kUrl)) return "";
+  const auto* const values = pb::DescriptorPool::generated_pool()->FindEnumTypeByName(
+      std::string(type.substr(kUrl.size())));
+  if (values == nullptr) return "an object";
+  std::string names;
+  for (int i = 1; i < values->value_count(); ++i)  // 0 is UNSPECIFIED
+    names += (i == 1 ? "" : ", ") + values->value(i)->name();
+  return "one of " + names;
+}
+
+/// Protobuf's "invalid value \"x\" for type TYPE_INT32" in other words.
+FieldViolation Described(const std::string& field, const std::string& problem) {
+  constexpr std::string_view kInvalid = "invalid value ", kType = " for type ";
+  if (problem == "Proto field is not repeating, cannot start list.")
+    return {field, "is a list; use a single value"};
   const size_t at = problem.rfind(kType);
-  if (!problem.starts_with(kInvalid) || at == std::string::npos) return problem;
-  const std::string_view type = std::string_view(problem).substr(at + kType.size());
-  const char* const use = type.starts_with("INT")               ? "a whole number"
-                          : type.starts_with("UINT")            ? "a whole number, 0 or more"
-                          : type == "FLOAT" || type == "DOUBLE" ? "a number"
-                          : type == "BOOL"                      ? "true or false"
-                          : type == "BYTES"                     ? "base64"
-                          : type == "STRING"                    ? "a string"
-                                                                : nullptr;
-  if (use == nullptr) return problem;
-  return fmt::format("is {}; use {}", problem.substr(kInvalid.size(), at - kInvalid.size()), use);
+  if (!problem.starts_with(kInvalid) || at == std::string::npos) return {field, problem};
+  const std::string value = problem.substr(kInvalid.size(), at - kInvalid.size());
+  const std::string type = problem.substr(at + kType.size());
+  // Here it is the field that is called a type.
+  if (value == "Starting an object on a scalar field")
+    return {field + "." + type, "is an object; use a single value"};
+  const std::string use = Use(type);
+  return {field, use.empty() ? problem : fmt::format("is {}; use {}", value, use)};
 }
 
 /// Protobuf's "(params.steps): invalid value …" or "(params) stepps: Cannot find field.", as a
 /// field and what is wrong with it.
 FieldViolation Violation(const std::string& problem) {
-  std::string line = problem.substr(0, problem.find('\n'));
+  // What follows a line is a picture of the place; a value that is quoted may have lines, too.
+  const size_t type = problem.rfind(" for type ");
+  std::string line = problem.substr(0, problem.find('\n', type == std::string::npos ? 0 : type));
   std::string field, rest = line;
   if (!line.empty() && line[0] == '(') {
     const size_t close = line.find(')');
@@ -174,7 +202,7 @@ FieldViolation Violation(const std::string& problem) {
   if (!field.empty() && rest.starts_with(' ')) {
     const size_t colon = rest.find(": ");
     if (colon != std::string::npos && rest.substr(colon) != ": Cannot find field.") {
-      return {field + "." + rest.substr(1, colon - 1), rest.substr(colon + 2)};
+      return Described(field + "." + rest.substr(1, colon - 1), rest.substr(colon + 2));
     }
   }
   constexpr std::string_view kUnknown = ": Cannot find field.";
@@ -184,7 +212,7 @@ FieldViolation Violation(const std::string& problem) {
             "is no field here; see /openapi.json for those that there are"};
   }
   if (field.empty()) return {"body", "is no JSON of this message: " + rest};
-  return {field, Described(rest.substr(std::min<size_t>(2, rest.size())))};
+  return Described(field, rest.substr(std::min<size_t>(2, rest.size())));
 }
 
 /// The text with invalid UTF-8 replaced, as protobuf and JSON require.

@@ -39,8 +39,9 @@ std::optional<Number> ParseNumber(const std::string& text) {
 
 /// What a client sent, for a message.
 std::string Shown(const json& value) {
-  return Quote(value.is_string() ? value.get<std::string>()
-                                 : value.dump(-1, ' ', false, json::error_handler_t::replace));
+  if (value.is_string()) return Quote(value.get<std::string>());
+  const std::string text = value.dump(-1, ' ', false, json::error_handler_t::replace);
+  return value.is_structured() ? Quote(text) : text;
 }
 
 /// What an edit brings beside its fields.
@@ -129,9 +130,7 @@ class Reader {
     if (value->is_number_integer()) number = value->get<int64_t>();
     if (value->is_string()) number = ParseNumber<int64_t>(value->get<std::string>());
     if (!number || *number < low || *number > high) {
-      const bool bounded = low > INT_MIN;
-      return Violate(name, "is {}; use a whole number{}", Shown(*value),
-                     bounded ? fmt::format(" from {} to {}", low, high) : "");
+      return Violate(name, "is {}; use a whole number from {} to {}", Shown(*value), low, high);
     }
     use(static_cast<int>(*number));
   }

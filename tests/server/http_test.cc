@@ -206,13 +206,22 @@ TEST_F(HttpTest, WhatIsNoMessageIsRefusedByField) {
   EXPECT_THAT(error(R"({"params": {"stepps": 3}})"), HasSubstr("params.stepps: is no field"));
   EXPECT_THAT(error(R"({"parms": {}})"), HasSubstr("parms: is no field"));
   EXPECT_EQ(error(R"({"params": {"steps": "many"}})"),
-            "params.steps: is \"many\"; use a whole number");
-  EXPECT_EQ(error(R"({"params": {"steps": 1.5}})"), "params.steps: is 1.5; use a whole number");
+            "params.steps: is \"many\"; use a whole number from -2147483648 to 2147483647");
+  EXPECT_EQ(error(R"({"params": {"steps": 1.5}})"),
+            "params.steps: is 1.5; use a whole number from -2147483648 to 2147483647");
   EXPECT_EQ(error(R"({"params": {"seed": -1}})"),
-            "params.seed: is -1; use a whole number, 0 or more");
+            "params.seed: is -1; use a whole number from 0 to 18446744073709551615");
   EXPECT_EQ(error(R"({"params": {"guidance_scale": "high"}})"),
             "params.guidance_scale: is \"high\"; use a number");
-  EXPECT_THAT(error(R"({"params": {"sampler": "ddim"}})"), HasSubstr("params.sampler: "));
+  EXPECT_THAT(error(R"({"params": {"steps": 99999999999}})"), HasSubstr("to 2147483647"));
+  EXPECT_THAT(error(R"({"params": {"steps": "\n"}})"), HasSubstr("params.steps: is"));
+  EXPECT_EQ(error(R"({"params": {"steps": {}}})"),
+            "params.steps: is an object; use a single value");
+  EXPECT_EQ(error(R"({"params": {"request_id": ["a"]}})"),
+            "params.request_id: is a list; use a single value");
+  EXPECT_EQ(error(R"({"params": {"output": "png"}})"), "params.output: is \"png\"; use an object");
+  EXPECT_THAT(error(R"({"params": {"sampler": "ddim"}})"),
+              HasSubstr("params.sampler: is \"ddim\"; use one of SAMPLER_DDPM, SAMPLER_DDIM, "));
   EXPECT_THAT(error(R"({"params": {"steps": 3)"), HasSubstr("body: is no JSON"));
   EXPECT_THAT(error("{'params': {}}"), HasSubstr("body: is no JSON"));
   EXPECT_EQ(error(R"({"params": {"steps": 3, "count": 1, "steps": 4}})"),
