@@ -385,18 +385,20 @@ std::vector<std::string> WithEmptyValues(const CLI::App& app,
 /// What is wrong with the command line. Of a word that is no command CLI11 says only that one is
 /// required.
 std::string Explained(const CLI::App& app, const CLI::Error& error) {
+  if (error.get_name() != "RequiredError") return error.what();
   const CLI::App* command = &app;
   while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
-  const std::vector<std::string> rest = app.remaining(/*recurse=*/true);
-  if (error.get_name() != "RequiredError" || rest.empty()) return error.what();
-  if (rest[0].starts_with("-")) return fmt::format("{} is no option", rest[0]);
   std::vector<std::string> names;
   for (const CLI::App* each :
        command->get_subcommands([](const CLI::App* each) { return !each->get_group().empty(); })) {
     names.push_back(each->get_name());
   }
-  if (names.empty()) return error.what();
-  return fmt::format("\"{}\" is no command; use {}", rest[0], fmt::join(names, ", "));
+  if (names.empty()) return error.what();  // an option is required
+  const std::vector<std::string> rest = app.remaining(/*recurse=*/true);
+  const std::string wrong = rest.empty() || rest[0].starts_with("-")
+                                ? "A command is required"
+                                : fmt::format("\"{}\" is no command", rest[0]);
+  return fmt::format("{}; use {}", wrong, fmt::join(names, ", "));
 }
 
 int Run(int argc, char** argv) {

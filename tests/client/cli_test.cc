@@ -486,8 +486,9 @@ TEST_F(CliTest, AWordThatIsNoCommandIsNamedWithThoseThereAre) {
   EXPECT_THAT(Run({"generat", "--json"}).err,
               HasSubstr("\"generat\" is no command; use generate, models, jobs, "));
   EXPECT_THAT(Run({"jobs", "lst"}).err, HasSubstr("\"lst\" is no command; use list, get, "));
-  EXPECT_THAT(Run({"--servr"}).err, HasSubstr("--servr is no option"));
-  EXPECT_THAT(Run({"jobs"}).err, HasSubstr("subcommand is required"));
+  for (const char* word : {"--servr", "--prompt", "--"})
+    EXPECT_THAT(Run({word}).err, HasSubstr("A command is required; use generate, ")) << word;
+  EXPECT_THAT(Run({"jobs"}).err, HasSubstr("A command is required; use list, get, "));
 }
 
 TEST_F(CliTest, FloatsMayBeginWithZeros) {
