@@ -11,7 +11,7 @@ import os
 import random
 import reprlib
 from datetime import datetime, timedelta, timezone
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Type, TypeVar, Union
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Type, TypeVar, Union
 
 from denoised.v1 import image_generation_pb2 as pb
 
@@ -282,15 +282,28 @@ def _among(given: Dict[str, Any], *names: str) -> List[str]:
     return [name for name in names if name in given]
 
 
+def _shown(value: Any) -> str:
+    try:
+        return reprlib.repr(value)
+    except Exception:  # such as that of an int of more than 4300 digits
+        return f"of type {type(value).__name__}"
+
+
+@contextlib.contextmanager
+def _named(name: str, value: Any) -> Iterator[None]:
+    """What Python and protobuf refuse of an argument is told with its name."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{name} is {_shown(value)}: {str(error)[:200]}") from error
+
+
 @contextlib.contextmanager
 def _taken(given: Dict[str, Any], name: str) -> Iterator[Any]:
-    """The argument `name`, taken out of `given`. What protobuf refuses of it is told with its name."""
+    """The argument `name`, taken out of `given`."""
     value = given.pop(name)
-    try:
+    with _named(name, value):
         yield value
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(
-            f"{name} is {reprlib.repr(value)}, of the wrong type or too large: {error}") from error
 
 
 def message_of_prompts(given: Dict[str, Any], message: pb.GenerationParams) -> None:
@@ -304,21 +317,23 @@ def message_of_prompts(given: Dict[str, Any], message: pb.GenerationParams) -> N
     for name in options:
         with _taken(given, name) as value:
             setattr(message.text_options, name, value)
+    values = {name: given.pop(name) for name in others}
     texts: Dict[str, List[Any]] = {}
     for name in others:
-        with _taken(given, name) as value:
-            texts[name] = _as_list(value, str)
+        with _named(name, values[name]):
+            texts[name] = _as_list(values[name], str)
     most = max((len(values) for values in texts.values()), default=0)
-    for name, values in texts.items():
-        if len(values) not in (1, most):
-            raise InvalidArgument(f"{name} has {len(values)} texts, but {most} are given for another; "
-                                  "give one for all, or as many")
+    for name in others:
+        if len(texts[name]) not in (1, most):
+            raise InvalidArgument(f"{name} has {len(texts[name])} texts, but {most} are given for "
+                                  "another; give one for all, or as many")
     conditions = [message.conditions.add() for _ in range(most)]
-    for name, values in texts.items():
-        with _taken({name: values}, name):
+    for name in others:
+        with _named(name, values[name]):
             for i, condition in enumerate(conditions):
-                if values[i % len(values)] is not None:
-                    setattr(condition, fields[name], values[i % len(values)])
+                text = texts[name][i % len(texts[name])]
+                if text is not None:
+                    setattr(condition, fields[name], text)
 
 
 def _set_size(size: Any, of: Any) -> None:
@@ -413,11 +428,14 @@ def preview_options(previews: Union[bool, Previews]) -> Optional[pb.PreviewOptio
         return None
     if previews is True:
         previews = Previews()
+    if not isinstance(previews, Previews):
+        raise InvalidArgument(f"previews is {_shown(previews)}; use True, False or Previews(...)")
     message = pb.PreviewOptions(kind=number_of(pb.PreviewKind, "previews.kind", previews.kind))
-    if previews.every is not None:
-        message.every_evaluations = previews.every
-    if previews.max_edge is not None:
-        message.max_edge = previews.max_edge
+    for name, field in (("every", "every_evaluations"), ("max_edge", "max_edge")):
+        value = getattr(previews, name)
+        if value is not None:
+            with _named(f"previews.{name}", value):
+                setattr(message, field, value)
     if previews.format is not None:
         message.format = number_of(pb.ImageFormat, "previews.format", previews.format)
     if previews.decoder is not None:
@@ -428,8 +446,7 @@ def preview_options(previews: Union[bool, Previews]) -> Optional[pb.PreviewOptio
 def needs_names(labels: Any) -> bool:
     """Whether any label is a name, so that the model must be asked for its classes."""
     return isinstance(labels, str) or (
-        labels is not None and not isinstance(labels, numbers.Integral)
-        and any(isinstance(label, str) for label in labels))
+        isinstance(labels, Sequence) and any(isinstance(label, str) for label in labels))
 
 
 def label_indices(labels: Any, of: Model) -> List[int]:
