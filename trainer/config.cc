@@ -120,7 +120,7 @@ absl::Status ReadEnvironment(RunConfig* config) {
     return InvalidArgument(
         "the environment's {} is {}, but no variable says which rank this is; set RANK", size->name,
         config->ranks);
-  if (config->ranks > 1) {
+  if (config->ranks > 1 || (rank && rank->name != "JOB_COMPLETION_INDEX")) {
     DENOISED_ASSIGN_OR_RETURN(config->rank, IntOf(rank, 0, 0, config->ranks - 1));
   }
   // torchrun starts several processes on a node, and sets RANK; Trainer alone starts one.
@@ -585,7 +585,8 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
           config.canvas);
   }
   const Shape picture = config.picture();
-  if (picture[0] == 0) return InvalidArgument("the network's config has no sample_size; set it");
+  if (picture[0] == 0)
+    return InvalidArgument("sample_size is missing or 0 in the network's config; set it");
   const auto least = static_cast<int>(std::max(picture[0], picture[1]));
   if (config.canvas != 0 && (config.canvas < least || config.canvas > 16384))
     return InvalidArgument("--canvas is {}; use {} (sample_size) to 16384", config.canvas, least);

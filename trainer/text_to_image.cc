@@ -143,7 +143,7 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory) 
     return InvalidArgument("{}: dropout is {}, which cannot be trained with; use 0", file("unet"),
                            dropout.dump());
   if (parts.network.unet.sample_height == 0)
-    return InvalidArgument("{}: has no sample_size; set it", file("unet"));
+    return InvalidArgument("{}: sample_size is missing or 0; set it", file("unet"));
   return parts;
 }
 

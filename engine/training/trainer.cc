@@ -147,7 +147,8 @@ absl::Status CheckWeights(const Dataset& dataset) {
 
 absl::Status CheckPictures(const Shape& sample, const Tensor& images) {
   DENOISED_CHECK(images && images.dtype() == DType::kU8 && images.shape().rank() == 4);
-  if (sample[0] == 0) return InvalidArgument("the network's config has no sample_size, or 0; set it");
+  if (sample[0] == 0)
+    return InvalidArgument("sample_size is missing or 0 in the network's config; set it");
   if (images.dim(3) != sample[2])
     return InvalidArgument("the pictures have {} channels, but in_channels is {}", images.dim(3),
                            sample[2]);
@@ -287,7 +288,8 @@ absl::Status CheckDatasetOf(const TextToImageConfig& config, const TrainerOption
   const Tensor& tokens = dataset.tokens;
   DENOISED_CHECK(posteriors && tokens && !dataset.first_caption.empty());
   const Shape sample = SampleShape(config);
-  if (sample[0] == 0) return InvalidArgument("the network's config has no sample_size, or 0; set it");
+  if (sample[0] == 0)
+    return InvalidArgument("sample_size is missing or 0 in the network's config; set it");
   if (config.unet.out_channels != config.unet.in_channels)
     return InvalidArgument(
         "out_channels is {} and in_channels {}: only a network that reads and predicts latents "

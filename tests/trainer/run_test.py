@@ -311,6 +311,9 @@ class RunTest(unittest.TestCase):
         ]:
             with self.subTest(flags=flags):
                 self.assertIn(message, self.train(**{"output": "a", "rc": 2, **flags}))
+        said = self.train("a", rc=2, env={"WORLD_SIZE": "2", "RANK": "0"},
+                          **{"init-from": long, "dry-run": "true"})  # fmt: skip
+        self.assertIn(long, said)
         said = self.train("a", rc=2, env={"TMPDIR": str(self.root / "none")}, **{"dry-run": "true"})
         self.assertIn("set TMPDIR", said)
 
@@ -653,7 +656,8 @@ class RunTest(unittest.TestCase):
         self.assertIn("PET_NPROC_PER_NODE is 4", said)
         self.assertIn("which rank this is", self.train("x", rc=2, env={"WORLD_SIZE": "2"}))
         self.assertIn("RANK is 1, but no variable says how many", self.train("x", rc=2, env={"RANK": "1"}))
-        self.assertIn("RANK is \"2\"", self.train("x", rc=2, env={"WORLD_SIZE": "2", "RANK": "2"}))
+        for ranks in ("2", "1"):
+            self.assertIn("RANK is \"2\"", self.train("x", rc=2, env={"WORLD_SIZE": ranks, "RANK": "2"}))
 
     def test_settings_of_a_file_and_flags_that_win(self):
         config = self.root / "run.json"
