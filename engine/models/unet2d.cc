@@ -220,13 +220,16 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
   if (json.contains("norm_num_groups") && json["norm_num_groups"].is_null())
     config.norm_num_groups.reset();
   reader.Read("norm_num_groups", &config.norm_num_groups);
-  const auto has_own_groups = [](const std::string& type) {
-    return type.find("Skip") != std::string::npos;
+  const auto needs_groups = [](const std::string& type) {
+    return type.find("Skip") == std::string::npos;
   };
-  for (const auto* types : {&config.down_block_types, &config.up_block_types})
-    if (!config.norm_num_groups && !std::all_of(types->begin(), types->end(), has_own_groups))
-      reader.Complain("norm_num_groups",
-                      "only Skip blocks can do without groups; set it, to 32 for example");
+  const auto need_groups = [&](const std::vector<std::string>& types) {
+    return std::any_of(types.begin(), types.end(), needs_groups);
+  };
+  if (!config.norm_num_groups &&
+      (need_groups(config.down_block_types) || need_groups(config.up_block_types)))
+    reader.Complain("norm_num_groups",
+                    "only Skip blocks can do without groups; set it, to 32 for example");
   reader.Read("attn_norm_num_groups", &config.attn_norm_num_groups);
   reader.Read("norm_eps", &config.norm_eps);
   std::string scale_shift = "default";
