@@ -54,8 +54,10 @@ JobSpec RequestOf(const ModelInfo& model, int count) {
     spec.class_labels.push_back(model.num_classes > spec.count
                                     ? static_cast<int>(int64_t{i} * model.num_classes / spec.count)
                                     : i % model.num_classes);
+  const int first = count == 1;  // alone, an image needs a text that is not empty
   for (int i = 0; i < spec.count && model.text; ++i)
-    spec.prompts.push_back({.text = kPrompts[static_cast<size_t>(i) % std::size(kPrompts)]});
+    spec.prompts.push_back(
+        {.text = kPrompts[static_cast<size_t>(i + first) % std::size(kPrompts)]});
   std::mt19937 random(kSeed);
   if (model.condition == ClassCondition::kVector || model.condition == ClassCondition::kValue) {
     std::normal_distribution<float> normal;

@@ -146,8 +146,7 @@ absl::StatusOr<CatalogOptions> ReadModels(const Config& config, Report* report) 
   return read("");
 }
 
-/// Most steps of the image that is drawn. More find no more: weights that are not finite show in
-/// the first, and PNDM needs four.
+/// Most steps of the image that is drawn. What is not finite shows in the first; PNDM needs four.
 constexpr int kSteps = 4;
 
 /// Draws an image; says how long that took.

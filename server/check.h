@@ -15,8 +15,8 @@ namespace denoised {
 bool IsWrongSetting(const absl::Status& status);
 
 /// Checks everything that serving needs, with the code that serving uses: certificates, the clients
-/// file, addresses, the device, the state directory, and every configured or saved model, which draws
-/// one image. Writes a line for each to `report` as soon as it is known, and continues after
+/// file, addresses, the device, the state directory, and every configured or saved model, which
+/// draws one image. Writes a line for each to `report` as soon as it is known, and continues after
 /// failures:
 ///
 ///   ok      listen 127.0.0.1:50051

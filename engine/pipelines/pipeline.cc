@@ -291,8 +291,8 @@ class Loader {
     const DenoiserTraits& traits = pipeline_.denoiser->traits();
     if (traits.height == 0 || traits.width == 0)
       return InvalidArgument(
-          "{}: field 'sample_size' is missing or 0; set it to the size of the images (or latents) that "
-          "the model was trained on",
+          "{}: field 'sample_size' is missing or 0; set it to the size of the images (or latents) "
+          "that the model was trained on",
           file);
     if (pipeline_.codec && pipeline_.codec->traits().latent_channels != traits.channels)
       return InvalidArgument(

@@ -290,11 +290,10 @@ TEST_P(OpTest, Activate) {
 
 TEST_P(OpTest, Resampling) {
   using enum Resample;
-  for (const auto& [op, kind, wrong, count] :
-       {std::tuple{"upsample2x", kNearestUp, kFirUp, 1},
-        {"average_pool2x", kAveragePoolDown, kFirDown, 1},
-        {"fir_up2x", kFirUp, kNearestUp, 2},
-        {"fir_down2x", kFirDown, kAveragePoolDown, 2}}) {
+  for (const auto& [op, kind, wrong, count] : {std::tuple{"upsample2x", kNearestUp, kFirUp, 1},
+                                               {"average_pool2x", kAveragePoolDown, kFirDown, 1},
+                                               {"fir_up2x", kFirUp, kNearestUp, 2},
+                                               {"fir_down2x", kFirDown, kAveragePoolDown, 2}}) {
     SCOPED_TRACE(op);
     Run(
         op,
