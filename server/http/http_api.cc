@@ -123,7 +123,7 @@ class QueryReader {
   void Parse(const char* name, std::string_view text, Number* value) {
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *value);
     if (error == std::errc() && end == text.data() + text.size()) return;
-    Violate(name, text, std::is_signed_v<Number> ? "a whole number" : "a whole number from 0");
+    Violate(name, text, WholeNumber<Number>());
   }
 
   /// The reply that refuses; nothing when all are right.
@@ -133,7 +133,7 @@ class QueryReader {
   }
 
  private:
-  void Violate(const char* name, std::string_view text, const char* remedy) {
+  void Violate(const char* name, std::string_view text, const std::string& remedy) {
     violations_.push_back({name, fmt::format("is {}; use {}", Quote(text), remedy)});
   }
 

@@ -138,26 +138,21 @@ void PutBytes(pb::Message* message, TakenBytes* taken) {
   }
 }
 
-template <typename Int>
-std::string WholeNumber() {
-  using Limits = std::numeric_limits<Int>;
-  return fmt::format("a whole number from {} to {}", Limits::min(), Limits::max());
-}
-
-/// What a field of a type of protobuf takes; empty for types that it does not name.
-std::string Use(std::string_view type) {
+/// What a field takes, by protobuf's name of its type; empty for types that it does not name.
+std::string Takes(std::string_view type) {
   if (type == "TYPE_INT32") return WholeNumber<int32_t>();
   if (type == "TYPE_INT64") return WholeNumber<int64_t>();
   if (type == "TYPE_UINT32") return WholeNumber<uint32_t>();
   if (type == "TYPE_UINT64") return WholeNumber<uint64_t>();
-  if (type == "TYPE_FLOAT" || type == "TYPE_DOUBLE") return "a number";
+  if (type == "TYPE_FLOAT") return "a number within 3.4e38";
+  if (type == "TYPE_DOUBLE") return "a number within 1.7e308";
   if (type == "TYPE_BOOL") return "true or false";
   if (type == "TYPE_BYTES") return "base64";
   if (type == "TYPE_STRING") return "a string";
-  constexpr std::string_view kUrl = "type.googleapis.com/";
-  if (!type.starts_with(kUrl)) return "";
-  const auto* const values = pb::DescriptorPool::generated_pool()->FindEnumTypeByName(
-      std::string(type.substr(kUrl.size())));
+  constexpr size_t kUrl = sizeof kPrefix;  // with the slash after it
+  if (!type.starts_with(kPrefix) || type.size() <= kUrl) return "";
+  const auto* const values =
+      pb::DescriptorPool::generated_pool()->FindEnumTypeByName(std::string(type.substr(kUrl)));
   if (values == nullptr) return "an object";
   std::string names;
   for (int i = 1; i < values->value_count(); ++i)  // 0 is UNSPECIFIED
@@ -165,54 +160,60 @@ std::string Use(std::string_view type) {
   return "one of " + names;
 }
 
-/// Protobuf's "invalid value \"x\" for type TYPE_INT32" in other words.
+/// At most 64 bytes of a value, so that what follows it in a message is not cut off.
+std::string Shortened(const std::string& value) {
+  size_t end = 64;
+  if (value.size() <= end) return value;
+  while (end > 0 && (static_cast<unsigned char>(value[end]) & 0xc0) == 0x80) --end;
+  return value.substr(0, end) + "...";
+}
+
+constexpr std::string_view kUnknownField = "Cannot find field.";
+constexpr std::string_view kListForOne = "Proto field is not repeating, cannot start list.";
+
+/// What protobuf says of a field, in other words: "invalid value \"x\" for type TYPE_INT32".
 FieldViolation Described(const std::string& field, const std::string& problem) {
   constexpr std::string_view kInvalid = "invalid value ", kType = " for type ";
-  if (problem == "Proto field is not repeating, cannot start list.")
-    return {field, "is a list; use a single value"};
+  if (problem == kUnknownField)
+    return {field, "is no field here; see /openapi.json for those that there are"};
+  if (problem == kListForOne) return {field, "is a list, but takes one value"};
   const size_t at = problem.rfind(kType);
-  if (!problem.starts_with(kInvalid) || at == std::string::npos) return {field, problem};
-  const std::string value = problem.substr(kInvalid.size(), at - kInvalid.size());
-  const std::string type = problem.substr(at + kType.size());
-  // Here it is the field that is called a type.
-  if (value == "Starting an object on a scalar field")
-    return {field + "." + type, "is an object; use a single value"};
-  const std::string use = Use(type);
-  return {field, use.empty() ? problem : fmt::format("is {}; use {}", value, use)};
+  if (problem.starts_with(kInvalid) && at != std::string::npos) {
+    const std::string value = problem.substr(kInvalid.size(), at - kInvalid.size());
+    const std::string type = problem.substr(at + kType.size());
+    // Protobuf has the field's name in the place of the type, though not in that of an element.
+    if (value == "Starting an object on a scalar field") {
+      const std::string inner = field.empty() ? type : field + "." + type;
+      return {field.ends_with(type) ? field : inner, "is an object, but takes one value"};
+    }
+    if (type == "oneof") return {field, "has two fields of which it takes one; leave one out"};
+    if (const std::string takes = Takes(type); !takes.empty())
+      return {field, fmt::format("is {}; use {}", Shortened(value), takes)};
+  }
+  if (field.empty()) return {"body", "is no JSON of this message: " + Shortened(problem)};
+  return {field, problem};
 }
 
 /// Protobuf's "(params.steps): invalid value …" or "(params) stepps: Cannot find field.", as a
-/// field and what is wrong with it.
+/// field and what is wrong with it. In the message itself there is no "(…)".
 FieldViolation Violation(const std::string& problem) {
   // What follows a line is a picture of the place; a value that is quoted may have lines, too.
   const size_t type = problem.rfind(" for type ");
-  std::string line = problem.substr(0, problem.find('\n', type == std::string::npos ? 0 : type));
+  const std::string line =
+      problem.substr(0, problem.find('\n', type == std::string::npos ? 0 : type));
   std::string field, rest = line;
-  if (!line.empty() && line[0] == '(') {
-    const size_t close = line.find(')');
-    if (close != std::string::npos) {
-      field = line.substr(1, close - 1);
-      rest = line.substr(close + 1);
-    }
-  } else {
-    const size_t colon = line.find(": Cannot find field");
-    if (colon != std::string::npos) rest = " " + line;
+  if (const size_t close = line.find(')'); line.starts_with('(') && close != std::string::npos) {
+    field = line.substr(1, close - 1);
+    rest = line.substr(close + 1);
   }
-  // "(params) steps: Proto field is not repeating, cannot start list."
-  if (!field.empty() && rest.starts_with(' ')) {
-    const size_t colon = rest.find(": ");
-    if (colon != std::string::npos && rest.substr(colon) != ": Cannot find field.") {
-      return Described(field + "." + rest.substr(1, colon - 1), rest.substr(colon + 2));
-    }
+  if (rest.starts_with(": ")) return Described(field, rest.substr(2));
+  if (rest.starts_with(' ')) rest.erase(0, 1);
+  for (const std::string_view known : {kUnknownField, kListForOne}) {
+    if (!rest.ends_with(": " + std::string(known))) continue;
+    const std::string name = rest.substr(0, rest.size() - known.size() - 2);
+    return Described(field.empty() ? name : field + "." + name, std::string(known));
   }
-  constexpr std::string_view kUnknown = ": Cannot find field.";
-  if (rest.size() > kUnknown.size() && rest.ends_with(kUnknown)) {
-    const std::string name = rest.substr(1, rest.size() - kUnknown.size() - 1);
-    return {field.empty() ? name : field + "." + name,
-            "is no field here; see /openapi.json for those that there are"};
-  }
-  if (field.empty()) return {"body", "is no JSON of this message: " + rest};
-  return Described(field, rest.substr(std::min<size_t>(2, rest.size())));
+  return Described(field, rest);
 }
 
 /// The text with invalid UTF-8 replaced, as protobuf and JSON require.

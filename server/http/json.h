@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <fmt/format.h>
 #include <google/protobuf/message.h>
 #include <grpcpp/support/status.h>
 
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -39,6 +41,13 @@ class TakenBytes {
   std::vector<std::string> bytes_;
   size_t put_back_ = 0;
 };
+
+/// "a whole number from 0 to 4294967295", for messages about what an Int holds.
+template <typename Int>
+std::string WholeNumber() {
+  using Limits = std::numeric_limits<Int>;
+  return fmt::format("a whole number from {} to {}", Limits::min(), Limits::max());
+}
 
 /// Parses `text` into `message`. INVALID_ARGUMENT names the field at fault, such as a key that is
 /// given twice, or "body" if the text is not JSON or is nested too deeply.

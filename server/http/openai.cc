@@ -127,7 +127,8 @@ class Reader {
     const json* value = Find(name);
     if (value == nullptr) return;
     std::optional<int64_t> number;
-    if (value->is_number_integer()) number = value->get<int64_t>();
+    const bool wraps = value->is_number_unsigned() && value->get<uint64_t>() > INT64_MAX;
+    if (value->is_number_integer() && !wraps) number = value->get<int64_t>();
     if (value->is_string()) number = ParseNumber<int64_t>(value->get<std::string>());
     if (!number || *number < low || *number > high) {
       return Violate(name, "is {}; use a whole number from {} to {}", Shown(*value), low, high);

@@ -212,14 +212,23 @@ TEST_F(HttpTest, WhatIsNoMessageIsRefusedByField) {
   EXPECT_EQ(error(R"({"params": {"seed": -1}})"),
             "params.seed: is -1; use a whole number from 0 to 18446744073709551615");
   EXPECT_EQ(error(R"({"params": {"guidance_scale": "high"}})"),
-            "params.guidance_scale: is \"high\"; use a number");
+            "params.guidance_scale: is \"high\"; use a number within 1.7e308");
   EXPECT_THAT(error(R"({"params": {"steps": 99999999999}})"), HasSubstr("to 2147483647"));
   EXPECT_THAT(error(R"({"params": {"steps": "\n"}})"), HasSubstr("params.steps: is"));
   EXPECT_EQ(error(R"({"params": {"steps": {}}})"),
-            "params.steps: is an object; use a single value");
+            "params.steps: is an object, but takes one value");
   EXPECT_EQ(error(R"({"params": {"request_id": ["a"]}})"),
-            "params.request_id: is a list; use a single value");
+            "params.request_id: is a list, but takes one value");
   EXPECT_EQ(error(R"({"params": {"output": "png"}})"), "params.output: is \"png\"; use an object");
+  EXPECT_EQ(error(R"({"params": {"seeds": [{}]}})"),
+            "params.seeds: is an object, but takes one value");
+  EXPECT_EQ(error(R"({"params": []})"), "params: is a list, but takes one value");
+  EXPECT_EQ(error(R"({"a: b": 3})"),
+            "a: b: is no field here; see /openapi.json for those that there are");
+  EXPECT_EQ(error(R"({"params": {"init_image": {"encoded": "AAAA", "tensor": {}}}})"),
+            "params.init_image: has two fields of which it takes one; leave one out");
+  EXPECT_THAT(error(R"({"params": {"steps": ")" + std::string(2000, 'x') + R"("}})"),
+              HasSubstr("xxx...; use a whole number from "));
   EXPECT_THAT(error(R"({"params": {"sampler": "ddim"}})"),
               HasSubstr("params.sampler: is \"ddim\"; use one of SAMPLER_DDPM, SAMPLER_DDIM, "));
   EXPECT_THAT(error(R"({"params": {"steps": 3)"), HasSubstr("body: is no JSON"));
@@ -589,6 +598,11 @@ TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
        "prompt: is given, and denoised.conditions"},
       {R"({"prompt": "1", "n": -1})", "n: is -1; use 1 to 256"},
       {R"({"prompt": "1", "n": "two"})", "n: is \"two\"; use a whole number"},
+      {R"({"prompt": "1", "n": 18446744073709551615})", "n: is 18446744073709551615; use a whole"},
+      {R"({"prompt": "1", "denoised": {"steps": {}}})",
+       "denoised.steps: is an object, but takes one value"},
+      {R"({"prompt": "1", "denoised": {"steps": [1]}})",
+       "denoised.steps: is a list, but takes one value"},
       {R"({"prompt": "1", "output_compression": 50})", "output_compression: is 50, but PNG"},
       {R"({"prompt": "1", "mask": "x"})", "mask: is for /v1/images/edits"},
       {R"({"prompt": "1", "image": "x"})", "image: is for /v1/images/edits"},
@@ -1096,7 +1110,8 @@ TEST_F(HttpTest, QueriesAreChecked) {
     return answer.Error();
   };
   EXPECT_EQ(error("/v1/jobs?all_clients=yes"), "all_clients: is \"yes\"; use true or false");
-  EXPECT_EQ(error("/v1/jobs?page_size="), "page_size: is \"\"; use a whole number");
+  EXPECT_EQ(error("/v1/jobs?page_size="),
+            "page_size: is \"\"; use a whole number from -2147483648 to 2147483647");
   EXPECT_THAT(error("/v1/jobs?page_size=5&page_size=6"), HasSubstr("a name twice"));
   EXPECT_EQ(error("/v1/generate?stream=maybe"), "stream: is \"maybe\"; use true or false");
   EXPECT_THAT(error("/v1/generate?stream="), StartsWith("stream: is \"\""));
