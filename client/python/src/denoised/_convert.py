@@ -11,7 +11,7 @@ import os
 import random
 import reprlib
 from datetime import datetime, timedelta, timezone
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Type, TypeVar, Union
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Type, TypeVar, Union
 
 from denoised.v1 import image_generation_pb2 as pb
 
@@ -285,8 +285,8 @@ def _among(given: Dict[str, Any], *names: str) -> List[str]:
 def _shown(value: Any) -> str:
     try:
         return reprlib.repr(value)
-    except Exception:  # such as that of an int of more than 4300 digits
-        return f"of type {type(value).__name__}"
+    except ValueError:  # of an int of more than 4300 digits
+        return "too large to be shown"
 
 
 @contextlib.contextmanager
@@ -294,8 +294,11 @@ def _named(name: str, value: Any) -> Iterator[None]:
     """What Python and protobuf refuse of an argument is told with its name."""
     try:
         yield
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{name} is {_shown(value)}: {str(error)[:200]}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = str(error)
+        if len(reason) > 200:  # it quotes the value, and says at the end what is wrong
+            reason = "..." + reason[-200:]
+        raise InvalidArgument(f"{name} is {_shown(value)}: {reason}") from error
 
 
 @contextlib.contextmanager
@@ -317,11 +320,11 @@ def message_of_prompts(given: Dict[str, Any], message: pb.GenerationParams) -> N
     for name in options:
         with _taken(given, name) as value:
             setattr(message.text_options, name, value)
-    values = {name: given.pop(name) for name in others}
+    asked = {name: given.pop(name) for name in others}
     texts: Dict[str, List[Any]] = {}
     for name in others:
-        with _named(name, values[name]):
-            texts[name] = _as_list(values[name], str)
+        with _named(name, asked[name]):
+            texts[name] = _as_list(asked[name], str)
     most = max((len(values) for values in texts.values()), default=0)
     for name in others:
         if len(texts[name]) not in (1, most):
@@ -329,7 +332,7 @@ def message_of_prompts(given: Dict[str, Any], message: pb.GenerationParams) -> N
                                   "another; give one for all, or as many")
     conditions = [message.conditions.add() for _ in range(most)]
     for name in others:
-        with _named(name, values[name]):
+        with _named(name, asked[name]):
             for i, condition in enumerate(conditions):
                 text = texts[name][i % len(texts[name])]
                 if text is not None:
@@ -354,7 +357,10 @@ def message_of_sizes(given: Dict[str, Any], message: pb.SizeConditions) -> None:
 def fields_of(arguments: Dict[str, Any]) -> Dict[str, Any]:
     """Of the arguments of `generate` and `stream`, those that say what to draw."""
     others = ("self", "previews", "timeout", "metadata", "traceparent")
-    return {name: value for name, value in arguments.items() if name not in others}
+    fields = {name: value for name, value in arguments.items() if name not in others}
+    if isinstance(fields["labels"], Iterator):  # they are read twice
+        fields["labels"] = list(fields["labels"])
+    return fields
 
 
 def generation_params(fields: Dict[str, Any]) -> pb.GenerationParams:
@@ -445,8 +451,10 @@ def preview_options(previews: Union[bool, Previews]) -> Optional[pb.PreviewOptio
 
 def needs_names(labels: Any) -> bool:
     """Whether any label is a name, so that the model must be asked for its classes."""
-    return isinstance(labels, str) or (
-        isinstance(labels, Sequence) and any(isinstance(label, str) for label in labels))
+    try:
+        return isinstance(labels, str) or any(isinstance(label, str) for label in labels)
+    except TypeError:  # one number, none, or what is refused later
+        return False
 
 
 def label_indices(labels: Any, of: Model) -> List[int]:
