@@ -120,8 +120,11 @@ absl::Status ReadEnvironment(RunConfig* config) {
     return InvalidArgument(
         "the environment's {} is {}, but no variable says which rank this is; set RANK", size->name,
         config->ranks);
-  if (config->ranks > 1 || (rank && rank->name != "JOB_COMPLETION_INDEX")) {
-    DENOISED_ASSIGN_OR_RETURN(config->rank, IntOf(rank, 0, 0, config->ranks - 1));
+  if (size && rank && (config->ranks > 1 || rank->name != "JOB_COMPLETION_INDEX")) {
+    DENOISED_ASSIGN_OR_RETURN(config->rank, IntOf(rank, 0, 0, 1 << 16));
+    if (config->rank >= config->ranks)
+      return InvalidArgument("the environment's {} is {}, but {} is {}; ranks count from 0",
+                             rank->name, config->rank, size->name, config->ranks);
   }
   // torchrun starts several processes on a node, and sets RANK; Trainer alone starts one.
   if (size && size->name == "PET_NNODES") {

@@ -315,14 +315,21 @@ absl::Status Session::DryRun() {
                  static_cast<double>(pictures_.dataset.size()));
   fmt::print("work         {:.1f} GFLOP a step\n", plan.step_flops / 1e9);
   std::fflush(stdout);
-  exchange_ = training::NewSoleExchange();
-  training::TrainerOptions share = t;  // what each rank does of a step
-  share.batch /= config_.ranks;
-  share.chunks /= config_.ranks;
-  DENOISED_ASSIGN_OR_RETURN(
-      trainer_, Trainer::Make(*backend_, *exchange_, config_.network, share, pictures_.dataset));
-  DENOISED_RETURN_IF_ERROR(LoadFirstWeights());
-  if (config_.ranks > 1) return absl::OkStatus();  // one rank alone cannot be timed
+  // One rank of several cannot be timed, but it can read its weights.
+  const bool alone = config_.ranks == 1;
+  if (alone || config_.pipeline || !config_.init_from.empty()) {
+    exchange_ = training::NewSoleExchange();
+    training::TrainerOptions share = t;  // what each rank does of a step
+    share.batch /= config_.ranks;
+    share.chunks /= config_.ranks;
+    DENOISED_ASSIGN_OR_RETURN(
+        trainer_, Trainer::Make(*backend_, *exchange_, config_.network, share, pictures_.dataset));
+    DENOISED_RETURN_IF_ERROR(LoadFirstWeights());
+  }
+  if (!alone) {
+    fmt::print("time         not measured: this is one of {} ranks\n", config_.ranks);
+    return absl::OkStatus();
+  }
   // The first prepares the kernels, the second records them.
   const int before = config_.cuda ? 2 : 1, steps = config_.cuda ? kDryRunSteps : 1;
   for (int i = 0; i < before; ++i) DENOISED_RETURN_IF_ERROR(trainer_->Step().status());

@@ -314,6 +314,11 @@ class RunTest(unittest.TestCase):
         said = self.train("a", rc=2, env={"WORLD_SIZE": "2", "RANK": "0"},
                           **{"init-from": long, "dry-run": "true"})  # fmt: skip
         self.assertIn(long, said)
+        self.train("good")
+        for begin in (None, self.root / "good/model"):
+            said = self.train("a", env={"WORLD_SIZE": "2", "RANK": "0"},
+                              **{"init-from": begin, "dry-run": "true"})  # fmt: skip
+            self.assertIn("not measured: this is one of 2 ranks", said)
         said = self.train("a", rc=2, env={"TMPDIR": str(self.root / "none")}, **{"dry-run": "true"})
         self.assertIn("set TMPDIR", said)
 
@@ -657,7 +662,8 @@ class RunTest(unittest.TestCase):
         self.assertIn("which rank this is", self.train("x", rc=2, env={"WORLD_SIZE": "2"}))
         self.assertIn("RANK is 1, but no variable says how many", self.train("x", rc=2, env={"RANK": "1"}))
         for ranks in ("2", "1"):
-            self.assertIn("RANK is \"2\"", self.train("x", rc=2, env={"WORLD_SIZE": ranks, "RANK": "2"}))
+            said = self.train("x", rc=2, env={"WORLD_SIZE": ranks, "RANK": "2"})
+            self.assertIn(f"RANK is 2, but WORLD_SIZE is {ranks}", said)
 
     def test_settings_of_a_file_and_flags_that_win(self):
         config = self.root / "run.json"
