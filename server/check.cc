@@ -146,7 +146,8 @@ absl::StatusOr<CatalogOptions> ReadModels(const Config& config, Report* report) 
   return read("");
 }
 
-/// Most steps of the image that is drawn. What is not finite shows in the first; PNDM needs four.
+/// Most steps of the image that is drawn, if its sampler can do with so few. What is not finite
+/// shows in the first; PNDM needs four.
 constexpr int kSteps = 4;
 
 /// Draws an image; says how long that took.

@@ -393,7 +393,7 @@ std::string Explained(const CLI::App& app, const CLI::Error& error) {
        command->get_subcommands([](const CLI::App* each) { return !each->get_group().empty(); })) {
     names.push_back(each->get_name());
   }
-  if (names.empty()) return error.what();  // an option is required
+  if (names.empty()) return error.what();  // an argument is required
   const std::vector<std::string> rest = app.remaining(/*recurse=*/true);
   const std::string wrong = rest.empty() || rest[0].starts_with("-")
                                 ? "A command is required"

@@ -607,7 +607,8 @@ class Translator {
     const int64_t floats = int64_t{width_} * height_ * std::max(model_.channels, 1) * 4;
     if (floats > limits_.max_tensor_bytes / result_.spec.count) {
       const int64_t most = limits_.max_tensor_bytes / floats;
-      Violate("params.count", "asks for {} images of {} bytes as float32, and all may have {}; {}",
+      Violate("params.count",
+              "asks for {} images of {} bytes each as float32; together they may have {}; {}",
               result_.spec.count, floats, limits_.max_tensor_bytes,
               most > 0 ? fmt::format("use 1 to {} of this size", most) : "use a smaller size");
       return;

@@ -93,12 +93,13 @@ TEST(TranslateTest, TheServersLimitsHold) {
             "params.height asks for 8×8 pixels; use at most 63 in all");
   EXPECT_EQ(refused({.max_image_pixels = 64}, [](Params) {}), "accepted");
   EXPECT_EQ(refused({.max_tensor_bytes = 3 * 256}, [](Params p) { p->set_count(3); }), "accepted");
-  EXPECT_EQ(
-      refused({.max_tensor_bytes = 3 * 256 - 1}, [](Params p) { p->set_count(3); }),
-      "params.count asks for 3 images of 256 bytes as float32, and all may have 767; use 1 to 2 of "
-      "this size");
+  EXPECT_EQ(refused({.max_tensor_bytes = 3 * 256 - 1}, [](Params p) { p->set_count(3); }),
+            "params.count asks for 3 images of 256 bytes each as float32; together they may have "
+            "767; use 1 to 2 of "
+            "this size");
   EXPECT_EQ(refused({.max_tensor_bytes = 255}, [](Params p) { p->set_count(1); }),
-            "params.count asks for 1 images of 256 bytes as float32, and all may have 255; use a "
+            "params.count asks for 1 images of 256 bytes each as float32; together they may have "
+            "255; use a "
             "smaller size");
 }
 
