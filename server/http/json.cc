@@ -208,10 +208,11 @@ FieldViolation Violation(const std::string& problem) {
   }
   if (rest.starts_with(": ")) return Described(field, rest.substr(2));
   if (rest.starts_with(' ')) rest.erase(0, 1);
-  for (const std::string_view known : {kUnknownField, kListForOne}) {
-    if (!rest.ends_with(": " + std::string(known))) continue;
-    const std::string name = rest.substr(0, rest.size() - known.size() - 2);
-    return Described(field.empty() ? name : field + "." + name, std::string(known));
+  const size_t colon = rest.rfind(": ");
+  const std::string said = colon == std::string::npos ? "" : rest.substr(colon + 2);
+  if (said == kUnknownField || said == kListForOne) {
+    const std::string name = rest.substr(0, colon);
+    return Described(field.empty() ? name : field + "." + name, said);
   }
   return Described(field, rest);
 }
