@@ -181,10 +181,14 @@ FieldViolation Described(const std::string& field, const std::string& problem) {
   if (problem.starts_with(kInvalid) && at != std::string::npos) {
     const std::string value = problem.substr(kInvalid.size(), at - kInvalid.size());
     const std::string type = problem.substr(at + kType.size());
-    // Protobuf has the field's name in the place of the type, though not in that of an element.
+    // Protobuf puts the field's name where the type stands. An element's field has it already.
     if (value == "Starting an object on a scalar field") {
-      const std::string inner = field.empty() ? type : field + "." + type;
-      return {field.ends_with(type) ? field : inner, "is an object, but takes one value"};
+      const std::string inner = "." + type;
+      const bool whole = field == type || field.ends_with(inner);
+      return {whole           ? field
+              : field.empty() ? type
+                              : field + inner,
+              "is an object, but takes one value"};
     }
     if (type == "oneof") return {field, "has two fields of which it takes one; leave one out"};
     if (const std::string takes = Takes(type); !takes.empty())
