@@ -3,6 +3,8 @@
 
 #include <cmath>
 
+#include "engine/backend/network_ops.h"
+
 namespace denoised::training {
 namespace {
 
