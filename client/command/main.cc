@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <iostream>
+#include <numeric>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -382,19 +383,70 @@ std::vector<std::string> WithEmptyValues(const CLI::App& app,
   return all;
 }
 
-/// What is wrong with the command line. Of a word that is no command CLI11 says only that one is
-/// required.
-std::string Explained(const CLI::App& app, const CLI::Error& error) {
-  if (error.get_name() != "RequiredError") return error.what();
+/// The command that was given, or its parent: the last that is known.
+const CLI::App* CommandOf(const CLI::App& app) {
   const CLI::App* command = &app;
   while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
+  return command;
+}
+
+/// The number of letters to insert, remove or change (Levenshtein) to make `b` of `a`.
+size_t Distance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), 0);
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t changed = diagonal + (a[i - 1] != b[j - 1] ? 1 : 0);
+      diagonal = std::exchange(row[j], std::min({row[j] + 1, row[j - 1] + 1, changed}));
+    }
+  }
+  return row[b.size()];
+}
+
+/// An option that neither the command nor `denoise` has, and the one that may be meant.
+std::string UnknownOption(const CLI::App& app, const std::string& given) {
+  const std::string name = given.substr(0, given.find('='));
+  constexpr size_t kMostTypos = 2;
+  std::string close;
+  size_t least = kMostTypos + 1;
+  for (const CLI::App* command = CommandOf(app); command != nullptr;
+       command = command->get_parent()) {
+    for (const CLI::Option* option : command->get_options()) {
+      for (const std::string& known : option->get_lnames()) {
+        const size_t distance = Distance(name, "--" + known);
+        if (!option->get_group().empty() && distance < least) least = distance, close = known;
+      }
+    }
+  }
+  return fmt::format("{} is no option{}", name,
+                     close.empty() ? "" : fmt::format("; did you mean --{}?", close));
+}
+
+/// What is wrong with the command line. Of a word that is no command CLI11 says only that one is
+/// required; of an unknown option, whatever else it did not expect.
+std::string Explained(const CLI::App& app, const CLI::Error& error) {
+  const std::vector<std::string> rest = app.remaining(/*recurse=*/true);
+  const auto option = std::find_if(rest.begin(), rest.end(), [](const std::string& text) {
+    return text.size() > 1 && text.starts_with("-");
+  });
+  const bool is_unknown = option != rest.end() && *option != "--";
+  // Its name may be that of the command.
+  const bool is_extra = error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError);
+  if (is_extra && is_unknown) return UnknownOption(app, *option);
+  if (error.get_name() != "RequiredError") return error.what();
+  const CLI::App* command = CommandOf(app);
   std::vector<std::string> names;
   for (const CLI::App* each :
        command->get_subcommands([](const CLI::App* each) { return !each->get_group().empty(); })) {
     names.push_back(each->get_name());
   }
   if (names.empty()) return error.what();  // an argument is required
-  const std::vector<std::string> rest = app.remaining(/*recurse=*/true);
+  const auto has_it = [&](const CLI::App* each) {
+    return each->get_option_no_throw(rest[0].substr(0, rest[0].find('='))) != nullptr;
+  };
+  if (is_unknown && option == rest.begin() && command->get_subcommands(has_it).empty())
+    return UnknownOption(app, *option);
   const std::string wrong = rest.empty() || rest[0].starts_with("-")
                                 ? "A command is required"
                                 : fmt::format("\"{}\" is no command", rest[0]);

@@ -486,7 +486,18 @@ TEST_F(CliTest, AWordThatIsNoCommandIsNamedWithThoseThereAre) {
   EXPECT_THAT(Run({"generat", "--json"}).err,
               HasSubstr("\"generat\" is no command; use generate, models, jobs, "));
   EXPECT_THAT(Run({"jobs", "lst"}).err, HasSubstr("\"lst\" is no command; use list, get, "));
-  for (const char* word : {"--servr", "--prompt", "--"})
+  // An option that nobody has, wherever it stands, and the one that is near.
+  const auto unknown = [&](const std::vector<std::string>& arguments, const std::string& message) {
+    const auto result = Run(arguments);
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_THAT(result.err, testing::StartsWith(message + "\n"));
+  };
+  unknown({"--servr", "x", "health"}, "--servr is no option; did you mean --server?");
+  unknown({"generate", "a", "--sedd=4"}, "--sedd is no option; did you mean --seed?");
+  unknown({"generate", "a", "--seed", "4", "--upside-down"}, "--upside-down is no option");
+  unknown({"health", "-q"}, "-q is no option");
+  unknown({"--servr"}, "--servr is no option; did you mean --server?");
+  for (const char* word : {"--seed", "--"})
     EXPECT_THAT(Run({word}).err, HasSubstr("A command is required; use generate, ")) << word;
   EXPECT_THAT(Run({"jobs"}).err, HasSubstr("A command is required; use list, get, "));
 }
