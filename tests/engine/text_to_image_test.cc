@@ -13,6 +13,8 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <random>
+#include <set>
 #include <thread>
 #include <tuple>
 
@@ -237,6 +239,21 @@ class TextToImage : public ::testing::Test {
   std::unique_ptr<Engine> engine_;
 };
 
+/// A picture, and the mask of a part of it.
+Tensor Picture(int size, uint32_t seed) {
+  Tensor image = Tensor::Host({size, size, 3}, DType::kF32);
+  for (int64_t i = 0; i < image.elements(); ++i)
+    image.as<float>()[i] = std::sin(0.1f * static_cast<float>((i * 7 + seed * 13) % 97));
+  return image;
+}
+Tensor HalfMask(int size, int from) {
+  Tensor mask = Tensor::Host({size, size}, DType::kF32);
+  for (int y = 0; y < size; ++y)
+    for (int x = 0; x < size; ++x)
+      mask.as<float>()[y * size + x] = x + y >= from && x < size - 3 ? 1.0f : 0.0f;
+  return mask;
+}
+
 /// Requests of all kinds side by side, some of them cancelled: every image has the bits that it has
 /// alone.
 class TextToImageCompany : public TextToImage, public ::testing::WithParamInterface<Target> {};
@@ -268,6 +285,70 @@ TEST_P(TextToImageCompany, BitsDoNotDependOnIt) {
     ASSERT_EQ(alone.size(), static_cast<size_t>(specs[i].count));
     ExpectSameBits(alone, together[i]->images(), i);
   }
+}
+
+/// A queue of random requests: what a user may combine, as far as the model takes it.
+TEST_P(TextToImageCompany, BitsDoNotDependOnARandomQueue) {
+  EngineOptions options = GetParam().options;
+  if (options.device == "cuda") DENOISED_NEEDS_GPU();
+  options.max_rows = 9;
+  options.max_slots = 6;
+  options.keep_evaluations = 0;
+  Open("sdxl", options);
+  constexpr int kSeeds = 3, kRequests = 14;
+  std::set<Sampler> drawn_with;
+  for (int seed = 1; seed <= kSeeds; ++seed) {
+    std::mt19937_64 random(seed);
+    const auto below = [&](int count) { return static_cast<int>(random() % count); };
+    const char* const texts[] = {"", "a red apple", "two apples!", "thin threads in the oven"};
+    const auto text = [&] { return texts[below(4)] + Repeated(" the oven", below(3) * below(40)); };
+    std::vector<JobSpec> specs;
+    while (specs.size() < kRequests) {
+      JobSpec spec = Spec({text()}, random() % 10000, 1 + below(3));
+      if (below(2)) spec.prompts[0].negative = text();
+      if (below(4) == 0) spec.prompts[0].text_2 = text();
+      spec.clip_skip = below(4) == 0;
+      spec.sampler.sampler = AllSamplers()[below(static_cast<int>(AllSamplers().size()))];
+      spec.sampler.steps = 1 + below(6);
+      spec.guidance_scale = below(4) == 0 ? 1.0 : 1.5 + below(6);
+      if (*spec.guidance_scale > 1 && below(4) == 0) spec.guidance_rescale = 0.7;
+      if (*spec.guidance_scale > 1 && below(4) == 0) spec.guidance_stop = 0.5;
+      const int sizes[] = {16, 24, 32};
+      spec.height = sizes[below(3)], spec.width = sizes[below(3)];
+      if (below(3) == 0) {
+        spec.width = spec.height;
+        spec.init_image = Picture(spec.height, below(50));
+        if (below(2)) spec.mask = HalfMask(spec.height, 3 + below(9));
+        spec.sampler.strength = 0.3 + 0.1 * below(8);
+      }
+      spec.previews = below(3) == 0;
+      spec.priority = below(3) == 0 ? Priority::kInteractive : Priority::kNormal;
+      std::vector<FieldViolation> violations;
+      // Some samplers are for other models, or need more steps.
+      if (!engine_->Resolve(spec, &violations).ok() || !violations.empty()) continue;
+      drawn_with.insert(*spec.sampler.sampler);
+      specs.push_back(std::move(spec));
+    }
+    const EngineStats before = engine_->Stats()[0];
+    std::vector<std::shared_ptr<Collector>> together;
+    for (const JobSpec& spec : specs) {
+      together.push_back(Submit(*engine_, spec));
+      // The next ones join at different steps.
+      const int steps = below(3);
+      while (together.back()->progress() < steps && !together.back()->done())
+        std::this_thread::yield();
+    }
+    for (const auto& job : together) ASSERT_TRUE(job->Wait().ok()) << job->Wait();
+    const EngineStats now = engine_->Stats()[0];
+    EXPECT_GT(now.rows - before.rows, now.evaluations - before.evaluations) << "each was alone";
+    for (size_t i = 0; i < specs.size(); ++i) {
+      SCOPED_TRACE(fmt::format("seed {}, {}", seed, Name(*specs[i].sampler.sampler)));
+      const auto alone = Draw(specs[i]);
+      ASSERT_EQ(alone.size(), static_cast<size_t>(specs[i].count));
+      ExpectSameBits(alone, together[i]->images(), i);
+    }
+  }
+  EXPECT_GT(drawn_with.size(), 10u);
 }
 
 /// On a machine with two GPUs: a queue over both, and each alone.
@@ -327,21 +408,6 @@ TEST_F(TextToImage, LongPromptsAreReadInChunks) {
   EXPECT_EQ(job->prompts_read[1].text.cut_off, "");
   spec.max_chunks = 4;
   EXPECT_THAT(Violated(spec), ::testing::ElementsAre("max_chunks"));
-}
-
-/// A picture, and the mask of a part of it.
-Tensor Picture(int size, uint32_t seed) {
-  Tensor image = Tensor::Host({size, size, 3}, DType::kF32);
-  for (int64_t i = 0; i < image.elements(); ++i)
-    image.as<float>()[i] = std::sin(0.1f * static_cast<float>((i * 7 + seed * 13) % 97));
-  return image;
-}
-Tensor HalfMask(int size, int from) {
-  Tensor mask = Tensor::Host({size, size}, DType::kF32);
-  for (int y = 0; y < size; ++y)
-    for (int x = 0; x < size; ++x)
-      mask.as<float>()[y * size + x] = x + y >= from && x < size - 3 ? 1.0f : 0.0f;
-  return mask;
 }
 
 /// The same for masks, guidance in an interval, rescaled guidance and three rows. With few slots

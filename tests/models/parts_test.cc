@@ -63,13 +63,20 @@ class PartTest : public ::testing::TestWithParam<std::tuple<std::string, Target>
     const std::string prefix = folder == "text_encoder"     ? "text."
                                : folder == "text_encoder_2" ? "text_2."
                                                             : "vae.";
+    const std::map<std::string, Tensor> all = std::exchange(io_, {});
     std::map<std::string, Tensor> taken;
-    for (const auto& [name, tensor] : std::exchange(io_, {}))
+    for (const auto& [name, tensor] : all)
       if (name.rfind(prefix, 0) == 0) taken[name.substr(prefix.size())] = tensor;
-    if (prefix == "vae.") {  // they are unscaled, as the decoder of diffusers takes them
-      std::vector<float> latents = taken.at("latents").ToFloats();
-      for (float& value : latents) value *= json_["scaling_factor"].get<float>();
-      taken["latents"] = Tensor::HostF32(taken.at("latents").shape(), latents);
+    if (prefix == "vae.") {  // latents are unscaled, as diffusers' decoder takes them
+      const auto scaled = [&](const std::string& name) {
+        std::vector<float> latents = all.at(name).ToFloats();
+        for (float& value : latents) value *= json_.value("scaling_factor", 0.18215f);
+        return Tensor::HostF32(all.at(name).shape(), latents);
+      };
+      taken["latents"] = scaled("vae.latents");
+      if (all.count("vae.encoded")) taken["mode"] = scaled("vae.encoded");
+      taken["latents_5x3"] = scaled("vae_5x3.latents");
+      taken["decoded_5x3"] = all.at("vae_5x3.decoded");
     } else {
       const int layers = json_["num_hidden_layers"];
       taken[fmt::format("encoder.layers.{}", layers - 2)] = taken.at("penultimate");
@@ -168,6 +175,18 @@ TEST_P(CodecTest, DecodesAndEncodesLikeDiffusers) {
   }
 }
 
+/// Of a pipeline's decoder, latents of 5×3.
+TEST_P(CodecTest, DecodesASizeThatDoesNotHalve) {
+  if (!io_.count("latents_5x3")) return;
+  const auto codec = Load(json_);
+  ASSERT_NE(codec, nullptr);
+  Outputs outputs;
+  nn::Context context = MakeContext(outputs);
+  const Tensor decoded = codec->Decode(context, Image("latents_5x3"));
+  outputs.downloads["decoded"] = backend_->BeginDownload(decoded);
+  Expect(outputs, "decoded", "decoded_5x3", target().tolerance);
+}
+
 TEST_P(CodecTest, ARowHasTheBitsOfARowAlone) {
   const auto codec = Load(json_);
   ASSERT_NE(codec, nullptr);
@@ -212,7 +231,9 @@ INSTANTIATE_TEST_SUITE_P(Diffusers, CodecTest,
                          ::testing::Combine(::testing::ValuesIn(Cases({"kl", "vq", "tiny"},
                                                                       {"latent/sd1/vae",
                                                                        "latent/sd2/vae",
-                                                                       "latent/sdxl/vae"})),
+                                                                       "latent/sdxl/vae",
+                                                                       "latent/ldm/vqvae",
+                                                                       "latent/tiny_vae/vae"})),
                                             ::testing::ValuesIn(Targets())),
                          CaseName);
 

@@ -116,17 +116,22 @@ class UNet2DConditionParity : public ::testing::TestWithParam<std::tuple<const c
       prompts.pooled = Activations(goldens_.at(prefix + ".text_embeds"));
       prompts.sizes = Upload(Floats(prefix + ".time_ids"), {2 * traits.size_numbers}, DType::kF32);
     }
+    // The scales of the goldens' timestep_cond.
+    if (traits.guidance_embedding) prompts.guidance = Upload({7.5f, 2.0f}, {2}, DType::kF32);
     const int64_t tokens = prompts.states.dim(1);
     ConditionSets made{.keys_values = context.New({2, tokens, traits.key_value_columns})};
     if (pools) made.vectors = context.New({2, traits.vector_features});
+    if (traits.guidance_embedding) made.times = context.New({2, traits.time_features});
     (*model)->Condition(context, prompts, made);
     ConditionSets sets{
         .keys_values = New({5, tokens, traits.key_value_columns}, dtype),
         .key_counts = Upload(std::vector<float>(5, static_cast<float>(tokens)), {5}, DType::kI32)};
     if (pools) sets.vectors = New({5, traits.vector_features}, dtype);
+    if (traits.guidance_embedding) sets.times = New({5, traits.time_features}, dtype);
     for (const auto& [row, set] : {std::pair{0, 3}, std::pair{1, 1}}) {
       backend_->Copy(made.keys_values.Slice(row, 1), sets.keys_values.Slice(set, 1));
       if (pools) backend_->Copy(made.vectors.Slice(row, 1), sets.vectors.Slice(set, 1));
+      if (made.times) backend_->Copy(made.times.Slice(row, 1), sets.times.Slice(set, 1));
     }
 
     DenoiserInput input;
@@ -220,6 +225,42 @@ TEST(UNet2DConditionConfigTest, RefusesByName) {
           "'sample_size' is 60: must be a multiple of 8, since 3 blocks halve it without padding");
 }
 
+/// Each field that diffusers' class has and that this one does not honour.
+TEST(UNet2DConditionConfigTest, RefusesEachFieldThatItDoesNotHonour) {
+  const std::vector<std::pair<std::string, nlohmann::json>> fields = {
+      {"only_cross_attention", true},
+      {"dual_cross_attention", true},
+      {"mid_block_only_cross_attention", true},
+      {"reverse_transformer_layers_per_block", {1, 2, 3, 4}},
+      {"num_attention_heads", 8},
+      {"encoder_hid_dim", 768},
+      {"encoder_hid_dim_type", "text_proj"},
+      {"class_embed_type", "timestep"},
+      {"num_class_embeds", 10},
+      {"class_embeddings_concat", true},
+      {"time_embedding_type", "fourier"},
+      {"time_embedding_act_fn", "gelu"},
+      {"timestep_post_act", "silu"},
+      {"conv_in_kernel", 5},
+      {"conv_out_kernel", 5},
+      {"attention_type", "gated"},
+      {"cross_attention_norm", "layer_norm"},
+      {"resnet_skip_time_act", true},
+      {"resnet_out_scale_factor", 0.5},
+      {"down_block_types",
+       {"SimpleCrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D",
+        "DownBlock2D"}},
+      {"addition_embed_type", "image"}};
+  for (const auto& [field, value] : fields) {
+    nlohmann::json json = ConfigOf("configs/sd15-unet");
+    json[field] = value;
+    const absl::Status status = UNet2DConditionConfig::Parse(json, "config.json").status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << field;
+    EXPECT_THAT(std::string(status.message()),
+                ::testing::HasSubstr(fmt::format("field '{}' is ", field)));
+  }
+}
+
 /// Without padding an odd size is halved downwards, which the way up does not meet again.
 TEST(UNet2DConditionConfigTest, WithoutPaddingSizesMustHalve) {
   const auto backend = OpenBackend({.device = "cpu"}).value();
@@ -278,7 +319,7 @@ const Target kTargets[] = {
 
 INSTANTIATE_TEST_SUITE_P(Diffusers, UNet2DConditionParity,
                          ::testing::Combine(::testing::Values("sd1", "sd2", "sdxl", "inpaint",
-                                                              "pix2pix"),
+                                                              "pix2pix", "lcm"),
                                             ::testing::ValuesIn(kTargets)),
                          [](const auto& info) {
                            return std::string(std::get<0>(info.param)) + "_" +
