@@ -227,15 +227,14 @@ INSTANTIATE_TEST_SUITE_P(Diffusers, WrongCodecTest,
                          ::testing::Combine(::testing::Values("parts/kl", "parts/vq", "parts/tiny"),
                                             ::testing::ValuesIn(Targets())),
                          CaseName);
-INSTANTIATE_TEST_SUITE_P(Diffusers, CodecTest,
-                         ::testing::Combine(::testing::ValuesIn(Cases({"kl", "vq", "tiny"},
-                                                                      {"latent/sd1/vae",
-                                                                       "latent/sd2/vae",
-                                                                       "latent/sdxl/vae",
-                                                                       "latent/ldm/vqvae",
-                                                                       "latent/tiny_vae/vae"})),
-                                            ::testing::ValuesIn(Targets())),
-                         CaseName);
+INSTANTIATE_TEST_SUITE_P(
+    Diffusers, CodecTest,
+    ::testing::Combine(::testing::ValuesIn(Cases({"kl", "vq", "tiny"},
+                                                 {"latent/sd1/vae", "latent/sd2/vae",
+                                                  "latent/sdxl/vae", "latent/ldm/vqvae",
+                                                  "latent/tiny_vae/vae"})),
+                       ::testing::ValuesIn(Targets())),
+    CaseName);
 
 class TextTest : public PartTest {
  protected:
