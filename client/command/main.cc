@@ -404,15 +404,43 @@ size_t Distance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
-/// An option that neither the command nor `denoise` has, and the one that may be meant.
+bool HasOption(const CLI::App& command, const std::string& name) {
+  const CLI::Option* const option = command.get_option_no_throw(name);
+  return option != nullptr && !option->get_group().empty();
+}
+
+/// Adds the commands below `parent` that have the option, as they are called ("jobs list").
+void AddCommandsWith(const std::string& name, const CLI::App& parent, const std::string& path,
+                     std::vector<std::string>* found) {
+  for (const CLI::App* command :
+       parent.get_subcommands([](const CLI::App* each) { return !each->get_group().empty(); })) {
+    const std::string called = path + command->get_name();
+    if (HasOption(*command, name)) found->push_back(called);
+    AddCommandsWith(name, *command, called + " ", found);
+  }
+}
+std::vector<std::string> CommandsWith(const std::string& name, const CLI::App& app) {
+  std::vector<std::string> found;
+  AddCommandsWith(name, app, "", &found);
+  return found;
+}
+
+std::string NameOf(const std::string& option) { return option.substr(0, option.find('=')); }
+
+/// What is wrong with an option that the command does not have, or not at this place.
 std::string UnknownOption(const CLI::App& app, const std::string& given) {
-  const std::string name = given.substr(0, given.find('='));
-  constexpr size_t kMostTypos = 2;
+  const std::string name = NameOf(given);
+  const CLI::App* const command = CommandOf(app);
+  if (HasOption(*command, name)) return fmt::format("{} must follow {}", name, command->get_name());
+  const std::vector<std::string> others = CommandsWith(name, app);
+  if (!others.empty()) {
+    return fmt::format("{} is no option of {}, but of {}", name, command->get_name(),
+                       fmt::join(others, ", "));
+  }
   std::string close;
-  size_t least = kMostTypos + 1;
-  for (const CLI::App* command = CommandOf(app); command != nullptr;
-       command = command->get_parent()) {
-    for (const CLI::Option* option : command->get_options()) {
+  size_t least = std::min<size_t>(2, (name.size() - 1) / 3) + 1;  // of a few letters all are near
+  for (const CLI::App* at = command; at != nullptr; at = at->get_parent()) {
+    for (const CLI::Option* option : at->get_options()) {
       for (const std::string& known : option->get_lnames()) {
         const size_t distance = Distance(name, "--" + known);
         if (!option->get_group().empty() && distance < least) least = distance, close = known;
@@ -431,7 +459,7 @@ std::string Explained(const CLI::App& app, const CLI::Error& error) {
     return text.size() > 1 && text.starts_with("-");
   });
   const bool is_unknown = option != rest.end() && *option != "--";
-  // Its name may be that of the command.
+  // CLI11 names this error after the command, so its exit code tells what it is.
   const bool is_extra = error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError);
   if (is_extra && is_unknown) return UnknownOption(app, *option);
   if (error.get_name() != "RequiredError") return error.what();
@@ -442,10 +470,7 @@ std::string Explained(const CLI::App& app, const CLI::Error& error) {
     names.push_back(each->get_name());
   }
   if (names.empty()) return error.what();  // an argument is required
-  const auto has_it = [&](const CLI::App* each) {
-    return each->get_option_no_throw(rest[0].substr(0, rest[0].find('='))) != nullptr;
-  };
-  if (is_unknown && option == rest.begin() && command->get_subcommands(has_it).empty())
+  if (is_unknown && option == rest.begin() && CommandsWith(NameOf(*option), app).empty())
     return UnknownOption(app, *option);
   const std::string wrong = rest.empty() || rest[0].starts_with("-")
                                 ? "A command is required"

@@ -1074,7 +1074,7 @@ def pipelines(data):
         f"{of_rounds(later)} s" if later else "", f"≤ {SDXL_START_BAR} s", f"{SDXL_START_AIM} s",
         [-each for each in later], -SDXL_START_BAR)
     if first is not None:
-        rows.append(["the same, the first start on a machine, which measures its kernels", "",
+        rows.append(["SDXL, the first start on a machine, which measures its kernels", "",
                      f"{first:.1f} s", 1, "", "", "", ""])
     return origin(*contexts) + table(
         ["What", "Beside", "denoised", "Rounds", "Rows of an evaluation", "Reach", "Aim", ""],

@@ -496,6 +496,10 @@ TEST_F(CliTest, AWordThatIsNoCommandIsNamedWithThoseThereAre) {
   unknown({"generate", "a", "--sedd=4"}, "--sedd is no option; did you mean --seed?");
   unknown({"generate", "a", "--seed", "4", "--upside-down"}, "--upside-down is no option");
   unknown({"health", "-q"}, "-q is no option");
+  unknown({"health", "--host", "x"}, "--host is no option");  // nothing is near
+  // One that another command has, or that stands before its own.
+  unknown({"health", "--sampler", "ddim"}, "--sampler is no option of health, but of generate");
+  unknown({"--seed", "4", "generate", "a"}, "--seed must follow generate");
   unknown({"--servr"}, "--servr is no option; did you mean --server?");
   for (const char* word : {"--seed", "--"})
     EXPECT_THAT(Run({word}).err, HasSubstr("A command is required; use generate, ")) << word;

@@ -225,7 +225,7 @@ TEST(UNet2DConditionConfigTest, RefusesByName) {
           "'sample_size' is 60: must be a multiple of 8, since 3 blocks halve it without padding");
 }
 
-/// Each field that diffusers' class has and that this one does not honour.
+/// Values of diffusers' class that this one does not honour, of each field that has some.
 TEST(UNet2DConditionConfigTest, RefusesEachFieldThatItDoesNotHonour) {
   const std::vector<std::pair<std::string, nlohmann::json>> fields = {
       {"only_cross_attention", true},
@@ -250,6 +250,11 @@ TEST(UNet2DConditionConfigTest, RefusesEachFieldThatItDoesNotHonour) {
       {"down_block_types",
        {"SimpleCrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D",
         "DownBlock2D"}},
+      {"up_block_types",
+       {"UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "SimpleCrossAttnUpBlock2D"}},
+      {"mid_block_type", "UNetMidBlock2DSimpleCrossAttn"},
+      {"act_fn", "tanh"},
+      {"resnet_time_scale_shift", "spatial"},
       {"addition_embed_type", "image"}};
   for (const auto& [field, value] : fields) {
     nlohmann::json json = ConfigOf("configs/sd15-unet");
