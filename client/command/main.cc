@@ -404,6 +404,11 @@ size_t Distance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
+/// The commands below `app` that help and completion show.
+std::vector<const CLI::App*> ShownCommands(const CLI::App& app) {
+  return app.get_subcommands([](const CLI::App* each) { return !each->get_group().empty(); });
+}
+
 bool HasOption(const CLI::App& command, const std::string& name) {
   const CLI::Option* const option = command.get_option_no_throw(name);
   return option != nullptr && !option->get_group().empty();
@@ -412,8 +417,7 @@ bool HasOption(const CLI::App& command, const std::string& name) {
 /// Adds the commands below `parent` that have the option, as they are called ("jobs list").
 void AddCommandsWith(const std::string& name, const CLI::App& parent, const std::string& path,
                      std::vector<std::string>* found) {
-  for (const CLI::App* command :
-       parent.get_subcommands([](const CLI::App* each) { return !each->get_group().empty(); })) {
+  for (const CLI::App* command : ShownCommands(parent)) {
     const std::string called = path + command->get_name();
     if (HasOption(*command, name)) found->push_back(called);
     AddCommandsWith(name, *command, called + " ", found);
@@ -463,12 +467,8 @@ std::string Explained(const CLI::App& app, const CLI::Error& error) {
   const bool is_extra = error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError);
   if (is_extra && is_unknown) return UnknownOption(app, *option);
   if (error.get_name() != "RequiredError") return error.what();
-  const CLI::App* command = CommandOf(app);
   std::vector<std::string> names;
-  for (const CLI::App* each :
-       command->get_subcommands([](const CLI::App* each) { return !each->get_group().empty(); })) {
-    names.push_back(each->get_name());
-  }
+  for (const CLI::App* each : ShownCommands(*CommandOf(app))) names.push_back(each->get_name());
   if (names.empty()) return error.what();  // an argument is required
   if (is_unknown && option == rest.begin() && CommandsWith(NameOf(*option), app).empty())
     return UnknownOption(app, *option);

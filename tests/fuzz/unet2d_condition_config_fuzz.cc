@@ -21,10 +21,9 @@ bool IsSmall(const UNet2DConditionConfig& config) {
   };
   return config.block_out_channels.size() <= 3 && most(config.block_out_channels) <= 64 &&
          most(config.layers_per_block) <= 2 && most(config.transformer_layers_per_block) <= 2 &&
-         config.in_channels <= 12 && config.out_channels <= 12 && config.sample_height <= 64 &&
-         config.sample_width <= 64 && config.cross_attention_dim <= 128 &&
-         config.time_embedding_dim <= 256 && config.time_cond_proj_dim <= 64 &&
-         config.projection_class_embeddings_input_dim <= 256;
+         config.in_channels <= 12 && config.out_channels <= 12 &&
+         config.cross_attention_dim <= 128 && config.time_embedding_dim <= 256 &&
+         config.time_cond_proj_dim <= 64 && config.projection_class_embeddings_input_dim <= 256;
 }
 
 /// Conditions two sets of three tokens, then evaluates one row of the smallest size.
