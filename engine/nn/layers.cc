@@ -22,8 +22,8 @@ Tensor NewRounded(Context& context, const Shape& shape, int rounded_bytes) {
 }
 /// The same in the memory of `tensor`.
 Tensor RoundedIn(const Tensor& tensor, const Shape& shape, int rounded_bytes) {
-  const Tensor rounded(tensor.data(), WithFeatures(shape, rounded_bytes), DType::kU8,
-                       tensor.device(), std::make_shared<const Tensor>(tensor));
+  Tensor rounded(tensor.data(), WithFeatures(shape, rounded_bytes), DType::kU8, tensor.device(),
+                 std::make_shared<const Tensor>(tensor));
   DENOISED_CHECK(rounded.bytes() <= tensor.bytes(), "{} bytes in {}", rounded.bytes(),
                  tensor.bytes());
   return rounded;
