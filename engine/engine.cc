@@ -24,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kMaxEdgeOverNative = 4;
 // Images that are decoded side by side. More are hardly faster for each.
-constexpr int kMaxDecodes = 8;
+constexpr int kMaxImages = 8;
 
 /// The engine over one or more devices of one kind, each with every model. All share one queue.
 class DeviceEngine final : public Engine {
@@ -474,11 +474,12 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   if (pipeline.image_input == ImageInput::kWhole) model.max_rows = std::max(model.max_rows, 3);
   model.slots = options_.max_slots ? options_.max_slots : model.max_rows;
   model.max_evaluations = options_.max_evaluations;
-  if (device.gains_from_batches) model.max_decodes = kMaxDecodes;
+  if (device.gains_from_batches) model.max_images = kMaxImages;
 
-  const CodecTraits codec =
-      model.codec ? model.codec->traits()
-                  : CodecTraits{.image_channels = traits.channels, .factor = 1, .encodes = true};
+  const CodecTraits codec = model.codec ? model.codec->traits()
+                                        : CodecTraits{.image_channels = traits.channels,
+                                                      .factor = 1,
+                                                      .encoded_channels = traits.channels};
   info->architecture = directory.unet().class_name;
   info->pipeline = directory.pipeline_class;
   info->parameters = pipeline.parameters;
@@ -493,7 +494,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   info->latent_factor = codec.factor;
   info->latent_channels = traits.channels;
   if (info->prompts) info->stages.push_back(Stage::kCondition);
-  if (model.codec && codec.encodes) info->stages.push_back(Stage::kEncode);
+  if (model.codec && codec.encodes()) info->stages.push_back(Stage::kEncode);
   info->stages.push_back(Stage::kDenoise);
   if (model.codec) info->stages.push_back(Stage::kDecode);
   if (model.preview_codec) info->preview_decoders.push_back(PreviewDecoder::kTiny);
@@ -506,10 +507,10 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   model.measures_outputs = info->guidance_rescale || scheduler.measures_outputs();
   const bool reads_mask = model.image_input == ImageInput::kMasked,
              reads_image = model.image_input == ImageInput::kWhole;
-  info->images = {.init = codec.encodes,
+  info->images = {.init = codec.encodes(),
                   .required = reads_mask || reads_image,
-                  .strength = codec.encodes && !reads_image,
-                  .mask = codec.encodes && !reads_image,
+                  .strength = codec.encodes() && !reads_image,
+                  .mask = codec.encodes() && !reads_image,
                   .mask_required = reads_mask,
                   .guidance = reads_image && info->guidance,
                   .default_strength = files.default_strength,

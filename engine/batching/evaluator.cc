@@ -11,13 +11,6 @@
 namespace denoised {
 namespace {
 
-// Decoding twice as many images together must save this share of the time per image.
-constexpr double kDecodeGain = 0.05;
-// Several images count as taking the time of one image if they take at most this much longer.
-constexpr double kOneImage = 1.1;
-// A run that takes this many seconds fills the device: with more rows, or images, the time of each
-// stays the same.
-constexpr double kFillsDevice = 0.03;
 constexpr EvaluationRow kPadding = {.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0};
 
 // Powers of two if rows are padded; otherwise every count is a bucket of its own.
@@ -40,7 +33,22 @@ Evaluator::Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser,
     : backend_(backend),
       denoiser_(std::move(denoiser)),
       options_(options),
-      buckets_(Buckets(backend.capabilities().pads_rows, options.max_rows)) {}
+      buckets_(Buckets(backend.capabilities().pads_rows, options.max_rows)) {
+  const auto decodes = [&](const std::shared_ptr<const Codec>& codec,
+                           std::optional<CodecStage>* stage) {
+    if (!codec) return;
+    stage->emplace(
+        backend_,
+        [codec](nn::Context& context, const Tensor& latents) {
+          return codec->Decode(context, latents);
+        },
+        Shape{options_.height, options_.width, codec->traits().latent_channels});
+  };
+  decodes(options_.codec, &decoding_);
+  decodes(options_.preview_codec, &preview_);
+  if (options_.codec && options_.codec->traits().encodes())
+    init_images_.emplace(backend_, options_.codec, options_.height, options_.width);
+}
 
 absl::StatusOr<std::unique_ptr<Evaluator>> Evaluator::Create(
     Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options) {
@@ -77,7 +85,7 @@ absl::Status Evaluator::Allocate() {
   if (traits.extra_channels > 0) {
     DENOISED_RETURN_IF_ERROR(take(&state_.extra, {slots, height, width, traits.extra_channels},
                                   DType::kF32, "what the model reads of init images"));
-  } else if (!options_.codec || options_.codec->traits().encodes) {
+  } else if (!options_.codec || options_.codec->traits().encodes()) {
     DENOISED_RETURN_IF_ERROR(
         take(&state_.known, {slots, 2, height, width, channels}, DType::kF32, "images with masks"));
     DENOISED_RETURN_IF_ERROR(take(&state_.mask, {slots, height, width}, DType::kF32, "masks"));
@@ -107,33 +115,20 @@ absl::Status Evaluator::Allocate() {
   for (int worker = 0; worker < workers_; ++worker)
     part_arenas_.emplace_back(activations_.Slice(static_cast<int64_t>(worker * part_bytes_),
                                                  static_cast<int64_t>(part_bytes_)));
-  encode_arena_.emplace(activations_);
   arena_.emplace(activations_);
 
   Shape pixels = image;
-  int decodes = 1;  // together
-  if (options_.codec) {
+  if (decoding_) {
     const CodecTraits& codec = options_.codec->traits();
     pixels = {height * codec.factor, width * codec.factor, codec.image_channels};
-    DENOISED_RETURN_IF_ERROR(take(&pixels_, pixels, DType::kF32, "init image"));
-    // The memory that evaluations need anyway may have room for more images at a time.
-    while (2 * decodes <= options_.max_decodes &&
-           DecodeBytes(*options_.codec, 2 * decodes) <= activations_.bytes())
-      decodes *= 2;
-    for (int count = 1; count <= decodes; count *= 2) decodings_[count];
-    DENOISED_RETURN_IF_ERROR(
-        take(&latents_, {decodes, height, width, channels}, DType::kF32, "latents to decode"));
+    // The memory that evaluations need anyway may have room for several images.
+    decoding_->Use(activations_, options_.max_images);
   }
-  if (options_.preview_codec)
-    DENOISED_RETURN_IF_ERROR(
-        take(&preview_latents_, {1, height, width, channels}, DType::kF32, "latents of previews"));
-  // The warm-up decodes them and is timed; a CPU is slow with the denormal numbers that may lie in
-  // fresh memory.
-  for (const Tensor& latents : {latents_, preview_latents_}) {
-    if (!latents) continue;
-    const std::vector<float> zeros(latents.elements());
-    backend_.Upload(zeros.data(), latents.bytes(), latents);
+  if (init_images_) {
+    init_images_->stage().Use(activations_, options_.max_images);
+    DENOISED_RETURN_IF_ERROR(init_images_->Allocate(&slot_bytes_));
   }
+  if (preview_) preview_->Use(activations_, 1);
 
   const auto reserve = [&](int64_t bytes, int count) -> absl::Status {
     DENOISED_ASSIGN_OR_RETURN(auto reserved, backend_.ReserveDownloads(bytes, count));
@@ -147,9 +142,9 @@ absl::Status Evaluator::Allocate() {
   DENOISED_RETURN_IF_ERROR(
       reserve(slots * int64_t{sizeof(int32_t)}, options_.flag_downloads + options_.parks));
   DENOISED_RETURN_IF_ERROR(reserve(kRegisters * image_bytes, options_.parks));
-  if (options_.codec)
-    DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, options_.max_decodes * options_.decodes));
-  if (options_.preview_codec) DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, options_.previews));
+  if (decoding_)
+    DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, options_.max_images * options_.decodes));
+  if (preview_) DENOISED_RETURN_IF_ERROR(reserve(pixel_bytes, options_.previews));
   return backend_.status();
 }
 
@@ -183,22 +178,9 @@ absl::StatusOr<size_t> Evaluator::PlanActivations() {
     return bytes;
   };
   size_t codecs = 0;
-  if (options_.codec) {
-    codecs = DecodeBytes(*options_.codec, 1);
-    if (const CodecTraits& codec = options_.codec->traits(); codec.encodes) {
-      CountingBackend counting(backend_);
-      Arena measuring = Arena::Measuring(backend_.device());
-      nn::Context context{counting, measuring};
-      const int64_t height = options_.height, width = options_.width;
-      options_.codec->Encode(
-          context,
-          measuring.New({1, height * codec.factor, width * codec.factor, codec.image_channels},
-                        DType::kF32),
-          noise_.Reshape({1, height, width, noise_.dim(2)}));
-      codecs = std::max(codecs, measuring.peak());
-    }
-  }
-  if (options_.preview_codec) codecs = std::max(codecs, DecodeBytes(*options_.preview_codec, 1));
+  if (decoding_) codecs = decoding_->Bytes(1);
+  if (init_images_) codecs = std::max(codecs, init_images_->stage().Bytes(1));
+  if (preview_) codecs = std::max(codecs, preview_->Bytes(1));
   size_t rows = plan();
   if (options_.activations)
     while (rows > options_.activations.bytes() && buckets_.back() > options_.least_rows) {
@@ -206,17 +188,6 @@ absl::StatusOr<size_t> Evaluator::PlanActivations() {
       rows = plan();
     }
   return std::max(rows, codecs);
-}
-
-/// Bytes of activations needed to decode `images` images together.
-size_t Evaluator::DecodeBytes(const Codec& codec, int images) {
-  CountingBackend counting(backend_);
-  Arena measuring = Arena::Measuring(backend_.device());
-  nn::Context context{counting, measuring};
-  codec.Decode(context, measuring.New({images, options_.height, options_.width,
-                                       codec.traits().latent_channels},
-                                      DType::kF32));
-  return measuring.peak();
 }
 
 void Evaluator::Enqueue(int bucket) {
@@ -277,41 +248,33 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
 }
 
 absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
-  const bool decodes = options_.codec && warming_decodes_ > 0;
-  const bool preview = !decodes && options_.preview_codec && !preview_warm_;
-  if (!decodes && !preview && filled_) return CaptureNext();
+  struct OfCodec {
+    Stage stage;
+    CodecStage* runs;
+  };
+  for (const OfCodec& each :
+       {OfCodec{Stage::kDecode, decoding_ ? &*decoding_ : nullptr},
+        OfCodec{Stage::kEncode, init_images_ ? &init_images_->stage() : nullptr},
+        OfCodec{Stage::kDecode, preview_ ? &*preview_ : nullptr}}) {
+    if (!each.runs || each.runs->warm()) continue;
+    DENOISED_ASSIGN_OR_RETURN(const CodecStage::Warmed warmed, each.runs->WarmUp());
+    const bool is_preview = preview_ && each.runs == &*preview_;  // previews have no estimate
+    return Warmed{.stage = each.stage,
+                  .count = warmed.images,
+                  .seconds = is_preview ? -1 : warmed.seconds,
+                  .more = true};
+  }
+  if (filled_) return CaptureNext();
   const int bucket = buckets_[warm_buckets_];
   const std::vector<EvaluationRow> padding(bucket, kPadding);
   const auto begin = backend_.Mark();
-  DENOISED_RETURN_IF_ERROR(decodes   ? DecodeImages(warming_decodes_)
-                           : preview ? Decode(preview_, *options_.preview_codec, preview_latents_)
-                                     : Evaluate(padding).status());
+  DENOISED_RETURN_IF_ERROR(Evaluate(padding).status());
   const auto end = backend_.Mark();
   DENOISED_RETURN_IF_ERROR(end->Wait());
-  Warmed warmed{.stage = decodes ? Stage::kDecode : Stage::kDenoise,
-                .count = decodes ? warming_decodes_ : bucket,
-                .seconds = -1,
-                .more = true};
-  if (preview) {
-    preview_warm_ = true;
-    return warmed;
-  }
+  Warmed warmed{.count = bucket, .seconds = -1, .more = true};
   const auto measured = warm_runs_.Add(end->SecondsSince(*begin));
   if (!measured) return warmed;
   warmed.seconds = *measured;
-  if (decodes) {
-    const auto decoding = decodings_.find(warming_decodes_);
-    decoding->second.seconds = warmed.seconds;
-    // Half as many images, twice.
-    const bool gains =
-        warming_decodes_ == 1 ||
-        warmed.seconds <= (1 - kDecodeGain) * 2 * std::prev(decoding)->second.seconds;
-    if (!gains) warmed.seconds = -1;
-    if (!gains || warmed.seconds >= kFillsDevice)
-      decodings_.erase(gains ? std::next(decoding) : decoding, decodings_.end());
-    warming_decodes_ = decodings_.contains(2 * warming_decodes_) ? 2 * warming_decodes_ : 0;
-    return warmed;
-  }
   filled_ = warmed.seconds >= kFillsDevice;
   ++warm_buckets_;
   // Without padding all buckets run the same primitives row by row: warming up one is enough.
@@ -348,42 +311,95 @@ void Evaluator::UploadStart(int slot, const Start& start) {
                     SlotOf(state_.embedding, slot));
 }
 
-void Evaluator::Begin(int slot, const Start& start) {
-  UploadStart(slot, start);
-  if (start.source) ReadSource(slot, start);
-  if (start.noise) backend_.Upload(start.noise, noise_.bytes(), noise_);
-  const bool keeps_known = start.mask && state_.known;
-  backend_.BeginSlot({.state = state_,
-                      .slot = slot,
-                      .source = start.source_scale != 0 || keeps_known ? source_ : Tensor(),
-                      .noise = start.noise ? noise_ : Tensor(),
-                      .source_scale = start.source_scale,
-                      .noise_scale = start.noise_scale,
-                      .churn_scale = start.churn_scale,
-                      .shift = start.shift,
-                      .keeps_known = keeps_known});
+/// Whether the slot needs the init image. What is prepared from it has the same bits each time, so
+/// the state of a parked image does not have it.
+bool Evaluator::ReadsSource(const Start& start) const {
+  return start.source && (!start.parked || state_.extra || start.mask);
 }
 
-/// Prepares everything that the slot needs from its init image. Fills source_ if the slot starts
-/// from the image or keeps a part of it.
+/// Whether it needs the latents of the whole init image: it starts from them or keeps a part.
+bool Evaluator::KeepsSource(const Start& start) const {
+  return start.source_scale != 0 || (start.mask && state_.known);
+}
+
+std::vector<InitImages::Picture> Evaluator::PicturesOf(const Start& start) const {
+  std::vector<InitImages::Picture> pictures;
+  if (!init_images_ || !ReadsSource(start)) return pictures;
+  const InitImages::Picture whole{.id = start.source_id, .pixels = start.source};
+  if (options_.image_input == ImageInput::kWhole || KeepsSource(start)) pictures.push_back(whole);
+  if (options_.image_input == ImageInput::kMasked) {
+    pictures.push_back(whole);
+    pictures.back().mask = start.mask;
+  }
+  return pictures;
+}
+
+Evaluator::Encoding Evaluator::EncodingOf(const Start& start) const {
+  const auto pictures = PicturesOf(start);
+  if (pictures.empty()) return Encoding::kNone;
+  return std::all_of(pictures.begin(), pictures.end(),
+                     [&](const auto& picture) { return init_images_->Keeps(picture); })
+             ? Encoding::kKept
+             : Encoding::kNeeded;
+}
+
+absl::StatusOr<int> Evaluator::Encode(std::span<const Start> starts) {
+  std::vector<InitImages::Picture> pictures;
+  for (const Start& start : starts)
+    for (const InitImages::Picture& picture : PicturesOf(start)) pictures.push_back(picture);
+  return pictures.empty() ? 0 : init_images_->Encode(pictures);
+}
+
+int Evaluator::Encodes(double seconds) const {
+  if (!init_images_) return kMostEncoded;
+  int images = 0;
+  for (const int count : init_images_->stage().Runs(kMostEncoded, seconds)) images += count;
+  return images;
+}
+
+void Evaluator::Begin(int slot, const Start& start) {
+  UploadStart(slot, start);
+  const bool reads_source = ReadsSource(start);
+  if (reads_source) ReadSource(slot, start);
+  if (!start.parked || reads_source) {
+    if (start.noise) backend_.Upload(start.noise, noise_.bytes(), noise_);
+    backend_.BeginSlot({.state = state_,
+                        .slot = slot,
+                        .source = KeepsSource(start) ? source_ : Tensor(),
+                        .noise = start.noise ? noise_ : Tensor(),
+                        .source_scale = start.source_scale,
+                        .noise_scale = start.noise_scale,
+                        .churn_scale = start.churn_scale,
+                        .shift = start.shift,
+                        .keeps_known = start.mask && state_.known});
+  }
+  if (!start.parked) return;
+  const Parked& parked = *start.parked;
+  backend_.Upload(parked.x.data(), parked.x.bytes(), SlotOf(state_.x, slot));
+  backend_.Upload(parked.registers.data(), parked.registers.bytes(),
+                  state_.registers.Slice(slot, 1));
+  backend_.Upload(parked.nonfinite.data(), parked.nonfinite.bytes(),
+                  SlotOf(state_.nonfinite, slot));
+  const int32_t next = start.evaluations_done;
+  backend_.Upload(&next, sizeof(next), SlotOf(state_.evaluation, slot));
+}
+
+/// Prepares everything that the slot needs from its init image. Fills source_ if KeepsSource().
 void Evaluator::ReadSource(int slot, const Start& start) {
-  std::vector<float> mask;
-  if (start.mask) MaskOf(start, &mask);
+  const std::vector<float> mask = MaskOf(start);
+  const InitImages::Picture whole{.id = start.source_id, .pixels = start.source};
   if (options_.image_input == ImageInput::kWhole) {
-    backend_.Upload(start.source, pixels_.bytes(), pixels_);
-    nn::Context context{backend_, *encode_arena_};
-    backend_.Copy(options_.codec->EncodeUnscaled(context, AsRow(pixels_)),
-                  state_.extra.Slice(slot, 1));
+    options_.codec->SampleLatents(backend_, {.encoded = init_images_->Encoded(whole),
+                                             .unscaled = true,
+                                             .out = state_.extra.Slice(slot, 1)});
   } else if (options_.image_input == ImageInput::kMasked) {
     DENOISED_CHECK(start.mask != nullptr);
-    const Tensor pixels = Tensor::Host(pixels_.shape(), DType::kF32);
-    const int64_t channels = pixels.dim(2);
-    for (int64_t i = 0; i < pixels.elements(); ++i)
-      pixels.as<float>()[i] = start.mask[i / channels] < 0.5f ? start.source[i] : 0.0f;
     // The model reads the columns [mask, latents], which arrive in separate memory.
     const Tensor extra =
         state_.extra.Slice(slot, 1).Reshape({noise_.dim(0) * noise_.dim(1), state_.extra.dim(3)});
-    EncodeSource(start, pixels.as<float>(), kMaskedEncoderDraw, source_);
+    InitImages::Picture masked = whole;
+    masked.mask = start.mask;
+    SampleSource(start, masked, kMaskedEncoderDraw);
     backend_.Copy(source_.Reshape({extra.dim(0), noise_.dim(2)}), extra.Columns(1, noise_.dim(2)));
     const Tensor uploaded = noise_.Reshape({noise_.elements()}).Slice(0, extra.dim(0));
     backend_.Upload(mask.data(), uploaded.bytes(), uploaded);
@@ -391,35 +407,39 @@ void Evaluator::ReadSource(int slot, const Start& start) {
   } else if (start.mask) {
     backend_.Upload(mask.data(), mask.size() * sizeof(float), state_.mask.Slice(slot, 1));
   }
-  if (start.source_scale == 0 && !(start.mask && state_.known)) return;
-  if (options_.codec) {
-    EncodeSource(start, start.source, kEncoderDraw, source_);
+  if (!KeepsSource(start)) return;
+  if (init_images_) {
+    SampleSource(start, whole, kEncoderDraw);
   } else {
     backend_.Upload(start.source, source_.bytes(), source_);
   }
 }
 
-/// Encodes pixels into latents. The encoder's noise is a separate draw of the image's seed.
-void Evaluator::EncodeSource(const Start& start, const float* pixels, uint32_t draw,
-                             const Tensor& latents) {
-  backend_.Upload(pixels, pixels_.bytes(), pixels_);
+/// Fills source_ with latents of an init image. The encoder's noise is a separate draw of the
+/// image's seed.
+void Evaluator::SampleSource(const Start& start, const InitImages::Picture& picture,
+                             uint32_t draw) {
   std::vector<float> noise(noise_.elements());
   for (size_t i = 0; i < noise.size(); i += 4) {
     const Normal4 normal = PhiloxNormal(start.seed, draw, i / 4);
     for (size_t j = 0; j < 4 && i + j < noise.size(); ++j) noise[i + j] = normal.v[j];
   }
   backend_.Upload(noise.data(), noise_.bytes(), noise_);
-  nn::Context context{backend_, *encode_arena_};
-  backend_.Copy(options_.codec->Encode(context, AsRow(pixels_), AsRow(noise_)), latents);
+  options_.codec->SampleLatents(
+      backend_,
+      {.encoded = init_images_->Encoded(picture), .noise = AsRow(noise_), .out = AsRow(source_)});
 }
 
-/// The mask at the size of the state: the nearest pixel decides, chosen as torch's "nearest" does.
-void Evaluator::MaskOf(const Start& start, std::vector<float>* mask) const {
+/// The mask, if any, at the size of the state: the nearest pixel decides, chosen as torch's
+/// "nearest" does.
+std::vector<float> Evaluator::MaskOf(const Start& start) const {
+  std::vector<float> mask;
   const int factor = options_.codec ? options_.codec->traits().factor : 1;
   const int64_t width = int64_t{options_.width} * factor;
-  for (int y = 0; y < options_.height; ++y)
+  for (int y = 0; start.mask && y < options_.height; ++y)
     for (int x = 0; x < options_.width; ++x)
-      mask->push_back(start.mask[y * factor * width + x * factor] < 0.5f ? 0.0f : 1.0f);
+      mask.push_back(start.mask[y * factor * width + x * factor] < 0.5f ? 0.0f : 1.0f);
+  return mask;
 }
 
 std::unique_ptr<Evaluator::Parked> Evaluator::Park(int slot) {
@@ -438,24 +458,6 @@ absl::Status Evaluator::Parked::Arrive() {
   x_download.reset();
   registers_download.reset();
   return absl::OkStatus();
-}
-
-bool Evaluator::Resume(int slot, const Start& start, int evaluations_done, const Parked& parked) {
-  // What is prepared from an init image has the same bits each time.
-  const bool reads_source = start.source && (state_.extra || start.mask);
-  if (reads_source) {
-    Begin(slot, start);
-  } else {
-    UploadStart(slot, start);
-  }
-  backend_.Upload(parked.x.data(), parked.x.bytes(), SlotOf(state_.x, slot));
-  backend_.Upload(parked.registers.data(), parked.registers.bytes(),
-                  state_.registers.Slice(slot, 1));
-  backend_.Upload(parked.nonfinite.data(), parked.nonfinite.bytes(),
-                  SlotOf(state_.nonfinite, slot));
-  const int32_t next = evaluations_done;
-  backend_.Upload(&next, sizeof(next), SlotOf(state_.evaluation, slot));
-  return reads_source;
 }
 
 absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {
@@ -491,79 +493,35 @@ std::unique_ptr<Download> Evaluator::DownloadState(int slot) {
 
 std::vector<int> Evaluator::Decodes(int drawn, double seconds) const {
   if (drawn == 0) return {};
-  if (!options_.codec) return {drawn};
-  std::vector<int> calls;
-  int left = std::min(drawn, options_.max_decodes);
-  double allowed = std::max(seconds, kOneImage * decodings_.at(1).seconds);
-  while (left > 0) {
-    int most = calls.empty() ? 1 : 0;
-    for (const auto& [count, decoding] : decodings_) {
-      if (count > left || decoding.seconds < 0) break;
-      if (decoding.seconds <= allowed) most = count;
-    }
-    if (most == 0) break;
-    calls.push_back(most);
-    if (decodings_.at(most).seconds < 0) break;
-    left -= most;
-    seconds -= decodings_.at(most).seconds;
-    allowed = seconds;
-  }
-  return calls;
+  if (!decoding_) return {drawn};
+  return decoding_->Runs(std::min(drawn, options_.max_images), seconds);
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<Download>>> Evaluator::DownloadImages(
     std::span<const int> slots) {
   std::vector<std::unique_ptr<Download>> downloads;
-  if (!options_.codec) {
+  if (!decoding_) {
     for (const int slot : slots) downloads.push_back(DownloadState(slot));
     return downloads;
   }
-  for (size_t i = 0; i < slots.size(); ++i)
-    backend_.Copy(state_.x.Slice(slots[i], 1), latents_.Slice(static_cast<int64_t>(i), 1));
   const int count = static_cast<int>(slots.size());
-  DENOISED_RETURN_IF_ERROR(DecodeImages(count));
-  const Tensor& pixels = decodings_.at(count).pixels;
+  DENOISED_ASSIGN_OR_RETURN(const Tensor latents, decoding_->Input(count));
+  for (int i = 0; i < count; ++i) backend_.Copy(state_.x.Slice(slots[i], 1), latents.Slice(i, 1));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor pixels, decoding_->Run(count));
   for (int i = 0; i < count; ++i) downloads.push_back(backend_.BeginDownload(SlotOf(pixels, i)));
   return downloads;
 }
 
-absl::Status Evaluator::DecodeImages(int count) {
-  const auto decoding = decodings_.find(count);
-  DENOISED_CHECK(decoding != decodings_.end(), "{} images side by side", count);
-  return Decode(decoding->second, *options_.codec, latents_.Slice(0, count));
-}
-
-absl::Status Evaluator::Decode(Decoding& decoding, const Codec& codec, const Tensor& latents) {
-  const auto decode = [this, &decoding, &codec, latents] {
-    // Nothing else is in this arena, so the result has the same address each time.
-    decoding.pixels = Tensor();
-    nn::Context context{backend_, *decoding.arena};
-    decoding.pixels = codec.Decode(context, latents);
-  };
-  if (!decoding.graph) {
-    decoding.arena.emplace(activations_);
-    absl::StatusOr<std::unique_ptr<Graph>> graph = backend_.Capture(decode);
-    if (absl::IsResourceExhausted(graph.status())) {
-      decode();  // without a graph: slower, with the same bits
-      return backend_.status();
-    }
-    DENOISED_RETURN_IF_ERROR(graph.status());
-    decoding.graph = *std::move(graph);
-  }
-  backend_.Launch(*decoding.graph);
-  return backend_.status();
-}
-
 absl::StatusOr<std::unique_ptr<Download>> Evaluator::DownloadPreview(int slot, bool predicted,
                                                                      float scale) {
+  DENOISED_ASSIGN_OR_RETURN(const Tensor latents, preview_->Input(1));
   if (predicted) {
-    backend_.Copy(state_.x0.Slice(slot, 1), preview_latents_);
+    backend_.Copy(state_.x0.Slice(slot, 1), latents);
   } else {
-    backend_.Add(state_.x.Slice(slot, 1), scale, Tensor(), 0.0f, Activation::kNone,
-                 preview_latents_);
+    backend_.Add(state_.x.Slice(slot, 1), scale, Tensor(), 0.0f, Activation::kNone, latents);
   }
-  DENOISED_RETURN_IF_ERROR(Decode(preview_, *options_.preview_codec, preview_latents_));
-  return backend_.BeginDownload(SlotOf(preview_.pixels, 0));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor pixels, preview_->Run(1));
+  return backend_.BeginDownload(SlotOf(pixels, 0));
 }
 
 std::unique_ptr<Download> Evaluator::DownloadX0(int slot) {

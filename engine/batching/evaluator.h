@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "engine/backend/backend.h"
+#include "engine/batching/codec_stage.h"
+#include "engine/batching/init_images.h"
 #include "engine/batching/warm_runs.h"
 #include "engine/core/arena.h"
 #include "engine/job.h"
@@ -19,8 +21,8 @@ namespace denoised {
 
 /// One model at one image size, with the state of its images in flight and one captured graph per
 /// row bucket: gather → model → guidance and sampler step → scatter. With a codec the state is
-/// latents: Begin() encodes init images, and DownloadImages() decodes the result. Used by the
-/// thread that owns the device. Calls enqueue work and do not wait for it, unless they say so.
+/// latents: Encode() turns init images into them, and DownloadImages() decodes the result. Used by
+/// the thread that owns the device. Calls enqueue work and do not wait for it, unless they say so.
 class Evaluator {
  public:
   struct Options {
@@ -32,10 +34,10 @@ class Evaluator {
     int downloads = 0;                           // of states and predictions
     int flag_downloads = 0;                      // of DownloadNonfinite()
     int parks = 0;                               // of Parked images
-    int decodes = 0;                             // rounds of Decodes() with a codec
+    int decodes = 0;                             // Decodes() with a codec, of max_images each
     int previews = 0;                            // calls of DownloadPreview()
     std::shared_ptr<const Codec> codec;          // null: the state is the image
-    int max_decodes = 1;                         // images of one Decodes()
+    int max_images = 1;                          // that the codec encodes or decodes side by side
     std::shared_ptr<const Codec> preview_codec;  // a small one, for DownloadPreview(); may be null
     /// activations() of another evaluator of the backend, to use the same memory in turns. An
     /// evaluation then has as many rows as fit into it. If `least_rows` rows, or one image in the
@@ -57,31 +59,17 @@ class Evaluator {
 
   struct Warmed {
     Stage stage = Stage::kDenoise;
-    int count = 0;       // rows of the evaluation, or images that were decoded
+    int count = 0;       // rows of the evaluation, or images in the codec
     double seconds = 0;  // of one evaluation; negative: not measured
     bool more = false;   // call again
   };
   /// Runs one evaluation of the next bucket, so that no request pays for its first: first one that
   /// captures the graph, then a few that are measured (WarmRuns). Buckets larger than one that
   /// fills the device are captured but not run, so that large models do not run for seconds before
-  /// they serve. Decoding comes before the buckets: one image, and twice as many for as long as
-  /// that is faster for each and does not fill the device. Waits for the device. One evaluation a
-  /// call, so that evaluations of other models can run in between. Without WarmUp(), graphs are
-  /// captured when they are first needed.
+  /// they serve. Before the buckets comes the codec: see CodecStage::WarmUp(). Waits for the
+  /// device. One evaluation a call, so that evaluations of other models can run in between. Without
+  /// WarmUp(), graphs are captured when they are first needed.
   absl::StatusOr<Warmed> WarmUp();
-
-  struct Start {
-    const std::vector<DeviceEvaluation>* plan = nullptr;
-    uint64_t seed = 0;
-    Guidance guidance;
-    std::span<const float> embedding;  // class value or vector; empty otherwise
-    const float* source = nullptr;     // optional pixels [H, W, C] in host memory
-    const float* mask = nullptr;   // optional pixels [H, W] with a source: redrawn if ½ or more
-    const float* noise = nullptr;  // optional, host memory, of the state's shape
-    float source_scale = 0, noise_scale = 1, churn_scale = 0, shift = 0;
-  };
-  /// Puts a new image into `slot`, whatever was there before.
-  void Begin(int slot, const Start& start);
 
   /// The state of an image that lost its slot between two evaluations: everything that cannot be
   /// computed from its Start. Arrive() waits until it is in host memory.
@@ -92,22 +80,48 @@ class Evaluator {
     /// Bytes of host memory, after Arrive().
     size_t bytes() const { return x.bytes() + registers.bytes(); }
   };
+
+  struct Start {
+    const std::vector<DeviceEvaluation>* plan = nullptr;
+    uint64_t seed = 0;
+    Guidance guidance;
+    std::span<const float> embedding;  // class value or vector; empty otherwise
+    const float* source = nullptr;     // optional pixels [H, W, C] in host memory
+    uint64_t source_id = 0;            // equal ids: equal sources and masks
+    const float* mask = nullptr;   // optional pixels [H, W] with a source: redrawn if ½ or more
+    const float* noise = nullptr;  // optional, host memory, of the state's shape
+    float source_scale = 0, noise_scale = 1, churn_scale = 0, shift = 0;
+    /// The image lost its slot after so many evaluations; null: it is new. It must have arrived,
+    /// and may come from another device. Its bits are the same as without the break.
+    const Parked* parked = nullptr;
+    int evaluations_done = 0;
+  };
+
+  /// Images whose init images may be encoded by one call of Encode(): an image has two at most,
+  /// whole and masked.
+  static constexpr int kMostEncoded = InitImages::kKept / 2;
+  /// What an image needs of the codec before it begins.
+  enum class Encoding { kNone, kKept, kNeeded };
+  Encoding EncodingOf(const Start& start) const;
+  /// Encodes the init images that these need, several side by side, at most kMostEncoded images.
+  /// Returns how many were not kept. Begin() of the images follows, before the next Encode().
+  absl::StatusOr<int> Encode(std::span<const Start> starts);
+  /// How many init images may be encoded within `seconds`, at least one.
+  int Encodes(double seconds) const;
+  /// Puts an image into `slot`, whatever was there before.
+  void Begin(int slot, const Start& start);
+
   size_t parked_bytes() const { return (1 + kRegisters) * source_.bytes(); }
   /// The slot may be used again at once.
   std::unique_ptr<Parked> Park(int slot);
-  /// Puts a parked image into `slot`, with the Start that it began with. Its bits are the same as
-  /// without the break. It must have arrived, and may come from another device. Returns whether the
-  /// init image was read, and encoded, once more.
-  bool Resume(int slot, const Start& start, int evaluations_done, const Parked& parked);
 
   /// One evaluation of these rows, at most max_rows. Returns the bucket that they were padded to.
   absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows);
 
   /// The slot's state, or its predicted x0, at this point of the queue: F32 [H, W, C].
   std::unique_ptr<Download> DownloadState(int slot);
-  /// The sizes of the next calls of DownloadImages() for `drawn` images: each as large as is
-  /// fastest per image, and at most max_decodes images in total. The calls together take at most
-  /// `seconds`, but one image, or as many as take no longer than one, may always be decoded.
+  /// The sizes of the next calls of DownloadImages() for `drawn` images, at most max_images in
+  /// total: see CodecStage::Runs().
   std::vector<int> Decodes(int drawn, double seconds) const;
   /// The pixels of the slots' states. With a codec they are decoded first; pass as many slots as
   /// Decodes() says then.
@@ -139,21 +153,13 @@ class Evaluator {
   /// The network's output for rows [begin, begin + count) of rows_.
   Tensor Predict(Backend& backend, Arena& arena, int begin, int count);
   Tensor SlotOf(const Tensor& per_slot, int slot) const;
+  bool ReadsSource(const Start& start) const;
+  bool KeepsSource(const Start& start) const;
+  std::vector<InitImages::Picture> PicturesOf(const Start& start) const;
   void ReadSource(int slot, const Start& start);
-  void EncodeSource(const Start& start, const float* pixels, uint32_t draw, const Tensor& latents);
-  void MaskOf(const Start& start, std::vector<float>* mask) const;
-
-  /// A codec's graph that decodes some images together.
-  struct Decoding {
-    std::optional<Arena> arena;  // in the memory of activations
-    Tensor pixels;               // its output
-    std::unique_ptr<Graph> graph;
-    double seconds = -1;  // not measured
-  };
+  void SampleSource(const Start& start, const InitImages::Picture& picture, uint32_t draw);
+  std::vector<float> MaskOf(const Start& start) const;
   absl::StatusOr<size_t> PlanActivations();
-  size_t DecodeBytes(const Codec& codec, int images);
-  absl::Status Decode(Decoding& decoding, const Codec& codec, const Tensor& latents);
-  absl::Status DecodeImages(int count);
   absl::StatusOr<Warmed> CaptureNext();
 
   Backend& backend_;
@@ -164,14 +170,11 @@ class Evaluator {
   Tensor rows_;                                         // I32 [max_rows, 4]
   std::vector<std::shared_ptr<const void>> downloads_;  // their memory
   Tensor source_, noise_;                               // F32 [H, W, C]: uploaded by Begin()
-  Tensor pixels_;                                       // F32 image: a source that is to be encoded
-  Tensor latents_, preview_latents_;                    // those that are being decoded
   Tensor factors_;              // F32 [max_rows, 2], of models whose whole outputs may be measured
   Tensor outputs_;              // F32 [max_rows, H, W, output channels], where rows are split
   std::optional<Arena> arena_;  // for rows computed together
-  std::optional<Arena> encode_arena_;  // in the same memory
-  std::map<int, Decoding> decodings_;  // by images side by side
-  Decoding preview_;
+  std::optional<InitImages> init_images_;         // with a codec that encodes
+  std::optional<CodecStage> decoding_, preview_;  // with a codec, and a preview_codec
   std::vector<Arena> part_arenas_;  // by worker, for rows computed in parts; in the same memory
   std::map<int, std::unique_ptr<Graph>> graphs_;
   std::vector<EvaluationRow> uploaded_rows_;
@@ -179,10 +182,8 @@ class Evaluator {
   size_t part_bytes_ = 0;  // of one worker, for rows computed in parts
   int workers_ = 0;
   size_t warm_buckets_ = 0;
-  bool filled_ = false;      // the bucket that was measured last fills the device
-  int warming_decodes_ = 1;  // images side by side; 0: all are warm
-  bool preview_warm_ = false;
-  WarmRuns warm_runs_;  // of what WarmUp() measures
+  bool filled_ = false;  // the bucket that was measured last fills the device
+  WarmRuns warm_runs_;   // of what WarmUp() measures
   size_t activation_bytes_ = 0, slot_bytes_ = 0;
 };
 

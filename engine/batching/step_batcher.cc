@@ -301,13 +301,13 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Batch>> StepBatcher::MakeBatch(
                              .decodes = kUnderWay,
                              .previews = kUnderWay * std::min(slots, kPreviewsPerEvaluation),
                              .codec = model.codec,
-                             .max_decodes = model.max_decodes,
+                             .max_images = model.max_images,
                              .preview_codec = model.preview_codec,
                              .image_input = model.image_input,
                              .measures_outputs = model.measures_outputs};
   if (const bool own_size = !models_.contains(model.name); !own_size) {
     options.activations = OwnSizeOf(model.name).evaluator->activations();
-    options.max_decodes = 1;
+    options.max_images = 1;
   }
   if (batch->conditioner) options.sets = batch->conditioner->sets();
   DENOISED_ASSIGN_OR_RETURN(batch->evaluator,
@@ -440,9 +440,21 @@ bool StepBatcher::Admits(const Batch& batch) const {
 absl::Status StepBatcher::Admit(Batch& batch) {
   if (!Admits(batch)) return absl::OkStatus();
   size_t may_park = options_.batching == Batching::kRequest ? 0 : kParksPerEvaluation;
+  // Encoding init images delays the evaluations of other images.
+  const bool delays = std::any_of(batches_.begin(), batches_.end(),
+                                  [](const auto& each) { return each->rows > 0; });
+  const size_t may_encode =
+      delays ? batch.evaluator->Encodes(admission_.Cost(*batch.lane, std::max(1, batch.rows)))
+             : ~size_t{0};
+  std::set<JobId> encoded;  // jobs
   int slot = 0;
-  std::vector<int> begun;  // slots
+  std::vector<int> begun, taken;  // slots; those taken do not have their images yet
   while (const auto job = queue_.First(batch.lane, options_.device, batch.rows)) {
+    const bool encodes =
+        job->effective.spec.init_image && !encoded.contains(job->id) &&
+        batch.evaluator->EncodingOf(StartOf(*job, 0)) == Evaluator::Encoding::kNeeded;
+    if (encodes && encoded.size() >= may_encode) break;
+    if (encodes) encoded.insert(job->id);
     std::vector<int> victims;
     if (!batch.HasRoom(*job)) {
       may_park = std::min(may_park, RoomToPark(batch));
@@ -451,6 +463,7 @@ absl::Status StepBatcher::Admit(Batch& batch) {
     }
     std::shared_ptr<Image> image = queue_.Take(job, options_.device);
     if (!image) continue;  // another device took it
+    if (!victims.empty()) DENOISED_RETURN_IF_ERROR(Begin(batch, &taken));
     for (const int victim : victims) {
       Park(batch, victim);
       std::erase(begun, victim);  // the slot may have begun just now
@@ -458,9 +471,12 @@ absl::Status StepBatcher::Admit(Batch& batch) {
     may_park -= victims.size();
     if (!victims.empty()) slot = 0;
     while (batch.slots[slot]) ++slot;
-    Begin(batch, slot, std::move(image));
+    queue_.Began(*job);
+    batch.Take(slot, std::move(image));
     begun.push_back(slot);
+    taken.push_back(slot);
   }
+  DENOISED_RETURN_IF_ERROR(Begin(batch, &taken));
   if (batch.conditioner && !begun.empty()) {
     Backend& backend = BackendOf(batch.model);
     StageRun run{.stage = Stage::kCondition};
@@ -526,43 +542,57 @@ void StepBatcher::Park(Batch& batch, int slot) {
   batch.Free(slot);
 }
 
-void StepBatcher::Begin(Batch& batch, int slot, std::shared_ptr<Image> image) {
-  Job& job = *image->job;
+Evaluator::Start StepBatcher::StartOf(Job& job, int image) {
   const JobSpec& spec = job.effective.spec;
   const StepPlan& plan = *job.effective.plan;
   Evaluator::Start start;
   start.plan = &job.plan();
-  start.seed = spec.SeedOf(image->index);
+  start.seed = spec.SeedOf(image);
   start.guidance = {.scale = static_cast<float>(*spec.guidance_scale),
                     .image_scale = static_cast<float>(spec.image_guidance_scale.value_or(1)),
                     .rescale = static_cast<float>(spec.guidance_rescale.value_or(0))};
   if (!spec.class_values.empty()) {
     const size_t size = spec.class_values.size() / job.count();
-    start.embedding = std::span(spec.class_values).subspan(image->index * size, size);
+    start.embedding = std::span(spec.class_values).subspan(image * size, size);
   }
   if (spec.init_image) start.source = spec.init_image.as<float>();
+  start.source_id = job.id;
   if (spec.mask) start.mask = spec.mask.as<float>();
-  if (spec.initial_noise) start.noise = spec.initial_noise.Slice(image->index, 1).as<float>();
+  if (spec.initial_noise) start.noise = spec.initial_noise.Slice(image, 1).as<float>();
   start.source_scale = static_cast<float>(plan.initial_source_scale);
   start.noise_scale = static_cast<float>(plan.initial_noise_scale);
   start.churn_scale = static_cast<float>(plan.initial_churn_scale);
   start.shift = static_cast<float>(plan.initial_shift);
-  StageRun run{.stage = Stage::kEncode, .count = 1};
-  const bool encodes = start.source && batch.model.codec;
-  if (encodes) run.begin = BackendOf(batch.model).Mark();
-  bool reads_source = true;
-  if (const auto parked = std::move(image->parked)) {
-    reads_source = batch.evaluator->Resume(slot, start, image->evaluation, *parked);
-  } else {
-    batch.evaluator->Begin(slot, start);
+  return start;
+}
+
+/// Puts the images of these slots there, and forgets the slots. Init images are encoded together.
+absl::Status StepBatcher::Begin(Batch& batch, std::vector<int>* slots) {
+  Backend& backend = BackendOf(batch.model);
+  for (auto first = slots->begin(); first != slots->end();) {
+    const auto end = first + std::min<ptrdiff_t>(Evaluator::kMostEncoded, slots->end() - first);
+    std::vector<Evaluator::Start> starts;
+    StageRun run{.stage = Stage::kEncode};
+    for (auto slot = first; slot != end; ++slot) {
+      const std::shared_ptr<Image>& image = batch.slots[*slot];
+      Evaluator::Start& start = starts.emplace_back(StartOf(*image->job, image->index));
+      start.parked = image->parked.get();
+      start.evaluations_done = image->evaluation;
+      const Evaluator::Encoding encoding = batch.evaluator->EncodingOf(start);
+      if (encoding == Evaluator::Encoding::kNeeded) run.images.push_back(image);
+      if (encoding == Evaluator::Encoding::kKept) run.others.push_back(image);
+    }
+    if (!run.images.empty()) run.begin = backend.Mark();
+    DENOISED_ASSIGN_OR_RETURN(run.count, batch.evaluator->Encode(starts));
+    if (!run.images.empty()) run.end = backend.Mark();
+    if (!run.images.empty() || !run.others.empty()) batch.runs.push_back(std::move(run));
+    for (const Evaluator::Start& start : starts) {
+      batch.evaluator->Begin(*first, start);
+      batch.slots[*first++]->parked.reset();
+    }
   }
-  if (encodes && reads_source) {
-    run.end = BackendOf(batch.model).Mark();
-    run.images.push_back(image);
-    batch.runs.push_back(std::move(run));
-  }
-  queue_.Began(job);
-  batch.Take(slot, std::move(image));
+  slots->clear();
+  return absl::OkStatus();
 }
 
 /// The slots of the images that the next evaluation advances: all that are not drawn, or, if these
@@ -727,7 +757,7 @@ bool StepBatcher::EvaluationsWait() const {
 
 /// Pixels need no decoding, so these images leave at once. Latents are decoded: as many images as
 /// take no longer than the evaluation, but at least one. If no evaluation could run before slots
-/// are free, max_decodes images are decoded; if no work waits at all, as many as is fastest per
+/// are free, max_images images are decoded; if no work waits at all, as many as is fastest per
 /// image, so that each image is reported soon.
 absl::Status StepBatcher::Decode(Batch& batch, Evaluated* evaluated) {
   if (batch.drawn.empty()) return absl::OkStatus();

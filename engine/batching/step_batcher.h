@@ -30,7 +30,8 @@ struct BatchedModel {
   std::shared_ptr<const Codec> codec;  // null: the state is the image
   ImageInput image_input = ImageInput::kNone;
   Conditioner::Encoders text_encoders;         // none: the model reads no text
-  int max_decodes = 1;                         // images that are decoded after one evaluation
+  int max_images = 1;                          // that are decoded after one evaluation, and that
+                                               // the codec encodes or decodes side by side
   LatentPreview preview;                       // with a codec
   std::shared_ptr<const Codec> preview_codec;  // for PreviewDecoder::kTiny; null: there is none
   int null_label = -1;  // the class of unconditional rows; −1: guidance is not offered
@@ -127,7 +128,8 @@ class StepBatcher {
   std::vector<int> Victims(const Batch& batch, const Job& job, size_t most) const;
   size_t RoomToPark(const Batch& batch) const;
   void Park(Batch& batch, int slot);
-  void Begin(Batch& batch, int slot, std::shared_ptr<Image> image);
+  static Evaluator::Start StartOf(Job& job, int image);
+  absl::Status Begin(Batch& batch, std::vector<int>* slots);
   std::vector<int> Chosen(const Batch& batch) const;
   double LeastSeconds(const Admission::Lane& lane, const std::vector<int>& buckets, int rows) const;
   absl::Status Launch(Batch& batch);

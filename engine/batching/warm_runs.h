@@ -8,6 +8,10 @@
 
 namespace denoised {
 
+/// A run that takes this many seconds fills the device: with more rows, or images, the time of each
+/// stays the same.
+inline constexpr double kFillsDevice = 0.03;
+
 /// Counts the runs of one graph at warm-up. The first is not measured, because it captures the
 /// graph and caches are cold. Of those that follow the shortest counts, because what else runs on
 /// the machine makes some of them longer.

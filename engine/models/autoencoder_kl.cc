@@ -48,11 +48,10 @@ class AutoencoderKL : public Codec {
   absl::Status Load(NetworkOps& ops, const Weights& weights);
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
-  Tensor Encode(Context& context, const Tensor& pixels, const Tensor& noise) const override;
-  Tensor EncodeUnscaled(Context& context, const Tensor& pixels) const override;
+  Tensor Encode(Context& context, const Tensor& pixels) const override;
+  void SampleLatents(NetworkOps& ops, const EncodedLatents& args) const override;
 
  private:
-  Tensor Moments(Context& context, const Tensor& pixels) const;
   absl::Status LoadLatentConv(NetworkOps& ops, const Weights& weights);
   absl::Status LoadScales(NetworkOps& ops);
 
@@ -73,7 +72,7 @@ absl::Status AutoencoderKL::Load(NetworkOps& ops, const Weights& weights) {
   traits_ = {.image_channels = vae.out_channels,
              .latent_channels = vae.latent_channels,
              .factor = vae.factor(),
-             .encodes = true};
+             .encoded_channels = moments};
   DENOISED_ASSIGN_OR_RETURN(encoder_, VaeEncoder::Load(ops, weights / "encoder", vae, moments));
   DENOISED_ASSIGN_OR_RETURN(decoder_, VaeDecoder::Load(ops, weights / "decoder", vae));
   if (config_.use_quant_conv) {
@@ -141,12 +140,12 @@ Tensor AutoencoderKL::Decode(Context& context, const Tensor& latents) const {
   return decoder_(context, x);
 }
 
-Tensor AutoencoderKL::Moments(Context& context, const Tensor& pixels) const {
+Tensor AutoencoderKL::Encode(Context& context, const Tensor& pixels) const {
   const int64_t rows = pixels.dim(0), height = pixels.dim(1) / traits_.factor,
-                width = pixels.dim(2) / traits_.factor, channels = traits_.latent_channels;
+                width = pixels.dim(2) / traits_.factor;
   const Tensor x = context.New(pixels.shape());
   context.ops.Add(pixels, 1.0f, Tensor(), 0.0f, Activation::kNone, x);
-  Tensor moments = context.NewF32({rows, height, width, 2 * channels});
+  Tensor moments = context.NewF32({rows, height, width, traits_.encoded_channels});
   if (quant_conv_) {
     const Tensor encoded = encoder_(context, x, Tensor());
     (*quant_conv_)(context, {.x = encoded, .out = moments});
@@ -157,21 +156,12 @@ Tensor AutoencoderKL::Moments(Context& context, const Tensor& pixels) const {
   return moments;
 }
 
-Tensor AutoencoderKL::Encode(Context& context, const Tensor& pixels, const Tensor& noise) const {
-  const Tensor moments = Moments(context, pixels);
-  Tensor latents =
-      context.NewF32({moments.dim(0), moments.dim(1), moments.dim(2), traits_.latent_channels});
-  context.ops.Gaussian(
-      {.moments = moments, .noise = noise, .scale = scale_, .shift = shift_, .out = latents});
-  return latents;
-}
-
-Tensor AutoencoderKL::EncodeUnscaled(Context& context, const Tensor& pixels) const {
-  const Tensor moments = Moments(context, pixels);
-  Tensor latents =
-      context.NewF32({moments.dim(0), moments.dim(1), moments.dim(2), traits_.latent_channels});
-  context.ops.Gaussian({.moments = moments, .scale = ones_, .shift = zeros_, .out = latents});
-  return latents;
+void AutoencoderKL::SampleLatents(NetworkOps& ops, const EncodedLatents& args) const {
+  ops.Gaussian({.moments = args.encoded,
+                .noise = args.noise,
+                .scale = args.unscaled ? ones_ : scale_,
+                .shift = args.unscaled ? zeros_ : shift_,
+                .out = args.out});
 }
 
 }  // namespace

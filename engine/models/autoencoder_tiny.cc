@@ -113,8 +113,8 @@ class AutoencoderTiny : public Codec {
   absl::Status Load(NetworkOps& ops, const Weights& weights);
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
-  Tensor Encode(Context& context, const Tensor& pixels, const Tensor& noise) const override;
-  Tensor EncodeUnscaled(Context& context, const Tensor& pixels) const override;
+  Tensor Encode(Context& context, const Tensor& pixels) const override;
+  void SampleLatents(NetworkOps& ops, const EncodedLatents& args) const override;
 
  private:
   absl::Status LoadEncoder(NetworkOps& ops, const Weights& layers);
@@ -132,7 +132,7 @@ absl::Status AutoencoderTiny::Load(NetworkOps& ops, const Weights& weights) {
   traits_ = {.image_channels = config_.out_channels,
              .latent_channels = config_.latent_channels,
              .factor = 1 << (config_.decoder_block_out_channels.size() - 1),
-             .encodes = true};
+             .encoded_channels = config_.latent_channels};
   DENOISED_RETURN_IF_ERROR(LoadEncoder(ops, weights / "encoder" / "layers"));
   DENOISED_RETURN_IF_ERROR(LoadDecoder(ops, weights / "decoder" / "layers"));
   traits_.parameters = weights.parameters();
@@ -213,16 +213,14 @@ Tensor AutoencoderTiny::Decode(Context& context, const Tensor& latents) const {
   return out;
 }
 
-Tensor AutoencoderTiny::Encode(Context& context, const Tensor& pixels,
-                               const Tensor& /*noise*/) const {
-  Tensor latents = EncodeUnscaled(context, pixels);
-  const auto scale = static_cast<float>(config_.scaling_factor);
-  const auto shift = static_cast<float>(-config_.shift_factor * config_.scaling_factor);
-  context.ops.Add(latents, scale, Tensor(), shift, Activation::kNone, latents);
-  return latents;
+void AutoencoderTiny::SampleLatents(NetworkOps& ops, const EncodedLatents& args) const {
+  const double scale = args.unscaled ? 1 : config_.scaling_factor,
+               shift = args.unscaled ? 0 : -config_.shift_factor * config_.scaling_factor;
+  ops.Add(args.encoded, static_cast<float>(scale), Tensor(), static_cast<float>(shift),
+          Activation::kNone, args.out);
 }
 
-Tensor AutoencoderTiny::EncodeUnscaled(Context& context, const Tensor& pixels) const {
+Tensor AutoencoderTiny::Encode(Context& context, const Tensor& pixels) const {
   Tensor x = context.New(pixels.shape());
   context.ops.Add(pixels, 0.5f, Tensor(), 0.5f, Activation::kNone, x);
   x = encoder_in_(context, {.x = x});

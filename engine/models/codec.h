@@ -8,9 +8,19 @@ namespace denoised {
 struct CodecTraits {
   int image_channels = 3;
   int latent_channels = 4;
-  int factor = 8;       // pixels a latent pixel stands for, along each edge
-  bool encodes = true;  // it has an encoder
+  int factor = 8;            // pixels a latent pixel stands for, along each edge
+  int encoded_channels = 0;  // of what Encode() returns; 0: it has no encoder
   int64_t parameters = 0;
+
+  bool encodes() const { return encoded_channels > 0; }
+};
+
+struct EncodedLatents {
+  Tensor encoded;  // of Codec::Encode()
+  Tensor noise;  // optional F32 of the latents' shape, standard normal: of a distribution the mean
+                 // plus the standard deviation times it; undefined: the mean
+  bool unscaled = false;  // in the scale of the network, as InstructPix2Pix reads them
+  Tensor out;
 };
 
 /// A network that turns latents into pixels and back: diffusers' AutoencoderKL, AutoencoderTiny,
@@ -23,12 +33,12 @@ class Codec {
   /// latents F32 [N, h, w, latent_channels] → F32 [N, h·factor, w·factor, image_channels],
   /// nominally in [−1, 1], not clipped.
   virtual Tensor Decode(nn::Context& context, const Tensor& latents) const = 0;
-  /// pixels F32 [N, H, W, image_channels] in [−1, 1], edges multiples of `factor` → F32 latents.
-  /// Where the encoder predicts a distribution, the latents are its mean plus its standard
-  /// deviation times `noise`, F32 of the latents' shape; undefined: the mean. Only if it encodes.
-  virtual Tensor Encode(nn::Context& context, const Tensor& pixels, const Tensor& noise) const = 0;
-  /// The mean alone, in the scale of the network, as InstructPix2Pix reads it.
-  virtual Tensor EncodeUnscaled(nn::Context& context, const Tensor& pixels) const = 0;
+  /// pixels F32 [N, H, W, image_channels] in [−1, 1], edges multiples of `factor` → what the
+  /// encoder predicts, F32 [N, h, w, encoded_channels]: latents, or means and variances of them.
+  /// Only if it encodes.
+  virtual Tensor Encode(nn::Context& context, const Tensor& pixels) const = 0;
+  /// Latents from what Encode() predicts, into F32 [N, h, w, latent_channels].
+  virtual void SampleLatents(NetworkOps& ops, const EncodedLatents& args) const = 0;
 };
 
 }  // namespace denoised

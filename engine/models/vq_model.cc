@@ -36,14 +36,10 @@ class VQModel : public Codec {
   absl::Status Load(NetworkOps& ops, const Weights& weights);
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
-  Tensor Encode(Context& context, const Tensor& pixels, const Tensor& noise) const override;
-  Tensor EncodeUnscaled(Context& context, const Tensor& pixels) const override {
-    return Encode(context, pixels, /*scale=*/1);
-  }
+  Tensor Encode(Context& context, const Tensor& pixels) const override;
+  void SampleLatents(NetworkOps& ops, const EncodedLatents& args) const override;
 
  private:
-  Tensor Encode(Context& context, const Tensor& pixels, float scale) const;
-
   VQModelConfig config_;
   CodecTraits traits_;
   VaeEncoder encoder_;
@@ -58,7 +54,7 @@ absl::Status VQModel::Load(NetworkOps& ops, const Weights& weights) {
   traits_ = {.image_channels = vae.out_channels,
              .latent_channels = code,
              .factor = vae.factor(),
-             .encodes = true};
+             .encoded_channels = code};
   DENOISED_ASSIGN_OR_RETURN(encoder_, VaeEncoder::Load(ops, weights / "encoder", vae, channels));
   DENOISED_ASSIGN_OR_RETURN(quant_conv_,
                             Conv2d::Load(ops, weights / "quant_conv", channels, code, 1));
@@ -82,18 +78,18 @@ Tensor VQModel::Decode(Context& context, const Tensor& latents) const {
   return decoder_(context, post_quant_conv_(context, {.x = codes}));
 }
 
-Tensor VQModel::Encode(Context& context, const Tensor& pixels, const Tensor& /*noise*/) const {
-  return Encode(context, pixels, static_cast<float>(config_.vae.scaling_factor));
-}
-
-Tensor VQModel::Encode(Context& context, const Tensor& pixels, float scale) const {
+Tensor VQModel::Encode(Context& context, const Tensor& pixels) const {
   const Tensor x = context.New(pixels.shape());
   context.ops.Add(pixels, 1.0f, Tensor(), 0.0f, Activation::kNone, x);
   const Tensor encoded = encoder_(context, x, Tensor());
   Tensor latents =
       context.NewF32({encoded.dim(0), encoded.dim(1), encoded.dim(2), traits_.latent_channels});
-  return quant_conv_(context,
-                     {.x = encoded, .epilogue = {.scale = scale}, .out = std::move(latents)});
+  return quant_conv_(context, {.x = encoded, .out = std::move(latents)});
+}
+
+void VQModel::SampleLatents(NetworkOps& ops, const EncodedLatents& args) const {
+  const double scale = args.unscaled ? 1 : config_.vae.scaling_factor;
+  ops.Add(args.encoded, static_cast<float>(scale), Tensor(), 0.0f, Activation::kNone, args.out);
 }
 
 }  // namespace

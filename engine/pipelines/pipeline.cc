@@ -335,7 +335,7 @@ class Loader {
           "reads a mask is a StableDiffusionInpaintPipeline or StableDiffusionXLInpaintPipeline, "
           "one that reads an image a StableDiffusionInstructPix2PixPipeline",
           file, channels, directory_.pipeline_class, traits.channels, traits.channels + wanted);
-    if (!pipeline_.codec || !pipeline_.codec->traits().encodes)
+    if (!pipeline_.codec || !pipeline_.codec->traits().encodes())
       return InvalidArgument("{}: field 'in_channels' is {}, but the autoencoder has no encoder",
                              file, channels);
     pipeline_.image_input = extra;

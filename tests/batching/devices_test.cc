@@ -17,10 +17,6 @@ namespace {
 
 using Request = Simulation::Request;
 
-double Seconds(FakeClock::TimePoint from, FakeClock::TimePoint to) {
-  return std::chrono::duration<double>(to - from).count();
-}
-
 Simulation::Options With(int devices) {
   return {.devices = devices, .limits = {.requests = 20'000, .images = 40'000}};
 }

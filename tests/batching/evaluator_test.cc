@@ -74,7 +74,10 @@ TEST(Evaluator, ParkedImagesKeepWhenTheyWereNotFinite) {
   evaluator->Begin(0, start);
   evaluator->Begin(1, start);
   ASSERT_TRUE(parked->Arrive().ok());
-  EXPECT_FALSE(evaluator->Resume(1, start, /*evaluations_done=*/1, *parked)) << "no init image";
+  Evaluator::Start resumed = start;
+  resumed.parked = parked.get();
+  resumed.evaluations_done = 1;
+  evaluator->Begin(1, resumed);
   const auto nonfinite = evaluator->DownloadNonfinite()->Wait().value();
   EXPECT_EQ(nonfinite.as<int32_t>()[0], 0);
   EXPECT_EQ(nonfinite.as<int32_t>()[1], 1);
@@ -203,7 +206,7 @@ TEST(Evaluator, WarmUpRunsNoBucketBeyondOneThatFillsTheDevice) {
                                               .max_evaluations = 1,
                                               .decodes = 1,
                                               .codec = std::make_shared<FakeCodec>(1),
-                                              .max_decodes = 8})
+                                              .max_images = 8})
                                .value();
     std::vector<std::pair<int, bool>> measured;  // rows
     for (bool more = true; more;) {

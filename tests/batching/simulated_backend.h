@@ -22,9 +22,14 @@ struct FakeClock {
   }
 };
 
+inline double Seconds(FakeClock::TimePoint from, FakeClock::TimePoint to) {
+  return std::chrono::duration<double>(to - from).count();
+}
+
 /// The CPU's results, and whatever times and faults a test asks for: an evaluation of `rows` takes
-/// cost(rows) of the clock, decoding (tests/batching/fake_codec.h) decode_cost(images), and
-/// `fault`, when set, is asked before every launch.
+/// cost(rows) of the clock, decoding and encoding (tests/batching/fake_codec.h)
+/// decode_cost(images) and encode_cost(images), and `fault`, when set, is asked before every
+/// launch.
 class SimulatedBackend final : public Backend {
  public:
   SimulatedBackend(std::unique_ptr<Backend> cpu, FakeClock* clock,
@@ -41,8 +46,8 @@ class SimulatedBackend final : public Backend {
   bool splits_rows = true;
   /// Those of the CPU, unless a test says otherwise.
   Capabilities can;
-  /// Null: decoding takes no time.
-  std::function<double(int images)> decode_cost;
+  /// Null: they take no time.
+  std::function<double(int images)> decode_cost, encode_cost;
   /// Allocate refuses more than this.
   size_t memory_limit = ~size_t{0};
   size_t allocated() const { return *allocated_; }
@@ -112,7 +117,8 @@ class SimulatedBackend final : public Backend {
   void Embedding(const EmbeddingArgs& args) override { cpu_->Embedding(args); }
   void Resample2x(Resample kind, const Tensor& x, const Tensor& out) override {
     cpu_->Resample2x(kind, x, out);
-    if (launching_ && decode_cost) clock_->Advance(decode_cost(static_cast<int>(x.dim(0))));
+    const auto& cost = kind == Resample::kNearestUp ? decode_cost : encode_cost;
+    if (launching_ && cost) clock_->Advance(cost(static_cast<int>(x.dim(0))));
   }
   void Add(const Tensor& a, float scale, const Tensor& b, float shift, Activation activation,
            const Tensor& out) override {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cmath>
 #include <map>
 #include <memory>
 #include <optional>
@@ -53,6 +54,8 @@ class Simulation : public EngineObserver {
     bool warm_up = false;  // as the engine does, instead of being told what each bucket costs
     /// Models have a codec, and this many images decoded side by side take so long.
     std::function<double(int images)> decode_cost;
+    /// With decode_cost: the codec encodes, too.
+    std::function<double(int images)> encode_cost;
     std::function<void()> part_done;  // as StepBatcher::Options::part_done
   };
   struct Request {
@@ -62,7 +65,8 @@ class Simulation : public EngineObserver {
     double guidance = 1;
     std::string model = "fake";
     int size = kSize;
-    int width = 0;  // 0: as size
+    int width = 0;            // 0: as size
+    bool init_image = false;  // drawn by the seed; images begin in the middle of the steps
     bool previews = false;
     Priority priority = Priority::kNormal;
     std::string client;
@@ -89,6 +93,7 @@ class Simulation : public EngineObserver {
       device.backend = std::make_unique<SimulatedBackend>(*std::move(cpu), &clock, options.cost,
                                                           fmt::format("simulated:{}", i));
       device.backend->decode_cost = options.decode_cost;
+      device.backend->encode_cost = options.encode_cost;
       device.backend->splits_rows = false;
       device.backend->can.pads_rows = options.pads_rows;
       device.batcher = std::make_unique<StepBatcher>(
@@ -119,8 +124,8 @@ class Simulation : public EngineObserver {
                            .slots = Slots(),
                            .max_evaluations = 2000};
       if (options_.decode_cost) {
-        batched.codec = std::make_shared<FakeCodec>(1);
-        batched.max_decodes = 8;
+        batched.codec = std::make_shared<FakeCodec>(1, options_.encode_cost != nullptr);
+        batched.max_images = 8;
       }
       const absl::Status added = device.batcher->AddModel(batched, size(), size());
       DENOISED_CHECK(added.ok(), "{}", added.ToString());
@@ -144,14 +149,16 @@ class Simulation : public EngineObserver {
   }
 
   EffectiveJob Job(const Request& request) {
-    std::shared_ptr<const StepPlan>& plan = plans_[request.steps];
+    const double strength = request.init_image ? 0.5 : 1;
+    std::shared_ptr<const StepPlan>& plan = plans_[{request.steps, strength}];
     if (!plan) {
-      auto compiled = scheduler_->Compile({.sampler = Sampler::kEdmEuler, .steps = request.steps});
+      auto compiled = scheduler_->Compile(
+          {.sampler = Sampler::kEdmEuler, .steps = request.steps, .strength = strength});
       DENOISED_CHECK(compiled.ok(), "{}", compiled.status().ToString());
       plan = std::make_shared<const StepPlan>(*std::move(compiled));
     }
     EffectiveJob job{.steps = request.steps,
-                     .evaluations = request.steps,
+                     .evaluations = static_cast<int>(plan->evaluations.size()),
                      .plan = plan,
                      .guided = request.guidance > 1};
     job.spec = {.model = request.model,
@@ -162,6 +169,12 @@ class Simulation : public EngineObserver {
     job.spec.height = factor * request.size;
     job.spec.width = factor * (request.width ? request.width : request.size);
     job.spec.class_labels.assign(request.count, static_cast<int>(request.seed % 4));
+    if (request.init_image) {
+      job.spec.init_image = Tensor::Host({job.spec.height, job.spec.width, 1}, DType::kF32);
+      for (int64_t i = 0; i < job.spec.init_image.elements(); ++i)
+        job.spec.init_image.as<float>()[i] =
+            std::sin(static_cast<float>(i * (request.seed % 16 + 1)));
+    }
     job.spec.previews = request.previews;
     job.spec.priority = request.priority;
     job.spec.client = request.client;
@@ -247,6 +260,7 @@ class Simulation : public EngineObserver {
   void OnStage(const std::string&, const std::string&, Stage stage, int count,
                double seconds) override {
     if (stage == Stage::kDecode) decoded_together.push_back(count);
+    if (stage == Stage::kEncode) encoded_together.push_back(count);
     stage_seconds += seconds;
   }
 
@@ -302,14 +316,14 @@ class Simulation : public EngineObserver {
   int evaluations = 0, nonfinite_images = 0;
   int64_t row_evaluations = 0;
   int widest = 0;
-  std::vector<int> decoded_together;  // images, of each run of a codec
+  std::vector<int> decoded_together, encoded_together;  // images, each time
   double stage_seconds = 0;
   std::map<std::string, int> evaluations_of, evaluations_on;  // by model, by device
   std::map<std::string, double> seconds_of;
 
  private:
   std::unique_ptr<SchedulerConfig> scheduler_;
-  std::map<int, std::shared_ptr<const StepPlan>> plans_;
+  std::map<std::pair<int, double>, std::shared_ptr<const StepPlan>> plans_;  // by steps, strength
 };
 
 }  // namespace denoised

@@ -13,6 +13,7 @@
 #include "engine/models/autoencoder_tiny.h"
 #include "engine/models/clip_text.h"
 #include "engine/models/vq_model.h"
+#include "tests/models/encode_latents.h"
 #include "tests/models/golden.h"
 #include "tests/models/on_device.h"
 #include "tests/needs_gpu.h"
@@ -152,10 +153,12 @@ class CodecTest : public PartTest {
     const Tensor latents = Image("latents").Slice(first, rows);
     outputs.downloads["decoded"] = backend_->BeginDownload(codec.Decode(context, latents));
     const Tensor image = Image("image").Slice(first, rows);
-    outputs.downloads["mode"] = backend_->BeginDownload(codec.Encode(context, image, Tensor()));
+    outputs.downloads["mode"] =
+        backend_->BeginDownload(EncodeLatents(codec, context, image, Tensor()));
     if (io_.count("noise")) {
       const Tensor noise = Image("noise").Slice(first, rows);
-      outputs.downloads["sampled"] = backend_->BeginDownload(codec.Encode(context, image, noise));
+      outputs.downloads["sampled"] =
+          backend_->BeginDownload(EncodeLatents(codec, context, image, noise));
     }
     EXPECT_TRUE(backend_->Synchronize().ok()) << backend_->status();
     return outputs;

@@ -13,6 +13,7 @@
 #include "engine/models/autoencoder_kl.h"
 #include "engine/models/autoencoder_tiny.h"
 #include "engine/models/clip_text.h"
+#include "tests/models/encode_latents.h"
 #include "tests/models/golden.h"
 #include "tests/needs_gpu.h"
 
@@ -140,7 +141,8 @@ class Network {
     }
     const Tensor input = Upload(image);
     return [this, input, decodes](nn::Context& context) {
-      return decodes ? codec_->Decode(context, input) : codec_->Encode(context, input, Tensor());
+      return decodes ? codec_->Decode(context, input)
+                     : EncodeLatents(*codec_, context, input, Tensor());
     };
   }
 
