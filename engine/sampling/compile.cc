@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "engine/sampling/samplers.h"
+#include "engine/sampling/registry.h"
 #include "engine/sampling/sigma_path.h"
 
 namespace denoised {
@@ -25,68 +25,6 @@ template <typename Value>
 bool Contains(const std::vector<Value>& values, Value value) {
   return std::find(values.begin(), values.end(), value) != values.end();
 }
-
-StepPlan CompileResolved(const Fields& fields, const Request& request) {
-  switch (request.sampler) {
-    case Sampler::kDdpm:
-      return CompileDdpm(fields, request);
-    case Sampler::kDdim:
-      return CompileDdim(fields, request);
-    case Sampler::kPndm:
-      return CompilePndm(fields, request);
-    case Sampler::kEuler:
-    case Sampler::kEdmEuler:
-      return CompileEuler(fields, request);
-    case Sampler::kEulerAncestral:
-      return CompileEulerAncestral(fields, request);
-    case Sampler::kLms:
-      return CompileLms(fields, request);
-    case Sampler::kHeun:
-      return CompileHeun(fields, request);
-    case Sampler::kDpmSolver:
-    case Sampler::kDpmSolverSde:
-    case Sampler::kEdmDpmSolver:
-      return CompileDpmSolver(fields, request);
-    case Sampler::kUniPc:
-      return CompileUniPc(fields, request);
-    case Sampler::kLcm:
-      return CompileLcm(fields, request);
-    case Sampler::kDpmppSde:
-      return CompileDpmppSde(fields, request);
-    case Sampler::kDeis:
-      return CompileDeis(fields, request);
-    case Sampler::kKdpm2:
-    case Sampler::kKdpm2Ancestral:
-      return CompileKdpm2(fields, request);
-    case Sampler::kTcd:
-      return CompileTcd(fields, request);
-    case Sampler::kDpmSolverSinglestep:
-      return CompileDpmSolverSinglestep(fields, request);
-    case Sampler::kFlowMatchEuler:
-      return CompileFlowMatchEuler(fields, request);
-    case Sampler::kConsistency:
-      return CompileConsistency(fields, request);
-    case Sampler::kSaSolver:
-      return CompileSaSolver(fields, request);
-    case Sampler::kScoreSdeVe:
-      return CompileScoreSdeVe(fields, request);
-  }
-  DENOISED_CHECK(false, "sampler {}", static_cast<int>(request.sampler));
-}
-
-bool Churns(Sampler sampler) {
-  return sampler == Sampler::kEuler || sampler == Sampler::kEdmEuler || sampler == Sampler::kHeun;
-}
-
-bool HasEta(Sampler sampler) { return sampler == Sampler::kDdim || sampler == Sampler::kTcd; }
-
-/// SA-Solver has two orders, of its config.
-bool HasSolverOrder(Sampler sampler) {
-  return IsExponentialSolver(sampler) && sampler != Sampler::kSaSolver;
-}
-
-/// They visit the timesteps that a model was distilled at.
-bool IsDistilled(Sampler sampler) { return sampler == Sampler::kLcm || sampler == Sampler::kTcd; }
 
 std::string_view Name(Training training) {
   switch (training) {
@@ -138,7 +76,7 @@ class Compilation {
     Resolve();
     if (violations.empty()) CheckSteps();
     if (!violations.empty()) return {};
-    StepPlan plan = CompileResolved(fields_, request_);
+    StepPlan plan = TraitsOf(request_.sampler).compile(fields_, request_);
     if (!IsFinite(plan) && params_.s_noise)
       Violate("s_noise", fmt::format("is {}, which takes the noise beyond float32; use about 1",
                                      *params_.s_noise));
@@ -157,14 +95,15 @@ class Compilation {
     SamplerParams params = params_;
     params.sampler = request_.sampler;
     params.schedule = request_.schedule;
-    if (HasEta(request_.sampler)) params.eta = request_.eta;
-    if (Churns(request_.sampler)) {
+    const SamplerTraits& traits = TraitsOf(request_.sampler);
+    if (traits.eta) params.eta = request_.eta;
+    if (traits.churn) {
       params.s_churn = request_.churn.amount;
       params.s_tmin = request_.churn.min;
       params.s_tmax = request_.churn.max;
       params.s_noise = request_.churn.noise;
     }
-    if (HasSolverOrder(request_.sampler)) params.solver_order = request_.solver_order;
+    if (traits.solver_order) params.solver_order = request_.solver_order;
     return params;
   }
 
@@ -185,15 +124,15 @@ class Compilation {
     if (!Contains(config_.schedules(sampler), request_.schedule))
       Violate("schedule", fmt::format("{} is not for {}; use one of {}", Name(request_.schedule),
                                       Name(sampler), NamesOf(config_.schedules(sampler))));
-    const bool as_config =
-        sampler == Sampler::kEdmDpmSolver || sampler == Sampler::kDpmSolverSinglestep;
-    request_.stochastic = sampler == Sampler::kDpmSolverSde || (as_config && fields_.stochastic);
+    const SamplerTraits& traits = TraitsOf(sampler);
+    request_.stochastic = traits.sde == SolvesSde::kAlways ||
+                          (traits.sde == SolvesSde::kAsConfigured && fields_.stochastic);
     request_.solver_order = params_.solver_order.value_or(fields_.solver_order);
     if (!params_.solver_order) {
       // The class' default may not suit the solver that a request swaps in.
       if (request_.stochastic && !fields_.data_prediction)
         request_.solver_order = std::min(request_.solver_order, 2);
-    } else if (!HasSolverOrder(sampler)) {
+    } else if (!traits.solver_order) {
       Violate("solver_order", fmt::format("has no effect on {}; leave it unset", Name(sampler)));
     } else if (request_.solver_order < 1 || request_.solver_order > 3) {
       Violate("solver_order", fmt::format("is {}; use 1, 2 or 3", request_.solver_order));
@@ -204,6 +143,7 @@ class Compilation {
 
   void ResolveNumbers() {
     const Sampler sampler = request_.sampler;
+    const SamplerTraits& traits = TraitsOf(sampler);
     request_.steps = params_.steps;
     const int most = config_.max_steps(sampler);
     if (params_.steps < 1 || params_.steps > most)
@@ -213,8 +153,8 @@ class Compilation {
     if (!(params_.strength > 0 && params_.strength <= 1))
       Violate("strength", fmt::format("is {}; use a number above 0 and up to 1", params_.strength));
 
-    request_.eta = params_.eta.value_or(sampler == Sampler::kTcd ? 0.3 : 0);
-    if (params_.eta && !HasEta(sampler))
+    request_.eta = params_.eta.value_or(traits.eta.value_or(0));
+    if (params_.eta && !traits.eta)
       Violate("eta",
               fmt::format("has no effect on {}; leave it unset or use ddim or tcd", Name(sampler)));
     else if (!(request_.eta >= 0 && request_.eta <= 1))
@@ -224,7 +164,7 @@ class Compilation {
                            bool may_be_infinite) {
       if (!given) return;
       *value = *given;
-      if (!Churns(sampler))
+      if (!traits.churn)
         Violate(field, fmt::format("has no effect on {}; leave it unset or use euler or heun",
                                    Name(sampler)));
       else if (!(*given >= 0 && (may_be_infinite || std::isfinite(*given))))
@@ -239,42 +179,31 @@ class Compilation {
                                     request_.churn.max));
   }
 
-  /// Conditions of a sampler on the number of steps, beside its range.
+  /// Conditions on a request that is right field by field.
   void CheckSteps() {
-    const int steps = request_.steps;
     const Sampler sampler = request_.sampler;
-    if (IsDistilled(sampler) && fields_.original_inference_steps > fields_.train_timesteps)
+    const SamplerTraits& traits = TraitsOf(sampler);
+    const bool distilled = traits.levels == Levels::kDistilled;
+    if (distilled && fields_.original_inference_steps > fields_.train_timesteps)
       return Violate(
           "sampler",
           fmt::format("{} needs original_inference_steps = {} of {} training timesteps; "
                       "use another sampler",
                       Name(sampler), fields_.original_inference_steps, fields_.train_timesteps));
-    if (sampler == Sampler::kPndm && !fields_.skip_prk_steps) {
-      if (steps < 4)
-        return Violate("steps", fmt::format("is {}; pndm starts with Runge-Kutta and needs at "
-                                            "least 4, or skip_prk_steps in its config",
-                                            steps));
-      if (request_.from_image())
-        return Violate("strength", fmt::format("is {}; pndm with Runge-Kutta starts from noise "
-                                               "alone: use 1, or another sampler",
-                                               request_.strength));
+    if (traits.check != nullptr) {
+      if (auto violation = traits.check(fields_, request_))
+        return violations.push_back(*std::move(violation));
     }
-    if (sampler == Sampler::kUniPc && request_.solver_order > 1 && steps > 1 &&
-        !fields_.lower_order_final.value_or(true) && fields_.final_sigma_zero)
-      return Violate("solver_order",
-                     fmt::format("is {}; uni_pc cannot end at sigma 0 with lower_order_final false "
-                                 "in its config, use 1",
-                                 request_.solver_order));
-    if (fields_.training == Training::kBetas && !IsDistilled(sampler)) CheckLeadingTimesteps();
-    if (violations.empty() && WalksSigmas(sampler)) CheckSigmasDescend();
+    if (fields_.training == Training::kBetas && !distilled) CheckLeadingTimesteps();
+    if (violations.empty() && traits.walks_sigmas()) CheckSigmasDescend();
   }
 
   void CheckLeadingTimesteps() {
-    const bool walks = WalksSigmas(request_.sampler),
-               solver = IsExponentialSolver(request_.sampler);
+    const SamplerTraits& traits = TraitsOf(request_.sampler);
+    const bool solver = traits.levels == Levels::kSolver;
     if (request_.sampler == Sampler::kDpmSolverSinglestep) return;  // is always linspace
     const TimestepSpacing spacing = fields_.timestep_spacing.value_or(
-        walks ? TimestepSpacing::kLinspace : TimestepSpacing::kLeading);
+        traits.walks_sigmas() ? TimestepSpacing::kLinspace : TimestepSpacing::kLeading);
     if (spacing != TimestepSpacing::kLeading) return;
     if (solver && request_.schedule != NoiseSchedule::kNative) return;
     const int trained = fields_.train_timesteps;

@@ -75,6 +75,20 @@ void RungeKuttaStep(PndmWriter& writer, int step, int from, int to, int half) {
 
 }  // namespace
 
+std::optional<ParamViolation> CheckPndm(const SchedulerConfig::Fields& fields,
+                                        const Request& request) {
+  if (fields.skip_prk_steps) return std::nullopt;
+  if (request.steps < 4)
+    return ParamViolation{"steps", fmt::format("is {}; pndm starts with Runge-Kutta and needs at "
+                                               "least 4, or skip_prk_steps in its config",
+                                               request.steps)};
+  if (request.from_image())
+    return ParamViolation{"strength", fmt::format("is {}; pndm with Runge-Kutta starts from noise "
+                                                  "alone: use 1, or another sampler",
+                                                  request.strength)};
+  return std::nullopt;
+}
+
 /// Pseudo numerical methods, arXiv 2202.09778: linear multistep, started by three Runge-Kutta steps
 /// or (skip_prk_steps) by evaluating the second timestep twice.
 StepPlan CompilePndm(const SchedulerConfig::Fields& fields, const Request& request) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "engine/sampling/scheduler_fields.h"
 
@@ -32,7 +33,7 @@ struct Request {
   }
 };
 
-/// One per sampler, each in the file of its name. They trust their arguments.
+/// One per sampler, each in the file of its name: see registry.cc. They trust their arguments.
 StepPlan CompileDdpm(const SchedulerConfig::Fields& fields, const Request& request);
 StepPlan CompileDdim(const SchedulerConfig::Fields& fields, const Request& request);
 StepPlan CompilePndm(const SchedulerConfig::Fields& fields, const Request& request);
@@ -52,5 +53,11 @@ StepPlan CompileFlowMatchEuler(const SchedulerConfig::Fields& fields, const Requ
 StepPlan CompileConsistency(const SchedulerConfig::Fields& fields, const Request& request);
 StepPlan CompileSaSolver(const SchedulerConfig::Fields& fields, const Request& request);
 StepPlan CompileScoreSdeVe(const SchedulerConfig::Fields& fields, const Request& request);
+
+/// What a sampler alone asks of a request: SamplerTraits::check.
+std::optional<ParamViolation> CheckPndm(const SchedulerConfig::Fields& fields,
+                                        const Request& request);
+std::optional<ParamViolation> CheckUniPc(const SchedulerConfig::Fields& fields,
+                                         const Request& request);
 
 }  // namespace denoised

@@ -5,58 +5,12 @@
 #include <utility>
 
 #include "engine/core/config_reader.h"
-#include "engine/sampling/scheduler_fields.h"
+#include "engine/sampling/registry.h"
 
 namespace denoised {
 namespace {
 
 using Fields = SchedulerConfig::Fields;
-
-struct SchedulerClass {
-  const char* name;
-  Sampler sampler;
-};
-
-constexpr SchedulerClass kClasses[] = {
-    {"DDPMScheduler", Sampler::kDdpm},
-    {"DDIMScheduler", Sampler::kDdim},
-    {"PNDMScheduler", Sampler::kPndm},
-    {"EulerDiscreteScheduler", Sampler::kEuler},
-    {"EulerAncestralDiscreteScheduler", Sampler::kEulerAncestral},
-    {"LMSDiscreteScheduler", Sampler::kLms},
-    {"HeunDiscreteScheduler", Sampler::kHeun},
-    {"DPMSolverMultistepScheduler", Sampler::kDpmSolver},
-    {"UniPCMultistepScheduler", Sampler::kUniPc},
-    {"LCMScheduler", Sampler::kLcm},
-    {"EDMEulerScheduler", Sampler::kEdmEuler},
-    {"EDMDPMSolverMultistepScheduler", Sampler::kEdmDpmSolver},
-    {"DPMSolverSDEScheduler", Sampler::kDpmppSde},
-    {"DEISMultistepScheduler", Sampler::kDeis},
-    {"KDPM2DiscreteScheduler", Sampler::kKdpm2},
-    {"KDPM2AncestralDiscreteScheduler", Sampler::kKdpm2Ancestral},
-    {"TCDScheduler", Sampler::kTcd},
-    {"DPMSolverSinglestepScheduler", Sampler::kDpmSolverSinglestep},
-    {"FlowMatchEulerDiscreteScheduler", Sampler::kFlowMatchEuler},
-    {"CMStochasticIterativeScheduler", Sampler::kConsistency},
-    {"SASolverScheduler", Sampler::kSaSolver},
-    {"ScoreSdeVeScheduler", Sampler::kScoreSdeVe},
-};
-
-Training TrainingOf(Sampler sampler) {
-  switch (sampler) {
-    case Sampler::kEdmEuler:
-    case Sampler::kEdmDpmSolver:
-      return Training::kEdm;
-    case Sampler::kFlowMatchEuler:
-      return Training::kFlow;
-    case Sampler::kConsistency:
-      return Training::kConsistency;
-    case Sampler::kScoreSdeVe:
-      return Training::kScore;
-    default:
-      return Training::kBetas;
-  }
-}
 
 /// No published training schedule is longer. The bound keeps a bad file from exhausting memory.
 constexpr int kMaxTrainTimesteps = 100000;
@@ -64,13 +18,15 @@ constexpr int kMaxTrainTimesteps = 100000;
 void ReadClass(ConfigReader& config, Fields* fields) {
   const nlohmann::json& name = config.Raw("_class_name");
   std::string supported;
-  for (const SchedulerClass& known : kClasses) {
-    if (name == known.name) {
-      fields->default_sampler = known.sampler;
-      fields->training = TrainingOf(known.sampler);
+  for (const Sampler sampler : AllSamplers()) {
+    const SamplerTraits& traits = TraitsOf(sampler);
+    if (traits.class_name == nullptr) continue;
+    if (name == traits.class_name) {
+      fields->default_sampler = sampler;
+      fields->training = traits.training;
       return;
     }
-    supported += fmt::format("{}{}", supported.empty() ? "" : ", ", known.name);
+    supported += fmt::format("{}{}", supported.empty() ? "" : ", ", traits.class_name);
   }
   config.Complain("_class_name", fmt::format("not supported; use one of {}", supported));
 }
@@ -93,12 +49,7 @@ void ReadChoice(ConfigReader& config, const char* field,
 }
 
 void ReadBetas(ConfigReader& config, Fields* fields) {
-  const Sampler sampler = fields->default_sampler;
-  const bool latent = sampler == Sampler::kLcm || sampler == Sampler::kTcd;
-  const bool small = latent || sampler == Sampler::kHeun || sampler == Sampler::kDpmppSde ||
-                     sampler == Sampler::kKdpm2 || sampler == Sampler::kKdpm2Ancestral;
-  double start = small ? 0.00085 : 0.0001, end = small ? 0.012 : 0.02;
-  BetaSchedule schedule = latent ? BetaSchedule::kScaledLinear : BetaSchedule::kLinear;
+  auto [start, end, schedule] = TraitsOf(fields->default_sampler).betas;
   std::vector<double> betas;
   config.Read("beta_start", &start);
   config.Read("beta_end", &end);
@@ -146,8 +97,7 @@ void ReadBetas(ConfigReader& config, Fields* fields) {
 
 void ReadTraining(ConfigReader& config, Fields* fields) {
   const bool consistency = fields->training == Training::kConsistency;
-  if (consistency) fields->train_timesteps = 40;
-  if (fields->training == Training::kScore) fields->train_timesteps = 2000;
+  fields->train_timesteps = TraitsOf(fields->default_sampler).train_timesteps;
   // diffusers before 0.1 called it "timesteps".
   config.Read("timesteps", &fields->train_timesteps);
   config.Read("num_train_timesteps", &fields->train_timesteps);
@@ -347,7 +297,7 @@ void ReadSamplers(ConfigReader& config, Fields* fields) {
   config.Read("skip_prk_steps", &fields->skip_prk_steps);
   config.Read("original_inference_steps", &fields->original_inference_steps);
   if (fields->original_inference_steps < 1 ||
-      ((fields->default_sampler == Sampler::kLcm || fields->default_sampler == Sampler::kTcd) &&
+      (TraitsOf(fields->default_sampler).levels == Levels::kDistilled &&
        fields->original_inference_steps > fields->train_timesteps))
     config.Complain("original_inference_steps",
                     fmt::format("use 1 to {}", fields->train_timesteps));
@@ -392,20 +342,10 @@ absl::StatusOr<SchedulerConfig> SchedulerConfig::Parse(const nlohmann::json& jso
 }
 
 NoiseSchedule DefaultSchedule(const SchedulerConfig::Fields& fields, Sampler sampler) {
-  switch (sampler) {
-    case Sampler::kEulerAncestral:
-      return fields.training == Training::kEdm ? fields.default_schedule : NoiseSchedule::kNative;
-    case Sampler::kDdpm:
-    case Sampler::kDdim:
-    case Sampler::kPndm:
-    case Sampler::kLcm:
-    case Sampler::kTcd:
-    case Sampler::kConsistency:
-    case Sampler::kScoreSdeVe:
-      return NoiseSchedule::kNative;
-    default:
-      return fields.default_schedule;
-  }
+  const SamplerTraits& traits = TraitsOf(sampler);
+  // The spacing of an EDM model is of its training, not of a class.
+  const bool of_config = traits.spaced_by_config || fields.training == Training::kEdm;
+  return traits.spaces_levels() && of_config ? fields.default_schedule : NoiseSchedule::kNative;
 }
 
 Sampler SchedulerConfig::default_sampler() const { return fields_->default_sampler; }
@@ -415,64 +355,24 @@ NoiseSchedule SchedulerConfig::default_schedule() const {
 }
 
 std::vector<Sampler> SchedulerConfig::samplers() const {
-  if (fields_->training != Training::kBetas && fields_->training != Training::kEdm)
-    return {fields_->default_sampler};
   std::vector<Sampler> possible;
   for (const Sampler sampler : AllSamplers()) {
-    bool for_edm = true, for_betas = true;
-    switch (sampler) {
-      case Sampler::kDdpm:
-      case Sampler::kDdim:
-      case Sampler::kUniPc:
-      case Sampler::kLcm:
-      case Sampler::kDeis:
-      case Sampler::kTcd:
-      case Sampler::kSaSolver:
-        for_edm = false;
-        break;
-      case Sampler::kDpmSolverSinglestep:
-        for_edm = false;
-        for_betas = fields_->data_prediction || !fields_->stochastic;
-        break;
-      case Sampler::kPndm:
-        for_edm = false;
-        for_betas = fields_->prediction != Prediction::kSample;
-        break;
-      case Sampler::kEdmEuler:
-      case Sampler::kEdmDpmSolver:
-        for_betas = false;
-        break;
-      case Sampler::kFlowMatchEuler:
-      case Sampler::kConsistency:
-      case Sampler::kScoreSdeVe:
-        for_edm = for_betas = false;
-        break;
-      default:
-        break;
-    }
-    if (fields_->training == Training::kEdm ? for_edm : for_betas) possible.push_back(sampler);
+    const SamplerTraits& traits = TraitsOf(sampler);
+    const bool trained = traits.training == fields_->training ||
+                         (traits.also_edm && fields_->training == Training::kEdm);
+    if (trained && (traits.suits == nullptr || traits.suits(*fields_))) possible.push_back(sampler);
   }
   return possible;
 }
 
 std::vector<NoiseSchedule> SchedulerConfig::schedules(Sampler sampler) const {
-  switch (sampler) {
-    case Sampler::kDdpm:
-    case Sampler::kDdim:
-    case Sampler::kPndm:
-    case Sampler::kLcm:
-    case Sampler::kTcd:
-    case Sampler::kConsistency:
-    case Sampler::kScoreSdeVe:
-      return {NoiseSchedule::kNative};
-    default:
-      return AllNoiseSchedules();
-  }
+  if (!TraitsOf(sampler).spaces_levels()) return {NoiseSchedule::kNative};
+  return AllNoiseSchedules();
 }
 
 int SchedulerConfig::max_steps(Sampler sampler) const {
   const int steps = fields_->training == Training::kEdm ? 1000 : fields_->train_timesteps;
-  const bool distilled = sampler == Sampler::kLcm || sampler == Sampler::kTcd;
+  const bool distilled = TraitsOf(sampler).levels == Levels::kDistilled;
   return distilled ? std::min(steps, fields_->original_inference_steps) : steps;
 }
 

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "engine/sampling/registry.h"
+
 namespace denoised {
 namespace {
 
@@ -216,8 +218,8 @@ SigmaPath SigmaPathOf(const Fields& fields, const Request& request) {
   if (fields.training == Training::kFlow) return FlowPath(fields, request);
   if (fields.training == Training::kConsistency) return ConsistencyPath(fields, request);
   if (fields.training == Training::kScore) return ScorePath(fields, request);
-  return IsExponentialSolver(request.sampler) ? SolverPath(fields, request)
-                                              : DiscretePath(fields, request);
+  return TraitsOf(request.sampler).levels == Levels::kSolver ? SolverPath(fields, request)
+                                                             : DiscretePath(fields, request);
 }
 
 PlanWriter PlanAlong(const SigmaPath& path, const SchedulerConfig::Fields& fields,
@@ -226,17 +228,6 @@ PlanWriter PlanAlong(const SigmaPath& path, const SchedulerConfig::Fields& field
   plan.StartFromNoise(path.initial_noise);
   if (request.from_image()) plan.StartFromImage(path.At(request.FirstStep(path.steps())));
   return plan;
-}
-
-bool WalksSigmas(Sampler sampler) {
-  return sampler != Sampler::kDdpm && sampler != Sampler::kDdim && sampler != Sampler::kPndm &&
-         sampler != Sampler::kLcm && sampler != Sampler::kTcd;
-}
-
-bool IsExponentialSolver(Sampler sampler) {
-  return IsMultistepDpmSolver(sampler) || sampler == Sampler::kDpmSolverSinglestep ||
-         sampler == Sampler::kEdmDpmSolver || sampler == Sampler::kDeis ||
-         sampler == Sampler::kSaSolver || sampler == Sampler::kUniPc;
 }
 
 }  // namespace denoised

@@ -42,9 +42,4 @@ SigmaPath SigmaPathOf(const SchedulerConfig::Fields& fields, const Request& requ
 PlanWriter PlanAlong(const SigmaPath& path, const SchedulerConfig::Fields& fields,
                      const Request& request, double clip = 0);
 
-/// Whether a sampler walks a SigmaPath, rather than whole timesteps.
-bool WalksSigmas(Sampler sampler);
-/// DPM-Solver, DEIS, UniPC and SA-Solver: they space one timestep more than they visit.
-bool IsExponentialSolver(Sampler sampler);
-
 }  // namespace denoised

@@ -90,6 +90,17 @@ class UniStep {
 
 }  // namespace
 
+std::optional<ParamViolation> CheckUniPc(const SchedulerConfig::Fields& fields,
+                                         const Request& request) {
+  const bool lowers = fields.lower_order_final.value_or(true);
+  if (request.solver_order == 1 || request.steps == 1 || lowers || !fields.final_sigma_zero)
+    return std::nullopt;
+  return ParamViolation{"solver_order",
+                        fmt::format("is {}; uni_pc cannot end at sigma 0 with lower_order_final "
+                                    "false in its config, use 1",
+                                    request.solver_order)};
+}
+
 /// Each evaluation first corrects the state that it was predicted from, then predicts the next.
 StepPlan CompileUniPc(const SchedulerConfig::Fields& fields, const Request& request) {
   const SigmaPath path = SigmaPathOf(fields, request);

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/sampling/registry.h"
+
+#include <iterator>
+#include <utility>
+
+namespace denoised {
+namespace {
+
+using Fields = SchedulerConfig::Fields;
+
+// Of the classes that were written for Stable Diffusion, and of those for models distilled from it.
+constexpr DefaultBetas kLatentBetas = {0.00085, 0.012};
+constexpr DefaultBetas kScaledLatentBetas = {0.00085, 0.012, BetaSchedule::kScaledLinear};
+
+/// In the order of the enum. By hand, as one field a line is too long to read from top to bottom.
+// clang-format off
+constexpr SamplerTraits kSamplers[] = {
+    {.sampler = Sampler::kDdpm, .name = "ddpm", .class_name = "DDPMScheduler",
+     .compile = CompileDdpm, .levels = Levels::kTimesteps},
+    {.sampler = Sampler::kDdim, .name = "ddim", .class_name = "DDIMScheduler",
+     .compile = CompileDdim, .levels = Levels::kTimesteps, .eta = 0},
+    {.sampler = Sampler::kPndm, .name = "pndm", .class_name = "PNDMScheduler",
+     .compile = CompilePndm,
+     .suits = [](const Fields& f) { return f.prediction != Prediction::kSample; },
+     .levels = Levels::kTimesteps, .check = CheckPndm},
+    {.sampler = Sampler::kEuler, .name = "euler", .class_name = "EulerDiscreteScheduler",
+     .compile = CompileEuler, .also_edm = true, .churn = true},
+    {.sampler = Sampler::kEulerAncestral, .name = "euler_ancestral",
+     .class_name = "EulerAncestralDiscreteScheduler",
+     .compile = CompileEulerAncestral, .also_edm = true, .spaced_by_config = false},
+    {.sampler = Sampler::kLms, .name = "lms", .class_name = "LMSDiscreteScheduler",
+     .compile = CompileLms, .also_edm = true},
+    {.sampler = Sampler::kHeun, .name = "heun", .class_name = "HeunDiscreteScheduler",
+     .compile = CompileHeun, .also_edm = true, .betas = kLatentBetas, .churn = true},
+    {.sampler = Sampler::kDpmSolver, .name = "dpm_solver",
+     .class_name = "DPMSolverMultistepScheduler",
+     .compile = CompileDpmSolver, .also_edm = true, .levels = Levels::kSolver,
+     .solver_order = true},
+    {.sampler = Sampler::kDpmSolverSde, .name = "dpm_solver_sde",
+     .compile = CompileDpmSolver, .also_edm = true, .levels = Levels::kSolver,
+     .sde = SolvesSde::kAlways, .solver_order = true},
+    {.sampler = Sampler::kUniPc, .name = "uni_pc", .class_name = "UniPCMultistepScheduler",
+     .compile = CompileUniPc, .levels = Levels::kSolver, .solver_order = true, .check = CheckUniPc},
+    {.sampler = Sampler::kLcm, .name = "lcm", .class_name = "LCMScheduler",
+     .compile = CompileLcm, .betas = kScaledLatentBetas, .levels = Levels::kDistilled},
+    {.sampler = Sampler::kEdmEuler, .name = "edm_euler", .class_name = "EDMEulerScheduler",
+     .compile = CompileEuler, .training = Training::kEdm, .churn = true},
+    {.sampler = Sampler::kEdmDpmSolver, .name = "edm_dpm_solver",
+     .class_name = "EDMDPMSolverMultistepScheduler",
+     .compile = CompileDpmSolver, .training = Training::kEdm, .levels = Levels::kSolver,
+     .sde = SolvesSde::kAsConfigured, .solver_order = true},
+    {.sampler = Sampler::kDpmppSde, .name = "dpmpp_sde", .class_name = "DPMSolverSDEScheduler",
+     .compile = CompileDpmppSde, .also_edm = true, .betas = kLatentBetas},
+    {.sampler = Sampler::kDeis, .name = "deis", .class_name = "DEISMultistepScheduler",
+     .compile = CompileDeis, .levels = Levels::kSolver, .solver_order = true},
+    {.sampler = Sampler::kKdpm2, .name = "kdpm2", .class_name = "KDPM2DiscreteScheduler",
+     .compile = CompileKdpm2, .also_edm = true, .betas = kLatentBetas},
+    {.sampler = Sampler::kKdpm2Ancestral, .name = "kdpm2_ancestral",
+     .class_name = "KDPM2AncestralDiscreteScheduler",
+     .compile = CompileKdpm2, .also_edm = true, .betas = kLatentBetas},
+    {.sampler = Sampler::kTcd, .name = "tcd", .class_name = "TCDScheduler",
+     .compile = CompileTcd, .betas = kScaledLatentBetas, .levels = Levels::kDistilled, .eta = 0.3},
+    {.sampler = Sampler::kDpmSolverSinglestep, .name = "dpm_solver_singlestep",
+     .class_name = "DPMSolverSinglestepScheduler",
+     .compile = CompileDpmSolverSinglestep,
+     .suits = [](const Fields& f) { return f.data_prediction || !f.stochastic; },
+     .levels = Levels::kSolver, .sde = SolvesSde::kAsConfigured, .solver_order = true},
+    {.sampler = Sampler::kFlowMatchEuler, .name = "flow_match_euler",
+     .class_name = "FlowMatchEulerDiscreteScheduler",
+     .compile = CompileFlowMatchEuler, .training = Training::kFlow},
+    {.sampler = Sampler::kConsistency, .name = "consistency",
+     .class_name = "CMStochasticIterativeScheduler",
+     .compile = CompileConsistency, .training = Training::kConsistency, .train_timesteps = 40,
+     .levels = Levels::kFixedSigmas},
+    {.sampler = Sampler::kSaSolver, .name = "sa_solver", .class_name = "SASolverScheduler",
+     .compile = CompileSaSolver, .levels = Levels::kSolver},
+    {.sampler = Sampler::kScoreSdeVe, .name = "score_sde_ve", .class_name = "ScoreSdeVeScheduler",
+     .compile = CompileScoreSdeVe, .training = Training::kScore, .train_timesteps = 2000,
+     .levels = Levels::kFixedSigmas},
+};
+// clang-format on
+
+constexpr bool InOrder() {
+  for (size_t i = 0; i < std::size(kSamplers); ++i)
+    if (kSamplers[i].sampler != static_cast<Sampler>(i)) return false;
+  return true;
+}
+static_assert(InOrder(), "kSamplers has the order of enum Sampler");
+
+constexpr std::pair<NoiseSchedule, std::string_view> kSchedules[] = {
+    {NoiseSchedule::kNative, "native"},
+    {NoiseSchedule::kKarras, "karras"},
+    {NoiseSchedule::kExponential, "exponential"},
+    {NoiseSchedule::kBeta, "beta"},
+};
+
+}  // namespace
+
+const SamplerTraits& TraitsOf(Sampler sampler) {
+  const auto index = static_cast<size_t>(sampler);
+  DENOISED_CHECK(index < std::size(kSamplers), "sampler {}", index);
+  return kSamplers[index];
+}
+
+std::string_view Name(Sampler sampler) { return TraitsOf(sampler).name; }
+
+std::optional<Sampler> SamplerFromName(std::string_view name) {
+  for (const SamplerTraits& traits : kSamplers)
+    if (traits.name == name) return traits.sampler;
+  return std::nullopt;
+}
+
+const std::vector<Sampler>& AllSamplers() {
+  static const auto* const kAll = [] {
+    auto* const all = new std::vector<Sampler>;
+    for (const SamplerTraits& traits : kSamplers) all->push_back(traits.sampler);
+    return all;
+  }();
+  return *kAll;
+}
+
+std::string_view Name(NoiseSchedule schedule) {
+  for (const auto& [value, name] : kSchedules)
+    if (value == schedule) return name;
+  return "unknown";
+}
+
+std::optional<NoiseSchedule> NoiseScheduleFromName(std::string_view wanted) {
+  for (const auto& [value, name] : kSchedules)
+    if (name == wanted) return value;
+  return std::nullopt;
+}
+
+const std::vector<NoiseSchedule>& AllNoiseSchedules() {
+  static const auto* const kAll = [] {
+    auto* const all = new std::vector<NoiseSchedule>;
+    for (const auto& [value, name] : kSchedules) all->push_back(value);
+    return all;
+  }();
+  return *kAll;
+}
+
+}  // namespace denoised

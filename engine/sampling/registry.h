@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <optional>
+#include <string_view>
+
+#include "engine/sampling/samplers.h"
+
+namespace denoised {
+
+/// Which noise levels a sampler visits.
+enum class Levels {
+  kSigmas,       // a SigmaPath, spaced as the request asks
+  kSolver,       // the same, of an exponential integrator: one timestep more is spaced than visited
+  kFixedSigmas,  // a SigmaPath with a spacing of its own
+  kTimesteps,    // whole training timesteps
+  kDistilled,    // of the timesteps that the model was distilled at
+};
+
+/// Whether a sampler solves the SDE, as "sde-" in algorithm_type asks.
+enum class SolvesSde { kNever, kAlways, kAsConfigured };
+
+/// What diffusers' class takes for betas that a config leaves out.
+struct DefaultBetas {
+  double start = 0.0001, end = 0.02;
+  BetaSchedule schedule = BetaSchedule::kLinear;
+};
+
+/// All that is known of a sampler outside its own file, but for the quirks in how diffusers'
+/// classes read a config (scheduler_config.cc) and space σ (sigma_path.cc): those depend on other
+/// fields and are read best beside them.
+struct SamplerTraits {
+  Sampler sampler;
+  std::string_view name;
+  const char* class_name = nullptr;  // of diffusers; null if it is an option of another's class
+  StepPlan (*compile)(const SchedulerConfig::Fields& fields, const Request& request);
+
+  // The models that it samples: those of `training`, if `suits` (null: always) agrees.
+  Training training = Training::kBetas;
+  bool also_edm = false;  // EDM models too
+  bool (*suits)(const SchedulerConfig::Fields& fields) = nullptr;
+
+  // What its class takes for fields that the config leaves out.
+  int train_timesteps = 1000;
+  DefaultBetas betas = {};
+
+  // How it samples.
+  Levels levels = Levels::kSigmas;
+  bool spaced_by_config = true;  // the class knows use_karras_sigmas and its like
+  SolvesSde sde = SolvesSde::kNever;
+
+  // The parameters of a request that it reads.
+  std::optional<double> eta = {};  // its default
+  bool churn = false;
+  bool solver_order = false;
+  /// A condition on a request that is right but for this. Null if there is none.
+  std::optional<ParamViolation> (*check)(const SchedulerConfig::Fields& fields,
+                                         const Request& request) = nullptr;
+
+  /// Whether a request may choose how its levels are spaced.
+  bool spaces_levels() const { return levels == Levels::kSigmas || levels == Levels::kSolver; }
+  /// Whether it walks a SigmaPath, rather than whole timesteps.
+  bool walks_sigmas() const { return spaces_levels() || levels == Levels::kFixedSigmas; }
+};
+
+/// A new sampler is its file, its enum value and its entry in registry.cc.
+const SamplerTraits& TraitsOf(Sampler sampler);
+
+}  // namespace denoised
