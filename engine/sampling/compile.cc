@@ -199,12 +199,8 @@ class Compilation {
   }
 
   void CheckLeadingTimesteps() {
-    const SamplerTraits& traits = TraitsOf(request_.sampler);
-    const bool solver = traits.levels == Levels::kSolver;
-    if (request_.sampler == Sampler::kDpmSolverSinglestep) return;  // is always linspace
-    const TimestepSpacing spacing = fields_.timestep_spacing.value_or(
-        traits.walks_sigmas() ? TimestepSpacing::kLinspace : TimestepSpacing::kLeading);
-    if (spacing != TimestepSpacing::kLeading) return;
+    if (SpacingOf(fields_, request_.sampler) != TimestepSpacing::kLeading) return;
+    const bool solver = TraitsOf(request_.sampler).levels == Levels::kSolver;
     if (solver && request_.schedule != NoiseSchedule::kNative) return;
     const int trained = fields_.train_timesteps;
     const auto highest = [&](int steps) {

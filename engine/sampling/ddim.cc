@@ -8,7 +8,7 @@ namespace denoised {
 
 /// arXiv 2010.02502, equations 12 and 16.
 StepPlan CompileDdim(const SchedulerConfig::Fields& fields, const Request& request) {
-  const std::vector<int> timesteps = WholeTimesteps(fields, request.steps);
+  const std::vector<int> timesteps = WholeTimesteps(fields, request);
   const int stride = fields.train_timesteps / request.steps;
   const int first = request.FirstStep(request.steps);
   PlanWriter plan(fields, ClipOf(fields, true));

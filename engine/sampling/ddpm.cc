@@ -8,7 +8,7 @@ namespace denoised {
 
 /// Ancestral sampling, arXiv 2006.11239, equations 6 and 7.
 StepPlan CompileDdpm(const SchedulerConfig::Fields& fields, const Request& request) {
-  const std::vector<int> timesteps = WholeTimesteps(fields, request.steps);
+  const std::vector<int> timesteps = WholeTimesteps(fields, request);
   const int first = request.FirstStep(request.steps);
   PlanWriter plan(fields, ClipOf(fields, true));
   if (request.from_image()) plan.StartFromImage(LevelAt(fields, timesteps[first]));

@@ -93,7 +93,7 @@ std::optional<ParamViolation> CheckPndm(const SchedulerConfig::Fields& fields,
 /// or (skip_prk_steps) by evaluating the second timestep twice.
 StepPlan CompilePndm(const SchedulerConfig::Fields& fields, const Request& request) {
   constexpr int kRungeKuttaSteps = 3;
-  const std::vector<int> timesteps = WholeTimesteps(fields, request.steps);
+  const std::vector<int> timesteps = WholeTimesteps(fields, request);
   const int stride = fields.train_timesteps / request.steps;
   const int first = request.FirstStep(request.steps);
   PndmWriter writer = {fields, PlanWriter(fields, /*clip=*/0)};

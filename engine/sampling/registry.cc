@@ -65,7 +65,8 @@ constexpr SamplerTraits kSamplers[] = {
      .class_name = "DPMSolverSinglestepScheduler",
      .compile = CompileDpmSolverSinglestep,
      .suits = [](const Fields& f) { return f.data_prediction || !f.stochastic; },
-     .levels = Levels::kSolver, .sde = SolvesSde::kAsConfigured, .solver_order = true},
+     .levels = Levels::kSolver, .timestep_spacing = TimestepSpacing::kLinspace,
+     .sde = SolvesSde::kAsConfigured, .solver_order = true},
     {.sampler = Sampler::kFlowMatchEuler, .name = "flow_match_euler",
      .class_name = "FlowMatchEulerDiscreteScheduler",
      .compile = CompileFlowMatchEuler, .training = Training::kFlow},
@@ -101,6 +102,20 @@ const SamplerTraits& TraitsOf(Sampler sampler) {
   const auto index = static_cast<size_t>(sampler);
   DENOISED_CHECK(index < std::size(kSamplers), "sampler {}", index);
   return kSamplers[index];
+}
+
+NoiseSchedule DefaultSchedule(const Fields& fields, Sampler sampler) {
+  const SamplerTraits& traits = TraitsOf(sampler);
+  // The spacing of an EDM model is of its training, not of a class.
+  const bool of_config = traits.spaced_by_config || fields.training == Training::kEdm;
+  return traits.spaces_levels() && of_config ? fields.default_schedule : NoiseSchedule::kNative;
+}
+
+TimestepSpacing SpacingOf(const Fields& fields, Sampler sampler) {
+  const SamplerTraits& traits = TraitsOf(sampler);
+  if (traits.timestep_spacing) return *traits.timestep_spacing;
+  return fields.timestep_spacing.value_or(traits.walks_sigmas() ? TimestepSpacing::kLinspace
+                                                                : TimestepSpacing::kLeading);
 }
 
 std::string_view Name(Sampler sampler) { return TraitsOf(sampler).name; }

@@ -46,7 +46,8 @@ struct SamplerTraits {
 
   // How it samples.
   Levels levels = Levels::kSigmas;
-  bool spaced_by_config = true;  // the class knows use_karras_sigmas and its like
+  bool spaced_by_config = true;  // its class knows use_karras_sigmas and its like
+  std::optional<TimestepSpacing> timestep_spacing = {};  // the only one that its class knows
   SolvesSde sde = SolvesSde::kNever;
 
   // The parameters of a request that it reads.
@@ -63,7 +64,12 @@ struct SamplerTraits {
   bool walks_sigmas() const { return spaces_levels() || levels == Levels::kFixedSigmas; }
 };
 
-/// A new sampler is its file, its enum value and its entry in registry.cc.
 const SamplerTraits& TraitsOf(Sampler sampler);
+
+/// The default spacing of a request: the config's, unless diffusers' class of this sampler supports
+/// only its own.
+NoiseSchedule DefaultSchedule(const SchedulerConfig::Fields& fields, Sampler sampler);
+/// How training timesteps are spaced, by the same rule.
+TimestepSpacing SpacingOf(const SchedulerConfig::Fields& fields, Sampler sampler);
 
 }  // namespace denoised

@@ -341,13 +341,6 @@ absl::StatusOr<SchedulerConfig> SchedulerConfig::Parse(const nlohmann::json& jso
   return parsed;
 }
 
-NoiseSchedule DefaultSchedule(const SchedulerConfig::Fields& fields, Sampler sampler) {
-  const SamplerTraits& traits = TraitsOf(sampler);
-  // The spacing of an EDM model is of its training, not of a class.
-  const bool of_config = traits.spaced_by_config || fields.training == Training::kEdm;
-  return traits.spaces_levels() && of_config ? fields.default_schedule : NoiseSchedule::kNative;
-}
-
 Sampler SchedulerConfig::default_sampler() const { return fields_->default_sampler; }
 
 NoiseSchedule SchedulerConfig::default_schedule() const {

@@ -83,8 +83,4 @@ struct SchedulerConfig::Fields {
   int correct_steps = 1;
 };
 
-/// The default spacing of a request: the config's, unless diffusers' class of this sampler supports
-/// only its own.
-NoiseSchedule DefaultSchedule(const SchedulerConfig::Fields& fields, Sampler sampler);
-
 }  // namespace denoised

@@ -97,7 +97,7 @@ SigmaPath ScorePath(const Fields& fields, const Request& request) {
 SigmaPath DiscretePath(const Fields& fields, const Request& request) {
   constexpr double kKarrasRho = 7;
   const std::vector<double>& training = fields.sigmas;
-  const TimestepSpacing spacing = fields.timestep_spacing.value_or(TimestepSpacing::kLinspace);
+  const TimestepSpacing spacing = SpacingOf(fields, request.sampler);
   SigmaPath path;
   path.conditions =
       SpacedTimesteps(spacing, fields.train_timesteps, request.steps, fields.steps_offset);
@@ -133,16 +133,14 @@ SigmaPath DiscretePath(const Fields& fields, const Request& request) {
 
 /// The whole timesteps of DPM-Solver, DEIS, UniPC and SA-Solver: one more is spaced than visited.
 std::vector<double> SolverTimesteps(const Fields& fields, const Request& request) {
-  const bool singlestep = request.sampler == Sampler::kDpmSolverSinglestep;
   int count = fields.train_timesteps;
-  if (IsMultistepDpmSolver(request.sampler) || singlestep || request.sampler == Sampler::kSaSolver)
+  if (IsMultistepDpmSolver(request.sampler) || request.sampler == Sampler::kDpmSolverSinglestep ||
+      request.sampler == Sampler::kSaSolver)
     // λ = ln(alpha/sigma) = −ln σ; the noisiest levels may be cut off.
     count = static_cast<int>(
         std::count_if(fields.log_sigmas.begin(), fields.log_sigmas.end(),
                       [&](double log_sigma) { return -log_sigma >= fields.lambda_min_clipped; }));
-  const TimestepSpacing spacing =
-      singlestep ? TimestepSpacing::kLinspace  // whatever the config says
-                 : fields.timestep_spacing.value_or(TimestepSpacing::kLinspace);
+  const TimestepSpacing spacing = SpacingOf(fields, request.sampler);
   if (spacing == TimestepSpacing::kTrailing)
     return TrailingTimesteps(count, static_cast<double>(fields.train_timesteps) / request.steps);
   std::vector<double> timesteps =

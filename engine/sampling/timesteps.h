@@ -2,7 +2,7 @@
 #pragma once
 
 #include "engine/sampling/plan_writer.h"
-#include "engine/sampling/samplers.h"
+#include "engine/sampling/registry.h"
 
 /// For the samplers that visit whole training timesteps: DDPM, DDIM, PNDM, LCM and TCD.
 
@@ -19,11 +19,12 @@ inline Level FinalLevel(const SchedulerConfig::Fields& fields, bool alpha_to_one
   return alpha_to_one ? Level{1, 0, 0} : LevelAt(fields, 0);
 }
 
-/// `steps` whole timesteps, descending.
-inline std::vector<int> WholeTimesteps(const SchedulerConfig::Fields& fields, int steps) {
-  const TimestepSpacing spacing = fields.timestep_spacing.value_or(TimestepSpacing::kLeading);
+/// The request's whole timesteps, descending.
+inline std::vector<int> WholeTimesteps(const SchedulerConfig::Fields& fields,
+                                       const Request& request) {
   const std::vector<double> spaced =
-      Rounded(SpacedTimesteps(spacing, fields.train_timesteps, steps, fields.steps_offset));
+      Rounded(SpacedTimesteps(SpacingOf(fields, request.sampler), fields.train_timesteps,
+                              request.steps, fields.steps_offset));
   return {spaced.begin(), spaced.end()};
 }
 
