@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 
+#include "absl/strings/ascii.h"
 #include "engine/images/formats.h"
 #include "engine/images/webp.h"
 #include "server/jobs/job_request.h"
@@ -18,58 +19,59 @@
 namespace denoised {
 namespace {
 
-template <typename Ours, typename Wire>
-struct Pair {
-  Ours ours;
-  Wire wire;
-};
+// A sampler and a noise schedule have the engine's name on the wire, in upper case behind a prefix.
+// A value without a partner is unset; tests/server/translate_test.cc finds it.
+constexpr std::string_view kSamplerPrefix = "SAMPLER_", kSchedulePrefix = "NOISE_SCHEDULE_";
 
-constexpr std::array<Pair<Sampler, v1::Sampler>, 23> kSamplers = {{
-    {Sampler::kDdpm, v1::SAMPLER_DDPM},
-    {Sampler::kDdim, v1::SAMPLER_DDIM},
-    {Sampler::kPndm, v1::SAMPLER_PNDM},
-    {Sampler::kEuler, v1::SAMPLER_EULER},
-    {Sampler::kEulerAncestral, v1::SAMPLER_EULER_ANCESTRAL},
-    {Sampler::kLms, v1::SAMPLER_LMS},
-    {Sampler::kHeun, v1::SAMPLER_HEUN},
-    {Sampler::kDpmSolver, v1::SAMPLER_DPM_SOLVER},
-    {Sampler::kDpmSolverSde, v1::SAMPLER_DPM_SOLVER_SDE},
-    {Sampler::kUniPc, v1::SAMPLER_UNI_PC},
-    {Sampler::kLcm, v1::SAMPLER_LCM},
-    {Sampler::kEdmEuler, v1::SAMPLER_EDM_EULER},
-    {Sampler::kEdmDpmSolver, v1::SAMPLER_EDM_DPM_SOLVER},
-    {Sampler::kDpmppSde, v1::SAMPLER_DPMPP_SDE},
-    {Sampler::kDeis, v1::SAMPLER_DEIS},
-    {Sampler::kKdpm2, v1::SAMPLER_KDPM2},
-    {Sampler::kKdpm2Ancestral, v1::SAMPLER_KDPM2_ANCESTRAL},
-    {Sampler::kTcd, v1::SAMPLER_TCD},
-    {Sampler::kDpmSolverSinglestep, v1::SAMPLER_DPM_SOLVER_SINGLESTEP},
-    {Sampler::kFlowMatchEuler, v1::SAMPLER_FLOW_MATCH_EULER},
-    {Sampler::kConsistency, v1::SAMPLER_CONSISTENCY},
-    {Sampler::kSaSolver, v1::SAMPLER_SA_SOLVER},
-    {Sampler::kScoreSdeVe, v1::SAMPLER_SCORE_SDE_VE},
-}};
+std::string WireName(std::string_view prefix, std::string_view name) {
+  std::string upper(name);
+  absl::AsciiStrToUpper(&upper);
+  return fmt::format("{}{}", prefix, upper);
+}
 
-constexpr std::array<Pair<NoiseSchedule, v1::NoiseSchedule>, 4> kSchedules = {{
-    {NoiseSchedule::kNative, v1::NOISE_SCHEDULE_NATIVE},
-    {NoiseSchedule::kKarras, v1::NOISE_SCHEDULE_KARRAS},
-    {NoiseSchedule::kExponential, v1::NOISE_SCHEDULE_EXPONENTIAL},
-    {NoiseSchedule::kBeta, v1::NOISE_SCHEDULE_BETA},
-}};
+/// "" for "", which protobuf calls a number that it does not know.
+std::string OurName(std::string_view prefix, std::string wire_name) {
+  wire_name.erase(0, prefix.size());
+  absl::AsciiStrToLower(&wire_name);
+  return wire_name;
+}
 
-constexpr std::array<Pair<Priority, v1::Priority>, 3> kPriorityNames = {{
-    {Priority::kInteractive, v1::PRIORITY_INTERACTIVE},
-    {Priority::kNormal, v1::PRIORITY_NORMAL},
-    {Priority::kBatch, v1::PRIORITY_BATCH},
-}};
+v1::Sampler ToWire(Sampler sampler) {
+  v1::Sampler wire = v1::SAMPLER_UNSPECIFIED;
+  v1::Sampler_Parse(WireName(kSamplerPrefix, Name(sampler)), &wire);
+  return wire;
+}
 
-template <typename Table, typename Ours>
-auto ToWire(const Table& table, Ours ours) {
-  for (const auto& pair : table) {
-    if (pair.ours == ours) return pair.wire;
+v1::NoiseSchedule ToWire(NoiseSchedule schedule) {
+  v1::NoiseSchedule wire = v1::NOISE_SCHEDULE_UNSPECIFIED;
+  v1::NoiseSchedule_Parse(WireName(kSchedulePrefix, Name(schedule)), &wire);
+  return wire;
+}
+
+v1::Priority ToWire(Priority priority) {
+  switch (priority) {
+    case Priority::kInteractive:
+      return v1::PRIORITY_INTERACTIVE;
+    case Priority::kNormal:
+      return v1::PRIORITY_NORMAL;
+    case Priority::kBatch:
+      return v1::PRIORITY_BATCH;
   }
-  DENOISED_CHECK(false, "enum value {}", static_cast<int>(ours));
-  return table[0].wire;
+  return v1::PRIORITY_UNSPECIFIED;
+}
+
+std::optional<Sampler> FromWire(v1::Sampler wire) {
+  return SamplerFromName(OurName(kSamplerPrefix, v1::Sampler_Name(wire)));
+}
+
+std::optional<NoiseSchedule> FromWire(v1::NoiseSchedule wire) {
+  return NoiseScheduleFromName(OurName(kSchedulePrefix, v1::NoiseSchedule_Name(wire)));
+}
+
+std::optional<Priority> FromWire(v1::Priority wire) {
+  for (const Priority priority : {Priority::kInteractive, Priority::kNormal, Priority::kBatch})
+    if (ToWire(priority) == wire) return priority;
+  return std::nullopt;
 }
 
 struct Range {
@@ -266,13 +268,10 @@ class Translator {
       read.target_size = {sizes.target_size().height(), sizes.target_size().width()};
   }
 
-  template <typename Table, typename Wire, typename Ours>
-  void ReadEnum(const char* field, const Table& table, Wire wire, const std::string& names,
-                std::optional<Ours>* out) {
+  template <typename Wire, typename Ours>
+  void ReadEnum(const char* field, Wire wire, const std::string& names, std::optional<Ours>* out) {
     if (static_cast<int>(wire) == 0) return;
-    for (const auto& pair : table) {
-      if (pair.wire == wire) *out = pair.ours;
-    }
+    *out = FromWire(wire);
     if (!*out) {
       Violate(field, "is {}, which this server does not know; use {}", static_cast<int>(wire),
               names);
@@ -281,10 +280,9 @@ class Translator {
 
   void SamplerFields() {
     SamplerParams& sampler = result_.spec.sampler;
-    ReadEnum("params.sampler", kSamplers, params_.sampler(), "one of GetModel's samplers",
-             &sampler.sampler);
-    ReadEnum("params.noise_schedule", kSchedules, params_.noise_schedule(),
-             "one of GetModel's noise schedules", &sampler.schedule);
+    ReadEnum("params.sampler", params_.sampler(), "one of GetModel's samplers", &sampler.sampler);
+    ReadEnum("params.noise_schedule", params_.noise_schedule(), "one of GetModel's noise schedules",
+             &sampler.schedule);
     if (params_.has_steps()) {
       OneTo(limits_.max_steps, "params.steps", params_.steps(), &sampler.steps);
     } else if (limits_.max_steps > 0 && model_.default_steps > limits_.max_steps) {
@@ -315,7 +313,7 @@ class Translator {
   /// What decides when the images are drawn and not how.
   void Handling() {
     std::optional<Priority> priority;
-    ReadEnum("params.priority", kPriorityNames, params_.priority(),
+    ReadEnum("params.priority", params_.priority(),
              "PRIORITY_INTERACTIVE, PRIORITY_NORMAL or PRIORITY_BATCH", &priority);
     result_.spec.priority = priority.value_or(Priority::kNormal);
     if (!v1::DisconnectPolicy_IsValid(params_.disconnect_policy())) {
@@ -724,10 +722,7 @@ void SetSizes(const SizeConditions& sizes, v1::SizeConditions* to) {
 }  // namespace
 
 Priority ReadPriority(const v1::GenerationParams& params) {
-  for (const auto& [ours, wire] : kPriorityNames) {
-    if (wire == params.priority()) return ours;
-  }
-  return Priority::kNormal;
+  return FromWire(params.priority()).value_or(Priority::kNormal);
 }
 
 Translation Translate(const v1::GenerationParams& params, const v1::PreviewOptions* preview,
@@ -790,8 +785,8 @@ v1::GenerationParams ToProto(const EffectiveJob& job, const Rendering& rendering
   if (spec.guidance_stop) params.set_guidance_stop(*spec.guidance_stop);
   const SamplerParams& sampler = spec.sampler;
   params.set_steps(sampler.steps);
-  if (sampler.sampler) params.set_sampler(ToWire(kSamplers, *sampler.sampler));
-  if (sampler.schedule) params.set_noise_schedule(ToWire(kSchedules, *sampler.schedule));
+  if (sampler.sampler) params.set_sampler(ToWire(*sampler.sampler));
+  if (sampler.schedule) params.set_noise_schedule(ToWire(*sampler.schedule));
   params.set_width(spec.width);
   params.set_height(spec.height);
   if (sampler.eta) params.set_eta(*sampler.eta);
@@ -811,7 +806,7 @@ v1::GenerationParams ToProto(const EffectiveJob& job, const Rendering& rendering
   output.set_format(rendering.format);
   output.set_quality(rendering.quality);
   output.set_embed_metadata(rendering.metadata);
-  params.set_priority(ToWire(kPriorityNames, spec.priority));
+  params.set_priority(ToWire(spec.priority));
   return params;
 }
 
@@ -870,8 +865,8 @@ v1::Model ToProto(const CatalogModel& listed, const std::string& device,
   can.set_mask_required(info.images.mask_required);
   model.mutable_labels()->Add(info.labels.begin(), info.labels.end());
   v1::ModelDefaults& defaults = *model.mutable_defaults();
-  defaults.set_sampler(ToWire(kSamplers, info.default_sampler));
-  defaults.set_noise_schedule(ToWire(kSchedules, info.default_schedule));
+  defaults.set_sampler(ToWire(info.default_sampler));
+  defaults.set_noise_schedule(ToWire(info.default_schedule));
   defaults.set_steps(info.default_steps);
   defaults.set_guidance_scale(info.default_guidance_scale);
   defaults.set_width(info.width);
@@ -902,9 +897,9 @@ v1::Model ToProto(const CatalogModel& listed, const std::string& device,
   bounds.set_size_multiple(info.size_multiple);
   bounds.set_channels(info.channels);
   bounds.set_max_request_bytes(limits.max_request_bytes);
-  for (const Sampler sampler : info.samplers) model.add_samplers(ToWire(kSamplers, sampler));
+  for (const Sampler sampler : info.samplers) model.add_samplers(ToWire(sampler));
   for (const NoiseSchedule schedule : info.schedules) {
-    model.add_noise_schedules(ToWire(kSchedules, schedule));
+    model.add_noise_schedules(ToWire(schedule));
   }
   model.set_memory_bytes(static_cast<int64_t>(info.bytes()));
   return model;

@@ -818,15 +818,37 @@ TEST(TranslateTest, PathsExist) {
   }
 }
 
-TEST(TranslateTest, TheEngineKnowsEverySamplerByItsNameOnTheWire) {
+// Partners are found by name, so nothing but this test misses one.
+TEST(TranslateTest, SamplersAndNoiseSchedulesAreTheSameOnTheWireAndInTheEngine) {
+  const auto back = [](const JobSpec& spec) { return ToProto({.spec = spec}, {}); };
   for (int value = v1::Sampler_MIN + 1; value <= v1::Sampler_MAX; ++value) {
     v1::GenerationParams params;
     params.set_sampler(static_cast<v1::Sampler>(value));
     const Outcome outcome = Translated(params);
-    ASSERT_TRUE(outcome.violations.empty());
-    EXPECT_EQ("SAMPLER_" + absl::AsciiStrToUpper(
-                               std::string(Name(*outcome.translation.spec.sampler.sampler))),
-              v1::Sampler_Name(params.sampler()));
+    const std::string& name = v1::Sampler_Name(params.sampler());
+    ASSERT_TRUE(outcome.violations.empty()) << name;
+    const Sampler ours = *outcome.translation.spec.sampler.sampler;
+    EXPECT_EQ("SAMPLER_" + absl::AsciiStrToUpper(std::string(Name(ours))), name);
+    EXPECT_EQ(back(outcome.translation.spec).sampler(), value) << name;
+  }
+  for (int value = v1::NoiseSchedule_MIN + 1; value <= v1::NoiseSchedule_MAX; ++value) {
+    v1::GenerationParams params;
+    params.set_noise_schedule(static_cast<v1::NoiseSchedule>(value));
+    const Outcome outcome = Translated(params);
+    const std::string& name = v1::NoiseSchedule_Name(params.noise_schedule());
+    ASSERT_TRUE(outcome.violations.empty()) << name;
+    const NoiseSchedule ours = *outcome.translation.spec.sampler.schedule;
+    EXPECT_EQ("NOISE_SCHEDULE_" + absl::AsciiStrToUpper(std::string(Name(ours))), name);
+    EXPECT_EQ(back(outcome.translation.spec).noise_schedule(), value) << name;
+  }
+  JobSpec spec;
+  for (const Sampler sampler : AllSamplers()) {
+    spec.sampler.sampler = sampler;
+    EXPECT_NE(back(spec).sampler(), v1::SAMPLER_UNSPECIFIED) << Name(sampler);
+  }
+  for (const NoiseSchedule schedule : AllNoiseSchedules()) {
+    spec.sampler.schedule = schedule;
+    EXPECT_NE(back(spec).noise_schedule(), v1::NOISE_SCHEDULE_UNSPECIFIED) << Name(schedule);
   }
 }
 
