@@ -216,6 +216,21 @@ TEST_F(ServerTest, UnknownModelsAndTheChoiceOfModels) {
   EXPECT_EQ(stub_->GetModel(&bad_context, get, &model).error_code(), grpc::StatusCode::NOT_FOUND);
 }
 
+TEST_F(ServerTest, ThePrecisionIsToldWhereverAModelIs) {
+  config_.models[0].precision = Precision::kFp8;
+  config_.metrics_listen = "127.0.0.1:0";
+  Start();
+  grpc::ClientContext context;
+  v1::GetModelRequest get;
+  v1::GetModelResponse model;
+  ASSERT_TRUE(stub_->GetModel(&context, get, &model).ok());
+  EXPECT_EQ(model.model().precision(), "fp8");
+  v1::GenerateResponse response;
+  ASSERT_TRUE(Generate({}, &response).ok());
+  EXPECT_THAT(response.images(0).encoded(), HasSubstr(std::string("tEXtprecision\0fp8", 17)));
+  EXPECT_THAT(Scrape(), HasSubstr("denoised_model_info{model=\"digits\",precision=\"fp8\""));
+}
+
 TEST_F(ServerTest, CancelReachesTheEngineWithinAnEvaluation) {
   Start({.evaluation_cost = 5ms});
   v1::StreamGenerateRequest request;
