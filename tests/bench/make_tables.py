@@ -41,12 +41,14 @@ OP_BARS = {"conv": CONV_BAR, "conv_bias_residual_silu": FUSED_BAR, "linear": LIN
            "attention": ATTENTION_BAR}
 PORTABLE_BAR = 0.55
 FP8_BARS = {"cifar10-32/rows:256": 4.4, "adm-64/rows:64": 16.5, "celebahq-256/rows:16": 10.8}  # ms
+FP8_CONV_BAR = 1100  # TFLOP/s
 CPU_BUSY_BAR, CPU_BF16_BAR = 2.4, 1.4
 START_BARS = {"cifar10-32": 3, "adm-64": 6}  # seconds, the first start
 WEIGHTS_BAR = 5  # GB/s
 LOOP_BARS = {"cifar10-32/rows:1": 0.10, "cifar10-32/rows:64": 0.03}
 EXPECTED_OPS = {topic: (Path(__file__).parent / name).read_text().split()
-                for topic, name in (("ops", "ops.txt"), ("train-ops", "train_ops.txt"))}
+                for topic, name in (("ops", "ops.txt"), ("train-ops", "train_ops.txt"),
+                                    ("fp8-ops", "fp8_ops.txt"))}
 GRADIENT_BAR, NORM_GRADIENT_BAR = 1.0, 0.75  # of cuDNN and SDPA; of a copy of as many bytes
 DIGITS_BAR = 1.0
 HEAP_BAR = 2  # bytes an image: less than one smallest allocation in 16 images
@@ -826,6 +828,28 @@ def fp8(data):
         verdicts) + clocks_of(file["rows"])
 
 
+def fp8_ops(data):
+    """Convolutions have a bar of TFLOP/s, linear layers one beside cuBLASLt in e4m3."""
+    file = data("fp8-ops") or UNMEASURED
+    rows, verdicts = [], []
+    for name, row in ops_of(file, "conv", "linear", topic="fp8-ops").items():
+        op, shape = arguments(name)
+        if op == "conv":
+            layer = f"3×3 [{shape['rows']}, {shape['size']}, {shape['in']}, {shape['out']}]"
+        else:
+            layer = f"{shape['rows'] * shape['tokens']} × {shape['in']} → {shape['out']}"
+        beside = Compared(row, LINEAR_BAR, file["context"])
+        verdicts.append(beside.verdict)
+        if op == "conv" and beside.measured:
+            rates = [row["ours"]["flop"] / us * 1e-6 for us, _ in row["peers"]["bf16"]["pairs"]]
+            verdicts[-1] = verdict(rates, FP8_CONV_BAR, is_old(row.get("context", file["context"])))
+        rows.append([layer, with_flops(row or {}, beside.ours), number(beside.theirs), beside.label, beside.cell(),
+                     f"≥ {FP8_CONV_BAR:,} TFLOP/s" if op == "conv" else f"≥ {LINEAR_BAR}×", verdicts[-1]])
+    lines = origin(*contexts_of(file)) if file["rows"] else []
+    return lines + table(["Layer", "fp8", "peer", "as", "Peer's time ÷ fp8's", "Bar", ""], rows) + count_misses(
+        verdicts) + (clocks_of(file["rows"]) if file["rows"] else [])
+
+
 def start(data):
     file = data("start")
     rows = []
@@ -1335,7 +1359,7 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "convolution-gradients": convolution_gradients,
           "group-norm-gradients": group_norm_gradients, "attention-gradients": attention_gradients,
           "ceilings": ceilings, "clocks": clocks, "cpu": cpu,
-          "cpu-xeon": lambda data: cpu(data, "cpu-xeon"), "portable": portable, "fp8": fp8, "start": start,
+          "cpu-xeon": lambda data: cpu(data, "cpu-xeon"), "portable": portable, "fp8": fp8, "fp8-ops": fp8_ops, "start": start,
           "weights": weights, "two-models": two_models, "engine": engine, "splits": splits,
           "serving": serving, "pipelines": pipelines, "latent-errors": latent_errors, "http": http, "event-streams": event_streams, "page": page,
           "scheduling": scheduling, "scheduling-mixed": scheduling_mixed,

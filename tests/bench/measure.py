@@ -18,6 +18,7 @@
   clocks   one convolution of cuDNN, timed in several ways: after rest and after work, on zeros, …
   portable the kernels for every GPU beside those for Hopper
   fp8      evaluations of UNets in FP8 beside bf16
+  fp8-ops  convolutions in FP8 beside bf16, linear layers in FP8 beside cuBLASLt
   system   start, loading of weights, two models at a time, splits, serving: denoised alone
   scheduling  batching by step and by request on a simulated device; needs no GPU
 
@@ -886,6 +887,35 @@ def fp8(session):
     compare_flags(session, "fp8", "fp8", ["--precision=fp8"], session.args.fp8)
 
 
+def fp8_ops(session):
+    """Convolutions in FP8 beside those in bf16, and linear layers in FP8 beside cuBLASLt's."""
+    args = session.args
+    program = [session.program("backend-throughput"), f"--device={args.device}", "--turns"]
+    ours = session.start("backend-fp8", [*program, "--precision=fp8"])
+    bf16 = session.start("backend-bf16", program)
+    cublaslt = session.start(
+        "cublaslt-search", [session.program("cublaslt-search"), "--precision=fp8", "--turns"],
+        **libraries_of(args.python))
+    said = ready(ours, START_SECONDS), ready(cublaslt, START_SECONDS)
+    ready(bf16, START_SECONDS)
+    rows = []
+    content = {"context": session.context(*said), "rows": rows}
+    for name in (HERE / "fp8_ops.txt").read_text().split():
+        if args.ops not in name or session.left() < SECONDS_OF_AN_OP:
+            continue
+        label, peer = ("cuBLASLt", cublaslt) if name.startswith("linear/") else ("bf16", bf16)
+        row = {"name": name, "unit": "us", "ours": ours.ask("prepare", name, PREPARE_SECONDS)}
+        found = peer.ask("prepare", name, PREPARE_SECONDS)
+        if label == "cuBLASLt":
+            row["cublaslt"] = found
+        row["peers"] = {label: alternate((ours, name), (peer, name), args.rounds, session.log,
+                                         MEASURE_SECONDS)}
+        rows.append(row)
+        session.say(f"{name}, {label}: {shown_ratio(row['peers'][label], 'us')}")
+        session.write("fp8-ops", content)
+    session.stop(ours, bf16, cublaslt)
+
+
 def compare_flags(session, topic, other, flags, shapes):
     """denoised beside itself with `flags`, in turns."""
     args = session.args
@@ -929,7 +959,7 @@ def scheduling(session):
 TOPICS = {f.__name__: f
           for f in (models, memory, latent, train, digits, ops, clocks, system, portable, fp8,
                     scheduling)}
-TOPICS |= {"train-ops": train_ops, "train-cpu": train_cpu} | pipelines.TOPICS
+TOPICS |= {"fp8-ops": fp8_ops, "train-ops": train_ops, "train-cpu": train_cpu} | pipelines.TOPICS
 
 
 def shown(words):

@@ -149,7 +149,8 @@ esac
         self.assertLess(len(self.read("ops")["rows"]), len(first))
 
     def test_the_other_topics_write_what_the_tables_read(self):
-        self.measure("digits", "ops", "clocks", "portable", "fp8", "models", "memory",
+        self.measure("digits", "ops", "clocks", "portable", "fp8", "fp8-ops", "models",
+                     "memory",
                      "--models=cifar10-32:1", "--fp8=cifar10-32:1", "--rounds=1", "--seconds=1000")
         digits = self.read("digits")["rows"]
         self.assertIn("PyTorch eager", digits[0]["left_out"])
@@ -166,6 +167,11 @@ esac
         for name in ("digits", "convolutions", "linears", "clocks", "portable", "ceilings", "memory"):
             self.assertTrue(make_tables.TABLES[name](data), name)
         self.assertIn("| cifar10-32 | 1 | 2.01 ms | 3.01 ms | 0.67× |  |  |", make_tables.TABLES["fp8"](data))
+        fp8_ops = self.read("fp8-ops")["rows"]
+        self.assertEqual([row["name"] for row in fp8_ops], make_tables.EXPECTED_OPS["fp8-ops"])
+        self.assertEqual({tuple(row["peers"]) for row in fp8_ops}, {("bf16",), ("cuBLASLt",)})
+        self.assertIn("cublaslt", fp8_ops[-1])
+        self.assertTrue(make_tables.TABLES["fp8-ops"](data))
         self.assertIn("| cifar10-32, 1 | 7 MiB | 8 MiB | 9 MiB |", make_tables.TABLES["memory"](data))
 
     def test_training_is_measured_beside_its_peer(self):
