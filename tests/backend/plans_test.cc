@@ -152,6 +152,16 @@ TEST(HopperCandidatesTest, SplitsFollowFromOneImage) {
   EXPECT_EQ(seen.size(), all) << "a tile is never among the candidates";
 }
 
+TEST(HopperCandidatesTest, TmaHasNoStrideAboveEight) {
+  Conv2dLaunch conv = ShapeOf(kCases[0]);
+  for (const int stride : {1, 2, 8}) {
+    conv.stride = stride;
+    EXPECT_TRUE(SuitsHopper(conv)) << stride;
+  }
+  conv.stride = 9;
+  EXPECT_FALSE(SuitsHopper(conv));
+}
+
 // Launches of one description share a measurement.
 TEST(GenericCandidatesTest, DescriptionsTellDtypesApart) {
   Conv2dLaunch conv = ShapeOf(kCases[0]);

@@ -6,10 +6,12 @@
 
 namespace denoised::cuda {
 
+constexpr int kMaxStride = 8;  // elementStrides of cuTensorMapEncodeIm2col
+
 bool SuitsHopper(const ConvLayer& conv) {
   return (conv.x.element == Element::kBf16 || conv.x.element == Element::kE4m3x2) &&
-         HasVectorInputs(conv) && conv.input_factors == nullptr && conv.pad_top < 128 &&
-         conv.pad_left < 128 && SuitsShortcut(conv);
+         HasVectorInputs(conv) && conv.input_factors == nullptr && conv.stride <= kMaxStride &&
+         conv.pad_top < 128 && conv.pad_left < 128 && SuitsShortcut(conv);
 }
 
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,

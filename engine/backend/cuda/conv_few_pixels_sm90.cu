@@ -849,7 +849,8 @@ cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan
   const bool powers = plan.splits == 1 << BinaryLogarithm(plan.splits) &&
                       plan.cluster == 1 << BinaryLogarithm(plan.cluster);
   if (!powers || plan.cluster > plan.splits || plan.splits > kMaxSplits ||
-      (spec.split_k == SplitK::kEach && plan.cluster != plan.splits) || !HasVectorOutputs(conv) ||
+      (spec.split_k == SplitK::kEach && plan.cluster != plan.splits) || conv.gated ||
+      conv.x.element != Element::kBf16 || !HasVectorOutputs(conv) ||
       (conv.output_norm.gamma != nullptr && !SuitsOutputNorm(conv))) {
     return cudaErrorInvalidValue;
   }

@@ -765,7 +765,7 @@ double CostOf(const Plan& plan, int tiles) {
 /// Calls take(plan, teams) for each plan that suits the layer.
 template <typename Take>
 void ForEachPlan(const NormLayer& norm, const Take& take) {
-  if (!SuitsOnePass(norm)) return;
+  if (!SuitsOnePass(norm) || norm.out.element != Element::kBf16) return;
   const int channels = norm.channels + norm.channels2;
   const int granule = std::lcm(channels / norm.groups, kVector);
   const auto consider = [&](int slice, int blocks, bool cluster) {
