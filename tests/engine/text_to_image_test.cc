@@ -68,11 +68,15 @@ constexpr GoldenRun kRuns[] = {
     {"pix2pix", "run_two_rows", "ddim"},
     {"pix2pix", "run_two_rows", "euler"},
     {"lcm", "run", "lcm"},
+    {"lcm", "run_4_steps", "lcm"},
+    {"lcm", "run_img2img", "lcm"},
     {"ldm", "run", "ddim"},
     {"tiny_vae", "run", "ddim"},
     {"tiny_vae", "run", "euler"},
     {"tiny_vae", "run_img2img", "ddim"},
     {"tiny_vae", "run_img2img", "euler"},
+    {"sdxl_lcm", "run", "lcm"},
+    {"sdxl_lcm", "run_img2img", "lcm"},
 };
 
 struct Target {
@@ -118,13 +122,17 @@ TEST_P(TextToImageParity, FromTheSameNoiseToTheSameImage) {
       prompt.text = call["prompt"][i];
       if (call.contains("negative_prompt")) prompt.negative = call["negative_prompt"][i];
     }
+  spec.height = call.value("height", 0);
+  spec.width = call.value("width", 0);
   const auto size = [&](const char* field, std::optional<std::array<int, 2>>* to) {
     if (call.contains(field)) *to = call[field].get<std::array<int, 2>>();
   };
   size("original_size", &spec.sizes.original_size);
   size("crops_coords_top_left", &spec.sizes.crop);
   size("target_size", &spec.sizes.target_size);
-  spec.sampler.steps = call["num_inference_steps"];
+  // LatentConsistencyModelImg2ImgPipeline counts the steps behind the strength.
+  const int steps = call["num_inference_steps"];
+  spec.sampler.steps = call.value("steps_before_strength", steps);
   spec.sampler.sampler = SamplerFromName(run.sampler);
   if (call.contains("guidance_scale")) spec.guidance_scale = call["guidance_scale"].get<double>();
   const auto number = [&](const char* field, std::optional<double>* to) {

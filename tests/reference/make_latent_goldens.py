@@ -17,10 +17,13 @@ an eos off by one).
 
 import argparse
 import contextlib
+import functools
+import itertools
 import json
 import math
 import os
 import shutil
+import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -551,12 +554,17 @@ def check_planted(name, compute, errors):
             raise SystemExit(f"{name}: {error} hardly matters, {change:.1e}; change the case")
 
 
-def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=None, latents=True):
+def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=None, latents=True,
+             seeded=False):  # fmt: skip
     """Whole runs from given noise: final latents and images in [0, 1]. Tensors among the pipeline's
-    arguments become goldens, the others facts. `latents`: whether it takes the noise as such."""
+    arguments become goldens, the others facts. `latents`: whether it takes the noise as such.
+    `schedulers`: classes by the engine's names. `seeded`: some scheduler draws
+    noise, the engine's; then every one of them must."""
     generator = generator_of(f"{goldens.family} {prefix}")
-    size = pipe.unet.config.sample_size
-    noise = torch.randn(2, pipe.vae.config.latent_channels, size, size, generator=generator)
+    channels = pipe.vae.config.latent_channels
+    edges = [arguments.get(edge, pipe.unet.config.sample_size * pipe.vae_scale_factor)
+             // pipe.vae_scale_factor for edge in ("height", "width")]  # fmt: skip
+    noise = torch.randn(2, channels, *edges, generator=generator)
     goldens.add(f"{prefix}.noise", noise)
     arguments = {"num_inference_steps": steps, "guidance_scale": GUIDANCE, **arguments}
     tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
@@ -582,8 +590,11 @@ def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=Non
                 call = {**arguments, **as_dtype(tensors, dtype), "output_type": output}
                 if latents:
                     call["latents"] = given
-                with drawing(given, encoder_draws(pipe, arguments)):
+                draws = encoder_draws(pipe, arguments)
+                with drawing(given, draws), evaluation_noise(pipe.scheduler) as drawn:
                     values["latents" if output == "latent" else "image"] = pipe(**call).images
+                if seeded != bool(drawn):
+                    raise SystemExit(f"{goldens.family}: {prefix}: {kind.__name__} drew {drawn}")
             return values
 
         goldens.add_checked(f"{prefix}.{name}.", compute, *models)
@@ -607,6 +618,42 @@ ENCODER_DRAW, MASKED_ENCODER_DRAW = 0xFFFFFFFC, 0xFFFFFFFB
 SEED = 1  # of the first image
 
 
+def engine_noise(shape, draw, dtype):
+    rows, channels, height, width = shape
+    drawn = [philox_normal(SEED + row, draw, height * width * channels) for row in range(rows)]
+    drawn = torch.from_numpy(np.stack(drawn)).reshape(rows, height, width, channels)
+    return drawn.permute(0, 3, 1, 2).to(dtype)
+
+
+@contextlib.contextmanager
+def evaluation_noise(scheduler):
+    """The scheduler draws what the engine draws for an image: the noise of evaluation 0, 1, ... Yields
+    the numbers of the evaluations that drew."""
+    place = sys.modules[type(scheduler).__module__]
+    evaluations, drawn = itertools.count(), []
+    step, kept = scheduler.step, getattr(place, "randn_tensor", None)
+
+    @functools.wraps(step)  # pipelines look at its parameters
+    def counted(*args, **kwargs):
+        evaluation = next(evaluations)
+
+        def draw(shape, dtype=None, **_):
+            drawn.append(evaluation)
+            return engine_noise(shape, evaluation, dtype or torch.get_default_dtype())
+
+        if kept:
+            place.randn_tensor = draw
+        return step(*args, **kwargs)
+
+    scheduler.step = counted
+    yield drawn
+    scheduler.step = step
+    if kept:
+        place.randn_tensor = kept
+    if len(set(drawn)) != len(drawn):
+        raise SystemExit(f"{type(scheduler).__name__} drew twice in one evaluation: {drawn}")
+
+
 def encoder_draws(pipe, arguments):
     """In the order in which the pipeline samples. A model that reads the mask and starts from noise
     has no use for the whole image."""
@@ -620,16 +667,14 @@ def drawing(noise, draws):
     draws = iter(draws)
 
     def sampled(self, generator=None):
-        rows, channels, height, width = self.mean.shape
-        draw = next(draws)
-        drawn = [philox_normal(SEED + row, draw, height * width * channels) for row in range(rows)]
-        drawn = torch.from_numpy(np.stack(drawn)).reshape(rows, height, width, channels)
-        return self.mean + self.std * drawn.permute(0, 3, 1, 2).to(self.mean.dtype)
+        return self.mean + self.std * engine_noise(self.mean.shape, next(draws), self.mean.dtype)
 
-    places = [diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_img2img,
-              diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_inpaint,
-              diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_inpaint,
-              diffusers.schedulers.scheduling_lcm]  # fmt: skip
+    pipelines = diffusers.pipelines
+    places = [pipelines.stable_diffusion.pipeline_stable_diffusion_img2img,
+              pipelines.stable_diffusion.pipeline_stable_diffusion_inpaint,
+              pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_img2img,
+              pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_inpaint,
+              pipelines.latent_consistency_models.pipeline_latent_consistency_img2img]  # fmt: skip
     kept = [place.randn_tensor for place in places]
     distribution = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
     sample = distribution.sample
@@ -713,6 +758,14 @@ def make_sd2(folder, clip):
     goldens.save(folder)
 
 
+SDXL_UNET = dict(
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=[2, 3],
+    transformer_layers_per_block=[1, 2], use_linear_projection=True,
+    addition_embed_type="text_time", addition_time_embed_dim=8,
+    projection_class_embeddings_input_dim=20 + 6 * 8)  # fmt: skip
+
+
 def make_sdxl(folder, clip):
     """SDXL: two encoders, text_time, a level of two transformers, a first level without attention."""
     goldens = Goldens("sdxl")
@@ -727,13 +780,7 @@ def make_sdxl(folder, clip):
     values = [add_text(goldens, prefix, tokenizer, encoder)
               for prefix, tokenizer, encoder in zip(("text", "text_2"), tokenizers, encoders)]  # fmt: skip
     states = torch.cat([value["penultimate"] for value in values], dim=-1)
-    model = unet(
-        "sdxl", 40, states_std=states.std().item(),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=[2, 3],
-        transformer_layers_per_block=[1, 2], use_linear_projection=True,
-        addition_embed_type="text_time", addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=20 + 6 * 8)  # fmt: skip
+    model = unet("sdxl", 40, states_std=states.std().item(), **SDXL_UNET)
     coder = vae("sdxl", 50.0, scaling_factor=0.13025, force_upcast=True)
     for encoder, name in zip(encoders, ("text_encoder", "text_encoder_2")):
         save_half(encoder, folder / name)
@@ -787,12 +834,53 @@ def make_lcm(folder, clip):
                 **STABLE_DIFFUSION | {"scheduler": ["diffusers", "LCMScheduler"]})  # fmt: skip
     add_unet(goldens, model, sd1_states(folder))
     pipe = load(diffusers.LatentConsistencyModelPipeline, folder, unet=model)
+    embed_guidance_exactly(pipe)
+    prompts = {"prompt": PROMPTS[:2]}
+    lcm = {"lcm": LCMScheduler}
+    add_runs(goldens, pipe, prompts | SIZED, steps=1, schedulers=lcm)
+    add_runs(goldens, pipe, prompts | SIZED, "run_4_steps", schedulers=lcm, seeded=True)
+    image, _ = picture_and_mask()
+    other = diffusers.LatentConsistencyModelImg2ImgPipeline(
+        **pipe.components, requires_safety_checker=False)  # fmt: skip
+    embed_guidance_exactly(other)
+    # This pipeline spreads all steps over the noise levels of the strength, where others leave steps
+    # out. With these numbers both ways lead over the same levels.
+    add_runs(goldens, other, prompts | {"image": image, "strength": 0.5}, "run_img2img",
+             schedulers=lcm, latents=False, seeded=True)  # fmt: skip
+    goldens.facts["run_img2img"]["steps_before_strength"] = 2 * STEPS
+    goldens.save(folder)
+
+
+def embed_guidance_exactly(pipe):
     pipe.get_guidance_scale_embedding = lambda w, embedding_dim: guidance_embedding(
         w + 1, embedding_dim)  # fmt: skip
+
+
+def make_sdxl_lcm(folder, clip):
+    """SDXL distilled to latent consistency: text_time and a guidance scale in one time embedding."""
+    goldens = Goldens("sdxl_lcm")
+    for part in ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", "vae"):
+        share(folder, part, "sdxl")
+    small = {"block_out_channels": (8, 16), "norm_num_groups": 4, "attention_head_dim": [1, 2],
+             "transformer_layers_per_block": 1}  # fmt: skip
+    model = unet("sdxl_lcm", 40, **SDXL_UNET | small, time_cond_proj_dim=16)
+    save_half(model, folder / "unet")
+    LCMScheduler(**SCHEDULE | {"set_alpha_to_one": True}).save_pretrained(folder / "scheduler")
+    index = json.loads((folder.parent / "sdxl" / "model_index.json").read_text())
+    write_json(folder / "model_index.json", index | {"scheduler": ["diffusers", "LCMScheduler"]})
+    pipe = load(diffusers.StableDiffusionXLPipeline, folder, unet=model)
+    embed_guidance_exactly(pipe)
     prompts = {"prompt": PROMPTS[:2]}
-    # One step draws nothing. Where four do, each time it is run.noise.
-    add_runs(goldens, pipe, prompts | SIZED, steps=1, schedulers={"lcm": LCMScheduler})
-    add_runs(goldens, pipe, prompts | SIZED, "run_4_steps", schedulers={"lcm": LCMScheduler})
+    sizes = {"original_size": (24, 20), "crops_coords_top_left": (2, 4), "target_size": (16, 16)}
+    add_runs(goldens, pipe, prompts | SIZED | sizes, schedulers={"lcm": LCMScheduler}, seeded=True)
+    check_every_weight_matters("sdxl_lcm: unet", model, lambda: run_with_blocks(
+        model, unet_inputs(model, torch.randn(2, 77, 40, generator=generator_of("sdxl_lcm states")),
+                           generator_of("sdxl_lcm inputs")))["output"])  # fmt: skip
+    image, _ = picture_and_mask()
+    other = diffusers.StableDiffusionXLImg2ImgPipeline(**pipe.components)
+    embed_guidance_exactly(other)
+    add_runs(goldens, other, prompts | {"image": image, "strength": 0.75}, "run_img2img",
+             schedulers={"lcm": LCMScheduler}, latents=False, seeded=True)  # fmt: skip
     goldens.save(folder)
 
 
@@ -961,7 +1049,7 @@ def check_loaded(pipe, **models):
 
 FAMILIES = {"sd1": make_sd1, "sd2": make_sd2, "sdxl": make_sdxl, "lcm": make_lcm,
             "inpaint": make_inpaint, "pix2pix": make_pix2pix, "tiny_vae": make_tiny_vae,
-            "ldm": make_ldm}  # fmt: skip
+            "ldm": make_ldm, "sdxl_lcm": make_sdxl_lcm}  # fmt: skip
 
 
 def main():
