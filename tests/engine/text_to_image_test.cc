@@ -75,6 +75,26 @@ constexpr GoldenRun kRuns[] = {
     {"tiny_vae", "run", "euler"},
     {"tiny_vae", "run_img2img", "ddim"},
     {"tiny_vae", "run_img2img", "euler"},
+    {"sd1_runs", "run_clip_skip", "ddim"},
+    {"sd1_runs", "run_eta", "ddim"},
+    {"sd1_runs", "run_eta", "tcd"},
+    {"sd1_runs", "run_noise", "ddpm"},
+    {"sd1_runs", "run_noise", "dpm_solver_sde"},
+    {"sd1_runs", "run_noise", "euler_ancestral"},
+    {"sd1_runs", "run_noise", "kdpm2_ancestral"},
+    {"sd1_runs", "run_noise", "lcm"},
+    {"sd1_runs", "run_noise", "sa_solver"},
+    {"sd1_runs", "run_img2img", "lcm"},
+    {"sd1_runs", "run_inpaint", "lcm"},
+    {"sd1_runs", "run_inpaint", "kdpm2_ancestral"},
+    {"sd1_runs", "run_odd", "ddim"},
+    {"sd1_runs", "run_odd_inpaint", "ddim"},
+    {"sdxl_runs", "run_second_texts", "ddim"},
+    {"sdxl_runs", "run_clip_skip", "ddim"},
+    {"sdxl_runs", "run_noise", "euler_ancestral"},
+    {"sdxl_runs", "run_img2img", "ddim"},
+    {"sdxl_runs", "run_img2img", "euler"},
+    {"sdxl_runs", "run_odd", "ddim"},
     {"sdxl_lcm", "run", "lcm"},
     {"sdxl_lcm", "run_img2img", "lcm"},
 };
@@ -121,7 +141,10 @@ TEST_P(TextToImageParity, FromTheSameNoiseToTheSameImage) {
       TextPrompt& prompt = spec.prompts.emplace_back();
       prompt.text = call["prompt"][i];
       if (call.contains("negative_prompt")) prompt.negative = call["negative_prompt"][i];
+      if (call.contains("prompt_2")) prompt.text_2 = call["prompt_2"][i];
+      if (call.contains("negative_prompt_2")) prompt.negative_2 = call["negative_prompt_2"][i];
     }
+  spec.clip_skip = call.value("clip_skip", 0);
   spec.height = call.value("height", 0);
   spec.width = call.value("width", 0);
   const auto size = [&](const char* field, std::optional<std::array<int, 2>>* to) {
@@ -141,6 +164,7 @@ TEST_P(TextToImageParity, FromTheSameNoiseToTheSameImage) {
   number("image_guidance_scale", &spec.image_guidance_scale);
   number("guidance_rescale", &spec.guidance_rescale);
   number("guidance_stop", &spec.guidance_stop);
+  number("eta", &spec.sampler.eta);
   if (call.contains("strength")) spec.sampler.strength = call["strength"];
   if (tensors->tensors().contains(fmt::format("{}.image", run.run))) {
     const Tensor images = golden("image");  // twice the same, in [0, 1]

@@ -36,10 +36,16 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderTiny,
     DDIMScheduler,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     HeunDiscreteScheduler,
+    KDPM2AncestralDiscreteScheduler,
     LCMScheduler,
     PNDMScheduler,
+    SASolverScheduler,
+    TCDScheduler,
     UNet2DConditionModel,
     UNet2DModel,
     VQModel,
@@ -558,7 +564,7 @@ def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=Non
              seeded=False):  # fmt: skip
     """Whole runs from given noise: final latents and images in [0, 1]. Tensors among the pipeline's
     arguments become goldens, the others facts. `latents`: whether it takes the noise as such.
-    `schedulers`: classes by the engine's names. `seeded`: some scheduler draws
+    `schedulers`: classes by the engine's names, or a class with fields. `seeded`: some scheduler draws
     noise, the engine's; then every one of them must."""
     generator = generator_of(f"{goldens.family} {prefix}")
     channels = pipe.vae.config.latent_channels
@@ -581,12 +587,13 @@ def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=Non
         arguments["callback_on_step_end"] = stop_guidance(int(stop * steps))
         arguments["callback_on_step_end_tensor_inputs"] = ["prompt_embeds"]
     for name, kind in (schedulers or {"ddim": DDIMScheduler, "euler": EulerDiscreteScheduler}).items():
+        kind, fields = kind if isinstance(kind, tuple) else (kind, {})
 
-        def compute(kind=kind):
+        def compute(kind=kind, fields=fields):
             dtype, values = dtype_of(pipe.unet), {}
             given = noise.to(dtype)
             for output in ("latent", "pt"):
-                pipe.scheduler = kind.from_config(config)
+                pipe.scheduler = kind.from_config(config, **fields)
                 call = {**arguments, **as_dtype(tensors, dtype), "output_type": output}
                 if latents:
                     call["latents"] = given
@@ -856,6 +863,72 @@ def embed_guidance_exactly(pipe):
         w + 1, embedding_dim)  # fmt: skip
 
 
+def make_sd1_runs(folder, clip):
+    """More runs of sd1."""
+    goldens = Goldens("sd1_runs")
+    for part in ("tokenizer", "text_encoder", "unet", "vae", "scheduler"):
+        share(folder, part, "sd1")
+    write_index(folder, "StableDiffusionPipeline", **STABLE_DIFFUSION)
+    pipe = load(diffusers.StableDiffusionPipeline, folder)
+    ddim = {"ddim": DDIMScheduler}
+    # diffusers reads text_encoder.text_model, which transformers since 5.6 does not have.
+    CLIPTextModel.text_model = property(lambda self: self)
+    add_runs(goldens, pipe, PROMPTED | {"clip_skip": 1}, "run_clip_skip", schedulers=ddim)
+    del CLIPTextModel.text_model
+    add_runs(goldens, pipe, PROMPTED | {"eta": 0.3}, "run_eta", seeded=True, schedulers={
+        "ddim": DDIMScheduler, "tcd": TCDScheduler})  # fmt: skip
+    add_runs(goldens, pipe, PROMPTED, "run_noise", seeded=True, schedulers={
+        "ddpm": DDPMScheduler, "euler_ancestral": EulerAncestralDiscreteScheduler,
+        "kdpm2_ancestral": KDPM2AncestralDiscreteScheduler, "lcm": LCMScheduler,
+        "sa_solver": SASolverScheduler,
+        "dpm_solver_sde": (DPMSolverMultistepScheduler, {"algorithm_type": "sde-dpmsolver++"}),
+    })  # fmt: skip
+    image, mask = picture_and_mask()
+    other = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    add_runs(goldens, other, PROMPTED | {"image": image, "strength": 0.5}, "run_img2img",
+             schedulers={"lcm": LCMScheduler}, latents=False, seeded=True)  # fmt: skip
+    add_odd_run(goldens, pipe, PROMPTED)
+    other = diffusers.StableDiffusionInpaintPipeline(**pipe.components, requires_safety_checker=False)
+    add_runs(goldens, other, PROMPTED | SIZED | {"image": image, "mask_image": mask, "strength": 0.75},
+             "run_inpaint", latents=False, seeded=True, schedulers={
+                 "lcm": LCMScheduler, "kdpm2_ancestral": KDPM2AncestralDiscreteScheduler})  # fmt: skip
+    add_odd_run(goldens, other, PROMPTED | {"strength": 0.75, "image": image[..., :14, :10],
+                                            "mask_image": mask[..., 2:, :10]},
+                "run_odd_inpaint", latents=False)  # fmt: skip
+    goldens.save(folder)
+
+
+def add_odd_run(goldens, pipe, arguments, prefix="run_odd", **options):
+    """14 x 10 pixels: latents of 7 x 5, which do not halve. diffusers' pipelines want multiples of 8,
+    of which the published autoencoders, whose factor is 8, make such latents too."""
+    pipe.check_inputs = lambda *args, **kwargs: None
+    add_runs(goldens, pipe, arguments | {"height": 14, "width": 10}, prefix,
+             schedulers={"ddim": DDIMScheduler}, **options)  # fmt: skip
+
+
+def make_sdxl_runs(folder, clip):
+    """More runs of sdxl."""
+    goldens = Goldens("sdxl_runs")
+    for part in ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", "unet", "vae",
+                 "scheduler"):  # fmt: skip
+        share(folder, part, "sdxl")
+    shutil.copy(folder.parent / "sdxl" / "model_index.json", folder)
+    pipe = load(diffusers.StableDiffusionXLPipeline, folder)
+    ddim = {"ddim": DDIMScheduler}
+    texts = {"prompt_2": ["two apples!", "thin threads"], "negative_prompt_2": ["", "in the oven"]}
+    add_runs(goldens, pipe, PROMPTED | SIZED | texts, "run_second_texts", schedulers=ddim)
+    add_runs(goldens, pipe, PROMPTED | SIZED | texts | {"clip_skip": 1}, "run_clip_skip",
+             schedulers=ddim)  # fmt: skip
+    add_runs(goldens, pipe, PROMPTED | SIZED, "run_noise", seeded=True, schedulers={
+        "euler_ancestral": EulerAncestralDiscreteScheduler})  # fmt: skip
+    image, _ = picture_and_mask()
+    other = diffusers.StableDiffusionXLImg2ImgPipeline(**pipe.components)
+    add_runs(goldens, other, PROMPTED | {"image": image, "strength": 0.75}, "run_img2img",
+             latents=False)  # fmt: skip
+    add_odd_run(goldens, pipe, PROMPTED)
+    goldens.save(folder)
+
+
 def make_sdxl_lcm(folder, clip):
     """SDXL distilled to latent consistency: text_time and a guidance scale in one time embedding."""
     goldens = Goldens("sdxl_lcm")
@@ -1049,7 +1122,8 @@ def check_loaded(pipe, **models):
 
 FAMILIES = {"sd1": make_sd1, "sd2": make_sd2, "sdxl": make_sdxl, "lcm": make_lcm,
             "inpaint": make_inpaint, "pix2pix": make_pix2pix, "tiny_vae": make_tiny_vae,
-            "ldm": make_ldm, "sdxl_lcm": make_sdxl_lcm}  # fmt: skip
+            "ldm": make_ldm, "sd1_runs": make_sd1_runs, "sdxl_runs": make_sdxl_runs,
+            "sdxl_lcm": make_sdxl_lcm}  # fmt: skip
 
 
 def main():
