@@ -5,6 +5,7 @@
 
 #include "engine/io/calibration.h"
 #include "engine/models/registry.h"
+#include "engine/pipelines/old_configs.h"
 
 namespace denoised {
 namespace {
@@ -121,6 +122,7 @@ absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
         "{}: there is no scheduler_config.json; put the one that the model was published with into "
         "{}/scheduler, or beside config.json",
         path, path);
+  CorrectOldConfigs(&directory);
   DENOISED_ASSIGN_OR_RETURN(
       SchedulerConfig scheduler,
       SchedulerConfig::Parse(*directory.scheduler_config, directory.scheduler_config_file));

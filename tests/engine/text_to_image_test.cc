@@ -75,6 +75,8 @@ constexpr GoldenRun kRuns[] = {
     {"tiny_vae", "run", "euler"},
     {"tiny_vae", "run_img2img", "ddim"},
     {"tiny_vae", "run_img2img", "euler"},
+    {"sd1_old", "run", "ddim"},
+    {"sd1_old", "run", "euler"},
     {"sd1_runs", "run_clip_skip", "ddim"},
     {"sd1_runs", "run_eta", "ddim"},
     {"sd1_runs", "run_eta", "tcd"},

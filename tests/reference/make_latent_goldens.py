@@ -18,6 +18,7 @@ an eos off by one).
 import argparse
 import contextlib
 import functools
+import inspect
 import itertools
 import json
 import math
@@ -898,6 +899,76 @@ def make_sd1_runs(folder, clip):
     goldens.save(folder)
 
 
+def make_sd1_old(folder, clip):
+    """sd1 with a scheduler config that StableDiffusionPipeline corrects, and what its constructors and
+    others change in configs that are older than their fields."""
+    goldens = Goldens("sd1_old")
+    for part in ("tokenizer", "text_encoder", "unet", "vae"):
+        share(folder, part, "sd1")
+    old = SCHEDULE | {"clip_sample": True, "steps_offset": 0, "timestep_spacing": "leading"}
+    DDIMScheduler(**old).save_pretrained(folder / "scheduler")
+    write_index(folder, "StableDiffusionPipeline", **STABLE_DIFFUSION)
+    pipe = load(diffusers.StableDiffusionPipeline, folder)
+    add_runs(goldens, pipe, PROMPTED)
+    goldens.facts["corrections"] = [
+        correction(pipeline, name, fields)
+        for pipeline in ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline",
+                         "StableDiffusionInpaintPipeline", "StableDiffusionInstructPix2PixPipeline",
+                         "StableDiffusionXLPipeline", "LatentConsistencyModelPipeline")
+        for name in (SCHEDULERS if pipeline == "StableDiffusionPipeline" else SCHEDULERS[:3])
+        for fields in ({}, {"steps_offset": 0, "clip_sample": True, "skip_prk_steps": False},
+                       {"steps_offset": 7, "clip_sample": False, "skip_prk_steps": True})
+    ]  # fmt: skip
+    goldens.facts["unet_corrections"] = [
+        unet_correction(pipeline, version, size)
+        for pipeline in ("StableDiffusionPipeline", "StableDiffusionInpaintPipeline",
+                         "StableDiffusionInstructPix2PixPipeline")
+        for version, size in (("0.8.1", 32), ("0.9.0.dev0", 32), ("0.6.0.dev0", 32), ("0.6.0", 96),
+                              ("0.10.2", 32), ("0.42.1", 32), (None, 32))
+    ]  # fmt: skip
+    goldens.save(folder)
+
+
+# Those that the engine knows, but for two that need other packages.
+SCHEDULERS = [
+    "DDPMScheduler", "DDIMScheduler", "PNDMScheduler", "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler",
+    "DPMSolverMultistepScheduler", "UniPCMultistepScheduler", "LCMScheduler", "EDMEulerScheduler",
+    "EDMDPMSolverMultistepScheduler", "DEISMultistepScheduler",
+    "KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler", "TCDScheduler",
+    "DPMSolverSinglestepScheduler", "FlowMatchEulerDiscreteScheduler",
+    "CMStochasticIterativeScheduler", "SASolverScheduler", "ScoreSdeVeScheduler",
+]  # fmt: skip
+
+
+def construct(pipeline, scheduler=None, unet=None):
+    """A pipeline that has nothing else."""
+    kind = getattr(diffusers, pipeline)
+    parts = dict.fromkeys(inspect.signature(kind).parameters)
+    kind(**parts | {"scheduler": scheduler, "unet": unet, "requires_safety_checker": False}
+         if "requires_safety_checker" in parts else parts | {"scheduler": scheduler, "unet": unet})
+
+
+def correction(pipeline, name, fields):
+    scheduler = getattr(diffusers, name).from_config(fields)
+    before = dict(scheduler.config)
+    construct(pipeline, scheduler=scheduler)
+    changed = {key: value for key, value in scheduler.config.items()
+               if not key.startswith("_") and before.get(key) != value}  # fmt: skip
+    return {"pipeline": pipeline, "config": {"_class_name": name, **fields}, "changed": changed}
+
+
+def unet_correction(pipeline, version, size):
+    model = UNet2DConditionModel.from_config({
+        "sample_size": size, "block_out_channels": [8], "norm_num_groups": 4,
+        "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"],
+        **({"_diffusers_version": version} if version else {})})  # fmt: skip
+    construct(pipeline, unet=model)
+    config = {"sample_size": size} | ({"_diffusers_version": version} if version else {})
+    changed = {} if model.config.sample_size == size else {"sample_size": model.config.sample_size}
+    return {"pipeline": pipeline, "config": config, "changed": changed}
+
+
 def add_odd_run(goldens, pipe, arguments, prefix="run_odd", **options):
     """14 x 10 pixels: latents of 7 x 5, which do not halve. diffusers' pipelines want multiples of 8,
     of which the published autoencoders, whose factor is 8, make such latents too."""
@@ -1122,7 +1193,7 @@ def check_loaded(pipe, **models):
 
 FAMILIES = {"sd1": make_sd1, "sd2": make_sd2, "sdxl": make_sdxl, "lcm": make_lcm,
             "inpaint": make_inpaint, "pix2pix": make_pix2pix, "tiny_vae": make_tiny_vae,
-            "ldm": make_ldm, "sd1_runs": make_sd1_runs, "sdxl_runs": make_sdxl_runs,
+            "ldm": make_ldm, "sd1_old": make_sd1_old, "sd1_runs": make_sd1_runs, "sdxl_runs": make_sdxl_runs,
             "sdxl_lcm": make_sdxl_lcm}  # fmt: skip
 
 

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/pipelines/old_configs.h"
+
+#include <algorithm>
+#include <charconv>
+#include <iterator>
+#include <string>
+#include <string_view>
+
+namespace denoised {
+namespace {
+
+/// What one class corrects.
+struct Corrections {
+  const char* pipeline;
+  bool clip_sample, skip_prk_steps;
+};
+constexpr Corrections kCorrections[] = {
+    {"StableDiffusionPipeline", true, false},
+    {"StableDiffusionImg2ImgPipeline", true, false},
+    {"StableDiffusionInpaintPipeline", false, true},
+};
+
+/// Without the field in their file, these do not have it, and others have the default 0.
+constexpr std::string_view kWithoutStepsOffset[] = {
+    "CMStochasticIterativeScheduler",  "DPMSolverSinglestepScheduler",
+    "EDMDPMSolverMultistepScheduler",  "EDMEulerScheduler",
+    "FlowMatchEulerDiscreteScheduler", "ScoreSdeVeScheduler",
+};
+
+void CorrectScheduler(const Corrections& corrects, nlohmann::json* config) {
+  if (!config->is_object()) return;
+  const auto scheduler = config->find("_class_name");
+  const std::string name =
+      scheduler != config->end() && scheduler->is_string() ? scheduler->get<std::string>() : "";
+  // Values of another type are left for SchedulerConfig to refuse.
+  const auto offset = config->find("steps_offset");
+  const bool has_offset = std::find(std::begin(kWithoutStepsOffset), std::end(kWithoutStepsOffset),
+                                    name) == std::end(kWithoutStepsOffset);
+  if (offset == config->end() ? has_offset : offset->is_number() || offset->is_null())
+    (*config)["steps_offset"] = 1;
+
+  const auto correct = [&](const char* field, bool old, bool old_by_default) {
+    const auto found = config->find(field);
+    if (found == config->end() ? old_by_default : *found == old) (*config)[field] = !old;
+  };
+  if (corrects.clip_sample)
+    correct("clip_sample", true, name == "DDIMScheduler" || name == "DDPMScheduler");
+  if (corrects.skip_prk_steps) correct("skip_prk_steps", false, name == "PNDMScheduler");
+}
+
+/// Of "0.8.1" or "0.9.0.dev0"; diffusers does not compare what is behind the third number.
+bool IsBefore09(const std::string& version) {
+  int major = 0, minor = 0;
+  const char* const end = version.data() + version.size();
+  const auto [dot, error] = std::from_chars(version.data(), end, major);
+  if (error != std::errc() || dot == end || *dot != '.') return false;
+  if (std::from_chars(dot + 1, end, minor).ec != std::errc()) return false;
+  return major == 0 && minor < 9;
+}
+
+void CorrectUNet(nlohmann::json* config) {
+  if (!config->is_object()) return;
+  const auto version = config->find("_diffusers_version"), size = config->find("sample_size");
+  if (version == config->end() || !version->is_string() || size == config->end() ||
+      !size->is_number_integer())
+    return;
+  if (IsBefore09(version->get<std::string>()) && *size < 64) *size = 64;
+}
+
+}  // namespace
+
+void CorrectOldConfigs(ModelDirectory* directory) {
+  for (const Corrections& corrects : kCorrections) {
+    if (directory->pipeline_class != corrects.pipeline) continue;
+    if (directory->scheduler_config) CorrectScheduler(corrects, &*directory->scheduler_config);
+    if (const auto unet = directory->components.find("unet"); unet != directory->components.end())
+      CorrectUNet(&unet->second.config);
+  }
+}
+
+}  // namespace denoised
