@@ -36,9 +36,10 @@ def vae(levels=2, attention=False, **fields):
 class Codec:
     """`instead`: the same fields with values for which the outputs must differ (same weights)."""
 
-    def __init__(self, kind, config, instead=None, adjust=None, old_names=False):
+    def __init__(self, kind, config, instead=None, adjust=None, old_names=False, check=None,
+                 half=False):  # fmt: skip
         self.kind, self.config, self.instead, self.adjust = kind, config, instead, adjust
-        self.old_names = old_names
+        self.old_names, self.check, self.half = old_names, check, half
 
     def build(self, **fields):
         return self.kind(**{**self.config, **fields})
@@ -87,6 +88,48 @@ def wide_variances(model):
     """Logarithms of variances from below −30 to above 20: both ends of the clamp."""
     channels = model.config.latent_channels
     model.quant_conv.weight.data[channels:].mul_(120)
+
+
+def check_clamped(name, model, inputs, values):
+    log_variance = values["moments"].chunk(2, dim=1)[1]
+    if not (log_variance.min() < -30 and log_variance.max() > 20):
+        raise SystemExit(f"{name}: nothing is clamped; change the case")
+
+
+def wide_streams(model):
+    """What residual blocks hand on is beyond float16, as in SDXL's autoencoder, and what they read
+    (normalised) and what they weigh is not. In exact arithmetic only the eps of norms tell."""
+    factor = 4e4
+    for part in (model.encoder, model.decoder):
+        for path, weight in part.named_parameters():
+            layer, kind = path.rsplit(".", 1)
+            adds = layer == "conv_in" or layer.endswith(("conv2", "to_out.0"))
+            maps = layer.endswith(("conv_shortcut", "samplers.0.conv"))
+            if adds or (maps and kind == "bias"):
+                weight.data.mul_(factor)
+
+
+def check_overflow(name, model, inputs, values):
+    """float32 needs more than float16 has, and diffusers in float16 gives no picture."""
+    largest, hooks = {}, []
+    for path, module in model.named_modules():
+        if path.endswith("conv2"):
+            hooks.append(module.register_forward_hook(
+                lambda _module, _args, out, path=path: largest.update({path: out.abs().max().item()})))  # fmt: skip
+    z = inputs["latents"] / model.config.scaling_factor
+    model.decode(z)
+    model.encode(inputs["image"])
+    for hook in hooks:
+        hook.remove()
+    for part in ("encoder", "decoder"):
+        if not max(v for k, v in largest.items() if k.startswith(part)) > 65504:
+            raise SystemExit(f"{name}: float16 can hold all of the {part}: {largest}")
+    model.half()
+    decoded = model.decode(z.half()).sample
+    moments = model.encode(inputs["image"].half()).latent_dist.parameters
+    model.float()
+    if decoded.isfinite().all() or moments.isfinite().all():
+        raise SystemExit(f"{name}: diffusers does not overflow in float16; change the case")
 
 
 # --- Text encoders ---------------------------------------------------------------------------
@@ -149,7 +192,10 @@ CASES = {
                 use_post_quant_conv=False, latent_channels=6),
         {"shift_factor": None}),
     "kl_act_mish": Codec(KL, vae(act_fn="mish"), {"act_fn": "silu"}),
-    "kl_clamped_variance": Codec(KL, vae(), adjust=wide_variances),
+    "kl_clamped_variance": Codec(KL, vae(), adjust=wide_variances, check=check_clamped),
+    "kl_overflows_fp16": Codec(
+        KL, vae(force_upcast=True, scaling_factor=0.13025), adjust=wide_streams,
+        check=check_overflow, half=True),
     "vq": Codec(VQModel, vae(num_vq_embeddings=24), {"scaling_factor": 1.0}),
     "vq_embed_dim": Codec(
         VQModel, vae(num_vq_embeddings=40, vq_embed_dim=2, latent_channels=4)),
@@ -190,7 +236,9 @@ OLD_NAMES = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_
 
 
 def save(case, model, folder):
-    model.save_pretrained(folder)
+    half = getattr(case, "half", False)  # its weights were rounded
+    (model.half() if half else model).save_pretrained(folder)
+    model.float()
     if getattr(case, "published", False):
         # transformers since 5.6 saves CLIPTextModel without the prefix, before 4.31 with position
         # ids.
@@ -219,13 +267,12 @@ def make(name, case, folder):
             weight.data.mul_(2.2)
     if getattr(case, "adjust", None):
         case.adjust(model)
+    if getattr(case, "half", False):
+        model.half().float()
     inputs = case.make_inputs(model, generator)
     values = case.run(model, inputs)
-
-    if case.kind is AutoencoderKL and case.adjust:
-        log_variance = values["moments"].chunk(2, dim=1)[1]
-        if not (log_variance.min() < -30 and log_variance.max() > 20):
-            raise SystemExit(f"{name}: nothing is clamped; change the case")
+    if getattr(case, "check", None):
+        case.check(name, model, inputs, values)
 
     check_every_weight_matters(name, model, lambda: case.run(model, inputs))
     if case.instead:
