@@ -55,6 +55,7 @@ void ExpectSize(const CodecSize& size, CountingBackend& backend,
 TEST(Codecs, PublishedConfigsLoadAtTheirKnownSize) {
   CountingBackend backend(Device::kCpu, DType::kF32);
   for (const CodecSize& size : {CodecSize{"sd15-vae", 64, 83.654, 2514.5, 1116.7},
+                                CodecSize{"sd21-vae", 64, 83.654, 2514.5, 1116.7},
                                 CodecSize{"sdxl-vae", 128, 83.654, 10470.4, 4879.0}}) {
     const auto config = AutoencoderKLConfig::Parse(Published(size.name), size.name);
     ASSERT_TRUE(config.ok()) << config.status();
@@ -81,6 +82,7 @@ TEST(ClipText, PublishedConfigsLoadAtTheirKnownSize) {
     double million_parameters, gflop;
   };
   for (const Size& size : {Size{"sd15-text", "CLIPTextModel", 768, 768, 123.060, 13.30},
+                           Size{"sdxl-text", "CLIPTextModel", 768, 768, 123.060, 13.30},
                            Size{"sd21-text", "CLIPTextModel", 1024, 1024, 340.388, 45.13},
                            Size{"sdxl-text-2", "CLIPTextModelWithProjection", 1280, 1280,
                                 694.660 + 1280e-6, 97.86}}) {  // Synthetic adds a bias here too

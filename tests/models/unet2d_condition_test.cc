@@ -203,6 +203,67 @@ nlohmann::json ConfigOf(const std::string& directory) {
   return *config;
 }
 
+struct Size {
+  const char* name;
+  int edge;  // of latents
+  int64_t parameters;
+  int64_t biases;  // of linear layers that have none; synthetic weights have them
+  double gflop;
+};
+// All figures were printed by PyTorch (torch.utils.flop_counter) and diffusers for the same
+// configs, of one row with a text of 77 tokens.
+const Size kSizes[] = {
+    {"sd15-unet", 64, 859520964, 74880, 803.27},
+    {"sd21-unet", 96, 865910724, 74880, 2149.11},
+    {"sd-turbo-unet", 64, 865910724, 74880, 804.26},
+    {"sdxl-unet", 128, 2567463684, 499200, 6761.24},
+    {"sdxl-lcm-unet", 128, 2567545604, 499520, 6761.24},
+    {"sdxl-turbo-unet", 64, 2567463684, 499200, 1588.78},
+};
+
+TEST(UNet2DCondition, PublishedConfigsLoadAtTheirKnownSize) {
+  for (const Size& size : kSizes) {
+    SCOPED_TRACE(size.name);
+    const nlohmann::json json = ConfigOf(fmt::format("configs/{}", size.name));
+    const auto config = UNet2DConditionConfig::Parse(json, "config.json");
+    ASSERT_TRUE(config.ok()) << config.status();
+    const bool xl = json.contains("addition_time_embed_dim") && json["addition_time_embed_dim"] > 0;
+    const int pooled = xl ? 1280 : 0;
+    CountingBackend backend(Device::kCpu, DType::kF32);
+    const auto model = LoadUNet2DCondition(backend, *config, pooled, Weights::SyntheticToWrite(1));
+    ASSERT_TRUE(model.ok()) << model.status();
+    const DenoiserTraits& traits = (*model)->traits();
+    EXPECT_EQ(traits.height, size.edge);
+    EXPECT_EQ(traits.width, size.edge);
+    EXPECT_EQ(traits.parameters, size.parameters + size.biases);
+
+    Arena arena = Arena::Measuring(Device::kCpu);
+    nn::Context context{backend, arena};
+    Prompts prompts{.states = context.New({1, 77, traits.text_features})};
+    ConditionSets sets{.keys_values = context.New({1, 77, traits.key_value_columns}),
+                       .key_counts = arena.New({1}, DType::kI32)};
+    if (xl) {
+      prompts.pooled = context.New({1, traits.pooled_features});
+      prompts.sizes = context.NewF32({traits.size_numbers});
+      sets.vectors = context.New({1, traits.vector_features});
+    }
+    EXPECT_EQ(traits.guidance_embedding, size.name == std::string("sdxl-lcm-unet"));
+    if (traits.guidance_embedding) {
+      prompts.guidance = context.NewF32({1});
+      sets.times = context.New({1, traits.time_features});
+    }
+    backend.ResetWork();
+    (*model)->Condition(context, prompts, sets);
+    const DenoiserInput input{.x = context.New({1, traits.height, traits.width, traits.channels}),
+                              .condition = context.NewF32({1}),
+                              .label = arena.New({1}, DType::kI32),
+                              .sets = sets};
+    const Tensor out = (*model)->Forward(context, input);
+    EXPECT_EQ(out.shape(), (Shape{1, size.edge, size.edge, traits.output_channels}));
+    EXPECT_NEAR(backend.work().flops / 1e9 / size.gflop, 1, 0.01);
+  }
+}
+
 TEST(UNet2DConditionConfigTest, RefusesByName) {
   const auto refused = [](const std::string& directory, const nlohmann::json& changes,
                           const std::string& message) {

@@ -36,7 +36,7 @@ const Size kSizes[] = {
     {"cifar10-32", 35.7, 12.4},         {"adm-64", 295.9, 219.3},
     {"celebahq-256", 113.7, 497.0},     {"ddpm-cifar10-32", 35.7, 12.4},
     {"ldm-celebahq-256", 274.1, 0},     {"consistency-imagenet-64", 295.9, 0},
-    {"consistency-lsun-256", 526.3, 0},
+    {"consistency-lsun-256", 526.3, 0}, {"consistency-test", 1.281, 0.909},
 };
 
 TEST(UNet2D, PublishedConfigsLoadAtTheirKnownSize) {
