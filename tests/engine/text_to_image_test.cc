@@ -99,6 +99,9 @@ constexpr GoldenRun kRuns[] = {
     {"sdxl_runs", "run_odd", "ddim"},
     {"sdxl_lcm", "run", "lcm"},
     {"sdxl_lcm", "run_img2img", "lcm"},
+    {"sdxl_inpaint", "run", "ddim"},
+    {"sdxl_inpaint", "run", "euler"},
+    {"sdxl_inpaint", "run_default_strength", "euler"},
 };
 
 struct Target {

@@ -773,6 +773,9 @@ SDXL_UNET = dict(
     addition_embed_type="text_time", addition_time_embed_dim=8,
     projection_class_embeddings_input_dim=20 + 6 * 8)  # fmt: skip
 
+SMALL = {"block_out_channels": (8, 16), "norm_num_groups": 4, "attention_head_dim": [1, 2],
+         "transformer_layers_per_block": 1}  # fmt: skip
+
 
 def make_sdxl(folder, clip):
     """SDXL: two encoders, text_time, a level of two transformers, a first level without attention."""
@@ -1005,9 +1008,7 @@ def make_sdxl_lcm(folder, clip):
     goldens = Goldens("sdxl_lcm")
     for part in ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", "vae"):
         share(folder, part, "sdxl")
-    small = {"block_out_channels": (8, 16), "norm_num_groups": 4, "attention_head_dim": [1, 2],
-             "transformer_layers_per_block": 1}  # fmt: skip
-    model = unet("sdxl_lcm", 40, **SDXL_UNET | small, time_cond_proj_dim=16)
+    model = unet("sdxl_lcm", 40, **SDXL_UNET | SMALL, time_cond_proj_dim=16)
     save_half(model, folder / "unet")
     LCMScheduler(**SCHEDULE | {"set_alpha_to_one": True}).save_pretrained(folder / "scheduler")
     index = json.loads((folder.parent / "sdxl" / "model_index.json").read_text())
@@ -1017,15 +1018,40 @@ def make_sdxl_lcm(folder, clip):
     prompts = {"prompt": PROMPTS[:2]}
     sizes = {"original_size": (24, 20), "crops_coords_top_left": (2, 4), "target_size": (16, 16)}
     add_runs(goldens, pipe, prompts | SIZED | sizes, schedulers={"lcm": LCMScheduler}, seeded=True)
-    check_every_weight_matters("sdxl_lcm: unet", model, lambda: run_with_blocks(
-        model, unet_inputs(model, torch.randn(2, 77, 40, generator=generator_of("sdxl_lcm states")),
-                           generator_of("sdxl_lcm inputs")))["output"])  # fmt: skip
+    check_small_xl_unet("sdxl_lcm", model)
     image, _ = picture_and_mask()
     other = diffusers.StableDiffusionXLImg2ImgPipeline(**pipe.components)
     embed_guidance_exactly(other)
     add_runs(goldens, other, prompts | {"image": image, "strength": 0.75}, "run_img2img",
              schedulers={"lcm": LCMScheduler}, latents=False, seeded=True)  # fmt: skip
     goldens.save(folder)
+
+
+def make_sdxl_inpaint(folder, clip):
+    """SDXL's inpainting with nine channels. Its default strength leaves out one step."""
+    goldens = Goldens("sdxl_inpaint")
+    for part in ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", "vae", "scheduler"):
+        share(folder, part, "sdxl")
+    model = unet("sdxl_inpaint", 40, **SDXL_UNET | SMALL, in_channels=9)
+    save_half(model, folder / "unet")
+    index = json.loads((folder.parent / "sdxl" / "model_index.json").read_text())
+    write_json(folder / "model_index.json",
+               index | {"_class_name": "StableDiffusionXLInpaintPipeline"})  # fmt: skip
+    check_small_xl_unet("sdxl_inpaint", model)
+    pipe = load(diffusers.StableDiffusionXLInpaintPipeline, folder, unet=model)
+    image, mask = picture_and_mask()
+    arguments = PROMPTED | SIZED | {"image": image, "mask_image": mask}
+    add_runs(goldens, pipe, arguments | {"strength": 1.0})
+    add_runs(goldens, pipe, arguments | {"strength": 0.9999}, "run_default_strength", latents=False,
+             schedulers={"euler": EulerDiscreteScheduler})  # fmt: skip
+    goldens.save(folder)
+
+
+def check_small_xl_unet(name, model):
+    states = torch.randn(2, 77, 40, generator=generator_of(f"{name} states"))
+    inputs = unet_inputs(model, states, generator_of(f"{name} inputs"))
+    check_every_weight_matters(f"{name}: unet", model,
+                               lambda: run_with_blocks(model, inputs)["output"])  # fmt: skip
 
 
 def make_inpaint(folder, clip):
@@ -1194,7 +1220,7 @@ def check_loaded(pipe, **models):
 FAMILIES = {"sd1": make_sd1, "sd2": make_sd2, "sdxl": make_sdxl, "lcm": make_lcm,
             "inpaint": make_inpaint, "pix2pix": make_pix2pix, "tiny_vae": make_tiny_vae,
             "ldm": make_ldm, "sd1_old": make_sd1_old, "sd1_runs": make_sd1_runs, "sdxl_runs": make_sdxl_runs,
-            "sdxl_lcm": make_sdxl_lcm}  # fmt: skip
+            "sdxl_lcm": make_sdxl_lcm, "sdxl_inpaint": make_sdxl_inpaint}  # fmt: skip
 
 
 def main():
