@@ -13,16 +13,20 @@ x0 = (x - sqrt(1 - a) F) / sqrt(a) with a near 0 multiplies each rounding error 
 """
 
 import argparse
+import contextlib
 import itertools
 import json
+import os
+import sys
 import zlib
 from pathlib import Path
 
 import diffusers
 import diffusers.schedulers.scheduling_sde_ve as sde_ve
+import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import DDIMPipeline, ScoreSdeVePipeline, UNet2DModel
+from diffusers import ConsistencyModelPipeline, DDIMPipeline, ScoreSdeVePipeline, UNet2DModel
 from diffusers.pipelines.deprecated.score_sde_ve import pipeline_score_sde_ve
 from safetensors.torch import save_file
 
@@ -216,6 +220,85 @@ def give_noise(row, dtype):
     sde_ve.randn_tensor = drawn
 
 
+@contextlib.contextmanager
+def batch_noise(scheduler_class, dtype):
+    """As give_noise(), for a scheduler that draws once for each evaluation, all images together."""
+    place = sys.modules[scheduler_class.__module__]
+    draws, kept = itertools.count(), place.randn_tensor
+
+    def drawn(shape, **_):
+        rows, channels, height, width = shape
+        evaluation = next(draws)
+        normal = np.stack([philox_normal(SEED + row, evaluation, channels * height * width)
+                           for row in range(rows)])  # fmt: skip
+        nhwc = torch.from_numpy(normal).reshape(rows, height, width, channels)
+        return nhwc.permute(0, 3, 1, 2).to(dtype)
+
+    place.randn_tensor = drawn
+    yield draws
+    place.randn_tensor = kept
+    if next(draws) == 0:
+        raise SystemExit(f"{scheduler_class.__name__} drew nothing")
+
+
+@torch.no_grad()
+def make_noisy(name, folder, scheduler, steps, network=None, pipeline="DDPMPipeline", **fields):
+    """A run that draws noise, with the network of another run (`network`), or a random one that also
+    predicts a variance: predictions are clipped, so that rounding errors do not grow."""
+    scheduler_class = getattr(diffusers, scheduler)
+    generator = generator_of(name)
+    noise = torch.randn(2, 1, EDGE, EDGE, generator=generator)
+    if network:
+        unet = UNet2DModel.from_pretrained(folder.parent / f"run_{network}" / "unet").eval()
+    else:
+        unet = UNet2DModel(**model(PLAIN, ATTN, in_channels=1, out_channels=2)).eval()
+        randomise(unet, generator)
+    labels = torch.tensor([2, 0]) if unet.config.num_class_embeds else None
+
+    def make_scheduler():
+        return scheduler_class(**fields)
+
+    def drawn(noise):
+        with batch_noise(scheduler_class, noise.dtype):
+            return draw(unet, make_scheduler(), noise, labels, steps)
+
+    image = drawn(noise)
+    if pipeline == "ConsistencyModelPipeline":  # draw() has its loop
+        whole = ConsistencyModelPipeline(unet, make_scheduler())
+        whole.set_progress_bar_config(disable=True)
+        whole.check_inputs = lambda *args: None  # it wants three channels
+        with batch_noise(scheduler_class, noise.dtype):
+            theirs = whole(batch_size=2, latents=noise, class_labels=labels, output_type="np",
+                           num_inference_steps=steps).images  # fmt: skip
+        difference = (torch.from_numpy(theirs).permute(0, 3, 1, 2) - (image / 2 + 0.5).clamp(0, 1))
+        if difference.abs().max() > 1e-6:
+            raise SystemExit(f"draw() differs from {pipeline} by {difference.abs().max():.1g}")
+    unet.double()
+    error = relative_difference(image.double(), drawn(noise.double()))
+    folder.mkdir(parents=True, exist_ok=True)
+    if network:
+        (folder / "unet").unlink(missing_ok=True)
+        os.symlink(Path("..") / f"run_{network}" / "unet", folder / "unet")
+    else:
+        unet.float().save_pretrained(folder / "unet")
+    make_scheduler().save_pretrained(folder / "scheduler")
+    (folder / "model_index.json").write_text(json.dumps(
+        {"_class_name": pipeline, "unet": ["diffusers", "UNet2DModel"],
+         "scheduler": ["diffusers", scheduler]}, indent=2) + "\n")  # fmt: skip
+    tensors = {"noise": noise, "image": image} | ({} if labels is None else {"class_labels": labels})
+    save_run(folder, tensors, steps, 1.0, error)
+
+
+NOISY = {
+    "ddpm": dict(network="ddim", scheduler="DDPMScheduler", steps=10),
+    "ddpm_learned_range": dict(
+        scheduler="DDPMScheduler", steps=8, variance_type="learned_range", beta_schedule="linear"),
+    "consistency": dict(
+        network="edm_dpm_solver_guided", scheduler="CMStochasticIterativeScheduler", steps=3,
+        pipeline="ConsistencyModelPipeline"),
+}  # fmt: skip
+
+
 def draw_score(unet, scheduler, noise, steps):
     """What ScoreSdeVePipeline draws, in [-1, 1] and not clamped. One image after the other, because
     the corrector takes means over a batch."""
@@ -291,10 +374,12 @@ def main():
     parser.add_argument("--only", help="comma-separated runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for name in args.only.split(",") if args.only else [*RUNS, "score_sde_ve", "mnist_32"]:
+    for name in args.only.split(",") if args.only else [*RUNS, *NOISY, "score_sde_ve", "mnist_32"]:
         folder = args.output / f"run_{name}"
         if name == "mnist_32":
             make_mnist(name, args.mnist, folder)
+        elif name in NOISY:
+            make_noisy(name, folder, **NOISY[name])
         elif name == "score_sde_ve":
             make_score(name, folder, sigma_min=0.05, sigma_max=5.0)
         else:
