@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <system_error>
 
 #include "absl/strings/numbers.h"
@@ -139,21 +140,51 @@ absl::Status CheckDone(const std::string& directory, bool contents) {
   return absl::OkStatus();
 }
 
-/// The files of `from` that `to` does not have.
-absl::Status CopyFolder(const std::string& from, const std::string& to) {
+bool IsSameFile(const fs::path& one, const fs::path& other) {
+  std::error_code error;
+  const auto size = fs::file_size(one, error);
+  if (error || fs::file_size(other, error) != size || error) return false;
+  std::ifstream a(one, std::ios::binary), b(other, std::ios::binary);
+  std::vector<char> block(1 << 20), beside(1 << 20);
+  for (uintmax_t left = size; left > 0;) {
+    const auto next = static_cast<std::streamsize>(std::min<uintmax_t>(left, block.size()));
+    if (!a.read(block.data(), next) || !b.read(beside.data(), next) ||
+        std::memcmp(block.data(), beside.data(), static_cast<size_t>(next)) != 0)
+      return false;
+    left -= static_cast<uintmax_t>(next);
+  }
+  return true;
+}
+
+/// Copies the files of `from` that `to` does not have. With `replace`, also those that differ, and
+/// `to` loses all others: they are of an earlier run, perhaps with other weights.
+absl::Status CopyFolder(const std::string& from, const std::string& to, bool replace) {
   DENOISED_RETURN_IF_ERROR(MakeFolder(to));
+  std::set<fs::path> names;
   std::error_code error;
   for (fs::directory_iterator at(from, error), end; !error && at != end; at.increment(error)) {
     std::error_code ignored;
     if (!at->is_regular_file(ignored)) continue;
-    const std::string path = to + "/" + at->path().filename().string(), partial = path + ".partial";
-    if (IsThere(path)) continue;
+    const fs::path name = at->path().filename();
+    names.insert(name);
+    const std::string path = to + "/" + name.string(), partial = path + ".partial";
+    if (replace ? IsSameFile(at->path(), path) : IsThere(path)) continue;
     fs::copy_file(at->path(), partial, fs::copy_options::overwrite_existing, error);
     if (error) return Refused(partial, error.value());
     DENOISED_RETURN_IF_ERROR(Sync(partial));
     if (std::rename(partial.c_str(), path.c_str()) != 0) return Refused(path, errno);
   }
   if (error) return NotFound("{}: cannot be read: {}", from, error.message());
+  std::vector<fs::path> others;
+  for (fs::directory_iterator at(to, error), end; replace && !error && at != end;
+       at.increment(error))
+    if (std::error_code ignored;
+        at->is_regular_file(ignored) && !names.contains(at->path().filename()))
+      others.push_back(at->path());
+  for (const fs::path& other : others) {
+    fs::remove(other, error);
+    if (error) return Refused(other, error.value());
+  }
   return Sync(to);
 }
 
@@ -307,8 +338,8 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
                                             pipeline.scheduler.dump(2) + "\n"));
   }
   for (const std::string& folder : pipeline.copied)
-    DENOISED_RETURN_IF_ERROR(
-        CopyFolder(folder, directory + "/" + fs::path(folder).filename().string()));
+    DENOISED_RETURN_IF_ERROR(CopyFolder(
+        folder, directory + "/" + fs::path(folder).filename().string(), pipeline.replaces_copied));
   for (const Pipeline::Part& part : pipeline.parts) {
     DENOISED_RETURN_IF_ERROR(MakeFolder(directory + "/" + part.folder));
     DENOISED_RETURN_IF_ERROR(

@@ -48,12 +48,14 @@ struct Pipeline {
   nlohmann::json index;      // model_index.json
   std::vector<Part> parts;
   std::vector<std::string> copied;  // folders that are copied as they are, under their own names
+  bool replaces_copied = true;      // else what was copied once is kept
   DType dtype = DType::kF32;        // of the weights in the files: kF32 or kF16, to nearest
 };
 
 /// Writes a diffusers directory that the server loads as it is. Files appear whole, the weights
 /// last and of all parts at once, so that a server that looks for changes may read it meanwhile.
-/// What was copied once is not copied again.
+/// Copied folders get the files of their sources, and lose others; the same content is not written
+/// again.
 absl::Status WritePipeline(const std::string& directory, const Pipeline& pipeline);
 
 /// Writes `text` under a temporary name, syncs it, and renames it.

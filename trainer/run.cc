@@ -135,7 +135,7 @@ class Session {
   absl::Status CheckRanks();
   absl::Status Loop();
   absl::Status Save();
-  absl::Status WriteModels(const TrainerState& state) const;
+  absl::Status WriteModels(const TrainerState& state);
   void Sample();
   void Log(const StepReport& report, double images_per_second);
   void ShortenLog(int64_t steps) const;
@@ -162,6 +162,7 @@ class Session {
   int64_t step_ = 0, saved_step_ = -1, skipped_ = 0, skipped_in_row_ = 0;
   double step_flops_ = 0;
   bool log_failed_ = false;  // said once
+  bool wrote_models_ = false;
 };
 
 absl::Status Session::ReadData() {
@@ -618,7 +619,8 @@ absl::Status Session::Save() {
   return absl::OkStatus();
 }
 
-absl::Status Session::WriteModels(const TrainerState& state) const {
+absl::Status Session::WriteModels(const TrainerState& state) {
+  const bool is_first = !std::exchange(wrote_models_, true);
   for (size_t i = 0; i < std::max<size_t>(1, state.averages.size()); ++i) {
     const std::map<std::string, Tensor> weights = trainer_->parameters().Named(
         state.averages.empty() ? state.trained : state.averages[i], state.fixed);
@@ -627,6 +629,10 @@ absl::Status Session::WriteModels(const TrainerState& state) const {
                                ? MakeSnapshot(*config_.pipeline, config_.stage, weights, *backend_,
                                               text_to_image() ? Tensor() : SomePictures())
                                : PixelPipeline(weights));
+    // An earlier run in --output may have had another --pipeline. Later, what is in the model
+    // stays: the network learned the latents of that autoencoder, even if another run now improves
+    // it.
+    pipeline.replaces_copied = is_first;
     if (config_.default_steps > 0)
       pipeline.index["_denoised"]["default_steps"] = config_.default_steps;
     if (config_.default_guidance_scale)

@@ -177,6 +177,33 @@ TEST_F(FilesTest, WeightsOfAllPartsAreSyncedBeforeTheyGetTheirNames) {
   EXPECT_FALSE(fs::exists(folder_ / "unet/weights.safetensors.next"));
 }
 
+TEST_F(FilesTest, CopiedFoldersAreThoseOfTheRunAndNotOfAnEarlierOne) {
+  const auto write = [&](const char* file, const std::string& text) {
+    fs::create_directories((folder_ / file).parent_path());
+    std::ofstream(folder_ / file) << text;
+  };
+  const auto text = [&](const char* file) { return *ReadFile(folder_ / file); };
+  Pipeline pipeline;
+  pipeline.index = nlohmann::json::object();
+  pipeline.copied = {folder_ / "1/vae"};
+  write("1/vae/weights", "first");
+  write("1/vae/weights-2", "of the first alone");
+  ASSERT_TRUE(WritePipeline(folder_ / "model", pipeline).ok());
+  EXPECT_EQ(text("model/vae/weights"), "first");
+  const auto written = fs::last_write_time(folder_ / "model/vae/weights");
+  pipeline.copied = {folder_ / "2/vae"};
+  write("2/vae/weights", "other");  // of the same size
+  pipeline.replaces_copied = false;
+  ASSERT_TRUE(WritePipeline(folder_ / "model", pipeline).ok());
+  EXPECT_EQ(text("model/vae/weights"), "first");
+  EXPECT_EQ(fs::last_write_time(folder_ / "model/vae/weights"), written);
+  pipeline.replaces_copied = true;
+  ASSERT_TRUE(WritePipeline(folder_ / "model", pipeline).ok());
+  EXPECT_EQ(text("model/vae/weights"), "other");
+  EXPECT_FALSE(fs::exists(folder_ / "model/vae/weights-2"));
+  EXPECT_FALSE(fs::exists(folder_ / "model/vae/weights.partial"));
+}
+
 TEST_F(FilesTest, ModelsMayHaveHalfPrecision) {
   Pipeline pipeline;
   pipeline.index = pipeline.scheduler = nlohmann::json::object();

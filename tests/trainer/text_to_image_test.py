@@ -145,6 +145,18 @@ class TextToImageTest(unittest.TestCase):
         self.assertIn(f"its tokenizer lies beside model_index.json; move the files to {pipeline}/tokenizer",
                       said)
 
+    def test_a_model_has_the_autoencoder_of_its_own_run(self):
+        other = self.root / "other"
+        shutil.copytree(PIPELINE, other)
+        file = "vae/diffusion_pytorch_model.safetensors"
+        weights = bytearray((other / file).read_bytes())
+        weights[-1] ^= 1
+        (other / file).write_bytes(weights)
+        self.train("a", steps=1)
+        shutil.rmtree(self.root / "a/checkpoints")
+        self.train("a", steps=1, pipeline=other)
+        self.assertEqual((self.root / "a/model" / file).read_bytes(), weights)
+
     def test_a_prompt_may_be_empty(self):
         config = self.root / "run.json"
         config.write_text(json.dumps({"prompt": ["lines", ""], "sample-steps": 3}))
