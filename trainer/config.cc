@@ -164,6 +164,15 @@ absl::Status ReadPipeline(const std::string& directory, const std::string& stage
        {std::pair{"--kl-weight", kl}, std::pair{"--edge-weight", edges}})
     if (!(value >= 0 && std::isfinite(value)))
       return InvalidArgument("{} is {}; use a finite number of at least 0", flag, value);
+  if (config->stage == Stage::kAutoencoder)
+    for (const auto& [field, value] :
+         {std::pair{"use_quant_conv", parts.vae.use_quant_conv},
+          std::pair{"use_post_quant_conv", parts.vae.use_post_quant_conv}})
+      if (!value)
+        return InvalidArgument(
+            "{}: {} is false; stage vae needs true, because what latents are scaled by is put into "
+            "that convolution; set it to true",
+            parts.directory.components.at("vae").config_file, field);
   parts.network.train_text = !freeze_text;
   config->network = parts.Network(config->stage);
   config->network_json = {{"stage", stage},

@@ -613,7 +613,11 @@ absl::Status Session::Save() {
   saved_step_ = step_;
   DENOISED_RETURN_IF_ERROR(
       SaveCheckpoint(Output("checkpoints"), {state, fingerprint_}, config_.keep));
-  DENOISED_RETURN_IF_ERROR(WriteModels(state));
+  const absl::Status models = WriteModels(state);
+  // Later weights may be fit for a model, but there are none after the last step.
+  const bool later = step_ < config_.trainer.steps && absl::IsFailedPrecondition(models);
+  if (!models.ok() && !later) return models;
+  if (later) Say("no model of step {}: {}. The run goes on", step_, std::string(models.message()));
   Say("saved step {}", step_);
   if (metrics_) metrics_->Saved(step_);
   return absl::OkStatus();

@@ -199,8 +199,10 @@ absl::Status StandardizeLatents(Backend& backend, const AutoencoderKLConfig& con
     center[c] = sum / count;
     scale[c] = std::sqrt(std::max(0.0, square / count - center[c] * center[c]) + variance / count);
     if (!(scale[c] > 0) || !std::isfinite(scale[c]))
-      return FailedPrecondition("latent channel {} has a deviation of {}; train longer", c,
-                                scale[c]);
+      return FailedPrecondition(
+          "latent channel {} has a deviation of {}, so it cannot be scaled to 1; lower "
+          "--learning-rate, or start from other weights",
+          c, scale[c]);
   }
   // Copies, since the map's tensors may be views of a run's state.
   const auto copy = [&](const char* name) {

@@ -194,6 +194,32 @@ class TextToImageTest(unittest.TestCase):
         self.assertEqual((self.root / "whole" / weights).read_bytes(),
                          (self.root / "resumed" / weights).read_bytes())  # fmt: skip
 
+    def test_an_autoencoder_that_cannot_be_scaled_is_refused_at_once(self):
+        for field in ("use_quant_conv", "use_post_quant_conv"):
+            pipeline = self.root / field
+            shutil.copytree(PIPELINE, pipeline)
+            config = pipeline / "vae/config.json"
+            config.write_text(json.dumps({**json.loads(config.read_text()), field: False}))
+            for flags in ({}, {"dry-run": "true"}):
+                said = self.train("a", rc=2, stage="vae", pipeline=pipeline, **flags)
+                self.assertIn(f"{config}: {field} is false; stage vae needs true", said)
+                self.assertNotIn("read in", said)
+
+    def test_a_model_that_cannot_be_written_costs_no_checkpoint(self):
+        broken = self.root / "broken"
+        shutil.copytree(PIPELINE, broken)
+        file = broken / "vae/diffusion_pytorch_model.safetensors"
+        data = bytearray(file.read_bytes())
+        size = struct.unpack("<Q", data[:8])[0]
+        begin, end = json.loads(data[8 : 8 + size])["quant_conv.weight"]["data_offsets"]
+        data[8 + size + begin : 8 + size + end] = struct.pack("<f", 3e38) * ((end - begin) // 4)
+        file.write_bytes(data)
+        # No step changes the weights, since no gradient is finite.
+        said = self.train("a", rc=1, stage="vae", **{"init-from": broken})
+        self.assertIn("no model of step 3: latent channel 0 has a deviation of", said)
+        self.assertIn("saved step 3", said)
+        self.assertTrue(self.state("a"))
+
     def test_a_frozen_text_encoder_is_kept(self):
         self.train("a", steps=3, **{"freeze-text": "true"})
         written = tensors(self.root / "a/model/text_encoder/model.safetensors")
