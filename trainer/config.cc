@@ -147,6 +147,10 @@ absl::Status ReadEnvironment(RunConfig* config) {
   const std::optional<Variable> host = FirstSet({"MASTER_ADDR", "PET_MASTER_ADDR"});
   const std::optional<Variable> local = FirstSet({"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"});
   DENOISED_ASSIGN_OR_RETURN(config->cuda_options.number, IntOf(local, 0, 0, 1 << 16));
+  const bool here = !host || host->value == "localhost" || host->value == "127.0.0.1";
+  DENOISED_ASSIGN_OR_RETURN(config->local_ranks,
+                            IntOf(FirstSet({"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"}),
+                                  here ? config->ranks : 1, 1, 1 << 16));
   config->address = fmt::format("{}:{}", host ? host->value : "127.0.0.1", taken ? port + 1 : port);
   return absl::OkStatus();
 }
@@ -387,7 +391,7 @@ void AddDataFlags(CLI::App& app, Flags* flags) {
   app.add_option(
       "--data-memory", config.data_memory,
       "Limit in MiB of decoded pictures in memory; larger data sets are kept in a file in --output "
-      "and read ahead. 0: half of the free memory");
+      "and read ahead. 0: half of the free memory, divided by the ranks of this host");
   app.add_option("--prefetch-threads", t.prefetch_threads,
                  "Threads that prepare the pictures of the next step. 0: 2 if pictures are on disk "
                  "or augmented, else none");

@@ -31,7 +31,7 @@ struct RunConfig {
   bool half = false;  // the model's files are fp16
   int canvas = 0;     // edge of the stored pictures; 0: sample_size
   bool pad = false, skip_bad_files = false;
-  int64_t data_memory = 0;     // MiB of pictures that stay in memory; 0: half of what is free
+  int64_t data_memory = 0;     // MiB of pictures that stay in memory; 0: by what is free
   std::string metrics_listen;  // host:port, or empty
 
   int64_t checkpoint_steps = 1000, sample_steps = 0, log_steps = 10;
@@ -46,6 +46,7 @@ struct RunConfig {
 
   // From the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, or their substitutes.
   int rank = 0, ranks = 1;
+  int local_ranks = 1;  // that share this host's memory
   std::string address;
   training::ExchangeKind exchange = training::ExchangeKind::kAuto;
 

@@ -179,8 +179,9 @@ absl::Status Session::ReadData() {
         pixels->condition == ClassCondition::kValue || pixels->condition == ClassCondition::kVector;
   }
   options.skip_bad = config_.skip_bad_files;
-  options.memory = config_.data_memory > 0 ? static_cast<size_t>(config_.data_memory) << 20
-                                           : training::FreeHostMemory() / 2;
+  options.memory = config_.data_memory > 0
+                       ? static_cast<size_t>(config_.data_memory) << 20
+                       : training::FreeHostMemory() / 2 / static_cast<size_t>(config_.local_ranks);
   options.scratch = config_.output;
   if (config_.dry_run) {
     std::error_code error;

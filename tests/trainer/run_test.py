@@ -300,6 +300,20 @@ class RunTest(unittest.TestCase):
         self.assertTrue((self.root / "a/model/model_index.json").exists())
         self.assertTrue((self.root / "a/samples/step-000000012.png").exists())
 
+    def test_ranks_of_a_host_share_its_memory(self):
+        # 12 pictures of 1 MiB, of which each of so many ranks would have half a share in memory.
+        flags = {"steps": 1, "canvas": 1024}
+        for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+            said = self.train(variable, env={variable: "65536"}, **flags)
+            self.assertIn("12 MiB on disk", said)
+        self.assertNotIn("on disk", self.train("alone", **flags))
+        said = self.train("x", rc=2, env={"LOCAL_WORLD_SIZE": "0"})
+        self.assertIn("the environment's LOCAL_WORLD_SIZE is \"0\"; use 1 to 65536", said)
+
+    @unittest.skipIf(shutil.which("nvidia-smi"), "there may be a GPU")
+    def test_a_gpu_that_is_not_there_is_a_setting(self):
+        self.assertIn("--device: ", self.train("a", rc=2, device="cuda"))
+
     def test_paths_that_cannot_be_looked_at(self):
         long = "x" * 300
         for flags, message in [
