@@ -555,6 +555,11 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   if (!flags.averages.empty()) t.averages.clear();
   for (const std::string& text : flags.averages) {
     DENOISED_ASSIGN_OR_RETURN(const AverageOptions average, ParseAverage(text));
+    for (const AverageOptions& other : t.averages)
+      if (other.Name() == average.Name())
+        return InvalidArgument(
+            "--average: {} is given twice, and both would be written to one folder; give it once",
+            text);
     t.averages.push_back(average);
   }
   for (const auto& [flag, value] :
@@ -574,7 +579,12 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   DENOISED_RETURN_IF_ERROR(ReadEnvironment(&config));
   if (flags.device != "cpu") {
     const absl::Status cuda = training::CheckCuda(config.cuda_options);
-    if (flags.device == "cuda") DENOISED_RETURN_IF_ERROR(Annotate(cuda, "--device"));
+    if (flags.device == "cuda") {
+      // What this build or machine does not have will not be there the next time either.
+      if (absl::IsFailedPrecondition(cuda))
+        return InvalidArgument("--device: {}", std::string(cuda.message()));
+      DENOISED_RETURN_IF_ERROR(Annotate(cuda, "--device"));
+    }
     config.cuda = cuda.ok();
   }
   if (flags.dtype == "bf16" && !config.cuda)
@@ -626,6 +636,11 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   t.dropout = app.count("--dropout") > 0 ? flags.dropout : of_network;
   DENOISED_RETURN_IF_ERROR(CheckUsed(app, flags));
   DENOISED_RETURN_IF_ERROR(t.Check(config.ranks));
+  if (t.rate.warmup_steps > t.steps)
+    return InvalidArgument(
+        "--warmup-steps is {}, but --steps is {}, so the rate would never reach --learning-rate; "
+        "use at most {}",
+        t.rate.warmup_steps, t.steps, t.steps);
   DENOISED_RETURN_IF_ERROR(training::Objective::Make(t.objective).status());
   using Kind = ObjectiveOptions::Kind;
   if ((training::IsDdpm(t.objective.kind) || t.objective.kind == Kind::kFlow) &&

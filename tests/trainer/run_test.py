@@ -459,6 +459,11 @@ class RunTest(unittest.TestCase):
         config.write_text(json.dumps({"class-name": names}))
         return config
 
+    def averages(self, *averages):
+        config = self.root / "averages.json"
+        config.write_text(json.dumps({"average": averages}))
+        return config
+
     def test_the_settings_of_mnist_32_are_those_of_a_run(self):
         images, labels = self.root / "images", self.root / "labels"
         images.write_bytes(struct.pack(">IIII", 0x803, 10, 28, 28) + bytes(i % 251 for i in range(7840)))
@@ -471,7 +476,7 @@ class RunTest(unittest.TestCase):
         # A tiny network, and otherwise these settings.
         tiny = {**NETWORK, "sample_size": 32, "num_class_embeds": 11}
         (self.root / "tiny.json").write_text(json.dumps(tiny))
-        self.train("a", **{**flags, "network": self.root / "tiny.json", "steps": 2})
+        self.train("a", **{**flags, "network": self.root / "tiny.json", "steps": 2, "warmup-steps": 2})
         index = json.loads((self.root / "a/model/model_index.json").read_text())
         shipped = json.loads((REPOSITORY / "models/mnist-32/model_index.json").read_text())
         self.assertEqual(index, shipped)
@@ -705,7 +710,7 @@ class RunTest(unittest.TestCase):
             self.assertNotIn("metrics on port", said)
         config.write_text('{"stepps": 3}')
         self.assertIn("stepps", self.train("c", rc=2, config=config))
-        config.write_text('{"steps": 3.0, "warmup-steps": 1e3}')
+        config.write_text('{"steps": 3.0, "warmup-steps": 1e0}')
         self.assertIn("saved step 3", self.train("floats", steps=None, config=config))
         config.write_text('{"steps": 3, "batch": 16, "steps": 4}')
         said = self.train("c", rc=2, steps=None, config=config)
@@ -725,9 +730,13 @@ class RunTest(unittest.TestCase):
             ({"beta-schedule": "cosine", "objective": "v"}, '--beta-schedule is "cosine"'),
             ({"device": "gpu"}, '--device is "gpu"'),
             ({"exchange": "mpi"}, '--exchange is "mpi"'),
+            ({"warmup-steps": 13}, "--warmup-steps is 13, but --steps is 12, so the rate would never "
+             "reach --learning-rate; use at most 12"),
             ({"dtype": "bf16"}, "the CPU trains in fp32"),
             ({"average": "ema:0.9"}, "--average"),
             ({"average": "decay:1.5"}, "1.5"),
+            ({"config": self.averages("decay:0.9", "power:0.1", "decay:0.90")},
+             "--average: decay:0.90 is given twice, and both would be written to one folder; give it once"),
             ({"resume": self.root / "none"}, "no such checkpoint"),
             ({"null-class": 7}, "--null-class is 7; use 0 to 2"),
             ({"null-class": -2}, "--null-class is -2; use 0 to 2"),

@@ -276,7 +276,7 @@ class TextToImageTest(unittest.TestCase):
         for file in ("train-vae.json", "train.json"):
             settings = json.loads((REPOSITORY / "models/emoji-64" / file).read_text())
             flags = {**settings, "pipeline": PIPELINE, "steps": 2, "batch": 8,
-                     "sample-steps": None, "prompt": None}  # fmt: skip
+                     "sample-steps": None, "prompt": None, "warmup-steps": 2}  # fmt: skip
             self.train(file, **flags, **{"checkpoint-steps": 2})
             weights = self.root / file / "model" / ("vae" if "vae" in file else "unet")
             written = tensors(weights / "diffusion_pytorch_model.safetensors")
