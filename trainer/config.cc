@@ -387,7 +387,8 @@ void AddDataFlags(CLI::App& app, Flags* flags) {
       ->default_str("");
   app.add_flag("--pad", config.pad,
                "Add a black border to smaller pictures instead of scaling them up");
-  app.add_flag("--skip-bad-files", config.skip_bad_files, "Report and skip bad files");
+  app.add_flag("--skip-bad-files", config.skip_bad_files,
+               "Report and skip bad files, and in stage diffusion pictures without a caption");
   app.add_option(
       "--data-memory", config.data_memory,
       "Limit in MiB of decoded pictures in memory; larger data sets are kept in a file in --output "

@@ -119,7 +119,7 @@ class Session {
 
  private:
   absl::Status ReadData();
-  absl::Status ReadTexts(uLong* checksum);
+  absl::Status ReadTexts(const Captions& captions, uLong* checksum);
   absl::Status NameClasses();
   absl::Status EncodePictures();
   int DefaultSteps() const;
@@ -190,6 +190,23 @@ absl::Status Session::ReadData() {
       return InvalidArgument("the folder for temporary files cannot be used: {}; set TMPDIR to one",
                              error.message());
   }
+  Captions captions;
+  if (text_to_image()) {
+    std::error_code error;
+    if (!fs::is_directory(config_.data, error))
+      return InvalidArgument("--data {}: pictures with captions are a folder; unpack it",
+                             config_.data);
+    // All lines of metadata.jsonl, else the .txt of each picture, when it is its turn.
+    const bool has_lines = fs::exists(config_.data + "/metadata.jsonl", error);
+    DENOISED_ASSIGN_OR_RETURN(captions, ReadCaptions(config_.data, {}));
+    options.refuse = [this, has_lines, &captions](const std::string& file) {
+      absl::StatusOr<Captions> own = Captions();
+      if (!has_lines) own = ReadCaptions(config_.data, {file});
+      if (!own.ok()) return std::string(own.status().message());
+      captions.merge(*own);
+      return CheckCaptions(captions, file);
+    };
+  }
   DENOISED_ASSIGN_OR_RETURN(pictures_, ReadPictures(config_.data, config_.labels, options));
   for (const std::string& bad : pictures_.bad) Say("skipped {}", bad);
   const Tensor& images = pictures_.dataset.images;
@@ -210,7 +227,7 @@ absl::Status Session::ReadData() {
   checksum = Checksum(checksum, labels);
   checksum = Checksum(checksum, pictures_.dataset.vectors);
   checksum = Checksum(checksum, pictures_.dataset.weights);
-  if (text_to_image()) DENOISED_RETURN_IF_ERROR(ReadTexts(&checksum));
+  if (text_to_image()) DENOISED_RETURN_IF_ERROR(ReadTexts(captions, &checksum));
   fingerprint_ = config_.Fingerprint();
   fingerprint_["data"] = {{"pictures", images.dim(0)}, {"crc32", checksum}};
   return absl::OkStatus();
@@ -248,12 +265,7 @@ absl::Status Session::NameClasses() {
       names.size(), embeddings, needed, null_last ? ", with the null class" : "");
 }
 
-absl::Status Session::ReadTexts(uLong* checksum) {
-  std::error_code error;
-  if (!fs::is_directory(config_.data, error))
-    return InvalidArgument("--data {}: pictures with captions are a folder; unpack it",
-                           config_.data);
-  DENOISED_ASSIGN_OR_RETURN(const Captions captions, ReadCaptions(config_.data, pictures_.files));
+absl::Status Session::ReadTexts(const Captions& captions, uLong* checksum) {
   training::Dataset& dataset = pictures_.dataset;
   DENOISED_RETURN_IF_ERROR(Tokenize(*config_.pipeline, pictures_.files, captions, &dataset));
   *checksum = Checksum(*checksum, dataset.tokens);

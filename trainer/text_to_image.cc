@@ -6,6 +6,7 @@
 
 #include "engine/core/config_reader.h"
 #include "engine/text/clip_tokenizer.h"
+#include "engine/text/unicode.h"
 #include "engine/training/latents.h"
 #include "trainer/data/archive.h"
 #include "trainer/data/pictures.h"
@@ -187,6 +188,17 @@ absl::StatusOr<Captions> ReadCaptions(const std::string& folder,
   return captions;
 }
 
+std::string CheckCaptions(const Captions& captions, const std::string& file) {
+  const auto found = captions.find(file);
+  if (found == captions.end() || found->second.empty())
+    return "has no caption. Give it \"text\" in metadata.jsonl, or a .txt of its name if there is "
+           "no metadata.jsonl";
+  for (const std::string& text : found->second)
+    if (const absl::Status status = DecodeUtf8(text).status(); !status.ok())
+      return fmt::format("its caption cannot be read: {}", std::string(status.message()));
+  return "";
+}
+
 absl::Status Tokenize(const PipelineParts& parts, const std::vector<std::string>& files,
                       const Captions& captions, training::Dataset* dataset) {
   DENOISED_ASSIGN_OR_RETURN(const ClipTokenizer tokenizer,
@@ -204,13 +216,9 @@ absl::Status Tokenize(const PipelineParts& parts, const std::vector<std::string>
   dataset->first_caption.clear();
   for (const std::string& name : files) {
     dataset->first_caption.push_back(static_cast<int32_t>(ids.size() / width));
-    const auto found = captions.find(name);
-    if (found == captions.end() || found->second.empty())
-      return InvalidArgument(
-          "{}: has no caption. Give it \"text\" in metadata.jsonl, or a .txt of its name if there "
-          "is no metadata.jsonl",
-          name);
-    for (const std::string& text : found->second) DENOISED_RETURN_IF_ERROR(add(name, text));
+    if (const std::string fault = CheckCaptions(captions, name); !fault.empty())
+      return InvalidArgument("{}: {}", name, fault);
+    for (const std::string& text : captions.at(name)) DENOISED_RETURN_IF_ERROR(add(name, text));
   }
   const auto count = static_cast<int64_t>(ids.size()) / width;
   dataset->first_caption.push_back(static_cast<int32_t>(count));

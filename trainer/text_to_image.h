@@ -52,8 +52,11 @@ using Captions = std::map<std::string, std::vector<std::string>>;
 absl::StatusOr<Captions> ReadCaptions(const std::string& folder,
                                       const std::vector<std::string>& files);
 
+/// What is wrong with the captions of a picture, or "".
+std::string CheckCaptions(const Captions& captions, const std::string& file);
+
 /// Fills in tokens and first_caption of `dataset` for pictures with these captions.
-/// InvalidArgument if a picture has none.
+/// InvalidArgument if CheckCaptions() finds a fault.
 absl::Status Tokenize(const PipelineParts& parts, const std::vector<std::string>& files,
                       const Captions& captions, training::Dataset* dataset);
 

@@ -397,6 +397,8 @@ TEST_F(DataTest, SkippedFilesAreNamedAndCounted) {
   Write("x/b.png", "no picture at all");
   Write("x/c.png", Png(2, 3).substr(0, 50));
   PictureOptions options = Options(2);
+  ExpectRefused(folder_, "",
+                "2 of 3 pictures cannot be used. Remove them, or pass --skip-bad-files");
   ExpectRefused(folder_, "", "b.png");
   options.skip_bad = true;
   const auto pictures = ReadPictures(folder_, "", options);
@@ -407,6 +409,19 @@ TEST_F(DataTest, SkippedFilesAreNamedAndCounted) {
   fs::remove(folder_ / "x/a.png");
   const auto none = ReadPictures(folder_, "", options);
   EXPECT_THAT(std::string(none.status().message()), HasSubstr("none of its 2 pictures"));
+}
+
+TEST_F(DataTest, TheFirstBadFilesAreNamedAndAllCounted) {
+  Write("x/a.png", Png(2, 1));
+  for (int i = 10; i < 32; ++i) Write(fmt::format("x/b{}.png", i), "no picture at all");
+  const auto pictures = ReadPictures(folder_, "", Options(2));
+  ASSERT_TRUE(absl::IsInvalidArgument(pictures.status())) << pictures.status();
+  const std::string said(pictures.status().message());
+  EXPECT_THAT(said, HasSubstr("22 of 23 pictures cannot be used"));
+  EXPECT_THAT(said, HasSubstr("b10.png"));
+  EXPECT_THAT(said, HasSubstr("b29.png"));
+  EXPECT_THAT(said, testing::Not(HasSubstr("b30.png")));
+  EXPECT_THAT(said, HasSubstr("and 2 more"));
 }
 
 }  // namespace

@@ -228,6 +228,14 @@ class TextToImageTest(unittest.TestCase):
     def test_captions_of_text_files(self):
         self.metadata.write_text("\t\n" + self.metadata.read_text())  # such lines are empty
         self.train("metadata", steps=3)
+        whole = self.metadata.read_text()
+        lines = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        del lines[3]["text"]
+        self.metadata.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.assertIn("3.png: has no caption", self.train("missing", rc=2))
+        said = self.train("fewer", steps=3, **{"skip-bad-files": "true"})
+        self.assertIn("10 captions", said)
+        self.metadata.write_text(whole)
         for line in self.metadata.read_text().splitlines()[1:]:
             entry = json.loads(line)
             texts = entry["text"] if isinstance(entry["text"], list) else [entry["text"]]
@@ -237,6 +245,15 @@ class TextToImageTest(unittest.TestCase):
         self.assertEqual(self.state("metadata", 3), self.state("files", 3))
         (self.data / "3.txt").unlink()
         self.assertIn("3.png: has no caption", self.train("missing", rc=2))
+        (self.data / "5.txt").write_bytes(b"\xff\n")
+        said = self.train("missing", rc=2)
+        self.assertIn("2 of 8 pictures cannot be used", said)
+        self.assertIn("5.png: its caption cannot be read", said)
+        said = self.train("skipped", steps=3, **{"skip-bad-files": "true"})
+        self.assertIn("3.png: has no caption", said)
+        self.assertIn("2 skipped", said)
+        self.assertIn("9 captions", said)
+        (self.data / "5.txt").write_text("stripes\na picture of 5\n")
         # Another caption is another run.
         (self.data / "3.txt").write_text("something else\n")
         said = self.train("files", rc=2, resume="latest", steps=6)

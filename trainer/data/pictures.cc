@@ -26,6 +26,8 @@ namespace fs = std::filesystem;
 constexpr int64_t kMaxPixels = int64_t{1} << 28;
 constexpr int32_t kMaxLabel = 1 << 24;
 constexpr size_t kMaxVector = 1 << 16;
+/// Bad files that an error names.
+constexpr size_t kMaxNamed = 20;
 
 /// What a file says of a picture's class: a number, or a list of them.
 struct Label {
@@ -115,6 +117,9 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
   int64_t count = 0;
   std::vector<float> vectors;
   size_t vector_size = 0;
+  const auto refuse = [&](const Candidate& candidate) {
+    return options.refuse && !candidate.file.empty() ? options.refuse(candidate.file) : "";
+  };
   for (const Candidate& candidate : candidates) {
     std::string what;  // is wrong with it
     if ((options.wants_labels || options.wants_vectors) && !candidate.label) {
@@ -123,6 +128,8 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
                candidate.label->vector.size() != vector_size) {
       what = fmt::format("{}: its label has {} numbers, and those of others {}", candidate.name,
                          candidate.label->vector.size(), vector_size);
+    } else if (const std::string more = refuse(candidate); !more.empty()) {
+      what = fmt::format("{}: {}", candidate.name, more);
     } else if (absl::StatusOr<std::string> file = candidate.read(); !file.ok()) {
       what = std::string(file.status().message());
     } else if (absl::StatusOr<Pixels> pixels = DecodeFile(*file, kMaxPixels); !pixels.ok()) {
@@ -140,9 +147,18 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
       pictures.dataset.weights.push_back(candidate.weight);
       ++count;
     }
-    if (what.empty()) continue;
-    if (!options.skip_bad) return InvalidArgument("{}. Remove it, or pass --skip-bad-files", what);
-    pictures.bad.push_back(what);
+    if (!what.empty()) pictures.bad.push_back(what);
+  }
+  const std::vector<std::string>& bad = pictures.bad;
+  if (!bad.empty() && !options.skip_bad) {
+    if (bad.size() == 1)
+      return InvalidArgument("{}. Remove it, or pass --skip-bad-files", bad.front());
+    const size_t named = std::min(bad.size(), kMaxNamed);
+    return InvalidArgument(
+        "{}: {} of {} pictures cannot be used. Remove them, or pass --skip-bad-files:\n  {}{}",
+        path, bad.size(), candidates.size(),
+        fmt::join(bad.begin(), bad.begin() + static_cast<std::ptrdiff_t>(named), "\n  "),
+        named < bad.size() ? fmt::format("\n  and {} more", bad.size() - named) : "");
   }
   if (count == 0)
     return InvalidArgument("{}: none of its {} pictures can be read; the first: {}", path,

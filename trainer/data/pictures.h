@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -18,7 +19,9 @@ struct PictureOptions {
   bool pad = false;           // smaller pictures get a black border instead of being scaled up
   bool wants_labels = false;
   bool wants_vectors = false;  // of numbers as labels: a class vector for each picture
-  bool skip_bad = false;       // otherwise the first bad file is an error
+  bool skip_bad = false;       // otherwise bad files are an error, which names the first ones
+  /// What else is wrong with a picture of a folder, by its path below the folder; or "".
+  std::function<std::string(const std::string& file)> refuse;
   /// What takes more bytes than this is kept in a file below `scratch`, which has no name
   /// (Dataset::on_disk).
   size_t memory = SIZE_MAX;
