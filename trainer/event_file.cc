@@ -82,7 +82,7 @@ uint32_t MaskedCrc32c(const std::string& bytes) {
   return (crc >> 15 | crc << 17) + 0xa282ead8u;
 }
 
-absl::StatusOr<EventFile> EventFile::Create(const std::string& directory) {
+absl::StatusOr<EventFile> EventFile::Create(const std::string& directory, int64_t first_step) {
   char host[256] = "host";
   gethostname(host, sizeof host - 1);
   std::error_code error;
@@ -92,7 +92,10 @@ absl::StatusOr<EventFile> EventFile::Create(const std::string& directory) {
   std::FILE* const file = std::fopen(path.c_str(), "wb");
   if (file == nullptr)
     return Internal("{}: cannot be created: {}", path, std::generic_category().message(errno));
-  const std::string record = Record(Message().Double(1, Now()).Text(3, "brain.Event:2").bytes());
+  // A SessionLog whose status is START.
+  const std::string start = EventAt(first_step).Text(7, Message().Varint(1, 1).bytes()).bytes();
+  const std::string record =
+      Record(Message().Double(1, Now()).Text(3, "brain.Event:2").bytes()) + Record(start);
   std::fwrite(record.data(), 1, record.size(), file);  // the first event flushes it
   return EventFile(path, file);
 }

@@ -17,8 +17,9 @@ namespace denoised::trainer {
 /// ones do nothing.
 class EventFile {
  public:
-  /// Creates `directory`/events.out.tfevents.… . Internal when that is impossible.
-  static absl::StatusOr<EventFile> Create(const std::string& directory);
+  /// Creates `directory`/events.out.tfevents.… . Readers drop what earlier files of the directory
+  /// say of `first_step` and later ones. Internal when that is impossible.
+  static absl::StatusOr<EventFile> Create(const std::string& directory, int64_t first_step);
 
   absl::Status Scalars(int64_t step, const std::map<std::string, double>& values);
   /// A PNG file.

@@ -425,7 +425,7 @@ absl::Status Session::Begin() {
       Trainer::Plan(*backend_, config_.network, config_.trainer, pictures_.dataset, config_.ranks));
   step_flops_ = plan.step_flops;
   ShortenLog(step_);
-  absl::StatusOr<EventFile> events = EventFile::Create(Output("events"));
+  absl::StatusOr<EventFile> events = EventFile::Create(Output("events"), step_ + 1);
   SayLost(events.status());
   if (events.ok()) events_.emplace(*std::move(events));
   if (step_ >= config_.trainer.steps) return absl::OkStatus();

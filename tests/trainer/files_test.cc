@@ -226,7 +226,7 @@ TEST_F(FilesTest, ModelsMayHaveHalfPrecision) {
 TEST_F(FilesTest, EventsAreFramedRecords) {
   EXPECT_EQ(MaskedCrc32c("123456789"), (0xe3069283u >> 15 | 0xe3069283u << 17) + 0xa282ead8u);
   {
-    auto events = EventFile::Create(folder_);
+    auto events = EventFile::Create(folder_, 7);
     ASSERT_TRUE(events.ok()) << events.status();
     EXPECT_TRUE(events->Scalars(7, {{"loss", 0.5}, {"rate", 2}}).ok());
     EXPECT_TRUE(events->Image(8, "samples", "PNG", 3, 4, 1).ok());
@@ -245,8 +245,11 @@ TEST_F(FilesTest, EventsAreFramedRecords) {
     EXPECT_EQ(crc, MaskedCrc32c(records.back()));
     at += 16 + length;
   }
-  ASSERT_EQ(records.size(), 3u);
+  ASSERT_EQ(records.size(), 4u);
   EXPECT_THAT(records[0], HasSubstr("brain.Event:2"));
+  // Step 7, and a SessionLog of START.
+  EXPECT_EQ(records[1].substr(9), std::string("\x10\x07\x3a\x02\x08\x01", 6));
+  records.erase(records.begin());
   // Step 7, then a Summary of two Values of a tag and a float.
   EXPECT_THAT(records[1].substr(9), HasSubstr(std::string("\x10\x07\x2a", 3)));
   EXPECT_THAT(records[1], HasSubstr(std::string("\x0a\x04loss\x15\x00\x00\x00\x3f", 11)));
@@ -254,7 +257,7 @@ TEST_F(FilesTest, EventsAreFramedRecords) {
 }
 
 TEST_F(FilesTest, EventsEndWithAFailedWrite) {
-  auto events = EventFile::Create(folder_);
+  auto events = EventFile::Create(folder_, 7);
   ASSERT_TRUE(events.ok()) << events.status();
   ASSERT_TRUE(events->Scalars(1, {{"loss", 0.5}}).ok());
   const std::string path = folder_ / Names().at(0);
