@@ -345,7 +345,7 @@ void AddStepFlags(CLI::App& app, Flags* flags) {
   app.add_option("--schedule", flags->schedule,
                  "Learning rate after the warm-up: constant, cosine or inverse-sqrt");
   app.add_option("--warmup-steps", t.rate.warmup_steps,
-                 "Steps in which the learning rate rises from 0");
+                 "Steps in which the learning rate rises from 0; at most --steps");
   app.add_option("--reference-steps", t.rate.reference_steps,
                  "Schedule inverse-sqrt: steps before the rate falls");
   app.add_option("--beta1", t.beta1, "beta1 of AdamW")->type_name(In(0, 0.9999999));
@@ -444,6 +444,14 @@ void AddRunFlags(CLI::App& app, Flags* flags) {
   app.add_option("--exchange", flags->exchange,
                  "How ranks exchange gradients: tcp, nccl, or auto: NCCL where its library is and "
                  "every rank has a GPU of its own, else TCP");
+  app.add_option("--rank-seconds", config.rank_seconds,
+                 "Seconds that ranks wait for each other, at the start and in a step. Reading and "
+                 "encoding pictures may take longer")
+      ->check(CLI::Range(1, 86400));
+  app.add_option("--stop-exit-code", config.stop_exit_code,
+                 "Exit code after a stop by a signal before the last step, of all ranks. 75 "
+                 "(EX_TEMPFAIL) has a scheduler that restarts failures go on with the run")
+      ->check(CLI::Range(0, 125));
   app.add_flag("--dry-run", config.dry_run, "Print memory, steps and hours, without training");
 }
 

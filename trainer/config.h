@@ -48,6 +48,8 @@ struct RunConfig {
   int rank = 0, ranks = 1;
   int local_ranks = 1;  // that share this host's memory
   std::string address;
+  int rank_seconds = 300;  // for which ranks wait for each other
+  int stop_exit_code = 0;  // of the process
   training::ExchangeKind exchange = training::ExchangeKind::kAuto;
 
   /// The shape of the pictures that the run reads, in pixels.

@@ -49,6 +49,10 @@ int main(int argc, char** argv) {
   // Libraries and containers throw what Run() does not expect, above all when memory runs out.
   try {
     const absl::Status status = denoised::trainer::Run(*config, stop);
+    if (absl::IsCancelled(status)) {
+      std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
+      return config->stop_exit_code;
+    }
     return status.ok() ? 0 : Fail(status);
   } catch (const std::bad_alloc&) {
     return Fail(denoised::ResourceExhausted(

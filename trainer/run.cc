@@ -24,6 +24,7 @@
 #include "trainer/data/pictures.h"
 #include "trainer/event_file.h"
 #include "trainer/metrics.h"
+#include "trainer/ranks.h"
 #include "trainer/samples.h"
 
 namespace denoised::trainer {
@@ -58,8 +59,6 @@ std::string Duration(double seconds) {
   return fmt::format("{}s", s);
 }
 
-/// Ranks wait so long for each other.
-constexpr double kRankSeconds = 300;
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
 
@@ -118,10 +117,10 @@ class Session {
   absl::Status Run();
 
  private:
-  absl::Status ReadData();
   absl::Status ReadTexts(const Captions& captions, uLong* checksum);
   absl::Status NameClasses();
-  absl::Status EncodePictures();
+  absl::Status ReadData(const std::atomic<bool>& stop);
+  absl::Status EncodePictures(const std::atomic<bool>& stop);
   int DefaultSteps() const;
   absl::Status CheckSchedule() const;
   absl::StatusOr<Pipeline> PixelPipeline(const std::map<std::string, Tensor>& weights) const;
@@ -131,6 +130,7 @@ class Session {
   absl::Status DryRun();
   absl::Status LoadFirstWeights();
   absl::Status Begin();
+  absl::Status Prepare(const std::atomic<bool>& stop);
   absl::Status Resume();
   absl::Status CheckRanks();
   absl::Status Loop();
@@ -165,7 +165,7 @@ class Session {
   bool wrote_models_ = false;
 };
 
-absl::Status Session::ReadData() {
+absl::Status Session::ReadData(const std::atomic<bool>& stop) {
   const Clock::time_point start = Clock::now();
   PictureOptions options;
   const Shape picture = config_.picture();
@@ -173,6 +173,7 @@ absl::Status Session::ReadData() {
   options.height = static_cast<int>(config_.canvas != 0 ? config_.canvas : picture[0]);
   options.width = static_cast<int>(config_.canvas != 0 ? config_.canvas : picture[1]);
   options.pad = config_.pad;
+  options.stop = &stop;
   if (const auto* const pixels = std::get_if<UNet2DConfig>(&config_.network)) {
     options.wants_labels = pixels->condition == ClassCondition::kLabel;
     options.wants_vectors =
@@ -285,7 +286,7 @@ absl::Status Session::ReadTexts(const Captions& captions, uLong* checksum) {
 }
 
 /// Latents are computed once: the autoencoder is not trained any more.
-absl::Status Session::EncodePictures() {
+absl::Status Session::EncodePictures(const std::atomic<bool>& stop) {
   const Clock::time_point start = Clock::now();
   training::Dataset& dataset = pictures_.dataset;
   if (config_.dry_run) {
@@ -298,7 +299,7 @@ absl::Status Session::EncodePictures() {
     DENOISED_ASSIGN_OR_RETURN(
         dataset.posteriors,
         training::EncodePosteriors(*backend_, config_.pipeline->vae, vae_weights_, dataset.images,
-                                   config_.trainer.flip));
+                                   config_.trainer.flip, &stop));
     if (first()) Say("{} pictures encoded in {:.1f} s", dataset.size(), Since(start));
   }
   dataset.images = {};
@@ -314,7 +315,7 @@ absl::Status Session::OpenBackend() {
 absl::Status Session::DryRun() {
   const training::TrainerOptions& t = config_.trainer;
   DENOISED_RETURN_IF_ERROR(OpenBackend());
-  if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures());
+  if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures(stop_));
   DENOISED_ASSIGN_OR_RETURN(
       const training::TrainerPlan plan,
       Trainer::Plan(*backend_, config_.network, t, pictures_.dataset, config_.ranks));
@@ -404,20 +405,31 @@ absl::Status Session::OpenOutput() {
   return absl::OkStatus();
 }
 
+/// What each rank does in a time of its own.
+absl::Status Session::Prepare(const std::atomic<bool>& stop) {
+  DENOISED_RETURN_IF_ERROR(ReadData(stop));
+  if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures(stop));
+  DENOISED_ASSIGN_OR_RETURN(trainer_, Trainer::Make(*backend_, *exchange_, config_.network,
+                                                    config_.trainer, pictures_.dataset));
+  DENOISED_RETURN_IF_ERROR(LoadFirstWeights());
+  return config_.resume.empty() ? absl::OkStatus() : Resume();
+}
+
 absl::Status Session::Begin() {
   DENOISED_RETURN_IF_ERROR(OpenBackend());
   DENOISED_ASSIGN_OR_RETURN(
       std::unique_ptr<training::Exchange> tcp,
-      training::ConnectExchange(config_.rank, config_.ranks, config_.address, kRankSeconds));
+      ConnectRanks(config_.rank, config_.ranks, config_.address, config_.rank_seconds, stop_));
   DENOISED_ASSIGN_OR_RETURN(
       training::ChosenExchange chosen,
-      training::ChooseExchange(config_.exchange, *backend_, std::move(tcp), kRankSeconds));
+      training::ChooseExchange(config_.exchange, *backend_, std::move(tcp), config_.rank_seconds));
   exchange_ = std::move(chosen.exchange);
-  if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures());
-  DENOISED_ASSIGN_OR_RETURN(trainer_, Trainer::Make(*backend_, *exchange_, config_.network,
-                                                    config_.trainer, pictures_.dataset));
-  DENOISED_RETURN_IF_ERROR(LoadFirstWeights());
-  if (!config_.resume.empty()) DENOISED_RETURN_IF_ERROR(Resume());
+  {
+    Pulse pulse(exchange_->host(), stop_);
+    absl::Status prepared = Prepare(pulse.ended());
+    if (prepared.ok() || absl::IsCancelled(prepared)) prepared = pulse.WaitForAll();
+    DENOISED_RETURN_IF_ERROR(prepared);
+  }
   DENOISED_RETURN_IF_ERROR(CheckRanks());
   if (!first()) return absl::OkStatus();
   DENOISED_ASSIGN_OR_RETURN(
@@ -723,10 +735,7 @@ absl::Status Session::Loop() {
       logged = step_;
     }
   }
-  if (stopped) {
-    if (first()) Say("stopped by a signal after step {}", step_);
-    return absl::OkStatus();
-  }
+  if (step_ < config_.trainer.steps) return Cancelled("stopped by a signal after step {}", step_);
   if (2 * skipped_ > step_)
     return FailedPrecondition(
         "the gradient was not finite in {} of {} steps, so these changed nothing, and hardly "
@@ -745,17 +754,11 @@ absl::Status Session::Run() {
                               RunMetrics::Listen(config_.metrics_listen, config_.trainer.steps));
     Say("metrics on port {}", metrics_->port());
   }
-  DENOISED_RETURN_IF_ERROR(ReadData());
-  if (config_.dry_run) return DryRun();
-  // Ranks agree on an end in a step; alone, one need not begin.
-  const auto stopped = [&] {
-    if (config_.ranks > 1 || !stop_) return false;
-    Say("stopped by a signal before a step; nothing was changed");
-    return true;
-  };
-  if (stopped()) return absl::OkStatus();
+  if (config_.dry_run) {
+    DENOISED_RETURN_IF_ERROR(ReadData(stop_));
+    return DryRun();
+  }
   DENOISED_RETURN_IF_ERROR(Begin());
-  if (stopped()) return absl::OkStatus();
   if (metrics_) metrics_->Began(step_);
   if (step_ >= config_.trainer.steps) {
     Say("{} steps were already done, and --steps is {}: only the model is written", step_,

@@ -20,7 +20,7 @@ int64_t RowsOfPass(const Backend& backend) {
 /// Moments [M, h, w, 2C] of pictures: mean, then the logarithm of the variance.
 absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& config,
                                const AutoencoderWeights& weights, const Tensor& pictures,
-                               bool mirrored) {
+                               bool mirrored, const std::atomic<bool>* stop) {
   const int64_t count = pictures.dim(0), height = pictures.dim(1), width = pictures.dim(2),
                 channels = pictures.dim(3), factor = config.vae.factor();
   if (height % factor != 0 || width % factor != 0)
@@ -94,6 +94,7 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
   Mutex mutex;
   absl::Status failure;
   const auto pass = [&](int64_t index, int worker) -> absl::Status {
+    if (stop != nullptr && *stop) return Cancelled("stopped while pictures were encoded");
     std::optional<Worker>& at = workers[worker];
     if (!at) {
       DENOISED_ASSIGN_OR_RETURN(at, open());
@@ -160,8 +161,9 @@ absl::StatusOr<AutoencoderWeights> ReadAutoencoder(const AutoencoderKLConfig& co
 
 absl::StatusOr<Tensor> EncodePosteriors(Backend& backend, const AutoencoderKLConfig& config,
                                         const AutoencoderWeights& weights, const Tensor& pictures,
-                                        bool mirrored) {
-  DENOISED_ASSIGN_OR_RETURN(Tensor moments, Moments(backend, config, weights, pictures, mirrored));
+                                        bool mirrored, const std::atomic<bool>* stop) {
+  DENOISED_ASSIGN_OR_RETURN(Tensor moments,
+                            Moments(backend, config, weights, pictures, mirrored, stop));
   const int64_t channels = config.vae.latent_channels;
   for (int64_t i = 0; i < moments.elements(); i += 2 * channels) {
     for (int64_t c = 0; c < channels; ++c) {
@@ -183,8 +185,8 @@ absl::Status StandardizeLatents(Backend& backend, const AutoencoderKLConfig& con
     return InvalidArgument(
         "use_quant_conv and use_post_quant_conv must be true: what latents are scaled by is put "
         "into these convolutions");
-  DENOISED_ASSIGN_OR_RETURN(const Tensor moments,
-                            Moments(backend, config, *weights, pictures, /*mirrored=*/false));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor moments, Moments(backend, config, *weights, pictures,
+                                                          /*mirrored=*/false, /*stop=*/nullptr));
   const int64_t n = config.vae.latent_channels, pixels = moments.elements() / (2 * n);
   std::vector<double> center(n), scale(n);
   for (int64_t c = 0; c < n; ++c) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <string>
 
@@ -17,10 +18,11 @@ absl::StatusOr<AutoencoderWeights> ReadAutoencoder(const AutoencoderKLConfig& co
 /// Encodes pictures, U8 [M, H, W, C], with an autoencoder that is no longer trained: F32 [M,
 /// H / factor, W / factor, 2 · latent_channels] on the host, mean before deviation, scaled as the
 /// network over latents reads them. With `mirrored` the pictures, mirrored left to right, follow:
-/// [2M, …]. InvalidArgument if the edges are no multiples of the factor.
+/// [2M, …]. InvalidArgument if the edges are no multiples of the factor, Cancelled soon after
+/// `stop` becomes true.
 absl::StatusOr<Tensor> EncodePosteriors(Backend& backend, const AutoencoderKLConfig& config,
                                         const AutoencoderWeights& weights, const Tensor& pictures,
-                                        bool mirrored);
+                                        bool mirrored, const std::atomic<bool>* stop = nullptr);
 
 /// Measures mean and deviation of each latent channel over `pictures` (U8 [M, H, W, C]) and folds
 /// them into quant_conv and post_quant_conv, so that with scaling_factor 1 latents have mean 0 and

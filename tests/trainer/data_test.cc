@@ -4,6 +4,7 @@
 #include <unistd.h>
 #include <zlib.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -400,6 +401,7 @@ TEST_F(DataTest, SkippedFilesAreNamedAndCounted) {
   ExpectRefused(folder_, "",
                 "2 of 3 pictures cannot be used. Remove them, or pass --skip-bad-files");
   ExpectRefused(folder_, "", "b.png");
+  ExpectRefused(folder_, "", "c.png");
   options.skip_bad = true;
   const auto pictures = ReadPictures(folder_, "", options);
   ASSERT_TRUE(pictures.ok()) << pictures.status();
@@ -422,6 +424,14 @@ TEST_F(DataTest, TheFirstBadFilesAreNamedAndAllCounted) {
   EXPECT_THAT(said, HasSubstr("b29.png"));
   EXPECT_THAT(said, testing::Not(HasSubstr("b30.png")));
   EXPECT_THAT(said, HasSubstr("and 2 more"));
+}
+
+TEST_F(DataTest, ReadingEndsWhenItIsTold) {
+  Write("x/a.png", Png(2, 1));
+  const std::atomic<bool> stop = true;
+  PictureOptions options = Options(2);
+  options.stop = &stop;
+  EXPECT_TRUE(absl::IsCancelled(ReadPictures(folder_, "", options).status()));
 }
 
 }  // namespace

@@ -166,6 +166,111 @@ class RunTest(unittest.TestCase):
         saved = list((self.root / "a/checkpoints").glob("*/DONE"))
         self.assertEqual(len(saved), 1)
 
+    def start(self, output, rank=None, port=None, env=None, **flags):
+        """A process, and if `rank` is given, one of two."""
+        ranks = {} if rank is None else {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        process = subprocess.Popen(
+            self.arguments(output, **flags), stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **ranks, "OMP_NUM_THREADS": "1", **(env or {})})  # fmt: skip
+        self.addCleanup(process.stderr.close)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        return process
+
+    def terminate(self, process):
+        """SIGTERM, once the process has its handler."""
+        def caught():
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            return int(re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)[1], 16)
+
+        while not caught() >> (signal.SIGTERM - 1) & 1:
+            self.assertIsNone(process.poll())
+            time.sleep(0.01)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+
+    def late_picture(self, folder):
+        """A picture that cannot be read, and keeps the reader waiting until this opens it."""
+        shutil.copytree(self.data, folder)
+        lines = [{"file_name": f"{of}/{i}.png", "label": of} for of in ("across", "down") for i in range(6)]
+        lines.append({"file_name": "down/late.png", "label": "down"})
+        for data in (self.data, folder):
+            (data / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        os.mkfifo(folder / "down/late.png")
+
+        def open_it(process):
+            while process.poll() is None:
+                try:
+                    os.close(os.open(folder / "down/late.png", os.O_WRONLY | os.O_NONBLOCK))
+                except OSError:  # nobody reads yet, or any more
+                    time.sleep(0.01)
+
+        return open_it
+
+    def test_sigterm_while_ranks_gather(self):
+        nowhere = {"MASTER_ADDR": "no-such-host.invalid"}
+        for rank, env in ((0, None), (1, None), (1, nowhere)):
+            with self.subTest(rank=rank, env=env):
+                process = self.start("a", rank, free_port(), env, **{"stop-exit-code": 75 * rank})
+                self.terminate(process)
+                self.assertEqual(process.wait(timeout=30), 75 * rank)
+                self.assertIn("stopped by a signal before all 2 ranks were there", process.stderr.read())
+
+    def test_sigterm_while_pictures_are_read(self):
+        other = self.root / "other"
+        open_it = self.late_picture(other)
+        flags = {"skip-bad-files": "true", "stop-exit-code": 3}
+        process = self.start("a", data=other, **flags)
+        self.terminate(process)
+        open_it(process)
+        self.assertEqual(process.wait(timeout=30), 3)
+        self.assertIn("stopped by a signal before a step; nothing was changed", process.stderr.read())
+        self.assertEqual(list((self.root / "a/checkpoints").iterdir()), [])
+        # The other rank learns it at once, although the first one still reads.
+        port = free_port()
+        reading, ready = (self.start("a", rank, port, data=data, **flags)
+                          for rank, data in ((0, other), (1, self.data)))  # fmt: skip
+        self.terminate(reading)
+        self.assertEqual(ready.wait(timeout=30), 3)
+        self.assertIsNone(reading.poll())
+        open_it(reading)
+        self.assertEqual(reading.wait(timeout=30), 3)
+
+    def test_a_rank_may_read_for_longer_than_ranks_wait(self):
+        other = self.root / "other"
+        open_it = self.late_picture(other)
+        flags = {"skip-bad-files": "true", "rank-seconds": 2, "steps": 4}
+        port = free_port()
+        for late in (0, 1):
+            ranks = [self.start(f"late{late}", rank, port, data=other if rank == late else self.data, **flags)
+                     for rank in range(2)]  # fmt: skip
+            time.sleep(5)
+            open_it(ranks[late])
+            for process in ranks:
+                self.assertEqual(process.wait(timeout=60), 0, process.stderr.read())
+        # One that never comes is not waited for.
+        process = self.start("alone", 0, port, **flags)
+        self.assertEqual(process.wait(timeout=60), 1)
+        self.assertIn("not all 2 ranks were there within 2 s", process.stderr.read())
+
+    def test_a_signal_to_one_rank_ends_all_with_its_code_and_they_go_on(self):
+        steps = 300
+        flags = {"steps": steps, "checkpoint-steps": 1000, "stop-exit-code": 75}
+        self.train("whole", **flags)
+        port = free_port()
+        ranks = [self.start("a", rank, port, **flags) for rank in range(2)]
+        while "step 3/" not in (line := ranks[0].stderr.readline()):
+            self.assertTrue(line)
+        ranks[1].send_signal(signal.SIGTERM)
+        for process in ranks:
+            self.assertIn("stopped by a signal after step", process.stderr.read())
+            self.assertEqual(process.wait(timeout=60), 75)
+        done = [each.parent.name for each in (self.root / "a/checkpoints").glob("*/DONE")]
+        self.assertEqual(len(done), 1)
+        self.assertLess(int(done[0].removeprefix("step-")), steps)
+        self.train_ranks(0, output="a", resume="latest", **flags)
+        self.assertEqual(self.state("whole", steps), self.state("a", steps))
+
     def test_ranks_have_the_bits_of_one(self):
         self.train("one")
         port = free_port()

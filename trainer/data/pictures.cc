@@ -121,6 +121,8 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
     return options.refuse && !candidate.file.empty() ? options.refuse(candidate.file) : "";
   };
   for (const Candidate& candidate : candidates) {
+    if (options.stop != nullptr && *options.stop)
+      return Cancelled("stopped while pictures were read");
     std::string what;  // is wrong with it
     if ((options.wants_labels || options.wants_vectors) && !candidate.label) {
       what = candidate.name + ": it has no label";

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <nlohmann/json.hpp>
@@ -26,6 +27,7 @@ struct PictureOptions {
   /// (Dataset::on_disk).
   size_t memory = SIZE_MAX;
   std::string scratch;
+  const std::atomic<bool>* stop = nullptr;  // when it becomes true, Cancelled
 };
 
 struct Pictures {
