@@ -379,6 +379,66 @@ class RunTest(unittest.TestCase):
         self.train("whole")
         self.assertEqual(self.state("a"), self.state("whole"))
 
+    def test_a_full_file_system_leaves_the_last_checkpoint(self):
+        """Not a limit of one file: what was written before, and what else is there, counts, too."""
+        if subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode != 0:
+            self.skipTest("unshare -Urm is refused here, so there is no small file system")
+        whole = self.train("whole", canvas=320)
+        self.assertNotIn("on disk", whole)
+        kib = int(subprocess.run(["du", "-sk", self.root / "whole"], capture_output=True, text=True,
+                                 check=True).stdout.split()[0])  # fmt: skip
+        script = """set -u
+            mount -t tmpfs -o size=$1 tmpfs "$2" || exit 77
+            disk=$2 copy=$3; shift 3
+            "$@"; echo "ended with $?" >&2
+            mount -o remount,size=256m "$disk"
+            "$@" --resume=latest && cp "$disk/run/checkpoints/step-000000012/state.safetensors" "$copy" """
+        disk = self.root / "disk"
+        disk.mkdir()
+
+        def fill(size, **flags):
+            copy = self.root / "copy"
+            done = subprocess.run(
+                ["unshare", "-Urm", "bash", "-c", script, "bash", size, disk, copy,
+                 *self.arguments("disk/run", canvas=320, **flags)],
+                capture_output=True, text=True, timeout=300)  # fmt: skip
+            if done.returncode == 77:
+                self.skipTest(f"a small file system cannot be mounted here: {done.stderr}")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(copy.read_bytes(), self.state("whole"))
+            copy.unlink()
+            return done.stderr.split("ended with 1\n")
+
+        most = []
+        for percent in (1, 20, 35, 50, 60, 70, 80, 90):
+            with self.subTest(percent=percent):
+                full, after = fill(f"{kib * percent // 100}k")
+                self.assertRegex(full, r"No space left on device\. Free some space|cannot be created: No space")
+                saved = max((int(step) for step in re.findall("saved step ([0-9]+)", full)), default=0)
+                resumed = re.search("resumed at step ([0-9]+)", after)
+                # A checkpoint is there before its model is, after which the run says that it saved.
+                self.assertGreaterEqual(int(resumed[1]) if resumed else 0, saved, full)
+                most.append(saved)
+        self.assertGreater(len(set(most)), 1)  # the sizes are those of different moments
+        with self.subTest("pictures on disk"):
+            full, _ = fill("600k", **{"data-memory": 1})
+            self.assertIn("--data-memory", full)
+
+    def test_events_of_steps_that_are_made_again_are_dropped(self):
+        """By TensorBoard, at the SessionLog of status START that begins a file."""
+        self.train("a", steps=8)
+        shutil.rmtree(self.root / "a/checkpoints/step-000000008")
+        self.train("a", steps=8, resume="latest")
+        starts = []
+        for file in (self.root / "a/events").iterdir():
+            data = file.read_bytes()
+            second = 16 + struct.unpack("<Q", data[:8])[0]
+            size = struct.unpack("<Q", data[second : second + 8])[0]
+            event = data[second + 12 : second + 12 + size]
+            self.assertEqual(event[11:], b"\x3a\x02\x08\x01")
+            starts.append(event[9:11])
+        self.assertEqual(sorted(starts), [b"\x10\x01", b"\x10\x05"])  # the first step of each
+
     def test_a_log_that_cannot_be_written_is_said_once(self):
         (self.root / "a/log.jsonl").mkdir(parents=True)
         said = self.train("a")
