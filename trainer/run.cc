@@ -641,8 +641,9 @@ absl::Status Session::Save() {
   const absl::Status models = WriteModels(state);
   // Later weights may be fit for a model, but there are none after the last step.
   const bool later = step_ < config_.trainer.steps && absl::IsFailedPrecondition(models);
-  if (!models.ok() && !later) return models;
-  if (later) Say("no model of step {}: {}. The run goes on", step_, std::string(models.message()));
+  const std::string without = fmt::format("step {} has a checkpoint, but no model", step_);
+  if (!models.ok() && !later) return Annotate(models, without);
+  if (later) Say("{}: {}. The run goes on", without, std::string(models.message()));
   Say("saved step {}", step_);
   if (metrics_) metrics_->Saved(step_);
   return absl::OkStatus();

@@ -200,11 +200,12 @@ absl::Status StandardizeLatents(Backend& backend, const AutoencoderKLConfig& con
     const auto count = static_cast<double>(pixels);
     center[c] = sum / count;
     scale[c] = std::sqrt(std::max(0.0, square / count - center[c] * center[c]) + variance / count);
-    if (!(scale[c] > 0) || !std::isfinite(scale[c]))
+    // Of an infinite mean, std::max() above takes 0 for the NaN.
+    if (!(scale[c] > 0) || !std::isfinite(scale[c]) || !std::isfinite(center[c]))
       return FailedPrecondition(
-          "latent channel {} has a deviation of {}, so it cannot be scaled to 1; lower "
-          "--learning-rate, or start from other weights",
-          c, scale[c]);
+          "latent channel {} has a mean of {} and a deviation of {}, so it cannot be scaled to 0 "
+          "and 1; lower --learning-rate, or start from other weights",
+          c, center[c], scale[c]);
   }
   // Copies, since the map's tensors may be views of a run's state.
   const auto copy = [&](const char* name) {

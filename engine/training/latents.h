@@ -27,7 +27,7 @@ absl::StatusOr<Tensor> EncodePosteriors(Backend& backend, const AutoencoderKLCon
 /// Measures mean and deviation of each latent channel over `pictures` (U8 [M, H, W, C]) and folds
 /// them into quant_conv and post_quant_conv, so that with scaling_factor 1 latents have mean 0 and
 /// variance 1. InvalidArgument if the autoencoder lacks these convolutions, FailedPrecondition if a
-/// channel has no finite deviation.
+/// channel has no finite mean and deviation.
 absl::Status StandardizeLatents(Backend& backend, const AutoencoderKLConfig& config,
                                 const Tensor& pictures, AutoencoderWeights* weights);
 
