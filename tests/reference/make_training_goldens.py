@@ -3,7 +3,8 @@
 all parameters of the tiny models of tests/models/goldens, and about ten AdamW steps of a few of them.
 
 usage: make_training_goldens.py [--output ../training/goldens]
-ops.json and ops.safetensors hold whole tensors (NHWC, as float32); models.json holds, for every
+ops.json and ops.safetensors hold whole tensors (NHWC, as float32), and "bf16" is how far PyTorch's own
+gradients in bfloat16 are from them, as a share of their norm; models.json holds, for every
 parameter, the norm of its gradient and its projections on four vectors of signs, which is small and
 misses nothing: see sign() here and in tests/training/golden.h.
 """
@@ -46,6 +47,25 @@ def summary(tensor):
     ]
 
 
+def bfloat16_errors(inputs, forward, cotangents):
+    """Everything in bfloat16 on the CPU: ‖gradient − float64's‖ / ‖float64's‖ by name."""
+    low = {
+        key: value.detach().bfloat16().requires_grad_() if value.is_floating_point() else value
+        for key, value in inputs.items()
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # layer norm's sums depend on it
+    outputs = forward(**low)
+    torch.autograd.backward(
+        list(outputs.values()), [cotangents[key].to(value.dtype) for key, value in outputs.items()])  # fmt: skip
+    torch.set_num_threads(threads)
+    return {
+        "d" + key: float(f"{(low[key].grad.double() - value.grad).norm() / value.grad.norm():.2g}")
+        for key, value in inputs.items()
+        if value.grad is not None
+    }
+
+
 class Ops:
     def __init__(self):
         self.cases, self.tensors = [], {}
@@ -56,26 +76,26 @@ class Ops:
         value = torch.randn(*shape, generator=self.generator) * scale + shift
         return value.float().double().requires_grad_()
 
-    def add(self, op, fields, inputs, outputs, scale=None):
-        """`inputs`: name → leaf tensor; `outputs`: name → tensor. Gradients of Σ output·cotangent
-        are stored as d<name>; the cotangent is random, or `scale`. Images are NCHW here and NHWC in
-        the file."""
+    def add(self, op, fields, inputs, forward, scale=None, bf16=True):
+        """`inputs`: name → leaf tensor; `forward` makes of them name → output. Gradients of
+        Σ output·cotangent are stored as d<name>; the cotangent is random, or `scale`. Images are NCHW
+        here and NHWC in the file. Not `bf16`: the op has float32 alone."""
         name = f"{op}_{sum(case['op'] == op for case in self.cases)}"
-        total = 0
+        inputs = {key: value for key, value in inputs.items() if value is not None}
+        outputs, cotangents = forward(**inputs), {}
         for key, value in outputs.items():
-            cotangent = (
+            cotangents[key] = (
                 self.random(*value.shape).detach() if scale is None else torch.full_like(value, scale)
             ).detach()
-            total = total + (value * cotangent).sum()
             self.store(name, key, value)
-            self.store(name, "d" + key, cotangent)
-        total.backward()
+            self.store(name, "d" + key, cotangents[key])
+        torch.autograd.backward(list(outputs.values()), list(cotangents.values()))
         for key, value in inputs.items():
-            if value is None:
-                continue
             self.store(name, key, value)
             if value.grad is not None:
                 self.store(name, "d" + key, value.grad)
+        if bf16:
+            fields = {**fields, "bf16": bfloat16_errors(inputs, forward, cotangents)}
         self.cases.append({"name": name, "op": op, **fields})
 
     def store(self, case, key, value):
@@ -103,17 +123,21 @@ def make_ops():
         weight = ops.random(cout, cin, kernel, kernel, scale=0.3)
         bias = ops.random(cout)
         top, left, bottom, right = pads
-        source = F.interpolate(x, scale_factor=2, mode="nearest") if upsample else x
-        out = F.conv2d(F.pad(source, (left, right, top, bottom)), weight, bias, stride)
         inputs = {"x": x, "weight": weight, "bias": bias}
         if add:
             inputs["add"] = ops.random(n, cout)
-            out = out + inputs["add"][:, :, None, None]
+
+        def conv(x, weight, bias, add=None, residual=None):
+            source = F.interpolate(x, scale_factor=2, mode="nearest") if upsample else x
+            out = F.conv2d(F.pad(source, (left, right, top, bottom)), weight, bias, stride)
+            out = out if add is None else out + add[:, :, None, None]
+            out = out if residual is None else out + residual
+            return {"out": out * scale}
+
         if residual:
-            inputs["residual"] = ops.random(*out.shape)
-            out = out + inputs["residual"]
+            inputs["residual"] = ops.random(*conv(**inputs)["out"].shape)
         fields = {"stride": stride, "pads": pads, "upsample": upsample, "scale": scale}
-        ops.add("conv2d", fields, inputs, {"out": out * scale})
+        ops.add("conv2d", fields, inputs, conv)
 
     for shape, k, parts, bias, residual, scale in [
         ((3, 7), 7, (5,), True, False, 1.0),
@@ -122,16 +146,19 @@ def make_ops():
         ((4, 33), 33, (17, 2), False, False, 1.0),
     ]:
         x = ops.random(*shape)
-        inputs, outs = {"x": x}, []
+        inputs = {"x": x}
         for i, part in enumerate(parts):
             inputs[f"weight{i}"] = ops.random(part, k, scale=0.4)
             inputs[f"bias{i}"] = ops.random(part) if bias else None
-            outs.append(F.linear(x, inputs[f"weight{i}"], inputs[f"bias{i}"]))
-        out = torch.cat(outs, -1)
+
+        def linear(x, residual=None, **of):
+            outs = [F.linear(x, of[f"weight{i}"], of.get(f"bias{i}")) for i in range(len(parts))]
+            out = torch.cat(outs, -1)
+            return {"out": (out if residual is None else out + residual) * scale}
+
         if residual:
-            inputs["residual"] = ops.random(*out.shape)
-            out = out + inputs["residual"]
-        ops.add("linear", {"parts": parts, "bias": bias, "scale": scale}, inputs, {"out": out * scale})
+            inputs["residual"] = ops.random(*shape[:-1], sum(parts))
+        ops.add("linear", {"parts": parts, "bias": bias, "scale": scale}, inputs, linear)
 
     acts = {"none": lambda x: x, "silu": F.silu, "mish": F.mish, "gelu": F.gelu, "relu": F.relu}
     for n, c, size, groups, eps, act, scale_shift, shift in [
@@ -146,47 +173,74 @@ def make_ops():
     ]:
         x = ops.random(n, c, *size, shift=shift)
         gamma, beta = ops.random(c, scale=0.5, shift=1.0), ops.random(c)
-        out = F.group_norm(x, groups, gamma, beta, eps)
         inputs = {"x": x, "gamma": gamma, "beta": beta}
         if scale_shift:
             inputs["scale_shift"] = ops.random(n, 2 * c, scale=0.5)
-            factor, offset = inputs["scale_shift"][:, :, None, None].chunk(2, 1)
-            out = out * (1 + factor) + offset
         fields = {"groups": groups, "eps": eps, "activation": act, "tokens": len(size) == 1}
         if len(size) == 1:  # stored as [N, tokens, C]
-            x4 = ops.random(n, c, size[0], 1, shift=shift)
-            inputs["x"] = x4
-            out = F.group_norm(x4, groups, gamma, beta, eps)
-        ops.add("group_norm", fields, inputs, {"out": acts[act](out)})
+            inputs["x"] = ops.random(n, c, size[0], 1, shift=shift)
+
+        def norm(x, gamma, beta, scale_shift=None):
+            out = F.group_norm(x, groups, gamma, beta, eps)
+            if scale_shift is not None:
+                factor, offset = scale_shift[:, :, None, None].chunk(2, 1)
+                out = out * (1 + factor) + offset
+            return {"out": acts[act](out)}
+
+        ops.add("group_norm", fields, inputs, norm)
 
     for n, tokens, heads, dim, scale in [
         (2, 7, 1, 4, 0.5), (2, 9, 3, 5, 5**-0.5), (1, 70, 2, 8, 8**-0.5), (1, 130, 1, 16, 1.3)]:  # fmt: skip
         q, k, v = (ops.random(n, tokens, heads * dim) for _ in range(3))
         split = lambda t: t.reshape(n, tokens, heads, dim).transpose(1, 2)
-        p = (split(q) @ split(k).transpose(2, 3) * scale).softmax(-1)
-        out = (p @ split(v)).transpose(1, 2).reshape(n, tokens, heads * dim)
-        ops.add("attention", {"heads": heads, "scale": scale}, {"q": q, "k": k, "v": v}, {"out": out})
+
+        def attention(q, k, v):
+            p = (split(q) @ split(k).transpose(2, 3) * scale).softmax(-1)
+            return {"out": (p @ split(v)).transpose(1, 2).reshape(n, tokens, heads * dim)}
+
+        ops.add("attention", {"heads": heads, "scale": scale}, {"q": q, "k": k, "v": v}, attention)
 
     for act in ("silu", "mish", "gelu", "relu"):
         x = ops.random(3, 33, scale=2.0)
-        ops.add("activate", {"activation": act}, {"x": x}, {"out": acts[act](x)})
+        ops.add("activate", {"activation": act}, {"x": x}, lambda x: {"out": acts[act](x)})
 
     x = ops.random(2, 3, 5, 4)
-    ops.add("upsample2x", {}, {"x": x}, {"out": F.interpolate(x, scale_factor=2, mode="nearest")})
+    up = lambda x: {"out": F.interpolate(x, scale_factor=2, mode="nearest")}
+    ops.add("upsample2x", {}, {"x": x}, up)
     x = ops.random(2, 3, 6, 4)
-    ops.add("average_pool2x", {}, {"x": x}, {"out": F.avg_pool2d(x, 2)})
+    ops.add("average_pool2x", {}, {"x": x}, lambda x: {"out": F.avg_pool2d(x, 2)})
     a, b = ops.random(2, 3, 4, 5), ops.random(2, 7, 4, 5)
-    ops.add("concat", {}, {"a": a, "b": b}, {"out": torch.cat([a, b], 1)})
+    ops.add("concat", {}, {"a": a, "b": b}, lambda a, b: {"out": torch.cat([a, b], 1)})
     x, divisor = ops.random(3, 2, 4, 5), torch.tensor([0.5, 2.0, 7.0])
-    ops.add("divide_rows", {}, {"x": x, "divisor": divisor}, {"out": x / divisor[:, None, None, None]})
+    divide = lambda x, divisor: {"out": x / divisor[:, None, None, None]}
+    ops.add("divide_rows", {}, {"x": x, "divisor": divisor}, divide, bf16=False)
     table, index = ops.random(5, 6), torch.tensor([3, 0, 3, 4], dtype=torch.int32)
-    ops.add("embedding", {}, {"table": table, "index": index}, {"out": F.embedding(index.long(), table)})
+    look_up = lambda table, index: {"out": F.embedding(index.long(), table)}
+    ops.add("embedding", {}, {"table": table, "index": index}, look_up)
     make_variance_losses(ops)
     for n, c, h, w in [(2, 3, 5, 4), (1, 9, 2, 6)]:
         x = ops.random(n, c, h, w)
-        ops.add("fir_up2x", {}, {"x": x}, {"out": upsampling.upsample_2d(x, kernel=(1, 3, 3, 1))})
+        up = lambda x: {"out": upsampling.upsample_2d(x, kernel=(1, 3, 3, 1))}
+        ops.add("fir_up2x", {}, {"x": x}, up)
         x = ops.random(n, c, 2 * h, 2 * w)
-        ops.add("fir_down2x", {}, {"x": x}, {"out": downsampling.downsample_2d(x, kernel=(1, 3, 3, 1))})
+        down = lambda x: {"out": downsampling.downsample_2d(x, kernel=(1, 3, 3, 1))}
+        ops.add("fir_down2x", {}, {"x": x}, down)
+    # What is concatenated gets its gradient from the norm behind it.
+    for a_channels, b_channels, groups in [(3, 7, 2), (8, 16, 4)]:
+        c = a_channels + b_channels
+        inputs = {
+            "a": ops.random(2, a_channels, 4, 5), "b": ops.random(2, b_channels, 4, 5),
+            "gamma": ops.random(c, scale=0.5, shift=1.0), "beta": ops.random(c),
+        }  # fmt: skip
+        norm = lambda a, b, gamma, beta: {
+            "out": F.silu(F.group_norm(torch.cat([a, b], 1), groups, gamma, beta, 1e-5))}  # fmt: skip
+        ops.add("concat_norm", {"groups": groups}, inputs, norm)
+    output, target = ops.random(4, 2, 3, 5), ops.random(4, 2, 3, 5).detach()
+    weights = [0.5, 2.0, 1.0, 7.0]
+    loss = lambda output, target: {
+        "out": torch.tensor(weights) * ((output - target) ** 2).flatten(1).mean(1)}  # fmt: skip
+    ops.add("loss", {"weights": weights, "scale": 0.25}, {"output": output, "target": target}, loss,
+            0.25, bf16=False)  # fmt: skip
     return ops
 
 
@@ -245,8 +299,9 @@ def make_variance_losses(ops):
             "mean_factor": (of_image * factor)[t].tolist(),
             "log_variance_min": clipped[t].tolist(), "log_variance_max": betas.log()[t].tolist(),
         }  # fmt: skip
+        value = weight * simple + vlb * bound
         ops.add("variance_loss", fields, {"output": output, "target": target, "image": image},
-                {"out": weight * simple + vlb * bound}, scale)  # fmt: skip
+                lambda **_: {"out": value}, scale, bf16=False)  # fmt: skip
 
 
 def load_model(folder):

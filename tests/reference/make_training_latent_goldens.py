@@ -49,38 +49,48 @@ def make_ops():
         c = shape[-1]
         x, gamma, beta = ops.random(*shape, shift=shift), ops.random(c, shift=1.0), ops.random(c)
         ops.add("layer_norm", {"eps": eps}, {"x": x, "gamma": gamma, "beta": beta},
-                {"out": F.layer_norm(x, (c,), gamma, beta, eps)})  # fmt: skip
-    for shape in [(2, 5, 14), (3, 1, 66)]:
-        x = ops.random(*shape, scale=2.0)
+                lambda x, gamma, beta: {"out": F.layer_norm(x, (c,), gamma, beta, eps)})  # fmt: skip
+
+    def geglu(x):
         value, gate = x.chunk(2, -1)
-        ops.add("geglu", {}, {"x": x}, {"out": value * F.gelu(gate)})
+        return {"out": value * F.gelu(gate)}
+
+    for shape in [(2, 5, 14), (3, 1, 66)]:
+        ops.add("geglu", {}, {"x": ops.random(*shape, scale=2.0)}, geglu)
     x = ops.random(3, 33, scale=2.0)
-    ops.add("activate", {"activation": "quick_gelu"}, {"x": x}, {"out": x * (1.702 * x).sigmoid()})
+    quick_gelu = lambda x: {"out": x * (1.702 * x).sigmoid()}
+    ops.add("activate", {"activation": "quick_gelu"}, {"x": x}, quick_gelu)
     for n, tokens, keys, heads, dim, causal in [
         (2, 7, 7, 1, 4, True), (2, 77, 77, 3, 8, True), (2, 9, 4, 2, 5, False),
         (1, 70, 77, 2, 8, False), (4, 130, 3, 1, 16, False)]:  # fmt: skip
         q = ops.random(n, tokens, heads * dim)
         k, v = (ops.random(n, keys, heads * dim) for _ in range(2))
         split = lambda t: t.reshape(n, t.shape[1], heads, dim).transpose(1, 2)
-        scores = split(q) @ split(k).transpose(2, 3) * dim**-0.5
-        if causal:
-            scores = scores.masked_fill(torch.ones(tokens, keys).triu(1).bool(), -math.inf)
-        out = (scores.softmax(-1) @ split(v)).transpose(1, 2).reshape(n, tokens, heads * dim)
+
+        def attention(q, k, v):
+            scores = split(q) @ split(k).transpose(2, 3) * dim**-0.5
+            if causal:
+                scores = scores.masked_fill(torch.ones(tokens, keys).triu(1).bool(), -math.inf)
+            out = scores.softmax(-1) @ split(v)
+            return {"out": out.transpose(1, 2).reshape(n, tokens, heads * dim)}
+
         fields = {"heads": heads, "scale": dim**-0.5, "causal": causal}
-        ops.add("attention", fields, {"q": q, "k": k, "v": v}, {"out": out})
+        ops.add("attention", fields, {"q": q, "k": k, "v": v}, attention)
     table = ops.random(6, 5)
     index = torch.tensor([[3, 0, 3], [4, 3, 5], [0, 0, 0], [1, 3, 5]], dtype=torch.int32)
-    ops.add("embedding", {}, {"table": table, "index": index}, {"out": F.embedding(index.long(), table)})
+    look_up = lambda table, index: {"out": F.embedding(index.long(), table)}
+    ops.add("embedding", {}, {"table": table, "index": index}, look_up)
     moments, noise = ops.random(2, 6, 3, 5), ops.random(2, 3, 3, 5).detach()
     moments.data[0, 4, 1, 1] = -35  # clamped
-    latents, kl = gaussian(moments, noise, 0.3)
-    ops.add("gaussian", {"weight": 0.3}, {"moments": moments, "noise": noise},
-            {"latents": latents, "kl": kl})  # fmt: skip
+    posterior = lambda moments, noise: dict(zip(("latents", "kl"), gaussian(moments, noise, 0.3)))
+    inputs = {"moments": moments, "noise": noise}
+    ops.add("gaussian", {"weight": 0.3}, inputs, posterior, bf16=False)
     for edges in (0.0, 0.5):
         output, target = ops.random(2, 3, 16, 24), ops.random(2, 3, 16, 24).detach()
-        loss = (output - target).abs().mean((1, 2, 3)) + edges * gradient_loss(output, target)
-        ops.add("reconstruction", {"edges": edges}, {"output": output, "target": target},
-                {"loss": loss})  # fmt: skip
+        loss = lambda output, target: {"loss": (output - target).abs().mean((1, 2, 3))
+                                       + edges * gradient_loss(output, target)}  # fmt: skip
+        inputs = {"output": output, "target": target}
+        ops.add("reconstruction", {"edges": edges}, inputs, loss, bf16=False)
     return ops
 
 
