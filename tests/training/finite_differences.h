@@ -14,6 +14,9 @@
 
 namespace denoised::training {
 
+/// One or two may happen to be nearly flat.
+inline constexpr int kDirections = 3;
+
 struct SlopeOptions {
   double length = 0;     // of a step
   double tolerance = 0;  // of the slopes of one parameter, as a share of their size
@@ -24,9 +27,9 @@ struct SlopeOptions {
 };
 
 /// Softmax does not see what is added to all scores of a query.
-inline bool IsKeysBias(const std::string& parameter) { return parameter.ends_with("to_k.bias"); }
-
-inline constexpr int kDirections = 3;
+inline bool IsKeysBias(const std::string& parameter) {
+  return parameter.ends_with("to_k.bias") || parameter.ends_with("k_proj.bias");
+}
 
 /// Slopes of a function of weights against its gradient, a parameter at a time. A direction moves
 /// all elements of one parameter by plus or minus the same, and the signs know nothing of the
