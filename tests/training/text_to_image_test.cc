@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstring>
 #include <map>
-#include <thread>
 
 #include "engine/core/config_reader.h"
 #include "engine/io/safetensors.h"
@@ -151,17 +150,9 @@ TEST_P(TextToImageTrainer, BitsDependOnTheRunAlone) {
     options = of.options;
     options.seed = 6;
     EXPECT_NE(train(options, 3).reports.back().loss, whole.reports.back().loss);
-    for (const int ranks : {2, 8}) {
-      auto exchanges = NewLoopbackExchanges(ranks);
-      std::vector<Trained> runs(ranks);
-      std::vector<std::thread> threads;
-      for (int rank = 0; rank < ranks; ++rank)
-        threads.emplace_back([&, rank] {
-          runs[rank] = Train(of.config, of.options, of.dataset, 3, *exchanges[rank]);
-        });
-      for (std::thread& thread : threads) thread.join();
-      for (const Trained& run : runs) ExpectSameBits(whole, run);
-    }
+    for (const Trained& run : TrainOnRanks(8, GetParam(), of.config, of.options, of.dataset, 3))
+      ExpectSameBits(whole, run);
+    ExpectBitsOfTheRunAlone(GetParam(), of.config, of.options, of.dataset);
   }
 }
 

@@ -116,13 +116,9 @@ TEST_P(TrainerBits, AccumulationAndRecomputationDoNotChangeBits) {
 TEST_P(TrainerBits, RanksDoNotChangeBits) {
   const Trained alone = Train(on(), Options(), 4);
   for (const int ranks : {2, 4, 8}) {
-    auto exchanges = NewLoopbackExchanges(ranks);
-    std::vector<Trained> runs(ranks);
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < ranks; ++rank)
-      threads.emplace_back([&, rank] { runs[rank] = Train(on(), Options(), 4, *exchanges[rank]); });
-    for (std::thread& thread : threads) thread.join();
-    for (const Trained& run : runs) ExpectSameBits(alone, run);
+    for (const Trained& run :
+         TrainOnRanks(ranks, GetParam(), TinyConfig(), Options(), Stripes(), 4))
+      ExpectSameBits(alone, run);
   }
 }
 
@@ -130,6 +126,59 @@ TEST_P(TrainerBits, ContinuesFromAStateWithTheSameBits) {
   const Trained whole = Train(on(), Options(), 7);
   const Trained first = Train(on(), Options(), 3);
   ExpectSameBits(whole, Train(on(), Options(), 4, &first.state));
+}
+
+/// What a network reads of a sample, and how an objective plans it.
+struct BitsCase {
+  const char* name;
+  UNet2DConfig config = TinyConfig();
+  TrainerOptions options = Options();
+  Dataset dataset = Stripes();
+};
+std::vector<BitsCase> BitsCases() {
+  using Kind = ObjectiveOptions::Kind;
+  std::vector<BitsCase> cases;
+  const auto add = [&](const char* name, Kind kind) -> BitsCase& {
+    cases.push_back({.name = name});
+    cases.back().options.objective.kind = kind;
+    return cases.back();
+  };
+  add("labels, edm", Kind::kEdm);
+  add("labels, flow", Kind::kFlow);
+  add("labels, x0", Kind::kX0).options.objective.min_snr = 5;
+  BitsCase& score = add("fourier, score", Kind::kScore);
+  score.config.time_embedding_type = UNet2DConfig::Time::kFourier;
+  score.options.objective.score_sigma_max = 5;
+  BitsCase& variance = add("labels, epsilon with its variance", Kind::kEpsilon);
+  variance.config.out_channels = 2;
+  variance.options.objective.learned_variance = true;
+  BitsCase& learned = add("learned timesteps, v", Kind::kV);
+  learned.config.time_embedding_type = UNet2DConfig::Time::kLearned;
+  learned.config.num_train_timesteps = learned.options.objective.timesteps = 50;
+  for (const auto& [name, condition] : {std::pair{"class vectors, edm", ClassCondition::kVector},
+                                        {"class numbers, edm", ClassCondition::kValue}}) {
+    BitsCase& vectors = add(name, Kind::kEdm);
+    vectors.config.condition = condition;
+    vectors.options.class_dropout = 0;
+    const int64_t size =
+        condition == ClassCondition::kVector ? vectors.config.time_embedding_dim : 1;
+    std::vector<float> values(21 * size);
+    for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 17) / 8 - 1;
+    vectors.dataset.vectors = Tensor::HostF32({21, size}, values);
+  }
+  BitsCase& augmented = add("labels and augmentation, edm", Kind::kEdm);
+  augmented.options.flip = false;
+  augmented.options.augment = 0.5;
+  BitsCase& weighted = add("weighted pictures, v", Kind::kV);
+  for (int i = 0; i < 21; ++i) weighted.dataset.weights.push_back(1 + i % 4);
+  return cases;
+}
+
+TEST_P(TrainerBits, DependOnTheRunAloneForEveryNetworkAndObjective) {
+  for (const BitsCase& of : BitsCases()) {
+    SCOPED_TRACE(of.name);
+    ExpectBitsOfTheRunAlone(GetParam(), of.config, of.options, of.dataset);
+  }
 }
 
 /// A GPU has begun the next step when one is reported, except the last.
@@ -354,15 +403,8 @@ TEST(Trainer, WeightsChooseThePicturesAndKeepTheBits) {
   options.accumulation = 4;
   options.prefetch_threads = 2;
   ExpectSameBits(whole, train(options, weighted, 4));
-  auto exchanges = NewLoopbackExchanges(2);
-  std::vector<Trained> runs(2);
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < 2; ++rank)
-    ranks.emplace_back([&, rank] {
-      runs[rank] = Train(On{}, Options(), 4, *exchanges[rank], nullptr, TinyConfig(), weighted);
-    });
-  for (std::thread& rank : ranks) rank.join();
-  for (const Trained& run : runs) ExpectSameBits(whole, run);
+  for (const Trained& run : TrainOnRanks(2, "cpu", TinyConfig(), Options(), weighted, 4))
+    ExpectSameBits(whole, run);
 }
 
 TEST(Trainer, PrefetchedPicturesHaveTheBitsOfResidentOnes) {
@@ -374,13 +416,8 @@ TEST(Trainer, PrefetchedPicturesHaveTheBitsOfResidentOnes) {
     // From the middle, and with ranks that each read their own.
     const Trained first = Train(options, 2);
     ExpectSameBits(resident, Train(On{}, options, 3, &first.state));
-    auto exchanges = NewLoopbackExchanges(2);
-    std::vector<Trained> runs(2);
-    std::vector<std::thread> ranks;
-    for (int rank = 0; rank < 2; ++rank)
-      ranks.emplace_back([&, rank] { runs[rank] = Train(On{}, options, 5, *exchanges[rank]); });
-    for (std::thread& rank : ranks) rank.join();
-    for (const Trained& run : runs) ExpectSameBits(resident, run);
+    for (const Trained& run : TrainOnRanks(2, "cpu", TinyConfig(), options, Stripes(), 5))
+      ExpectSameBits(resident, run);
   }
 }
 
