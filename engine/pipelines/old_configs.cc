@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/pipelines/old_configs.h"
 
-#include <algorithm>
 #include <charconv>
-#include <iterator>
 #include <string>
 #include <string_view>
+
+#include "engine/sampling/registry.h"
 
 namespace denoised {
 namespace {
@@ -21,13 +21,6 @@ constexpr Corrections kCorrections[] = {
     {"StableDiffusionInpaintPipeline", false, true},
 };
 
-/// Without the field in their file, these do not have it, and others have the default 0.
-constexpr std::string_view kWithoutStepsOffset[] = {
-    "CMStochasticIterativeScheduler",  "DPMSolverSinglestepScheduler",
-    "EDMDPMSolverMultistepScheduler",  "EDMEulerScheduler",
-    "FlowMatchEulerDiscreteScheduler", "ScoreSdeVeScheduler",
-};
-
 void CorrectScheduler(const Corrections& corrects, nlohmann::json* config) {
   if (!config->is_object()) return;
   const auto scheduler = config->find("_class_name");
@@ -35,17 +28,16 @@ void CorrectScheduler(const Corrections& corrects, nlohmann::json* config) {
       scheduler != config->end() && scheduler->is_string() ? scheduler->get<std::string>() : "";
   // Values of another type are left for SchedulerConfig to refuse.
   const auto offset = config->find("steps_offset");
-  const bool has_offset = std::find(std::begin(kWithoutStepsOffset), std::end(kWithoutStepsOffset),
-                                    name) == std::end(kWithoutStepsOffset);
-  if (offset == config->end() ? has_offset : offset->is_number() || offset->is_null())
+  const SamplerTraits* const known = FindSchedulerClass(name);
+  if (offset == config->end() ? !known || known->has_steps_offset
+                              : offset->is_number() || offset->is_null())
     (*config)["steps_offset"] = 1;
 
   const auto correct = [&](const char* field, bool old, bool old_by_default) {
     const auto found = config->find(field);
     if (found == config->end() ? old_by_default : *found == old) (*config)[field] = !old;
   };
-  if (corrects.clip_sample)
-    correct("clip_sample", true, name == "DDIMScheduler" || name == "DDPMScheduler");
+  if (corrects.clip_sample) correct("clip_sample", true, known && known->clips_samples);
   if (corrects.skip_prk_steps) correct("skip_prk_steps", false, name == "PNDMScheduler");
 }
 

@@ -17,9 +17,9 @@ constexpr DefaultBetas kScaledLatentBetas = {0.00085, 0.012, BetaSchedule::kScal
 // clang-format off
 constexpr SamplerTraits kSamplers[] = {
     {.sampler = Sampler::kDdpm, .name = "ddpm", .class_name = "DDPMScheduler",
-     .compile = CompileDdpm, .levels = Levels::kTimesteps},
+     .compile = CompileDdpm, .clips_samples = true, .levels = Levels::kTimesteps},
     {.sampler = Sampler::kDdim, .name = "ddim", .class_name = "DDIMScheduler",
-     .compile = CompileDdim, .levels = Levels::kTimesteps, .eta = 0},
+     .compile = CompileDdim, .clips_samples = true, .levels = Levels::kTimesteps, .eta = 0},
     {.sampler = Sampler::kPndm, .name = "pndm", .class_name = "PNDMScheduler",
      .compile = CompilePndm,
      .suits = [](const Fields& f) { return f.prediction != Prediction::kSample; },
@@ -45,10 +45,12 @@ constexpr SamplerTraits kSamplers[] = {
     {.sampler = Sampler::kLcm, .name = "lcm", .class_name = "LCMScheduler",
      .compile = CompileLcm, .betas = kScaledLatentBetas, .levels = Levels::kDistilled},
     {.sampler = Sampler::kEdmEuler, .name = "edm_euler", .class_name = "EDMEulerScheduler",
-     .compile = CompileEuler, .training = Training::kEdm, .churn = true},
+     .compile = CompileEuler, .training = Training::kEdm, .has_steps_offset = false,
+     .churn = true},
     {.sampler = Sampler::kEdmDpmSolver, .name = "edm_dpm_solver",
      .class_name = "EDMDPMSolverMultistepScheduler",
-     .compile = CompileDpmSolver, .training = Training::kEdm, .levels = Levels::kSolver,
+     .compile = CompileDpmSolver, .training = Training::kEdm, .has_steps_offset = false,
+     .levels = Levels::kSolver,
      .sde = SolvesSde::kAsConfigured, .solver_order = true},
     {.sampler = Sampler::kDpmppSde, .name = "dpmpp_sde", .class_name = "DPMSolverSDEScheduler",
      .compile = CompileDpmppSde, .also_edm = true, .betas = kLatentBetas},
@@ -65,29 +67,32 @@ constexpr SamplerTraits kSamplers[] = {
      .class_name = "DPMSolverSinglestepScheduler",
      .compile = CompileDpmSolverSinglestep,
      .suits = [](const Fields& f) { return f.data_prediction || !f.stochastic; },
-     .levels = Levels::kSolver, .timestep_spacing = TimestepSpacing::kLinspace,
+     .has_steps_offset = false, .levels = Levels::kSolver,
+     .timestep_spacing = TimestepSpacing::kLinspace,
      .sde = SolvesSde::kAsConfigured, .solver_order = true},
     {.sampler = Sampler::kFlowMatchEuler, .name = "flow_match_euler",
      .class_name = "FlowMatchEulerDiscreteScheduler",
-     .compile = CompileFlowMatchEuler, .training = Training::kFlow},
+     .compile = CompileFlowMatchEuler, .training = Training::kFlow, .has_steps_offset = false},
     {.sampler = Sampler::kConsistency, .name = "consistency",
      .class_name = "CMStochasticIterativeScheduler",
      .compile = CompileConsistency, .training = Training::kConsistency, .train_timesteps = 40,
-     .levels = Levels::kFixedSigmas},
+     .has_steps_offset = false, .levels = Levels::kFixedSigmas},
     {.sampler = Sampler::kSaSolver, .name = "sa_solver", .class_name = "SASolverScheduler",
      .compile = CompileSaSolver, .levels = Levels::kSolver},
     {.sampler = Sampler::kScoreSdeVe, .name = "score_sde_ve", .class_name = "ScoreSdeVeScheduler",
      .compile = CompileScoreSdeVe, .training = Training::kScore, .train_timesteps = 2000,
-     .levels = Levels::kFixedSigmas},
+     .has_steps_offset = false, .levels = Levels::kFixedSigmas},
 };
 // clang-format on
 
 constexpr bool InOrder() {
   for (size_t i = 0; i < std::size(kSamplers); ++i)
-    if (kSamplers[i].sampler != static_cast<Sampler>(i)) return false;
+    if (kSamplers[i].sampler != static_cast<Sampler>(i) || !kSamplers[i].compile) return false;
   return true;
 }
 static_assert(InOrder(), "kSamplers has the order of enum Sampler");
+static_assert(std::size(kSamplers) == static_cast<size_t>(Sampler::kScoreSdeVe) + 1,
+              "the last of enum Sampler has no entry");
 
 constexpr std::pair<NoiseSchedule, std::string_view> kSchedules[] = {
     {NoiseSchedule::kNative, "native"},
@@ -102,6 +107,12 @@ const SamplerTraits& TraitsOf(Sampler sampler) {
   const auto index = static_cast<size_t>(sampler);
   DENOISED_CHECK(index < std::size(kSamplers), "sampler {}", index);
   return kSamplers[index];
+}
+
+const SamplerTraits* FindSchedulerClass(std::string_view class_name) {
+  for (const SamplerTraits& traits : kSamplers)
+    if (traits.class_name && class_name == traits.class_name) return &traits;
+  return nullptr;
 }
 
 NoiseSchedule DefaultSchedule(const Fields& fields, Sampler sampler) {

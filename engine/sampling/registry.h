@@ -43,6 +43,8 @@ struct SamplerTraits {
   // What its class takes for fields that the config leaves out.
   int train_timesteps = 1000;
   DefaultBetas betas = {};
+  bool has_steps_offset = true;  // its class knows the field
+  bool clips_samples = false;    // by default
 
   // How it samples.
   Levels levels = Levels::kSigmas;
@@ -65,6 +67,8 @@ struct SamplerTraits {
 };
 
 const SamplerTraits& TraitsOf(Sampler sampler);
+/// The sampler of a class of diffusers; null if there is none.
+const SamplerTraits* FindSchedulerClass(std::string_view class_name);
 
 /// The default spacing of a request: the config's, unless diffusers' class of this sampler supports
 /// only its own.

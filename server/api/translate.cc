@@ -20,7 +20,7 @@ namespace denoised {
 namespace {
 
 // A sampler and a noise schedule have the engine's name on the wire, in upper case behind a prefix.
-// A value without a partner is unset; tests/server/translate_test.cc finds it.
+// A value that one side lacks becomes unset; tests/server/translate_test.cc fails then.
 constexpr std::string_view kSamplerPrefix = "SAMPLER_", kSchedulePrefix = "NOISE_SCHEDULE_";
 
 std::string WireName(std::string_view prefix, std::string_view name) {
@@ -29,7 +29,7 @@ std::string WireName(std::string_view prefix, std::string_view name) {
   return fmt::format("{}{}", prefix, upper);
 }
 
-/// "" for "", which protobuf calls a number that it does not know.
+/// protobuf names an unknown number ""; the result is "" too.
 std::string OurName(std::string_view prefix, std::string wire_name) {
   wire_name.erase(0, prefix.size());
   absl::AsciiStrToLower(&wire_name);
