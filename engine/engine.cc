@@ -23,7 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kMaxEdgeOverNative = 4;
-// Images that are decoded side by side. More are hardly faster for each.
+// Images that are encoded or decoded side by side. More are hardly faster for each.
 constexpr int kMaxImages = 8;
 
 /// The engine over one or more devices of one kind, each with every model. All share one queue.

@@ -119,7 +119,7 @@ struct ModelInfo {
   size_t weight_bytes = 0, activation_bytes = 0, slot_bytes = 0, prompt_bytes = 0;
   size_t bytes() const { return weight_bytes + activation_bytes + slot_bytes + prompt_bytes; }
   /// Seconds of each stage as measured at load, at the native size: of one prompt, of an evaluation
-  /// of one row, of one image that is decoded. 0: not measured.
+  /// of one row, of one image that is encoded or decoded. 0: not measured.
   std::array<double, kStages> stage_seconds{};
   double load_seconds = 0;
 };

@@ -224,7 +224,8 @@ class JobListener {
   /// holds.
   virtual void OnProgress([[maybe_unused]] int done, [[maybe_unused]] int total) {}
   /// A stage of an image is done. `seconds` of the device, which images whose stages ran side by
-  /// side share; 0 for prompts that were known; negative for kDenoise, which is many evaluations.
+  /// side share; 0 for prompts and init images that were kept; negative for kDenoise, which is many
+  /// evaluations.
   virtual void OnStage([[maybe_unused]] int image, [[maybe_unused]] Stage stage,
                        [[maybe_unused]] double seconds) {}
   /// After `evaluation` (1-based) of image.index.

@@ -181,7 +181,7 @@ class Admission::Lane {
   double turn = 0;           // seconds had, each divided by the weight at its time
   int waiting_rows = 0;      // of images without a slot
   int waiting_images = 0;    // images without a slot
-  int waiting_encodes = 0;   // images without a slot that have an init image
+  int waiting_pictures = 0;  // jobs with an init image that have images without a slot
   int64_t waiting_work = 0;  // row evaluations of images without a slot
   int active_rows = 0;       // of images in slots
   int active_images = 0;     // images in slots
@@ -203,7 +203,7 @@ class Admission::Ticket {
   int waiting = 0, active = 0;               // images
   int64_t waiting_work = 0;                  // row evaluations of those that wait
   bool withdrawn = false, over = false;
-  bool encodes = false;  // images have an init image
+  bool picture = false;  // it has an init image, which its images share
 
   int64_t work() const { return row_evaluations * count; }
   /// Row evaluations of an image with this many evaluations left, if all have the same rows.
@@ -288,7 +288,7 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   ticket->evaluations = job.evaluations;
   ticket->row_evaluations = job.RowsUntil(job.evaluations);
   ticket->count = ticket->waiting = spec.count;
-  ticket->encodes = spec.init_image.defined();
+  ticket->picture = spec.init_image.defined();
   ticket->waiting_work = ticket->work();
   ticket->weight = limits_.weights[static_cast<size_t>(spec.priority)] * spec.client_weight;
   ticket->entered = lane.virtual_time;
@@ -358,7 +358,7 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   client.weight = ticket->weight;
   lane.waiting_rows += ticket->rows * ticket->count;
   lane.waiting_images += ticket->count;
-  if (ticket->encodes) lane.waiting_encodes += ticket->count;
+  if (ticket->picture) ++lane.waiting_pictures;
   lane.waiting_work += ticket->waiting_work;
   model.unstarted.emplace(id, now);
   ++model.totals.queued_requests[static_cast<size_t>(spec.priority)];
@@ -408,21 +408,20 @@ void Admission::Predict(const Ticket& ticket, bool entered, Estimate* estimate) 
     ahead = std::clamp((ticket.key - lane.virtual_time) * lane_weight - ticket.work(), 0.0,
                        static_cast<double>(others_work));
   const double images_ahead = ahead * ticket.count / static_cast<double>(ticket.work());
-  double stages_ahead = StagesOfImage(lane, false);
-  if (lane.waiting_encodes > 0)
-    stages_ahead +=
-        lane.StageCost(Stage::kEncode) * lane.waiting_encodes / std::max(1, lane.waiting_images);
+  const double stages_ahead = StagesOfImage(lane) + lane.StageCost(Stage::kEncode) *
+                                                        lane.waiting_pictures /
+                                                        std::max(1, lane.waiting_images);
   estimate->start_seconds =
       ahead / (devices * carried) * evaluation + images_ahead * stages_ahead * slowdown / devices;
-  estimate->total_seconds = *estimate->start_seconds +
-                            double{1} * rounds * ticket.evaluations * evaluation +
-                            std::max<double>(ticket.count, devices) *
-                                StagesOfImage(lane, ticket.encodes) * slowdown / devices;
+  estimate->total_seconds =
+      *estimate->start_seconds + double{1} * rounds * ticket.evaluations * evaluation +
+      std::max<double>(ticket.count, devices) * StagesOfImage(lane) * slowdown / devices;
+  // Each device that draws some of the images encodes for itself, at the same time.
+  if (ticket.picture) *estimate->total_seconds += lane.StageCost(Stage::kEncode) * slowdown;
 }
 
-double Admission::StagesOfImage(const Lane& lane, bool encodes) {
-  return lane.StageCost(Stage::kCondition) + (encodes ? lane.StageCost(Stage::kEncode) : 0) +
-         lane.StageCost(Stage::kDecode);
+double Admission::StagesOfImage(const Lane& lane) {
+  return lane.StageCost(Stage::kCondition) + lane.StageCost(Stage::kDecode);
 }
 
 /// Seconds until everything that waits now is drawn.
@@ -432,8 +431,8 @@ double Admission::DrainSeconds() const {
     const double carried = lane->Carried(lane->demand(), lane->images());
     seconds += static_cast<double>(lane->waiting_work) / (lane->model->devices * carried) *
                    lane->CostOf(carried) +
-               (lane->waiting_images * StagesOfImage(*lane, false) +
-                lane->waiting_encodes * lane->StageCost(Stage::kEncode)) /
+               (lane->waiting_images * StagesOfImage(*lane) +
+                lane->waiting_pictures * lane->StageCost(Stage::kEncode)) /
                    lane->model->devices;
   }
   return seconds;
@@ -447,11 +446,11 @@ void Admission::Unqueue(Ticket& ticket, int images, int64_t work) {
   ticket.waiting_work -= work;
   ticket.lane->waiting_rows -= images * ticket.rows;
   ticket.lane->waiting_images -= images;
-  if (ticket.encodes) ticket.lane->waiting_encodes -= images;
   ticket.lane->waiting_work -= work;
   totals.queued_images[static_cast<size_t>(ticket.priority)] -= images;
   queued_images_ -= images;
   if (ticket.waiting > 0) return;
+  if (ticket.picture) --ticket.lane->waiting_pictures;
   --totals.queued_requests[static_cast<size_t>(ticket.priority)];
   --queued_requests_;
   queued_bytes_ -= ticket.bytes;
@@ -502,6 +501,7 @@ void Admission::WaitAgain(Ticket& ticket, int evaluations_left) {
   Totals& totals = ticket.lane->model->totals;
   const int64_t work = ticket.WorkOf(evaluations_left);
   if (ticket.waiting++ == 0) {
+    if (ticket.picture) ++ticket.lane->waiting_pictures;
     ++totals.queued_requests[static_cast<size_t>(ticket.priority)];
     ++queued_requests_;
     queued_bytes_ += ticket.bytes;
@@ -510,7 +510,6 @@ void Admission::WaitAgain(Ticket& ticket, int evaluations_left) {
   ticket.waiting_work += work;
   ticket.lane->waiting_rows += ticket.rows;
   ++ticket.lane->waiting_images;
-  if (ticket.encodes) ++ticket.lane->waiting_encodes;
   ticket.lane->waiting_work += work;
   ++totals.queued_images[static_cast<size_t>(ticket.priority)];
   ++queued_images_;
@@ -599,6 +598,11 @@ void Admission::MeasuredStage(Lane& lane, Stage stage, int images, double second
   const bool corrects = charged && seconds > 0 && !of_work && each < known;
   of_work |= charged && seconds > 0;
   known = known > 0 && !corrects ? known + kNewest * (each - known) : each;
+}
+
+double Admission::StageCost(const Lane& lane, Stage stage) const {
+  MutexLock lock(&mutex_);
+  return lane.StageCost(stage);
 }
 
 std::array<double, kStages> Admission::StageSeconds(const std::string& name) const {

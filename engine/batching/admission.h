@@ -126,11 +126,13 @@ class Admission {
   /// An evaluation of `bucket` rows took `seconds`; negative: not measured. Warm-up passes no
   /// charge, because no lane was charged for it.
   void Measured(Lane& lane, int bucket, double seconds, const Charge* charge = nullptr);
-  /// A stage other than evaluations took `seconds` for `images` images together; negative: not
-  /// measured. It counts for estimates. If `charged`, the lane pays for it; nobody pays for
-  /// warm-up. Report condition sets that were found in the cache with 0 seconds, so that the
-  /// average of the stage includes them.
+  /// A stage other than evaluations took `seconds` for `images` images together, or init images;
+  /// negative: not measured. It counts for estimates. If `charged`, the lane pays for it; nobody
+  /// pays for warm-up. Report condition sets that were found in the cache with 0 seconds, so that
+  /// the average of the stage includes them.
   void MeasuredStage(Lane& lane, Stage stage, int images, double seconds, bool charged);
+  /// Expected seconds of such a stage for one image, or init image; 0: nothing was measured yet.
+  double StageCost(const Lane& lane, Stage stage) const;
   /// Measured seconds of each stage at the model's own size: of one image, or of an evaluation of
   /// one row; 0: not measured.
   std::array<double, kStages> StageSeconds(const std::string& model) const;
@@ -157,8 +159,8 @@ class Admission {
   struct Model;
 
   static std::shared_ptr<Lane> LaneOfSize(Model& model, int height, int width);
-  /// Expected seconds of one image's stages other than evaluations.
-  static double StagesOfImage(const Lane& lane, bool encodes);
+  /// Expected seconds of one image's stages, but for evaluations and its init image.
+  static double StagesOfImage(const Lane& lane);
   void WaitAgain(Ticket& ticket, int evaluations_left) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Fills in the times. `entered`: the ticket is among what waits in the lane.
   void Predict(const Ticket& ticket, bool entered, Estimate* estimate) const

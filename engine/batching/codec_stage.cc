@@ -32,23 +32,23 @@ size_t CodecStage::Bytes(int images) const {
 
 void CodecStage::Use(const Tensor& activations, int most) {
   activations_ = activations;
-  runs_[1];
+  batches_.try_emplace(1);
   for (int images = 2; images <= most && Bytes(images) <= activations.bytes(); images *= 2)
-    runs_[images];
+    batches_.try_emplace(images);
 }
 
-std::vector<int> CodecStage::Runs(int images, double seconds) const {
+std::vector<int> CodecStage::NextRuns(int images, double seconds) const {
   std::vector<int> sizes;
-  double allowed = std::max(seconds, kOneImage * runs_.at(1).seconds);
+  double allowed = std::max(seconds, kOneImage * batches_.at(1).seconds);
   while (images > 0) {
     int size = sizes.empty() ? 1 : 0;
-    for (const auto& [count, run] : runs_) {
-      if (count > images || run.seconds < 0) break;
-      if (run.seconds <= allowed) size = count;
+    for (const auto& [count, batch] : batches_) {
+      if (count > images || batch.seconds < 0) break;
+      if (batch.seconds <= allowed) size = count;
     }
     if (size == 0) break;
     sizes.push_back(size);
-    const double took = runs_.at(size).seconds;
+    const double took = batches_.at(size).seconds;
     if (took < 0) break;
     images -= size;
     seconds -= took;
@@ -57,63 +57,71 @@ std::vector<int> CodecStage::Runs(int images, double seconds) const {
   return sizes;
 }
 
+void CodecStage::Forward(Batch& batch) {
+  // Nothing else is in this arena, so the output has the same address each time.
+  batch.output = Tensor();
+  nn::Context context{backend_, *batch.arena};
+  batch.output = network_(context, batch.input);
+}
+
 absl::StatusOr<Tensor> CodecStage::Input(int images) {
-  const auto found = runs_.find(images);
-  DENOISED_CHECK(found != runs_.end(), "{} images side by side", images);
-  Side& side = found->second;
-  if (side.arena) return side.input;
-  side.arena.emplace(activations_);
-  side.input = NewInput(*side.arena, images);
-  absl::StatusOr<std::unique_ptr<Graph>> graph = backend_.Capture([this, &side] {
-    // Nothing else is in this arena, so the output has the same address each time.
-    side.output = Tensor();
-    nn::Context context{backend_, *side.arena};
-    side.output = network_(context, side.input);
-  });
+  const auto found = batches_.find(images);
+  DENOISED_CHECK(found != batches_.end(), "{} images side by side", images);
+  Batch& batch = found->second;
+  if (!batch.arena) {
+    batch.arena.emplace(activations_);
+    batch.input = NewInput(*batch.arena, images);
+  }
+  if (batch.graph) return batch.input;
+  absl::StatusOr<std::unique_ptr<Graph>> graph =
+      backend_.Capture([this, &batch] { Forward(batch); });
   if (graph.ok()) {
-    side.graph = *std::move(graph);
+    batch.graph = *std::move(graph);
   } else if (!absl::IsResourceExhausted(graph.status())) {
     return graph.status();
   }
-  return side.input;
+  return batch.input;
 }
 
-absl::StatusOr<Tensor> CodecStage::Run(int images) {
-  DENOISED_RETURN_IF_ERROR(Input(images).status());
-  Side& side = runs_.at(images);
-  if (side.graph) {
-    backend_.Launch(*side.graph);
-  } else {  // slower, with the same bits
-    side.output = Tensor();
-    nn::Context context{backend_, *side.arena};
-    side.output = network_(context, side.input);
+absl::StatusOr<CodecStage::Ran> CodecStage::Run(int images) {
+  Batch& batch = batches_.at(images);
+  DENOISED_CHECK(batch.input.defined(), "no input of {} images", images);
+  Ran ran;
+  ran.begin = backend_.Mark();
+  if (batch.graph) {
+    backend_.Launch(*batch.graph);
+  } else {
+    Forward(batch);  // slower, with the same bits
   }
+  ran.end = backend_.Mark();
   DENOISED_RETURN_IF_ERROR(backend_.status());
-  return side.output;
+  return ran;
 }
 
 absl::StatusOr<CodecStage::Warmed> CodecStage::WarmUp() {
   const int images = warming_;
-  const auto run = runs_.find(images);
-  const bool fresh = !run->second.arena;
+  const auto batch = batches_.find(images);
+  const bool fresh = !batch->second.arena;
   DENOISED_ASSIGN_OR_RETURN(const Tensor input, Input(images));
   if (fresh) {  // a CPU is slow with the denormal numbers that may lie there
     const std::vector<float> zeros(input.elements());
     backend_.Upload(zeros.data(), input.bytes(), input);
   }
-  const auto begin = backend_.Mark();
-  DENOISED_RETURN_IF_ERROR(Run(images).status());
-  const auto end = backend_.Mark();
-  DENOISED_RETURN_IF_ERROR(end->Wait());
+  DENOISED_ASSIGN_OR_RETURN(const Ran ran, Run(images));
+  DENOISED_RETURN_IF_ERROR(ran.end->Wait());
   Warmed warmed{.images = images};
-  const auto measured = warm_runs_.Add(end->SecondsSince(*begin));
+  const auto measured = warm_runs_.Add(ran.end->SecondsSince(*ran.begin));
   if (!measured) return warmed;
-  run->second.seconds = warmed.seconds = *measured;
+  batch->second.seconds = *measured;
   // Half as many images, twice.
-  const bool gains = images == 1 || *measured <= (1 - kGain) * 2 * std::prev(run)->second.seconds;
-  if (!gains) warmed.seconds = -1;
-  if (!gains || *measured >= kFillsDevice) runs_.erase(gains ? std::next(run) : run, runs_.end());
-  warming_ = runs_.contains(2 * images) ? 2 * images : 0;
+  const bool gains = images == 1 || *measured <= (1 - kGain) * 2 * std::prev(batch)->second.seconds;
+  if (gains) warmed.seconds = *measured;
+  if (!gains) {
+    batches_.erase(batch, batches_.end());
+  } else if (*measured >= kFillsDevice) {
+    batches_.erase(std::next(batch), batches_.end());
+  }
+  warming_ = batches_.contains(2 * images) ? 2 * images : 0;
   return warmed;
 }
 

@@ -31,19 +31,22 @@ class CodecStage {
   /// Before the runs: the memory of activations, at least Bytes(1), and how many images may run
   /// side by side. There are fewer if they do not fit.
   void Use(const Tensor& activations, int most);
-  /// After Use(): how many images may run side by side.
-  int most() const { return runs_.rbegin()->first; }
 
   /// The sizes of the next runs for `images` images: each as large as is fastest per image.
   /// Together they take at most `seconds`, but one image, or as many as take no longer than one,
   /// may always run. One run if none was measured.
-  std::vector<int> Runs(int images, double seconds) const;
+  std::vector<int> NextRuns(int images, double seconds) const;
 
-  /// Where the input of a run of so many images goes: [images, …]. The first call captures the
-  /// graph, whose kernels may overwrite the memory of activations.
+  /// Where the input of a run of so many images goes: [images, …]. Captures the graph unless there
+  /// is one; its kernels may overwrite the memory of activations.
   absl::StatusOr<Tensor> Input(int images);
-  /// Runs the network on Input(images). Returns its output.
-  absl::StatusOr<Tensor> Run(int images);
+  struct Ran {
+    std::unique_ptr<Marker> begin, end;  // around it, without the capture
+  };
+  /// Runs the network on what was put into Input(images) since.
+  absl::StatusOr<Ran> Run(int images);
+  /// What Run(images) made. It must not be held until the next run.
+  const Tensor& output(int images) const { return batches_.at(images).output; }
 
   struct Warmed {
     int images = 0;
@@ -56,20 +59,21 @@ class CodecStage {
   bool warm() const { return warming_ == 0; }
 
  private:
-  struct Side {
+  struct Batch {
     std::optional<Arena> arena;  // in the memory of activations
     Tensor input, output;
     std::unique_ptr<Graph> graph;  // null: there was no memory for one
     double seconds = -1;           // not measured
   };
   Tensor NewInput(Arena& arena, int images) const;
+  void Forward(Batch& batch);
 
   Backend& backend_;
   const Network network_;
   const Shape image_;
   Tensor activations_;
-  std::map<int, Side> runs_;  // by images side by side
-  int warming_ = 1;           // images side by side; 0: all are warm
+  std::map<int, Batch> batches_;  // by images side by side
+  int warming_ = 1;               // images side by side; 0: all are warm
   WarmRuns warm_runs_;
 };
 

@@ -26,6 +26,13 @@ Tensor AsRow(const Tensor& image) {
   return image.Reshape({1, image.dim(0), image.dim(1), image.dim(2)});
 }
 
+InitImages::Picture WholeOf(const Evaluator::Start& start) {
+  return {.id = start.source_id, .pixels = start.source};
+}
+InitImages::Picture MaskedOf(const Evaluator::Start& start) {
+  return {.id = start.source_id, .pixels = start.source, .mask = start.mask};
+}
+
 }  // namespace
 
 Evaluator::Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser,
@@ -34,8 +41,8 @@ Evaluator::Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser,
       denoiser_(std::move(denoiser)),
       options_(options),
       buckets_(Buckets(backend.capabilities().pads_rows, options.max_rows)) {
-  const auto decodes = [&](const std::shared_ptr<const Codec>& codec,
-                           std::optional<CodecStage>* stage) {
+  const auto make_decoder = [&](const std::shared_ptr<const Codec>& codec,
+                                std::optional<CodecStage>* stage) {
     if (!codec) return;
     stage->emplace(
         backend_,
@@ -44,8 +51,8 @@ Evaluator::Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser,
         },
         Shape{options_.height, options_.width, codec->traits().latent_channels});
   };
-  decodes(options_.codec, &decoding_);
-  decodes(options_.preview_codec, &preview_);
+  make_decoder(options_.codec, &decoding_);
+  make_decoder(options_.preview_codec, &preview_);
   if (options_.codec && options_.codec->traits().encodes())
     init_images_.emplace(backend_, options_.codec, options_.height, options_.width);
 }
@@ -249,19 +256,19 @@ absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
 
 absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
   struct OfCodec {
+    CodecStage* codec;
     Stage stage;
-    CodecStage* runs;
+    bool estimated;  // previews are not
   };
-  for (const OfCodec& each :
-       {OfCodec{Stage::kDecode, decoding_ ? &*decoding_ : nullptr},
-        OfCodec{Stage::kEncode, init_images_ ? &init_images_->stage() : nullptr},
-        OfCodec{Stage::kDecode, preview_ ? &*preview_ : nullptr}}) {
-    if (!each.runs || each.runs->warm()) continue;
-    DENOISED_ASSIGN_OR_RETURN(const CodecStage::Warmed warmed, each.runs->WarmUp());
-    const bool is_preview = preview_ && each.runs == &*preview_;  // previews have no estimate
-    return Warmed{.stage = each.stage,
+  const OfCodec stages[] = {{decoding_ ? &*decoding_ : nullptr, Stage::kDecode, true},
+                            {init_images_ ? &init_images_->stage() : nullptr, Stage::kEncode, true},
+                            {preview_ ? &*preview_ : nullptr, Stage::kDecode, false}};
+  for (const auto& [codec, stage, estimated] : stages) {
+    if (!codec || codec->warm()) continue;
+    DENOISED_ASSIGN_OR_RETURN(const CodecStage::Warmed warmed, codec->WarmUp());
+    return Warmed{.stage = stage,
                   .count = warmed.images,
-                  .seconds = is_preview ? -1 : warmed.seconds,
+                  .seconds = estimated ? warmed.seconds : -1,
                   .more = true};
   }
   if (filled_) return CaptureNext();
@@ -325,36 +332,10 @@ bool Evaluator::KeepsSource(const Start& start) const {
 std::vector<InitImages::Picture> Evaluator::PicturesOf(const Start& start) const {
   std::vector<InitImages::Picture> pictures;
   if (!init_images_ || !ReadsSource(start)) return pictures;
-  const InitImages::Picture whole{.id = start.source_id, .pixels = start.source};
-  if (options_.image_input == ImageInput::kWhole || KeepsSource(start)) pictures.push_back(whole);
-  if (options_.image_input == ImageInput::kMasked) {
-    pictures.push_back(whole);
-    pictures.back().mask = start.mask;
-  }
+  if (options_.image_input == ImageInput::kWhole || KeepsSource(start))
+    pictures.push_back(WholeOf(start));
+  if (options_.image_input == ImageInput::kMasked) pictures.push_back(MaskedOf(start));
   return pictures;
-}
-
-Evaluator::Encoding Evaluator::EncodingOf(const Start& start) const {
-  const auto pictures = PicturesOf(start);
-  if (pictures.empty()) return Encoding::kNone;
-  return std::all_of(pictures.begin(), pictures.end(),
-                     [&](const auto& picture) { return init_images_->Keeps(picture); })
-             ? Encoding::kKept
-             : Encoding::kNeeded;
-}
-
-absl::StatusOr<int> Evaluator::Encode(std::span<const Start> starts) {
-  std::vector<InitImages::Picture> pictures;
-  for (const Start& start : starts)
-    for (const InitImages::Picture& picture : PicturesOf(start)) pictures.push_back(picture);
-  return pictures.empty() ? 0 : init_images_->Encode(pictures);
-}
-
-int Evaluator::Encodes(double seconds) const {
-  if (!init_images_) return kMostEncoded;
-  int images = 0;
-  for (const int count : init_images_->stage().Runs(kMostEncoded, seconds)) images += count;
-  return images;
 }
 
 void Evaluator::Begin(int slot, const Start& start) {
@@ -387,9 +368,8 @@ void Evaluator::Begin(int slot, const Start& start) {
 /// Prepares everything that the slot needs from its init image. Fills source_ if KeepsSource().
 void Evaluator::ReadSource(int slot, const Start& start) {
   const std::vector<float> mask = MaskOf(start);
-  const InitImages::Picture whole{.id = start.source_id, .pixels = start.source};
   if (options_.image_input == ImageInput::kWhole) {
-    options_.codec->SampleLatents(backend_, {.encoded = init_images_->Encoded(whole),
+    options_.codec->SampleLatents(backend_, {.encoded = init_images_->Encoded(WholeOf(start)),
                                              .unscaled = true,
                                              .out = state_.extra.Slice(slot, 1)});
   } else if (options_.image_input == ImageInput::kMasked) {
@@ -397,9 +377,7 @@ void Evaluator::ReadSource(int slot, const Start& start) {
     // The model reads the columns [mask, latents], which arrive in separate memory.
     const Tensor extra =
         state_.extra.Slice(slot, 1).Reshape({noise_.dim(0) * noise_.dim(1), state_.extra.dim(3)});
-    InitImages::Picture masked = whole;
-    masked.mask = start.mask;
-    SampleSource(start, masked, kMaskedEncoderDraw);
+    SampleSource(start, MaskedOf(start), kMaskedEncoderDraw);
     backend_.Copy(source_.Reshape({extra.dim(0), noise_.dim(2)}), extra.Columns(1, noise_.dim(2)));
     const Tensor uploaded = noise_.Reshape({noise_.elements()}).Slice(0, extra.dim(0));
     backend_.Upload(mask.data(), uploaded.bytes(), uploaded);
@@ -409,7 +387,7 @@ void Evaluator::ReadSource(int slot, const Start& start) {
   }
   if (!KeepsSource(start)) return;
   if (init_images_) {
-    SampleSource(start, whole, kEncoderDraw);
+    SampleSource(start, WholeOf(start), kEncoderDraw);
   } else {
     backend_.Upload(start.source, source_.bytes(), source_);
   }
@@ -494,11 +472,11 @@ std::unique_ptr<Download> Evaluator::DownloadState(int slot) {
 std::vector<int> Evaluator::Decodes(int drawn, double seconds) const {
   if (drawn == 0) return {};
   if (!decoding_) return {drawn};
-  return decoding_->Runs(std::min(drawn, options_.max_images), seconds);
+  return decoding_->NextRuns(std::min(drawn, options_.max_images), seconds);
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<Download>>> Evaluator::DownloadImages(
-    std::span<const int> slots) {
+    std::span<const int> slots, CodecStage::Ran* ran) {
   std::vector<std::unique_ptr<Download>> downloads;
   if (!decoding_) {
     for (const int slot : slots) downloads.push_back(DownloadState(slot));
@@ -507,8 +485,9 @@ absl::StatusOr<std::vector<std::unique_ptr<Download>>> Evaluator::DownloadImages
   const int count = static_cast<int>(slots.size());
   DENOISED_ASSIGN_OR_RETURN(const Tensor latents, decoding_->Input(count));
   for (int i = 0; i < count; ++i) backend_.Copy(state_.x.Slice(slots[i], 1), latents.Slice(i, 1));
-  DENOISED_ASSIGN_OR_RETURN(const Tensor pixels, decoding_->Run(count));
-  for (int i = 0; i < count; ++i) downloads.push_back(backend_.BeginDownload(SlotOf(pixels, i)));
+  DENOISED_ASSIGN_OR_RETURN(*ran, decoding_->Run(count));
+  for (int i = 0; i < count; ++i)
+    downloads.push_back(backend_.BeginDownload(SlotOf(decoding_->output(count), i)));
   return downloads;
 }
 
@@ -520,8 +499,8 @@ absl::StatusOr<std::unique_ptr<Download>> Evaluator::DownloadPreview(int slot, b
   } else {
     backend_.Add(state_.x.Slice(slot, 1), scale, Tensor(), 0.0f, Activation::kNone, latents);
   }
-  DENOISED_ASSIGN_OR_RETURN(const Tensor pixels, preview_->Run(1));
-  return backend_.BeginDownload(SlotOf(pixels, 0));
+  DENOISED_RETURN_IF_ERROR(preview_->Run(1).status());
+  return backend_.BeginDownload(SlotOf(preview_->output(1), 0));
 }
 
 std::unique_ptr<Download> Evaluator::DownloadX0(int slot) {

@@ -21,8 +21,9 @@ namespace denoised {
 
 /// One model at one image size, with the state of its images in flight and one captured graph per
 /// row bucket: gather → model → guidance and sampler step → scatter. With a codec the state is
-/// latents: Encode() turns init images into them, and DownloadImages() decodes the result. Used by
-/// the thread that owns the device. Calls enqueue work and do not wait for it, unless they say so.
+/// latents: init_images() encodes what images begin with, and DownloadImages() decodes the result.
+/// Used by the thread that owns the device. Calls enqueue work and do not wait for it, unless they
+/// say so.
 class Evaluator {
  public:
   struct Options {
@@ -97,17 +98,11 @@ class Evaluator {
     int evaluations_done = 0;
   };
 
-  /// Images whose init images may be encoded by one call of Encode(): an image has two at most,
-  /// whole and masked.
-  static constexpr int kMostEncoded = InitImages::kKept / 2;
-  /// What an image needs of the codec before it begins.
-  enum class Encoding { kNone, kKept, kNeeded };
-  Encoding EncodingOf(const Start& start) const;
-  /// Encodes the init images that these need, several side by side, at most kMostEncoded images.
-  /// Returns how many were not kept. Begin() of the images follows, before the next Encode().
-  absl::StatusOr<int> Encode(std::span<const Start> starts);
-  /// How many init images may be encoded within `seconds`, at least one.
-  int Encodes(double seconds) const;
+  /// The pictures that an image needs encoded before it begins: none, or its init image, whole,
+  /// masked or both.
+  std::vector<InitImages::Picture> PicturesOf(const Start& start) const;
+  /// With a codec that encodes. Before Begin() of an image, its pictures must be kept.
+  InitImages& init_images() { return *init_images_; }
   /// Puts an image into `slot`, whatever was there before.
   void Begin(int slot, const Start& start);
 
@@ -121,11 +116,12 @@ class Evaluator {
   /// The slot's state, or its predicted x0, at this point of the queue: F32 [H, W, C].
   std::unique_ptr<Download> DownloadState(int slot);
   /// The sizes of the next calls of DownloadImages() for `drawn` images, at most max_images in
-  /// total: see CodecStage::Runs().
+  /// total: see CodecStage::NextRuns().
   std::vector<int> Decodes(int drawn, double seconds) const;
   /// The pixels of the slots' states. With a codec they are decoded first; pass as many slots as
-  /// Decodes() says then.
-  absl::StatusOr<std::vector<std::unique_ptr<Download>>> DownloadImages(std::span<const int> slots);
+  /// Decodes() says then. `ran`: when decoding ran.
+  absl::StatusOr<std::vector<std::unique_ptr<Download>>> DownloadImages(std::span<const int> slots,
+                                                                        CodecStage::Ran* ran);
   /// With a preview_codec: the slot's predicted x0, decoded by it, or the state times `scale`.
   absl::StatusOr<std::unique_ptr<Download>> DownloadPreview(int slot, bool predicted, float scale);
   std::unique_ptr<Download> DownloadX0(int slot);
@@ -155,7 +151,6 @@ class Evaluator {
   Tensor SlotOf(const Tensor& per_slot, int slot) const;
   bool ReadsSource(const Start& start) const;
   bool KeepsSource(const Start& start) const;
-  std::vector<InitImages::Picture> PicturesOf(const Start& start) const;
   void ReadSource(int slot, const Start& start);
   void SampleSource(const Start& start, const InitImages::Picture& picture, uint32_t draw);
   std::vector<float> MaskOf(const Start& start) const;

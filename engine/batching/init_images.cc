@@ -2,6 +2,8 @@
 #include "engine/batching/init_images.h"
 
 #include <algorithm>
+#include <cmath>
+#include <vector>
 
 namespace denoised {
 
@@ -25,45 +27,48 @@ absl::Status InitImages::Allocate(size_t* bytes) {
   return absl::OkStatus();
 }
 
-std::vector<InitImages::Entry>::const_iterator InitImages::Find(const Picture& picture) const {
-  return std::find_if(entries_.begin(), entries_.end(),
-                      [&](const Entry& entry) { return entry.key == KeyOf(picture); });
+const InitImages::Entry* InitImages::Find(const Picture& picture) const {
+  for (const Entry& entry : entries_)
+    if (entry.key == picture.key()) return &entry;
+  return nullptr;
 }
 
-bool InitImages::Keeps(const Picture& picture) const { return Find(picture) != entries_.end(); }
+bool InitImages::Keeps(const Picture& picture) const { return Find(picture) != nullptr; }
 
 Tensor InitImages::Encoded(const Picture& picture) const {
-  const auto found = Find(picture);
-  DENOISED_CHECK(found != entries_.end(), "init image {} is not encoded", picture.id);
-  return kept_.Slice(found - entries_.begin(), 1);
+  const Entry* const found = Find(picture);
+  DENOISED_CHECK(found != nullptr, "init image {} is not encoded", picture.id);
+  return kept_.Slice(found - entries_.data(), 1);
 }
 
-absl::StatusOr<int> InitImages::Encode(std::span<const Picture> pictures) {
+absl::StatusOr<int> InitImages::EncodeNext(std::span<const Picture> pictures,
+                                           CodecStage::Ran* ran) {
   ++calls_;
-  for (Entry& entry : entries_)
-    for (const Picture& picture : pictures)
-      if (entry.key == KeyOf(picture)) entry.used = calls_;
-  std::vector<std::pair<const Picture*, int64_t>> encoded;  // with their places
+  std::vector<const Picture*> missing;
   for (const Picture& picture : pictures) {
-    if (Keeps(picture)) continue;
+    const auto is_it = [&](const auto& other) { return other.key == picture.key(); };
+    const auto entry = std::find_if(entries_.begin(), entries_.end(), is_it);
+    if (entry != entries_.end()) {
+      entry->used = calls_;
+    } else if (std::none_of(missing.begin(), missing.end(),
+                            [&](auto* other) { return other->key() == picture.key(); })) {
+      missing.push_back(&picture);
+    }
+  }
+  if (missing.empty()) return 0;
+  const int count = stage_.NextRuns(static_cast<int>(missing.size()), INFINITY).front();
+  DENOISED_ASSIGN_OR_RETURN(const Tensor pixels, stage_.Input(count));
+  for (int i = 0; i < count; ++i) Upload(*missing[i], pixels.Slice(i, 1));
+  DENOISED_ASSIGN_OR_RETURN(*ran, stage_.Run(count));
+  for (int i = 0; i < count; ++i) {
     const auto oldest =
         std::min_element(entries_.begin(), entries_.end(),
                          [](const Entry& a, const Entry& b) { return a.used < b.used; });
     DENOISED_CHECK(oldest->used < calls_, "{} pictures in one call", pictures.size());
-    *oldest = {.key = KeyOf(picture), .used = calls_};
-    encoded.emplace_back(&picture, oldest - entries_.begin());
+    *oldest = {.key = missing[i]->key(), .used = calls_};
+    backend_.Copy(stage_.output(count).Slice(i, 1), kept_.Slice(oldest - entries_.begin(), 1));
   }
-  for (size_t begin = 0; begin < encoded.size();) {
-    const auto left = static_cast<int>(encoded.size() - begin);
-    const int count = stage_.Runs(left, INFINITY).front();
-    DENOISED_ASSIGN_OR_RETURN(const Tensor pixels, stage_.Input(count));
-    for (int i = 0; i < count; ++i) Upload(*encoded[begin + i].first, pixels.Slice(i, 1));
-    DENOISED_ASSIGN_OR_RETURN(const Tensor out, stage_.Run(count));
-    for (int i = 0; i < count; ++i)
-      backend_.Copy(out.Slice(i, 1), kept_.Slice(encoded[begin + i].second, 1));
-    begin += count;
-  }
-  return static_cast<int>(encoded.size());
+  return count;
 }
 
 void InitImages::Upload(const Picture& picture, const Tensor& to) const {

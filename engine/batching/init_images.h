@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
 #include <utility>
-#include <vector>
 
 #include "engine/batching/codec_stage.h"
 #include "engine/models/codec.h"
@@ -19,13 +19,13 @@ namespace denoised {
 /// wait.
 class InitImages {
  public:
-  /// Pictures that are kept, and the most in one call of Encode().
-  static constexpr int kKept = 8;
+  static constexpr int kKept = 8;  // pictures
 
   struct Picture {
     uint64_t id = 0;                // equal ids: equal pixels and equal masks
     const float* pixels = nullptr;  // [H, W, C] in host memory
     const float* mask = nullptr;    // optional [H, W]: pixels where it is at least ½ become zero
+    std::pair<uint64_t, bool> key() const { return {id, mask != nullptr}; }
   };
 
   /// `height` and `width` of the latents. `backend` must outlive it.
@@ -33,24 +33,23 @@ class InitImages {
 
   /// The stage that encodes, to give it memory and warm it up.
   CodecStage& stage() { return stage_; }
-  const CodecStage& stage() const { return stage_; }
   /// Takes memory for the pictures that are kept, and adds its bytes.
   absl::Status Allocate(size_t* bytes);
 
   bool Keeps(const Picture& picture) const;
-  /// Encodes those pictures that are not kept. Returns how many.
-  absl::StatusOr<int> Encode(std::span<const Picture> pictures);
+  /// Encodes the first of these pictures that are not kept, as many side by side as is fastest, and
+  /// drops none of them: pass at most kKept different ones. Returns how many it encoded; 0: all are
+  /// kept. `ran`: when it ran.
+  absl::StatusOr<int> EncodeNext(std::span<const Picture> pictures, CodecStage::Ran* ran);
   /// What the codec made of a picture that is kept: F32 [1, h, w, encoded_channels].
   Tensor Encoded(const Picture& picture) const;
 
  private:
-  using Key = std::pair<uint64_t, bool>;  // id, masked
   struct Entry {
-    std::optional<Key> key;
-    uint64_t used = 0;  // the call of Encode() that had it last
+    std::optional<std::pair<uint64_t, bool>> key;
+    uint64_t used = 0;  // the call of EncodeNext() that had it last
   };
-  static Key KeyOf(const Picture& picture) { return {picture.id, picture.mask != nullptr}; }
-  std::vector<Entry>::const_iterator Find(const Picture& picture) const;
+  const Entry* Find(const Picture& picture) const;
   void Upload(const Picture& picture, const Tensor& to) const;
 
   Backend& backend_;
@@ -58,7 +57,7 @@ class InitImages {
   const int height_, width_;
   CodecStage stage_;
   Tensor kept_;  // F32 [kKept, h, w, encoded_channels]
-  std::vector<Entry> entries_{kKept};
+  std::array<Entry, kKept> entries_;
   uint64_t calls_ = 0;
 };
 

@@ -47,7 +47,7 @@ class JobQueue {
     int rows() const { return effective.MostRows(); }
     int prompts() const { return guided() ? 2 : 1; }  // of an image
     std::pair<double, JobId> key() const { return Admission::Key(*ticket); }
-    /// Computed at the first call, when the first image gets a slot.
+    /// Computed at the first call, when the first image is about to get a slot.
     const std::vector<DeviceEvaluation>& plan();
 
    private:

@@ -66,7 +66,14 @@ struct StepBatcher::StageRun {
   int count = 0;                               // prompts, or images
   std::unique_ptr<Marker> begin, end;          // null: it took no time
   std::vector<std::shared_ptr<Image>> images;  // the images that it was for
-  std::vector<std::shared_ptr<Image>> others;  // images whose prompts were known
+  std::vector<std::shared_ptr<Image>> others;  // those whose prompts or pictures were kept
+};
+
+/// An image that takes a slot.
+struct StepBatcher::Starting {
+  std::shared_ptr<Image> image;
+  Evaluator::Start start;
+  std::vector<InitImages::Picture> pictures;  // that it needs encoded
 };
 
 /// The images of one lane that are in flight on this device, with the memory for them.
@@ -440,21 +447,20 @@ bool StepBatcher::Admits(const Batch& batch) const {
 absl::Status StepBatcher::Admit(Batch& batch) {
   if (!Admits(batch)) return absl::OkStatus();
   size_t may_park = options_.batching == Batching::kRequest ? 0 : kParksPerEvaluation;
-  // Encoding init images delays the evaluations of other images.
-  const bool delays = std::any_of(batches_.begin(), batches_.end(),
-                                  [](const auto& each) { return each->rows > 0; });
-  const size_t may_encode =
-      delays ? batch.evaluator->Encodes(admission_.Cost(*batch.lane, std::max(1, batch.rows)))
-             : ~size_t{0};
-  std::set<JobId> encoded;  // jobs
   int slot = 0;
   std::vector<int> begun, taken;  // slots; those taken do not have their images yet
+  // Encoding init images delays the evaluations that could run without them: by the time of the
+  // longest of these, or by one picture.
+  std::set<JobId> encoding;  // jobs whose pictures are not kept
+  int pictures = 0;          // of these jobs
+  double longest = 0;        // seconds
+  for (const auto& each : batches_)
+    if (each->rows > 0) longest = std::max(longest, admission_.Cost(*each->lane, each->rows));
   while (const auto job = queue_.First(batch.lane, options_.device, batch.rows)) {
-    const bool encodes =
-        job->effective.spec.init_image && !encoded.contains(job->id) &&
-        batch.evaluator->EncodingOf(StartOf(*job, 0)) == Evaluator::Encoding::kNeeded;
-    if (encodes && encoded.size() >= may_encode) break;
-    if (encodes) encoded.insert(job->id);
+    const int missing = encoding.contains(job->id) ? 0 : MissingPictures(batch, *job);
+    const double encode = admission_.StageCost(*batch.lane, Stage::kEncode);
+    if (missing > 0 && pictures > 0 && longest > 0 && (pictures + missing) * encode > longest)
+      break;
     std::vector<int> victims;
     if (!batch.HasRoom(*job)) {
       may_park = std::min(may_park, RoomToPark(batch));
@@ -463,7 +469,7 @@ absl::Status StepBatcher::Admit(Batch& batch) {
     }
     std::shared_ptr<Image> image = queue_.Take(job, options_.device);
     if (!image) continue;  // another device took it
-    if (!victims.empty()) DENOISED_RETURN_IF_ERROR(Begin(batch, &taken));
+    if (!victims.empty()) DENOISED_RETURN_IF_ERROR(Begin(batch, std::exchange(taken, {})));
     for (const int victim : victims) {
       Park(batch, victim);
       std::erase(begun, victim);  // the slot may have begun just now
@@ -475,8 +481,14 @@ absl::Status StepBatcher::Admit(Batch& batch) {
     batch.Take(slot, std::move(image));
     begun.push_back(slot);
     taken.push_back(slot);
+    if (missing > 0) {
+      encoding.insert(job->id);
+      pictures += missing;
+    } else if (!encoding.contains(job->id)) {
+      longest = std::max(longest, admission_.Cost(*batch.lane, batch.rows));
+    }
   }
-  DENOISED_RETURN_IF_ERROR(Begin(batch, &taken));
+  DENOISED_RETURN_IF_ERROR(Begin(batch, taken));
   if (batch.conditioner && !begun.empty()) {
     Backend& backend = BackendOf(batch.model);
     StageRun run{.stage = Stage::kCondition};
@@ -566,33 +578,69 @@ Evaluator::Start StepBatcher::StartOf(Job& job, int image) {
   return start;
 }
 
-/// Puts the images of these slots there, and forgets the slots. Init images are encoded together.
-absl::Status StepBatcher::Begin(Batch& batch, std::vector<int>* slots) {
-  Backend& backend = BackendOf(batch.model);
-  for (auto first = slots->begin(); first != slots->end();) {
-    const auto end = first + std::min<ptrdiff_t>(Evaluator::kMostEncoded, slots->end() - first);
-    std::vector<Evaluator::Start> starts;
-    StageRun run{.stage = Stage::kEncode};
-    for (auto slot = first; slot != end; ++slot) {
-      const std::shared_ptr<Image>& image = batch.slots[*slot];
-      Evaluator::Start& start = starts.emplace_back(StartOf(*image->job, image->index));
-      start.parked = image->parked.get();
-      start.evaluations_done = image->evaluation;
-      const Evaluator::Encoding encoding = batch.evaluator->EncodingOf(start);
-      if (encoding == Evaluator::Encoding::kNeeded) run.images.push_back(image);
-      if (encoding == Evaluator::Encoding::kKept) run.others.push_back(image);
+/// How many pictures the job's images need encoded that are not kept.
+int StepBatcher::MissingPictures(Batch& batch, Job& job) {
+  if (!job.effective.spec.init_image) return 0;
+  int missing = 0;
+  for (const InitImages::Picture& picture : batch.evaluator->PicturesOf(StartOf(job, 0)))
+    missing += batch.evaluator->init_images().Keeps(picture) ? 0 : 1;
+  return missing;
+}
+
+/// Puts the images of these slots there. First their init images are encoded, for as many images at
+/// a time as have room among the pictures that are kept.
+absl::Status StepBatcher::Begin(Batch& batch, const std::vector<int>& slots) {
+  for (size_t first = 0; first < slots.size();) {
+    std::vector<Starting> starting;
+    std::set<std::pair<uint64_t, bool>> keys;
+    for (size_t i = first; i < slots.size(); ++i) {
+      Starting next{.image = batch.slots[slots[i]]};
+      next.start = StartOf(*next.image->job, next.image->index);
+      next.start.parked = next.image->parked.get();
+      next.start.evaluations_done = next.image->evaluation;
+      next.pictures = batch.evaluator->PicturesOf(next.start);
+      for (const InitImages::Picture& picture : next.pictures) keys.insert(picture.key());
+      if (keys.size() > InitImages::kKept) break;
+      starting.push_back(std::move(next));
     }
-    if (!run.images.empty()) run.begin = backend.Mark();
-    DENOISED_ASSIGN_OR_RETURN(run.count, batch.evaluator->Encode(starts));
-    if (!run.images.empty()) run.end = backend.Mark();
-    if (!run.images.empty() || !run.others.empty()) batch.runs.push_back(std::move(run));
-    for (const Evaluator::Start& start : starts) {
-      batch.evaluator->Begin(*first, start);
-      batch.slots[*first++]->parked.reset();
+    if (!keys.empty()) DENOISED_RETURN_IF_ERROR(Encode(batch, starting));
+    for (const Starting& each : starting) {
+      batch.evaluator->Begin(slots[first++], each.start);
+      each.image->parked.reset();
     }
   }
-  slots->clear();
   return absl::OkStatus();
+}
+
+/// Encodes the pictures of these images that are not kept.
+absl::Status StepBatcher::Encode(Batch& batch, const std::vector<Starting>& starting) {
+  InitImages& init_images = batch.evaluator->init_images();
+  std::vector<InitImages::Picture> pictures;
+  StageRun known{.stage = Stage::kEncode};
+  const auto missing = [&](const Starting& image) {
+    return std::count_if(image.pictures.begin(), image.pictures.end(),
+                         [&](const auto& picture) { return !init_images.Keeps(picture); });
+  };
+  std::vector<ptrdiff_t> left;
+  for (const Starting& each : starting) {
+    pictures.insert(pictures.end(), each.pictures.begin(), each.pictures.end());
+    left.push_back(missing(each));
+    if (left.back() == 0 && !each.pictures.empty()) known.others.push_back(each.image);
+  }
+  if (!known.others.empty()) batch.runs.push_back(std::move(known));
+  while (true) {
+    CodecStage::Ran ran;
+    StageRun run{.stage = Stage::kEncode};
+    DENOISED_ASSIGN_OR_RETURN(run.count, init_images.EncodeNext(pictures, &ran));
+    if (run.count == 0) return absl::OkStatus();
+    run.begin = std::move(ran.begin);
+    run.end = std::move(ran.end);
+    for (size_t i = 0; i < starting.size(); ++i) {
+      const ptrdiff_t now = missing(starting[i]);
+      if (now < std::exchange(left[i], now)) run.images.push_back(starting[i].image);
+    }
+    batch.runs.push_back(std::move(run));
+  }
 }
 
 /// The slots of the images that the next evaluation advances: all that are not drawn, or, if these
@@ -773,11 +821,11 @@ absl::Status StepBatcher::Decode(Batch& batch, Evaluated* evaluated) {
 /// Decodes the first `count` of the waiting images together.
 absl::Status StepBatcher::DecodeNext(Batch& batch, int count, Evaluated* evaluated) {
   const std::vector<int> slots(batch.drawn.begin(), batch.drawn.begin() + count);
-  Backend& backend = BackendOf(batch.model);
   StageRun run{.stage = Stage::kDecode, .count = count};
-  if (batch.model.codec) run.begin = backend.Mark();
-  DENOISED_ASSIGN_OR_RETURN(auto downloads, batch.evaluator->DownloadImages(slots));
-  if (batch.model.codec) run.end = backend.Mark();
+  CodecStage::Ran ran;
+  DENOISED_ASSIGN_OR_RETURN(auto downloads, batch.evaluator->DownloadImages(slots, &ran));
+  run.begin = std::move(ran.begin);
+  run.end = std::move(ran.end);
   for (int i = 0; i < count; ++i) {
     const int s = slots[i];
     const std::shared_ptr<Image> image = batch.slots[s];
@@ -849,9 +897,12 @@ absl::Status StepBatcher::Report() {
   std::map<const Image*, std::vector<std::pair<Stage, double>>> stages;
   for (const StageRun& run : evaluated.runs) {
     const double took = run.count > 0 ? run.end->SecondsSince(*run.begin) : 0;
-    // Images whose prompts were known count as 0 s in the average.
-    admission_.MeasuredStage(*evaluated.lane, run.stage,
-                             static_cast<int>(run.images.size() + run.others.size()), took, true);
+    // A prompt that was kept counts as 0 s in the average. An init image counts when it is encoded,
+    // however many images share it.
+    const int measured = run.stage == Stage::kEncode
+                             ? run.count
+                             : static_cast<int>(run.images.size() + run.others.size());
+    admission_.MeasuredStage(*evaluated.lane, run.stage, measured, took, true);
     if (observer_ && run.count > 0)
       observer_->OnStage(evaluated.model, device_name_, run.stage, run.count, took);
     for (const auto& image : run.images) stages[image.get()].emplace_back(run.stage, took);

@@ -76,7 +76,7 @@ class StepBatcher {
 
   /// Takes memory for the model at its native size, in pixels, and for its prompts.
   absl::Status AddModel(const BatchedModel& model, int height, int width);
-  /// One step of warming up the prompts, then the decoder and the row buckets (see
+  /// One step of warming up the prompts, then the codec and the row buckets (see
   /// Evaluator::WarmUp()), so that no request has to wait for it. False after the last.
   absl::StatusOr<bool> WarmUp(const std::string& model);
   /// Frees a model that has no jobs, and all its memory.
@@ -108,6 +108,7 @@ class StepBatcher {
   struct Batch;
   struct Evaluated;
   struct StageRun;
+  struct Starting;
 
   absl::StatusOr<bool> OpenSizes();
   absl::StatusOr<std::unique_ptr<Batch>> MakeBatch(const BatchedModel& model, int height, int width,
@@ -129,7 +130,9 @@ class StepBatcher {
   size_t RoomToPark(const Batch& batch) const;
   void Park(Batch& batch, int slot);
   static Evaluator::Start StartOf(Job& job, int image);
-  absl::Status Begin(Batch& batch, std::vector<int>* slots);
+  static int MissingPictures(Batch& batch, Job& job);
+  absl::Status Begin(Batch& batch, const std::vector<int>& slots);
+  absl::Status Encode(Batch& batch, const std::vector<Starting>& starting);
   std::vector<int> Chosen(const Batch& batch) const;
   double LeastSeconds(const Admission::Lane& lane, const std::vector<int>& buckets, int rows) const;
   absl::Status Launch(Batch& batch);

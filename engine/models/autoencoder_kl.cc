@@ -49,7 +49,7 @@ class AutoencoderKL : public Codec {
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
   Tensor Encode(Context& context, const Tensor& pixels) const override;
-  void SampleLatents(NetworkOps& ops, const EncodedLatents& args) const override;
+  void SampleLatents(NetworkOps& ops, const SampleLatentsArgs& args) const override;
 
  private:
   absl::Status LoadLatentConv(NetworkOps& ops, const Weights& weights);
@@ -156,7 +156,7 @@ Tensor AutoencoderKL::Encode(Context& context, const Tensor& pixels) const {
   return moments;
 }
 
-void AutoencoderKL::SampleLatents(NetworkOps& ops, const EncodedLatents& args) const {
+void AutoencoderKL::SampleLatents(NetworkOps& ops, const SampleLatentsArgs& args) const {
   ops.Gaussian({.moments = args.encoded,
                 .noise = args.noise,
                 .scale = args.unscaled ? ones_ : scale_,

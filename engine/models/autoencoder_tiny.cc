@@ -114,7 +114,7 @@ class AutoencoderTiny : public Codec {
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
   Tensor Encode(Context& context, const Tensor& pixels) const override;
-  void SampleLatents(NetworkOps& ops, const EncodedLatents& args) const override;
+  void SampleLatents(NetworkOps& ops, const SampleLatentsArgs& args) const override;
 
  private:
   absl::Status LoadEncoder(NetworkOps& ops, const Weights& layers);
@@ -213,7 +213,7 @@ Tensor AutoencoderTiny::Decode(Context& context, const Tensor& latents) const {
   return out;
 }
 
-void AutoencoderTiny::SampleLatents(NetworkOps& ops, const EncodedLatents& args) const {
+void AutoencoderTiny::SampleLatents(NetworkOps& ops, const SampleLatentsArgs& args) const {
   const double scale = args.unscaled ? 1 : config_.scaling_factor,
                shift = args.unscaled ? 0 : -config_.shift_factor * config_.scaling_factor;
   ops.Add(args.encoded, static_cast<float>(scale), Tensor(), static_cast<float>(shift),

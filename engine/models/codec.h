@@ -15,7 +15,7 @@ struct CodecTraits {
   bool encodes() const { return encoded_channels > 0; }
 };
 
-struct EncodedLatents {
+struct SampleLatentsArgs {
   Tensor encoded;  // of Codec::Encode()
   Tensor noise;  // optional F32 of the latents' shape, standard normal: of a distribution the mean
                  // plus the standard deviation times it; undefined: the mean
@@ -38,7 +38,7 @@ class Codec {
   /// Only if it encodes.
   virtual Tensor Encode(nn::Context& context, const Tensor& pixels) const = 0;
   /// Latents from what Encode() predicts, into F32 [N, h, w, latent_channels].
-  virtual void SampleLatents(NetworkOps& ops, const EncodedLatents& args) const = 0;
+  virtual void SampleLatents(NetworkOps& ops, const SampleLatentsArgs& args) const = 0;
 };
 
 }  // namespace denoised

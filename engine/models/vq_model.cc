@@ -37,7 +37,7 @@ class VQModel : public Codec {
   const CodecTraits& traits() const override { return traits_; }
   Tensor Decode(Context& context, const Tensor& latents) const override;
   Tensor Encode(Context& context, const Tensor& pixels) const override;
-  void SampleLatents(NetworkOps& ops, const EncodedLatents& args) const override;
+  void SampleLatents(NetworkOps& ops, const SampleLatentsArgs& args) const override;
 
  private:
   VQModelConfig config_;
@@ -87,7 +87,7 @@ Tensor VQModel::Encode(Context& context, const Tensor& pixels) const {
   return quant_conv_(context, {.x = encoded, .out = std::move(latents)});
 }
 
-void VQModel::SampleLatents(NetworkOps& ops, const EncodedLatents& args) const {
+void VQModel::SampleLatents(NetworkOps& ops, const SampleLatentsArgs& args) const {
   const double scale = args.unscaled ? 1 : config_.vae.scaling_factor;
   ops.Add(args.encoded, static_cast<float>(scale), Tensor(), 0.0f, Activation::kNone, args.out);
 }

@@ -34,7 +34,7 @@ class FakeCodec final : public Codec {
     return latents;
   }
   /// As from a distribution of width 1.
-  void SampleLatents(NetworkOps& ops, const EncodedLatents& args) const override {
+  void SampleLatents(NetworkOps& ops, const SampleLatentsArgs& args) const override {
     ops.Add(args.encoded, 1.0f, args.noise, 0.0f, Activation::kNone, args.out);
   }
 

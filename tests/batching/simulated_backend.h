@@ -46,6 +46,8 @@ class SimulatedBackend final : public Backend {
   bool splits_rows = true;
   /// Those of the CPU, unless a test says otherwise.
   Capabilities can;
+  /// False: Capture() finds no memory. What then runs without a graph takes no time.
+  bool graphs = true;
   /// Null: they take no time.
   std::function<double(int images)> decode_cost, encode_cost;
   /// Allocate refuses more than this.
@@ -144,6 +146,7 @@ class SimulatedBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {
+    if (!graphs) return ResourceExhausted("there is no memory for a graph");
     return cpu_->Capture(body);
   }
   void Launch(Graph& graph) override {

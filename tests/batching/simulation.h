@@ -56,6 +56,7 @@ class Simulation : public EngineObserver {
     std::function<double(int images)> decode_cost;
     /// With decode_cost: the codec encodes, too.
     std::function<double(int images)> encode_cost;
+    bool graphs = true;               // false: there is never memory for one
     std::function<void()> part_done;  // as StepBatcher::Options::part_done
   };
   struct Request {
@@ -94,6 +95,7 @@ class Simulation : public EngineObserver {
                                                           fmt::format("simulated:{}", i));
       device.backend->decode_cost = options.decode_cost;
       device.backend->encode_cost = options.encode_cost;
+      device.backend->graphs = options.graphs;
       device.backend->splits_rows = false;
       device.backend->can.pads_rows = options.pads_rows;
       device.batcher = std::make_unique<StepBatcher>(

@@ -35,7 +35,8 @@ int SplitsOf(const ConvLayer& layer);
 /// Whether there is no shortcut, or it is computed as extra steps along k. The latter is done if k
 /// is split.
 bool SuitsShortcut(const ConvLayer& layer);
-/// Whether TMA can read the sources: bf16, or pairs in e4m3, in multiples of eight, aligned.
+/// Whether TMA can read the sources: bf16, or pairs in e4m3, in multiples of eight, aligned, with
+/// strides up to eight.
 bool SuitsHopper(const ConvLayer& conv);
 /// Whether it is a 3×3 convolution with bf16 outputs of images that halo tiles cover with little
 /// waste.
