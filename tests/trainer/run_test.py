@@ -8,6 +8,7 @@ usage: run_test.py DENOISE_TRAIN [unittest arguments]"""
 import binascii
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -17,6 +18,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 import urllib.request
@@ -127,21 +129,88 @@ class RunTest(unittest.TestCase):
         self.train("d", seed=1)
         self.assertNotEqual(self.state("a"), self.state("d"))
 
+    def kill(self, processes, victim, ready):
+        """Kills one of these (SIGKILL) when ready(lines of the first) is true. What the first said."""
+        said = []
+        reader = threading.Thread(target=lambda: said.extend(processes[0].stderr))
+        reader.start()
+        try:
+            limit = time.monotonic() + 60
+            while not ready(said):
+                self.assertIsNone(processes[victim].poll(), said)
+                self.assertLess(time.monotonic(), limit, said)
+            processes[victim].kill()
+            for process in processes:
+                process.wait(timeout=60)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+            reader.join()
+            processes[0].stderr.close()
+        # It was in the middle of the run.
+        self.assertEqual(processes[victim].returncode, -signal.SIGKILL, said)
+        return "".join(said)
+
+    def assert_log_has_each_step_once(self, output, last):
+        steps = [json.loads(line)["step"]
+                 for line in (self.root / output / "log.jsonl").read_text().splitlines()]  # fmt: skip
+        self.assertEqual(steps, list(range(1, last + 1)))
+
     def test_kill_at_any_moment_and_resume(self):
-        self.train("whole", **{"checkpoint-steps": 1, "keep": 2, "steps": 30})
-        for milliseconds in (120, 200, 280, 360, 440):
-            output = f"killed{milliseconds}"
-            flags = {"checkpoint-steps": 1, "keep": 2, "steps": 30}
-            process = subprocess.Popen(self.arguments(output, **flags), stderr=subprocess.DEVNULL)
-            time.sleep(milliseconds / 1000)
-            process.kill()
-            process.wait()
-            self.train(output, resume="latest", **flags)
-            self.assertEqual(self.state("whole", 30), self.state(output, 30), output)
-            steps = [json.loads(line)["step"]
-                     for line in (self.root / output / "log.jsonl").read_text().splitlines()]  # fmt: skip
-            self.assertEqual(steps, sorted(set(steps)))
-            self.assertEqual(steps[-1], 30)
+        flags = {"checkpoint-steps": 1, "keep": 2, "steps": 30}
+        self.train("whole", **flags)
+        seed = int(os.environ.get("KILL_SEED", random.randrange(1 << 32)))
+        print(f"KILL_SEED={seed}", file=sys.stderr)
+        chance = random.Random(seed)
+        for moment in ("saved", "saving") * 3:
+            step = chance.randint(2, 25)
+            output = f"{moment}{step}-{chance.randrange(1 << 32)}"
+            checkpoints = self.root / output / "checkpoints"
+
+            def saved(said, step=step):
+                return f"saved step {step}\n" in said
+
+            def saving(said, checkpoints=checkpoints, step=step):
+                return checkpoints.exists() and any(
+                    each.endswith(".partial") and each >= f"step-{step:09}"
+                    for each in os.listdir(checkpoints))  # fmt: skip
+
+            with self.subTest(moment=moment, step=step, seed=seed):
+                process = subprocess.Popen(
+                    self.arguments(output, **flags), stderr=subprocess.PIPE, text=True)  # fmt: skip
+                self.kill([process], 0, {"saved": saved, "saving": saving}[moment])
+                said = self.train(output, resume="latest", **flags)
+                resumed = int(re.search(r"resumed at step (\d+)", said)[1])
+                self.assertGreaterEqual(resumed, step - (moment == "saving"))
+                self.assertLess(resumed, 30)
+                self.assertEqual(self.state("whole", 30), self.state(output, 30))
+                self.assert_log_has_each_step_once(output, 30)
+
+    def test_kill_one_of_two_ranks_and_resume_both(self):
+        flags = {"checkpoint-steps": 1, "keep": 2, "steps": 30}
+        self.train("whole", **flags)
+        for victim in range(2):
+            output = f"victim{victim}"
+            port = free_port()
+            processes = [
+                subprocess.Popen(
+                    self.arguments(output, **flags), text=True,
+                    stderr=subprocess.DEVNULL if rank else subprocess.PIPE,
+                    env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port),
+                         "OMP_NUM_THREADS": "1"})
+                for rank in range(2)
+            ]  # fmt: skip
+            said = self.kill(processes, victim, lambda said: "saved step 9\n" in said)
+            if victim == 1:
+                self.assertRegex(said, "rank 1 (is lost|has ended)")
+            # The other did not go on alone.
+            self.assertEqual(processes[1 - victim].returncode, 1, said)
+            said, _ = self.train_ranks(0, output=output, resume="latest", **flags)
+            resumed = int(re.search(r"resumed at step (\d+)", said)[1])
+            self.assertTrue(9 <= resumed < 30, said)
+            self.assertEqual(self.state("whole", 30), self.state(output, 30))
+            self.assert_log_has_each_step_once(output, 30)
 
     def test_a_kill_between_the_last_checkpoint_and_the_model(self):
         self.train("a", steps=4)

@@ -8,6 +8,7 @@ import binascii
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -184,6 +185,23 @@ class TextToImageTest(unittest.TestCase):
         self.assertEqual(self.state("whole"), self.state("ranks"))
         self.train("other", seed=1)
         self.assertNotEqual(self.state("whole"), self.state("other"))
+
+    def test_kill_and_resume(self):
+        flags = {"checkpoint-steps": 1}
+        self.train("whole", **flags)
+        process = subprocess.Popen(self.arguments("killed", **flags), stderr=subprocess.PIPE, text=True)
+        with process, process.stderr:
+            for line in process.stderr:
+                if line == "saved step 3\n":
+                    process.kill()
+        self.assertEqual(process.returncode, -signal.SIGKILL)
+        said = self.train("killed", resume="latest", **flags)
+        self.assertRegex(said, "resumed at step [345]\n")
+        self.assertEqual(self.state("whole"), self.state("killed"))
+        for part, name in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
+            weights = f"model/{part}/{name}.safetensors"
+            self.assertEqual((self.root / "whole" / weights).read_bytes(),
+                             (self.root / "killed" / weights).read_bytes())  # fmt: skip
 
     def test_the_autoencoder_goes_on_with_the_same_bits(self):
         self.train("whole", stage="vae")
