@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <set>
 
 #include "engine/io/safetensors.h"
 #include "trainer/checkpoint.h"
@@ -23,14 +28,48 @@ using testing::HasSubstr;
 
 std::vector<std::string>* synced = nullptr;  // paths, while a test wants them
 
+/// Ends the process in the middle of its work on a folder, as a power cut would: what was written
+/// and not synced is lost.
+struct PowerCut {
+  static constexpr int kExitCode = 42;
+  fs::path folder;
+  int after = 0;                // this many syncs, renames and removals
+  std::set<ino_t> synced = {};  // also what was there before
+
+  void Act() {
+    if (after-- > 0) return;
+    for (const auto& entry : fs::recursive_directory_iterator(folder))
+      if (entry.is_regular_file() && !synced.contains(Inode(entry.path())))
+        if (truncate(entry.path().c_str(), 0) != 0) _exit(1);
+    _exit(kExitCode);
+  }
+  static ino_t Inode(const fs::path& path) {
+    struct stat status {};
+    return stat(path.c_str(), &status) == 0 ? status.st_ino : 0;
+  }
+};
+PowerCut* cut = nullptr;  // in a forked child
+
 }  // namespace
 
-/// Instead of libc's.
+// Instead of libc's.
 extern "C" int fsync(int fd) {
   std::error_code error;
-  if (synced != nullptr)
-    synced->push_back(fs::read_symlink(fmt::format("/proc/self/fd/{}", fd), error));
-  return static_cast<int>(syscall(SYS_fsync, fd));
+  const fs::path path = fs::read_symlink(fmt::format("/proc/self/fd/{}", fd), error);
+  if (synced != nullptr) synced->push_back(path);
+  if (cut != nullptr) cut->Act();
+  const int failed = static_cast<int>(syscall(SYS_fsync, fd));
+  if (cut != nullptr) cut->synced.insert(PowerCut::Inode(path));
+  return failed;
+}
+extern "C" int rename(const char* from, const char* to) noexcept {
+  if (cut != nullptr) cut->Act();
+  return static_cast<int>(syscall(SYS_renameat, AT_FDCWD, from, AT_FDCWD, to));
+}
+// std::filesystem::remove_all() calls it.
+extern "C" int unlinkat(int folder, const char* name, int flags) noexcept {
+  if (cut != nullptr) cut->Act();
+  return static_cast<int>(syscall(SYS_unlinkat, folder, name, flags));
 }
 
 namespace {
@@ -119,6 +158,70 @@ TEST_F(FilesTest, WhatKilledProcessesLeftIsRemoved) {
   std::ofstream(folder_ / "notes.partial") << "not of the trainer";
   ASSERT_TRUE(SaveCheckpoint(folder_, At(10), 2).ok());
   EXPECT_THAT(Names(), testing::ElementsAre("notes.partial", "step-000000010"));
+}
+
+TEST_F(FilesTest, WhenAMachineDiesTheOldOrTheNewCheckpointIsWhole) {
+  struct Case {
+    const char* name;
+    std::function<void(const fs::path&)> before;
+    int keep;
+  };
+  const auto save = [](const fs::path& folder, int64_t step, int keep) {
+    return SaveCheckpoint(folder, At(step), keep);
+  };
+  for (const Case& each : {
+           Case{"the old one goes", [](const fs::path&) {}, 1},
+           Case{"the old one is kept", [](const fs::path&) {}, 2},
+           Case{"the run resumed from an earlier one",
+                [&](const fs::path& folder) { ASSERT_TRUE(save(folder, 20, 2).ok()); }, 2},
+           Case{"one of the same step is damaged",
+                [&](const fs::path& folder) {
+                  ASSERT_TRUE(save(folder, 20, 2).ok());
+                  fs::resize_file(folder / "step-000000020/state.safetensors", 100);
+                },
+                2},
+       }) {
+    int rc = PowerCut::kExitCode, after = 0;
+    std::set<int64_t> loaded;
+    for (; rc == PowerCut::kExitCode; ++after) {
+      SCOPED_TRACE(fmt::format("{}, after {} calls", each.name, after));
+      const fs::path folder = folder_ / fmt::format("{}", after);
+      fs::create_directories(folder);
+      ASSERT_TRUE(save(folder, 10, 2).ok());
+      each.before(folder);
+      const pid_t child = fork();
+      ASSERT_GE(child, 0);
+      if (child == 0) {
+        PowerCut here{.folder = folder, .after = after};
+        for (const auto& entry : fs::recursive_directory_iterator(folder))
+          here.synced.insert(PowerCut::Inode(entry.path()));
+        cut = &here;
+        _exit(save(folder, 20, each.keep).ok() ? 0 : 1);
+      }
+      int status = 0;
+      ASSERT_EQ(waitpid(child, &status, 0), child);
+      ASSERT_TRUE(WIFEXITED(status));
+      rc = WEXITSTATUS(status);
+      ASSERT_NE(rc, 1);
+      std::vector<std::string> broken;
+      const auto latest = LoadLatestCheckpoint(folder, &broken);
+      ASSERT_TRUE(latest.ok() && latest->has_value())
+          << latest.status() << testing::PrintToString(broken);
+      const training::TrainerState& state = (*latest)->state;
+      EXPECT_TRUE(state.step == 20 || (state.step == 10 && rc != 0)) << state.step;
+      EXPECT_EQ(state.averages.at(1).as<float>()[15], 6);
+      loaded.insert(state.step);
+      // The next process cleans up.
+      ASSERT_TRUE(save(folder, 30, 1).ok());
+      std::vector<std::string> names;
+      for (const auto& entry : fs::directory_iterator(folder))
+        names.push_back(entry.path().filename());
+      EXPECT_THAT(names, testing::ElementsAre("step-000000030"));
+      fs::remove_all(folder);
+    }
+    EXPECT_GT(after, 8) << each.name;  // the calls were seen
+    EXPECT_THAT(loaded, testing::ElementsAre(10, 20)) << each.name;
+  }
 }
 
 TEST_F(FilesTest, ADamagedDoneIsNamed) {
