@@ -20,6 +20,7 @@
 #include "engine/sampling/sampler.h"
 #include "engine/text/unicode.h"
 #include "engine/training/latents.h"
+#include "engine/training/peak.h"
 #include "trainer/checkpoint.h"
 #include "trainer/data/pictures.h"
 #include "trainer/event_file.h"
@@ -161,6 +162,7 @@ class Session {
   std::unique_ptr<RunMetrics> metrics_;  // of the first rank, if asked for
   int64_t step_ = 0, saved_step_ = -1, skipped_ = 0, skipped_in_row_ = 0;
   double step_flops_ = 0;
+  double peak_flops_ = 0;    // of all ranks, FLOP/s; 0: not known
   bool log_failed_ = false;  // said once
   bool wrote_models_ = false;
 };
@@ -436,6 +438,7 @@ absl::Status Session::Begin() {
       const training::TrainerPlan plan,
       Trainer::Plan(*backend_, config_.network, config_.trainer, pictures_.dataset, config_.ranks));
   step_flops_ = plan.step_flops;
+  peak_flops_ = backend_->peak_flops() * config_.ranks;
   ShortenLog(step_);
   absl::StatusOr<EventFile> events = EventFile::Create(Output("events"), step_ + 1);
   SayLost(events.status());
@@ -522,9 +525,9 @@ void Session::Log(const StepReport& report, double images_per_second) {
   const training::TrainerOptions& t = config_.trainer;
   const double steps_per_second = images_per_second / static_cast<double>(t.batch);
   Say("step {}/{}  {} images  loss {:.4f}  gradient norm {:.3f}  learning rate {:.2e}  {:.1f} "
-      "images/s  {:.0f} GFLOP/s  {} left{}",
+      "images/s  {}  {} left{}",
       report.step, t.steps, report.step * t.batch, report.loss, report.gradient_norm, report.rate,
-      images_per_second, step_flops_ * steps_per_second / 1e9,
+      images_per_second, training::DescribeWork(step_flops_ * steps_per_second, peak_flops_),
       Duration(static_cast<double>(t.steps - report.step) / steps_per_second),
       skipped_ > 0 ? fmt::format("  {} steps skipped", skipped_) : "");
   const auto number = [](double value) {

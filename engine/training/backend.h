@@ -302,6 +302,8 @@ class Backend {
   virtual std::string description() const = 0;  // for people
   virtual denoised::Device device() const = 0;
   virtual DType activation_dtype() const = 0;
+  /// FLOP/s of the chip's dense products of activation_dtype(); 0 where that is not known (peak.h).
+  virtual double peak_flops() const { return 0; }
 
   // Passes.
   /// The rows of a chunk in ops that compute gradients. Set before the first of them, and changed

@@ -11,6 +11,7 @@
 #include "engine/core/mutex.h"
 #include "engine/training/backend.h"
 #include "engine/training/cuda/launch.h"
+#include "engine/training/peak.h"
 
 /// training/backend.h on CUDA. Convolutions and linears, forward and for the gradient of their
 /// input, are ops of serving's backend; LaunchPacks() rewrites their packed weights after every
@@ -111,6 +112,19 @@ class CudaBackend final : public Backend {
   std::string description() const override { return ops_->description(); }
   denoised::Device device() const override { return denoised::Device::kCuda; }
   DType activation_dtype() const override { return dtype_; }
+  double peak_flops() const override {
+    cudaDeviceProp properties;
+    int kilohertz = 0;
+    if (cudaGetDeviceProperties(&properties, number_) != cudaSuccess ||
+        cudaDeviceGetAttribute(&kilohertz, cudaDevAttrClockRate, number_) != cudaSuccess)
+      return 0;
+    return PeakFlops({.name = properties.name,
+                      .major = properties.major,
+                      .minor = properties.minor,
+                      .multiprocessors = properties.multiProcessorCount,
+                      .hertz = 1e3 * kilohertz},
+                     dtype_);
+  }
 
   // Passes.
   void SetChunkRows(int64_t rows) override { chunk_rows_ = rows; }
