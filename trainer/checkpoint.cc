@@ -239,6 +239,7 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
                                 {"skipped", state.skipped},
                                 {"skipped_in_row", state.skipped_in_row},
                                 {"averages", state.averages.size()},
+                                {"machine", checkpoint.machine},
                                 {"configuration", checkpoint.run}};
     DENOISED_RETURN_IF_ERROR(WriteFileWhole(partial + "/run.json", run.dump(2) + "\n"));
     nlohmann::json done;
@@ -298,6 +299,7 @@ absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
     state.skipped_in_row = run.at("skipped_in_row");
     averages = run.at("averages");
     checkpoint.run = run.at("configuration");
+    checkpoint.machine = run.value("machine", std::string());
   } catch (const nlohmann::json::exception& error) {
     return DataLoss("{}/run.json: {}", directory, error.what());
   }

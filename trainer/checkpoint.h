@@ -11,8 +11,8 @@
 /// What a run leaves on the disk. A checkpoint is a folder of `checkpoints/`:
 ///
 ///   step-000001000/state.safetensors   weights, moments and averages, flat
-///   step-000001000/run.json            step, counters, and the settings that the bits depend on
-///   step-000001000/DONE                sizes and checksums of the two; written last
+///   step-000001000/run.json            step, counters, and settings and machine that the bits
+///   depend on step-000001000/DONE                sizes and checksums of the two; written last
 ///
 /// It is written under a temporary name, synced, renamed, and gets DONE: whenever the process or
 /// the machine dies, the checkpoints with a valid DONE are whole.
@@ -21,7 +21,8 @@ namespace denoised::trainer {
 
 struct Checkpoint {
   training::TrainerState state;
-  nlohmann::json run;  // run.json's "configuration"
+  nlohmann::json run;        // run.json's "configuration"
+  std::string machine = {};  // on which the step was made; empty in older checkpoints
 };
 
 /// Writes `checkpoint` below `folder`, and then removes what is older than the `keep` newest whole

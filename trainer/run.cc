@@ -27,6 +27,7 @@
 #include "trainer/metrics.h"
 #include "trainer/ranks.h"
 #include "trainer/samples.h"
+#include "trainer/version.h"
 
 namespace denoised::trainer {
 namespace {
@@ -138,6 +139,7 @@ class Session {
   absl::Status Save();
   absl::Status WriteModels(const TrainerState& state);
   void Sample();
+  std::string Machine() const;
   void Log(const StepReport& report, double images_per_second);
   void ShortenLog(int64_t steps) const;
   bool first() const { return config_.rank == 0; }
@@ -475,8 +477,19 @@ absl::Status Session::Resume() {
   step_ = saved_step_ = checkpoint->state.step;
   skipped_ = checkpoint->state.skipped;
   skipped_in_row_ = checkpoint->state.skipped_in_row;
-  if (first()) Say("resumed at step {}", step_);
+  if (!first()) return absl::OkStatus();
+  Say("resumed at step {}", step_);
+  if (!checkpoint->machine.empty() && checkpoint->machine != Machine())
+    Say("warning: from here on not the bits of an uninterrupted run: the checkpoint was made by "
+        "{}, "
+        "and this is {}",
+        checkpoint->machine, Machine());
   return absl::OkStatus();
+}
+
+/// On what the bits of a run depend besides its settings.
+std::string Session::Machine() const {
+  return fmt::format("denoise-train {} on {}", kVersion, backend_->arithmetic());
 }
 
 /// Ranks that train different things would add gradients of different networks, and those that save
@@ -640,7 +653,7 @@ absl::Status Session::Save() {
         step_, std::max<int64_t>(saved_step_, 0));
   saved_step_ = step_;
   DENOISED_RETURN_IF_ERROR(
-      SaveCheckpoint(Output("checkpoints"), {state, fingerprint_}, config_.keep));
+      SaveCheckpoint(Output("checkpoints"), {state, fingerprint_, Machine()}, config_.keep));
   const absl::Status models = WriteModels(state);
   // Later weights may be fit for a model, but there are none after the last step.
   const bool later = step_ < config_.trainer.steps && absl::IsFailedPrecondition(models);

@@ -302,6 +302,9 @@ class Backend {
   virtual std::string description() const = 0;  // for people
   virtual denoised::Device device() const = 0;
   virtual DType activation_dtype() const = 0;
+  /// What the bits depend on besides a run's settings: the chip and libraries, but not the number
+  /// of threads.
+  virtual std::string arithmetic() const { return description(); }
   /// FLOP/s of the chip's dense products of activation_dtype(); 0 where that is not known (peak.h).
   virtual double peak_flops() const { return 0; }
 

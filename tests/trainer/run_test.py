@@ -437,6 +437,36 @@ class RunTest(unittest.TestCase):
         said = self.train("a", rc=1, resume="latest", steps=20)
         self.assertIn("is whole; move that folder away", said)
 
+    def test_a_checkpoint_of_another_machine_is_resumed_with_a_warning(self):
+        self.train("a", steps=4)
+        self.assertNotIn("warning", self.train("a", steps=8, resume="latest"))
+        folder = self.root / "a/checkpoints/step-000000008"
+        run = json.loads((folder / "run.json").read_text())
+        here = run["machine"]
+        self.assertRegex(here, r"^denoise-train \d+\.\d+\.\d+ on (CPU, oneDNN \d+\.\d+\.\d+, |.+, compute )")
+
+        def write(**fields):
+            text = json.dumps({**run, **fields}).encode()
+            (folder / "run.json").write_bytes(text)
+            done = json.loads((folder / "DONE").read_text())
+            done["run.json"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
+            (folder / "DONE").write_text(json.dumps(done))
+
+        there = "denoise-train 0.1.0 on CPU, oneDNN 1.0.0, AVX2"
+        write(machine=there)
+        said = self.train("a", resume="latest")
+        self.assertEqual(said.count("warning"), 1, said)
+        self.assertIn("warning: from here on not the bits of an uninterrupted run: the checkpoint was "
+                      f"made by {there}, and this is {here}\n", said)  # fmt: skip
+        # The next checkpoint is of this machine.
+        self.assertNotIn("warning", self.train("a", resume="latest", steps=16))
+        # Older ones do not say.
+        shutil.rmtree(self.root / "a/checkpoints/step-000000016")
+        shutil.rmtree(self.root / "a/checkpoints/step-000000012")
+        run.pop("machine")
+        write()
+        self.assertNotIn("warning", self.train("a", resume="latest"))
+
     def test_a_full_disk_leaves_the_last_checkpoint(self):
         said = self.train("a", steps=4)
         size = len(self.state("a", 4))

@@ -72,6 +72,7 @@ class CpuBackend final : public Backend {
   std::string description() const override {
     return fmt::format("{} threads, {}", Workers(), denoised::cpu::DescribeOneDnn());
   }
+  std::string arithmetic() const override { return "CPU, " + denoised::cpu::DescribeOneDnn(); }
   denoised::Device device() const override { return denoised::Device::kCpu; }
   DType activation_dtype() const override { return DType::kF32; }
 

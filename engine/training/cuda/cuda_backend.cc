@@ -112,6 +112,12 @@ class CudaBackend final : public Backend {
   std::string description() const override { return ops_->description(); }
   denoised::Device device() const override { return denoised::Device::kCuda; }
   DType activation_dtype() const override { return dtype_; }
+  std::string arithmetic() const override {
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, number_) != cudaSuccess) return "unknown GPU";
+    return fmt::format("{}, compute capability {}.{}", properties.name, properties.major,
+                       properties.minor);
+  }
   double peak_flops() const override {
     cudaDeviceProp properties;
     int kilohertz = 0;
