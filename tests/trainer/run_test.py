@@ -808,6 +808,22 @@ class RunTest(unittest.TestCase):
         self.assertIn("objective epsilon, v or x0", self.train("b", rc=2, **{
             **flags, "objective": "edm", "timesteps": None}))  # fmt: skip
 
+    def test_every_objective_is_drawn_from(self):
+        for objective, scheduler, prediction in [
+            ("epsilon", "DDIMScheduler", "epsilon"), ("v", "DDIMScheduler", "v_prediction"),
+            ("x0", "DDIMScheduler", "sample"), ("flow", "FlowMatchEulerDiscreteScheduler", None),
+            ("edm", "EDMDPMSolverMultistepScheduler", "epsilon"),
+        ]:  # fmt: skip
+            with self.subTest(objective=objective):
+                said = self.train(objective, objective=objective, steps=3,
+                                  **{"sample-steps": 3, "sample-count": 4, "default-steps": 5})  # fmt: skip
+                self.assertIn("drew", said)
+                output = self.root / objective
+                self.assertGreater((output / "samples/step-000000003.png").stat().st_size, 60)
+                config = json.loads((output / "model/scheduler/scheduler_config.json").read_text())
+                self.assertEqual(config["_class_name"], scheduler)
+                self.assertEqual(config.get("prediction_type"), prediction)
+
     def test_blocks_of_ncsnpp_are_trained_and_drawn_from(self):
         network = {**NETWORK, "in_channels": 3, "out_channels": 3, "norm_num_groups": None,
                    "down_block_types": ["SkipDownBlock2D"] * 2, "up_block_types": ["SkipUpBlock2D"] * 2}
