@@ -437,6 +437,9 @@ class Backend {
 absl::StatusOr<std::unique_ptr<Backend>> OpenCpuBackend();
 /// Bytes of host memory that are free for this process, on the machine or in its control group.
 size_t FreeHostMemory();
+/// Calls task(0) … task(count − 1), in any order on the CPU backend's threads, and returns when all
+/// have returned.
+void OnCpuThreads(int count, const std::function<void(int)>& task);
 
 struct CudaOptions {
   int number = 0;              // the device

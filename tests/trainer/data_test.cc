@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <thread>
 
 #include "engine/images/formats.h"
 #include "engine/images/jpeg.h"
@@ -116,6 +117,50 @@ TEST_F(DataTest, FolderLabelsAreFoldersInOrderOfTheirNames) {
   EXPECT_THAT(pictures->dataset.labels, ElementsAre(0, 1, 1));
   EXPECT_EQ(pictures->dataset.images.as<uint8_t>()[0], 30);
   EXPECT_EQ(pictures->dataset.images.as<uint8_t>()[4], 10);
+}
+
+TEST_F(DataTest, PicturesDoNotDependOnTheOrderInWhichTheyAreDecoded) {
+  for (int i = 0; i < 90; ++i)
+    Write(fmt::format("{}/{:02}.png", i % 3, i), Png(2 + i % 5, static_cast<uint8_t>(i)));
+  Write("0/03.png", "bad");
+  Write("1/50.png", Png(2, 0).substr(0, 40));
+  Write("stray.png", Png(2, 9));
+  PictureOptions options = Options(2);
+  options.skip_bad = true;
+  options.parallel_for = OneByOne;
+  const auto in_order = ReadPictures(folder_, "", options);
+  ASSERT_TRUE(in_order.ok()) << in_order.status();
+  EXPECT_EQ(in_order->bad.size(), 3u);
+  const ParallelFor backwards = [](int count, const std::function<void(int)>& task) {
+    for (int i = count - 1; i >= 0; --i) task(i);
+  };
+  const ParallelFor at_once = [](int count, const std::function<void(int)>& task) {
+    std::vector<std::thread> threads;
+    threads.reserve(count);
+    for (int i = 0; i < count; ++i) threads.emplace_back(task, i);
+    for (std::thread& thread : threads) thread.join();
+  };
+  for (const auto& [parallel_for, memory] : std::initializer_list<std::pair<ParallelFor, int64_t>>{
+           {backwards, 1 << 29},
+           {at_once, 1 << 29},
+           {at_once, 1},  // one waits for the other
+           {PictureOptions().parallel_for, 1 << 29}}) {
+    options.skip_bad = true;
+    options.parallel_for = parallel_for;
+    options.decoding_memory = memory;
+    const auto pictures = ReadPictures(folder_, "", options);
+    ASSERT_TRUE(pictures.ok()) << pictures.status();
+    EXPECT_EQ(pictures->bad, in_order->bad);
+    EXPECT_EQ(pictures->files, in_order->files);
+    EXPECT_EQ(pictures->dataset.labels, in_order->dataset.labels);
+    const Tensor &images = pictures->dataset.images, &expected = in_order->dataset.images;
+    ASSERT_EQ(images.shape(), expected.shape());
+    EXPECT_EQ(std::memcmp(images.data(), expected.data(), images.bytes()), 0);
+    // The first bad one in order is named, whichever was met first.
+    options.skip_bad = false;
+    const auto refused = ReadPictures(folder_, "", options);
+    EXPECT_THAT(std::string(refused.status().message()), HasSubstr("0/03.png: the image is"));
+  }
 }
 
 TEST_F(DataTest, FoldersThatAreNumbersAreInTheOrderOfNumbers) {

@@ -13,7 +13,9 @@
 #include <set>
 #include <sstream>
 
+#include "engine/core/condition_variable.h"
 #include "engine/core/config_reader.h"
+#include "engine/core/mutex.h"
 #include "engine/images/formats.h"
 #include "trainer/data/archive.h"
 #include "trainer/data/arrays.h"
@@ -43,6 +45,30 @@ struct Candidate {
   std::optional<Label> label;
   double weight = 1;                                  // see Dataset::weights
   std::function<absl::StatusOr<std::string>()> read;  // errors name the picture
+  uint64_t bytes = 0;                                 // of the file, if it is in an archive
+};
+
+/// PictureOptions::decoding_memory: what would take too much waits.
+class DecodingMemory {
+ public:
+  explicit DecodingMemory(int64_t all) : all_(all) {}
+  int64_t all() const { return all_; }
+  void Take(int64_t bytes) {
+    MutexLock lock(&mutex_);
+    while (used_ > 0 && used_ + bytes > all_) released_.Wait(&mutex_);
+    used_ += bytes;
+  }
+  void Release(int64_t bytes) {
+    MutexLock lock(&mutex_);
+    used_ -= bytes;
+    released_.NotifyAll();
+  }
+
+ private:
+  const int64_t all_;
+  Mutex mutex_;
+  ConditionVariable released_;
+  int64_t used_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 bool IsPicture(std::string name) {
@@ -104,6 +130,41 @@ absl::Status AllocateImages(int64_t count, const PictureOptions& options, Pictur
   }
 }
 
+/// Decodes `candidate` to `to`. An error is what is wrong with it.
+absl::Status DecodeOne(const Candidate& candidate, const PictureOptions& options,
+                       DecodingMemory* memory, uint8_t* to) {
+  constexpr uint64_t kLargeFile = 1 << 24;  // such a file is read alone, too
+  std::error_code ignored;
+  const uint64_t file_bytes =
+      candidate.file.empty() ? candidate.bytes : fs::file_size(candidate.name, ignored);
+  struct Share {
+    ~Share() {
+      if (bytes > 0) memory->Release(bytes);
+    }
+    void Take(int64_t of) {
+      // Once, or two could wait for each other.
+      if (bytes > 0) return;
+      memory->Take(of);
+      bytes = of;
+    }
+    DecodingMemory* memory;
+    int64_t bytes = 0;
+  } share{memory};
+  if (!ignored && file_bytes > kLargeFile) share.Take(memory->all());
+  if (options.refuse && !candidate.file.empty())
+    if (const std::string why = options.refuse(candidate.file); !why.empty())
+      return InvalidArgument("{}: {}", candidate.name, why);
+  DENOISED_ASSIGN_OR_RETURN(const std::string file, candidate.read());
+  const absl::StatusOr<Pixels> pixels = DecodeFile(file, kMaxPixels, [&](int64_t needed) {
+    share.Take(needed);
+    return absl::OkStatus();
+  });
+  if (!pixels.ok())
+    return InvalidArgument("{}: {}", candidate.name, std::string(pixels.status().message()));
+  Fit(FromPixels(*pixels, options.channels), options, to);
+  return absl::OkStatus();
+}
+
 /// Decodes all candidates.
 absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candidate>& candidates,
                                 const PictureOptions& options) {
@@ -117,27 +178,40 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
   int64_t count = 0;
   std::vector<float> vectors;
   size_t vector_size = 0;
-  const auto refuse = [&](const Candidate& candidate) {
-    return options.refuse && !candidate.file.empty() ? options.refuse(candidate.file) : "";
-  };
-  for (const Candidate& candidate : candidates) {
-    if (options.stop != nullptr && *options.stop)
-      return Cancelled("stopped while pictures were read");
+  const auto stopped = [&] { return options.stop != nullptr && *options.stop; };
+  // In blocks, so that a signal ends reading soon. A picture is decoded to the place that it has if
+  // all before it are good, and moved down if not.
+  DecodingMemory memory(options.decoding_memory);
+  constexpr size_t kBlock = 1024;
+  std::vector<absl::Status> decoded;  // of a block
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    const bool labels = options.wants_labels || options.wants_vectors;
+    if (i % kBlock == 0) {
+      decoded.assign(std::min(kBlock, candidates.size() - i), absl::OkStatus());
+      options.parallel_for(static_cast<int>(decoded.size()), [&](int j) {
+        const Candidate& candidate = candidates[i + j];
+        if (stopped() || (labels && !candidate.label)) return;
+        decoded[j] = DecodeOne(candidate, options, &memory,
+                               images.as<uint8_t>() + static_cast<int64_t>(i + j) * each);
+      });
+    }
+    if (stopped()) return Cancelled("stopped while pictures were read");
+    const Candidate& candidate = candidates[i];
+    const absl::Status& status = decoded[i % kBlock];
     std::string what;  // is wrong with it
-    if ((options.wants_labels || options.wants_vectors) && !candidate.label) {
+    if (labels && !candidate.label) {
       what = candidate.name + ": it has no label";
     } else if (options.wants_vectors && count > 0 &&
                candidate.label->vector.size() != vector_size) {
       what = fmt::format("{}: its label has {} numbers, and those of others {}", candidate.name,
                          candidate.label->vector.size(), vector_size);
-    } else if (const std::string more = refuse(candidate); !more.empty()) {
-      what = fmt::format("{}: {}", candidate.name, more);
-    } else if (absl::StatusOr<std::string> file = candidate.read(); !file.ok()) {
-      what = std::string(file.status().message());
-    } else if (absl::StatusOr<Pixels> pixels = DecodeFile(*file, kMaxPixels); !pixels.ok()) {
-      what = fmt::format("{}: {}", candidate.name, std::string(pixels.status().message()));
+    } else if (!status.ok()) {
+      what = std::string(status.message());
     } else {
-      Fit(FromPixels(*pixels, options.channels), options, images.as<uint8_t>() + count * each);
+      if (count != static_cast<int64_t>(i))
+        std::memcpy(images.as<uint8_t>() + count * each,
+                    images.as<uint8_t>() + static_cast<int64_t>(i) * each,
+                    static_cast<size_t>(each));
       if (options.wants_vectors) {
         vector_size = candidate.label->vector.size();
         vectors.insert(vectors.end(), candidate.label->vector.begin(),
@@ -295,8 +369,11 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
   std::vector<Candidate> candidates;
   for (const std::string& file : files) {
     const std::string whole = fs::path(path) / file;
-    Candidate candidate{
-        .name = whole, .file = file, .label = {}, .read = [whole] { return ReadFile(whole); }};
+    Candidate candidate{.name = whole,
+                        .file = file,
+                        .label = {},
+                        .read = [whole] { return ReadFile(whole); },
+                        .bytes = 0};
     if (const auto found = labels.find(file); found != labels.end())
       candidate.label = found->second;
     if (const auto found = weights.find(file); found != weights.end())
@@ -337,19 +414,26 @@ absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& 
   std::vector<Candidate> candidates;
   for (const ZipArchive::Entry* entry : entries) {
     Candidate candidate{
-        .name = path + "/" + entry->name, .file = {}, .label = {}, .read = [&archive, entry] {
-          return archive.Read(*entry, uint64_t{1} << 30);
-        }};
+        .name = path + "/" + entry->name,
+        .file = {},
+        .label = {},
+        .read = [&archive, entry] { return archive.Read(*entry, uint64_t{1} << 30); },
+        .bytes = entry->unpacked};
     if (const auto found = labels.find(entry->name); found != labels.end())
       candidate.label = found->second;
     labels.erase(entry->name);
     candidates.push_back(std::move(candidate));
   }
   for (const auto& [name, label] : labels)
-    candidates.push_back({.name = name, .file = {}, .label = label, .read = [&path, &name = name] {
-                            return NotFound("{}/dataset.json: there is no picture \"{}\"", path,
-                                            name);
-                          }});
+    candidates.push_back({.name = name,
+                          .file = {},
+                          .label = label,
+                          .read =
+                              [&path, &name = name] {
+                                return NotFound("{}/dataset.json: there is no picture \"{}\"", path,
+                                                name);
+                              },
+                          .bytes = 0});
   return Decode(path, candidates, options);
 }
 

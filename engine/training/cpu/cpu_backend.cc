@@ -481,6 +481,10 @@ class CpuBackend final : public Backend {
 }  // namespace
 }  // namespace cpu
 
+void OnCpuThreads(int count, const std::function<void(int)>& task) {
+  denoised::cpu::ParallelFor(count, [&](int64_t i, int) { task(static_cast<int>(i)); });
+}
+
 size_t FreeHostMemory() { return denoised::cpu::ReadMemory().free; }
 
 absl::StatusOr<std::unique_ptr<Backend>> OpenCpuBackend() {
