@@ -181,6 +181,7 @@ class RunTest(unittest.TestCase):
                     self.arguments(output, **flags), stderr=subprocess.PIPE, text=True)  # fmt: skip
                 self.kill([process], 0, {"saved": saved, "saving": saving}[moment])
                 said = self.train(output, resume="latest", **flags)
+                self.assertIn("resumed at step", said)
                 resumed = int(re.search(r"resumed at step (\d+)", said)[1])
                 self.assertGreaterEqual(resumed, step - (moment == "saving"))
                 self.assertLess(resumed, 30)
@@ -207,6 +208,7 @@ class RunTest(unittest.TestCase):
             # The other did not go on alone.
             self.assertEqual(processes[1 - victim].returncode, 1, said)
             said, _ = self.train_ranks(0, output=output, resume="latest", **flags)
+            self.assertIn("resumed at step", said)
             resumed = int(re.search(r"resumed at step (\d+)", said)[1])
             self.assertTrue(9 <= resumed < 30, said)
             self.assertEqual(self.state("whole", 30), self.state(output, 30))
