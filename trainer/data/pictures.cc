@@ -151,9 +151,6 @@ absl::Status DecodeOne(const Candidate& candidate, const PictureOptions& options
     int64_t bytes = 0;
   } share{memory};
   if (!ignored && file_bytes > kLargeFile) share.Take(memory->all());
-  if (options.refuse && !candidate.file.empty())
-    if (const std::string why = options.refuse(candidate.file); !why.empty())
-      return InvalidArgument("{}: {}", candidate.name, why);
   DENOISED_ASSIGN_OR_RETURN(const std::string file, candidate.read());
   const absl::StatusOr<Pixels> pixels = DecodeFile(file, kMaxPixels, [&](int64_t needed) {
     share.Take(needed);
@@ -178,6 +175,9 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
   int64_t count = 0;
   std::vector<float> vectors;
   size_t vector_size = 0;
+  const auto refuse = [&](const Candidate& candidate) {
+    return options.refuse && !candidate.file.empty() ? options.refuse(candidate.file) : "";
+  };
   const auto stopped = [&] { return options.stop != nullptr && *options.stop; };
   // In blocks, so that a signal ends reading soon. A picture is decoded to the place that it has if
   // all before it are good, and moved down if not.
@@ -205,6 +205,8 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
                candidate.label->vector.size() != vector_size) {
       what = fmt::format("{}: its label has {} numbers, and those of others {}", candidate.name,
                          candidate.label->vector.size(), vector_size);
+    } else if (const std::string why = refuse(candidate); !why.empty()) {
+      what = fmt::format("{}: {}", candidate.name, why);
     } else if (!status.ok()) {
       what = std::string(status.message());
     } else {

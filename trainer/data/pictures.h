@@ -23,14 +23,13 @@ struct PictureOptions {
   bool wants_labels = false;
   bool wants_vectors = false;  // of numbers as labels: a class vector for each picture
   bool skip_bad = false;       // otherwise bad files are an error, which names the first ones
-  /// What else is wrong with a picture of a folder, by its path below the folder; or "". Called by
-  /// several threads.
+  /// What else is wrong with a picture of a folder, by its path below the folder; or "".
   std::function<std::string(const std::string& file)> refuse;
   /// What takes more bytes than this is kept in a file below `scratch`, which has no name
   /// (Dataset::on_disk).
   size_t memory = SIZE_MAX;
   std::string scratch;
-  const std::atomic<bool>* stop = nullptr;  // when it becomes true, Cancelled
+  const std::atomic<bool>* stop = nullptr;            // when it becomes true, Cancelled
   ParallelFor parallel_for = training::OnCpuThreads;  // decodes; pictures do not depend on it
   /// What the decoders of pictures take together, in bytes; a picture that needs more is decoded
   /// alone. The floats that follow take about four times as much.
