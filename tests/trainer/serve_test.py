@@ -61,10 +61,11 @@ class ServeTest(unittest.TestCase):
         return re.search(r'"model_version": ?"([^"]+)"', done.stdout)[1], picture
 
     def previews(self, address):
-        """The pictures that the command shows in a terminal, one after the other."""
+        """The pictures that the command shows in a terminal, one after the other. Some previews are
+        skipped where the client is slower than the server, so there are many."""
         ours, theirs = pty.openpty()
         client = subprocess.Popen(
-            [CLIENT, "--server", address, "generate", "--labels", "across", "--steps", "12",
+            [CLIENT, "--server", address, "generate", "--labels", "across", "--steps", "400",
              "--previews", "--out", "shown.png"],
             cwd=self.root, stdin=theirs, stdout=theirs, stderr=theirs,
             env={**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"})  # fmt: skip
