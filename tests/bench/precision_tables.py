@@ -70,6 +70,16 @@ def scales_table(measured):
             "| error of mnist-32 | " + " | ".join(percent(scales[each]) for each in factors) + " |"]
 
 
+def layers_table(measured, worst=5):
+    """The layers that alone in e4m3 make the largest errors, and what all others make at most."""
+    layers = sorted(measured["layers"].items(), key=lambda layer: -layer[1])
+    rest = f"each of the other {len(layers) - worst}, at most"
+    rows = layers[:worst] + [(rest, layers[worst][1]),
+                             (f"all {len(layers)}", measured["relative_error"]["fp8"])]
+    return ["| In e4m3 | error of mnist-32 |", "|---|---|"] + [
+        f"| {f'`{name}`' if '.' in name else name} | {percent(error)} |" for name, error in rows]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, default=ROOT / "docs/benchmarks/precision.json")
@@ -90,6 +100,8 @@ def main():
     print("\n".join(errors_table(measured["models"])))
     if "scales" in measured:
         print("\n" + "\n".join(scales_table(measured["scales"])))
+        if "layers" in measured["scales"]:
+            print("\n" + "\n".join(layers_table(measured["scales"])))
 
 
 if __name__ == "__main__":

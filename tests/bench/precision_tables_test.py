@@ -27,6 +27,7 @@ class PrecisionTablesTest(unittest.TestCase):
         measured = json.loads((DOCS / "benchmarks/precision.json").read_text())
         self.assertIn("\n".join(precision_tables.errors_table(measured["models"])), page)
         self.assertIn("\n".join(precision_tables.scales_table(measured["scales"])), page)
+        self.assertIn("\n".join(precision_tables.layers_table(measured["scales"])), page)
 
     def test_a_later_run_on_the_same_device_replaces_the_row(self):
         other = CPU | {"model": "tests/models/latent/lcm"}
