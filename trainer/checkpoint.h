@@ -11,8 +11,8 @@
 /// What a run leaves on the disk. A checkpoint is a folder of `checkpoints/`:
 ///
 ///   step-000001000/state.safetensors   weights, moments and averages, flat
-///   step-000001000/run.json            step, counters, and settings and machine that the bits
-///   depend on step-000001000/DONE                sizes and checksums of the two; written last
+///   step-000001000/run.json            step, counters, settings, machine
+///   step-000001000/DONE                sizes and checksums of the two; written last
 ///
 /// It is written under a temporary name, synced, renamed, and gets DONE: whenever the process or
 /// the machine dies, the checkpoints with a valid DONE are whole.
@@ -53,10 +53,10 @@ struct Pipeline {
   DType dtype = DType::kF32;        // of the weights in the files: kF32 or kF16, to nearest
 };
 
-/// Writes a diffusers directory that the server loads as it is. Files appear whole, the weights
-/// last and of all parts at once, so that a server that looks for changes may read it meanwhile.
-/// Copied folders get the files of their sources, and lose others; the same content is not written
-/// again.
+/// Writes a diffusers directory that the server loads as it is. Files appear whole, the weights of
+/// `parts` last and at once, so that a server that looks for changes may read it meanwhile. Before
+/// them, copied folders get the files of their sources, one by one, and lose others; the same
+/// content is not written again.
 absl::Status WritePipeline(const std::string& directory, const Pipeline& pipeline);
 
 /// Writes `text` under a temporary name, syncs it, and renames it.

@@ -18,15 +18,20 @@ using training::Exchange;
 /// Between two looks at a flag that a signal sets.
 constexpr auto kInterval = std::chrono::milliseconds(100);
 
-/// A thread that gets no signals: they would interrupt what it waits for.
+/// A thread that is not told to stop: a signal would interrupt what it waits for.
 template <typename Function>
 std::thread WithoutSignals(Function function) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread thread(std::move(function));
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return thread;
+  struct Blocked {
+    Blocked() {
+      sigset_t stops;
+      sigemptyset(&stops);
+      for (const int signal : {SIGINT, SIGTERM, SIGHUP}) sigaddset(&stops, signal);
+      pthread_sigmask(SIG_BLOCK, &stops, &before);
+    }
+    ~Blocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
+    sigset_t before = {};
+  } blocked;
+  return std::thread(std::move(function));
 }
 
 struct Connection {

@@ -187,6 +187,10 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
   options.memory = config_.data_memory > 0
                        ? static_cast<size_t>(config_.data_memory) << 20
                        : training::FreeHostMemory() / 2 / static_cast<size_t>(config_.local_ranks);
+  // A picture that needs more is decoded alone. Decoders take about five times as much in all.
+  options.decoding_memory =
+      std::min(options.decoding_memory,
+               static_cast<int64_t>(training::FreeHostMemory() / 16 / config_.local_ranks));
   options.scratch = config_.output;
   if (config_.dry_run) {
     std::error_code error;
@@ -480,9 +484,8 @@ absl::Status Session::Resume() {
   if (!first()) return absl::OkStatus();
   Say("resumed at step {}", step_);
   if (!checkpoint->machine.empty() && checkpoint->machine != Machine())
-    Say("warning: from here on not the bits of an uninterrupted run: the checkpoint was made by "
-        "{}, "
-        "and this is {}",
+    Say("warning: from here on not the bits of an uninterrupted run: they were {}'s, and this is "
+        "{}",
         checkpoint->machine, Machine());
   return absl::OkStatus();
 }
@@ -659,14 +662,13 @@ absl::Status Session::Save() {
   const bool later = step_ < config_.trainer.steps && absl::IsFailedPrecondition(models);
   const std::string without = fmt::format("step {} has a checkpoint, but no model", step_);
   if (!models.ok() && !later) return Annotate(models, without);
-  if (later) Say("{}: {}. The run goes on", without, std::string(models.message()));
+  if (later) Say("{}: {}", without, std::string(models.message()));
   Say("saved step {}", step_);
   if (metrics_) metrics_->Saved(step_);
   return absl::OkStatus();
 }
 
 absl::Status Session::WriteModels(const TrainerState& state) {
-  const bool is_first = !std::exchange(wrote_models_, true);
   for (size_t i = 0; i < std::max<size_t>(1, state.averages.size()); ++i) {
     const std::map<std::string, Tensor> weights = trainer_->parameters().Named(
         state.averages.empty() ? state.trained : state.averages[i], state.fixed);
@@ -678,7 +680,7 @@ absl::Status Session::WriteModels(const TrainerState& state) {
     // An earlier run in --output may have had another --pipeline. Later, what is in the model
     // stays: the network learned the latents of that autoencoder, even if another run now improves
     // it.
-    pipeline.replaces_copied = is_first;
+    pipeline.replaces_copied = !wrote_models_;
     if (config_.default_steps > 0)
       pipeline.index["_denoised"]["default_steps"] = config_.default_steps;
     if (config_.default_guidance_scale)
@@ -690,6 +692,7 @@ absl::Status Session::WriteModels(const TrainerState& state) {
     }
     DENOISED_RETURN_IF_ERROR(WritePipeline(SnapshotDirectory(i), pipeline));
   }
+  wrote_models_ = true;
   return absl::OkStatus();
 }
 
