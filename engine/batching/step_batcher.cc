@@ -894,7 +894,7 @@ absl::Status StepBatcher::Report() {
   if (observer_ && evaluated.known_prompts + evaluated.made_prompts > 0)
     observer_->OnPrompts(evaluated.model, device_name_, evaluated.known_prompts,
                          evaluated.made_prompts);
-  std::map<const Image*, std::vector<std::pair<Stage, double>>> stages;
+  std::map<const Image*, std::map<Stage, double>> stages;  // whole and masked are encoded apart
   for (const StageRun& run : evaluated.runs) {
     const double took = run.count > 0 ? run.end->SecondsSince(*run.begin) : 0;
     // A prompt that was kept counts as 0 s in the average. An init image counts when it is encoded,
@@ -905,14 +905,14 @@ absl::Status StepBatcher::Report() {
     admission_.MeasuredStage(*evaluated.lane, run.stage, measured, took, true);
     if (observer_ && run.count > 0)
       observer_->OnStage(evaluated.model, device_name_, run.stage, run.count, took);
-    for (const auto& image : run.images) stages[image.get()].emplace_back(run.stage, took);
-    for (const auto& image : run.others) stages[image.get()].emplace_back(run.stage, 0.0);
+    for (const auto& image : run.images) stages[image.get()][run.stage] += took;
+    for (const auto& image : run.others) stages[image.get()].emplace(run.stage, 0.0);
   }
   for (Evaluated::Row& row : evaluated.images) {
     const Image& image = *row.image;
     if (image.job->over) continue;
     outcomes.push_back({.image = row.image, .evaluation = row.evaluation});
-    for (const auto& stage : stages[&image]) outcomes.back().stages.push_back(stage);
+    for (const auto& stage : stages[&image]) outcomes.back().stages.emplace_back(stage);
     const JobSpec& spec = image.job->effective.spec;
     ImageResult result{.index = image.index, .seed = spec.SeedOf(image.index)};
     if (!spec.class_labels.empty()) result.label = spec.class_labels[image.index];
