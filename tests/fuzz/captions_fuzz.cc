@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <string>
-#include <string_view>
+#include <utility>
+#include <vector>
 
 #include "engine/images/formats.h"
 #include "tests/io/temporary_directory.h"
