@@ -451,16 +451,22 @@ absl::Status StepBatcher::Admit(Batch& batch) {
   std::vector<int> begun, taken;  // slots; those taken do not have their images yet
   // Encoding init images delays the evaluations that could run without them: by the time of the
   // longest of these, or by one picture.
-  std::set<JobId> encoding;  // jobs whose pictures are not kept
-  int pictures = 0;          // of these jobs
-  double longest = 0;        // seconds
-  for (const auto& each : batches_)
-    if (each->rows > 0) longest = std::max(longest, admission_.Cost(*each->lane, each->rows));
+  std::set<JobId> encoding;   // jobs whose pictures are not kept
+  int pictures = 0;           // of these jobs
+  int ready = batch.rows;     // rows of images that need no picture
+  const auto longest = [&] {  // seconds; 0: none could run
+    double seconds = ready > 0 ? admission_.Cost(*batch.lane, ready) : 0;
+    for (const auto& each : batches_)
+      if (each.get() != &batch && each->rows > 0)
+        seconds = std::max(seconds, admission_.Cost(*each->lane, each->rows));
+    return seconds;
+  };
   while (const auto job = queue_.First(batch.lane, options_.device, batch.rows)) {
     const int missing = encoding.contains(job->id) ? 0 : MissingPictures(batch, *job);
-    const double encode = admission_.StageCost(*batch.lane, Stage::kEncode);
-    if (missing > 0 && pictures > 0 && longest > 0 && (pictures + missing) * encode > longest)
-      break;
+    if (missing > 0 && pictures > 0) {
+      const double encode = admission_.StageCost(*batch.lane, Stage::kEncode), allowed = longest();
+      if (allowed > 0 && (pictures + missing) * encode > allowed) break;
+    }
     std::vector<int> victims;
     if (!batch.HasRoom(*job)) {
       may_park = std::min(may_park, RoomToPark(batch));
@@ -485,7 +491,7 @@ absl::Status StepBatcher::Admit(Batch& batch) {
       encoding.insert(job->id);
       pictures += missing;
     } else if (!encoding.contains(job->id)) {
-      longest = std::max(longest, admission_.Cost(*batch.lane, batch.rows));
+      ready += job->rows();
     }
   }
   DENOISED_RETURN_IF_ERROR(Begin(batch, taken));

@@ -142,8 +142,7 @@ TEST(Encoding, HoldsUpARequestWithoutAPicture) {
   EXPECT_LE(first->seconds(), 2 * (kEncode + 0.001 + 0.0001 * 16 + 0.001));
 }
 
-/// Sizes other than the model's own are not warmed up: their pictures cost what they take, and not
-/// what the capture of the graph takes.
+/// Sizes other than the model's own encode one picture at a time, in the model's activations.
 TEST(Encoding, OfAnotherSize) {
   Simulation simulation(Encoding([](int images) { return 0.01 * images; }));
   simulation.Add("plain", 0);
