@@ -484,8 +484,8 @@ absl::Status Session::Resume() {
   if (!first()) return absl::OkStatus();
   Say("resumed at step {}", step_);
   if (!checkpoint->machine.empty() && checkpoint->machine != Machine())
-    Say("warning: from here on not the bits of an uninterrupted run: they were {}'s, and this is "
-        "{}",
+    Say("warning: from here on not the bits of an uninterrupted run: "
+        "they were {}'s, and this is {}",
         checkpoint->machine, Machine());
   return absl::OkStatus();
 }
