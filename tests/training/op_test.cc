@@ -21,6 +21,12 @@ namespace {
 
 class OpTest : public OpFixture {
  protected:
+  /// After an op whose losses are "out": `sum` is theirs, times `scale`.
+  void ExpectSumOfLosses(const Tensor& sum, float scale) {
+    double expected = 0;
+    for (const float loss : Values(outputs_["out"])) expected += scale * loss;
+    EXPECT_NEAR(Values(sum)[0], expected, std::abs(expected) * 1e-6);
+  }
   OpTest() : OpFixture("ops") {}
 };
 INSTANTIATE_TEST_SUITE_P(Backends, OpTest, testing::ValuesIn(kBackends),
@@ -475,9 +481,7 @@ TEST_P(OpTest, Loss) {
                         .loss = OutF32("out"),
                         .sum = sum,
                         .doutput = OutF32("doutput")});
-        double expected = 0;
-        for (const float loss : Values(outputs_["out"])) expected += scale * loss;
-        EXPECT_NEAR(Values(sum)[0], expected, std::abs(expected) * 1e-6);
+        ExpectSumOfLosses(sum, scale);
       },
       [](nlohmann::json& golden) {  // two samples' weights change places
         std::swap(golden["weights"][0], golden["weights"][2]);
@@ -507,9 +511,7 @@ TEST_P(OpTest, VarianceLoss) {
                                 .loss = OutF32("out"),
                                 .sum = sum,
                                 .doutput = OutF32("doutput")});
-        double expected = 0;
-        for (const float loss : Values(outputs_["out"])) expected += scale * loss;
-        EXPECT_NEAR(Values(sum)[0], expected, std::abs(expected) * 1e-6);
+        ExpectSumOfLosses(sum, scale);
       },
       [](nlohmann::json& golden) {
         golden["variance_weight"] = golden["variance_weight"].get<float>() * 1.001f;
