@@ -77,8 +77,13 @@ PUBLISHED = {"sdxl": (2.37, "published, MLPerf, FP8", True),
 # Of latent-errors: what, by row.
 ERROR_ROWS = {
     "sd15-text": "SD 1.5, text encoder, four prompts", "sd15-unet": "SD 1.5, UNet, two rows of 64×64",
+    "sd15-images": "SD 1.5, four images of 512×512, 20 guided steps",
+    "sd21-text": "SD 2.1, text encoder, four prompts", "sd21-unet": "SD 2.1, UNet, two rows of 96×96",
+    "sd21-images": "SD 2.1, four images of 768×768, 20 guided steps",
+    "sdxl-text": "SDXL, first text encoder, four prompts",
+    "sdxl-text_2": "SDXL, second text encoder, four prompts",
     "sdxl-unet": "SDXL, UNet, two rows of 128×128", "sdxl-vae": "SDXL, decoder, latents of 64×64",
-    "sd15-images": "SD 1.5, four images of 512×512, 20 guided steps"}
+    "sdxl-images": "SDXL, two images of 1024×1024, 20 guided steps"}
 ERROR_BAR = 1.0  # of diffusers' error
 MIXED_BAR, MIXED_AIM = 0.85, 0.95  # of a uniform queue's rows per second
 FIRST_PREVIEW_BAR = 3  # evaluations
@@ -1065,13 +1070,11 @@ def pipelines(data):
         parts = parts_of(data, PIPELINE_PARTS[topic]) if topic in PIPELINE_PARTS else None
         if parts:
             peers.insert(0, (1e3 / parts, "torch.compile's parts", True))
-        comparable = [rate for rate, _, same in peers if same]
         beside = "; ".join(f"{number(rate)}: {whose}" + (
             f" ({times(statistics.median(rates) / rate)})" if rates and same else "") for rate, whose, same in peers)
         row(f"{what}: images/s", beside, of_rounds(rates) if rates else "", f"≥ {reach}", aim, rates, reach,
             mean_rows(found.get("rounds", [])),
-            also=[[rate * parts * 1e-3 * reach for rate in rates]] if parts and rates else [],
-            unjudged=None if comparable else NOT_SEARCHED)
+            also=[[rate * parts * 1e-3 * reach for rate in rates]] if parts and rates else [])
     found = figures_of("sdxl-mixed")
     shares = [mixed / uniform for mixed, uniform in found.get("pairs", [])]
     queues = {queue: mean_rows([each for each in found.get("rounds", []) if each["queue"] == queue])

@@ -268,14 +268,17 @@ class PipelinesTest(unittest.TestCase):
         self.assertIn("| stable-diffusion.cpp | – | – |  | ≥ 4× | 8× | **not measured** |",
                       self.table(sd15_sd_cpp={"row": row}))
 
-    def test_a_loaded_host_or_another_gpu_gives_no_verdict(self):
+    def test_a_loaded_host_gives_no_verdict(self):
         row = {"peers": {"stable-diffusion.cpp": {"pairs": [[100, 500], [100, 520]]}}}
         self.assertIn("| no verdict: loaded host |", self.table(load=3.0, sd15_sd_cpp={"row": row}))
         row["peers"]["stable-diffusion.cpp"]["pairs"] = [[100, 300]] * 2
         self.assertIn("3.00× (3.00–3.00) | 2 |  | ≥ 4× | 8× | **miss** |",
                       self.table(load=3.0, sd15_sd_cpp={"row": row}))
-        self.assertIn("RTX 4090 | 150 (150–150) | 2 | 16.0 | ≥ 130 | 170 | no verdict |",
-                      self.table(sd_turbo=served("steps=1,guidance=1", 150, 150)))
+
+    def test_a_peer_on_another_gpu_is_named_and_not_compared(self):
+        for rate, found in ((150, "met"), (110, "**miss**")):
+            self.assertIn(f"RTX 4090 | {rate} ({rate}–{rate}) | 2 | 16.0 | ≥ 130 | 170 | {found} |",
+                          self.table(sd_turbo=served("steps=1,guidance=1", rate, rate)))
 
     def test_without_a_peer_the_time_is_shown_and_not_judged(self):
         text = self.table(sd15_request={"row": {"peers": {}}, "ms_alone": [90, 110], "first_previews": []})
@@ -330,8 +333,8 @@ class LatentErrorsTest(unittest.TestCase):
         for cells in ("| 1.00 % to 1.20 % | 1.60 % to 2.00 % | 0.625 (0.500–0.750) | ≤ 1 | met |",
                       "| 1.00 (0.909–1.09) | ≤ 1 | within noise |", "| 3.00 % | 2.00 % | 1.50 | ≤ 1 | **miss** |"):
             self.assertIn(cells, text)
-        self.assertEqual(text.count("| – | – | – | ≤ 1 | **not measured** |"), 2, "one failed, one is absent")
-        self.assertIn("1 of 5 rows reach their bar", text)
+        self.assertEqual(text.count("| – | – | – | ≤ 1 | **not measured** |"), 8, "one failed, the others are absent")
+        self.assertIn("1 of 11 rows reach their bar", text)
 
 
 class ServingTest(unittest.TestCase):

@@ -9,8 +9,8 @@ reference is diffusers in fp32, without TF32 and with attention as plain product
 shapes, and weights as in the goldens (make_latent_goldens.py): attention is peaked, outputs have unit size.
 Weights and inputs are numbers of bf16, so errors are those of the arithmetic. diffusers runs in bf16,
 channels last, with SDPA; denoised's model-outputs reads the same weights from FOLDER. On a CPU denoised
-computes in fp32. Request: "measure NAME", a model and what of it: "sd15-unet". Needs diffusers and
-transformers.
+computes in fp32. Request: "measure NAME", a model and what of it: "sd15-unet", "sdxl-images". Needs
+diffusers and transformers.
 """
 import argparse
 import copy
@@ -23,11 +23,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import (AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline,
+                       UNet2DConditionModel)
 from diffusers import __version__ as diffusers_version
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 import peer
 import pipelines
@@ -38,6 +39,7 @@ from make_latent_goldens import as_dtype, generator_of, randomise, scale_layer
 
 PROMPTS = ["a red apple on the table", "two cats", "a house by the sea at night, oil on canvas",
            "a green heart"]
+IMAGES = {"sdxl": 2}  # of these prompts, the first; of other models all
 STEPS, GUIDANCE = 20, 7.5
 UNET_ROWS = 2
 VAE_EDGE, TINY_VAE_EDGE = 64, 8  # of latents
@@ -109,10 +111,18 @@ class Errors:
         return rounded(torch.randn(shape, generator=generator_of(name)).to(self.args.device))
 
     @functools.cache
-    def text_encoder(self, model):
-        encoder = self.random_model(model, "text_encoder", lambda folder: CLIPTextModel(
-            CLIPTextConfig.from_pretrained(folder)))
-        return Part(encoder, self.folder(model) / "text_encoder")
+    def text_encoder(self, model, part):
+        projects = part == "text_encoder_2"
+        encoder = self.random_model(model, part, lambda folder: (
+            CLIPTextModelWithProjection if projects else CLIPTextModel)(
+                CLIPTextConfig.from_pretrained(folder)))
+        return Part(encoder, self.folder(model) / part)
+
+    def tokenizer(self, model, part):
+        return CLIPTokenizer.from_pretrained(self.folder(model) / part.replace("text_encoder", "tokenizer"))
+
+    def text_parts(self, model):
+        return sorted(folder.name for folder in self.folder(model).glob("text_encoder*"))
 
     @functools.cache
     def unet(self, model):
@@ -142,12 +152,15 @@ class Errors:
 
     # What is measured: denoised's output, diffusers' and the reference.
 
-    def text(self, model):
-        part = self.text_encoder(model)
-        tokenizer = CLIPTokenizer.from_pretrained(self.folder(model) / "tokenizer")
-        ids = tokenizer(PROMPTS, padding="max_length", truncation=True, return_tensors="pt").input_ids
-        theirs = part.run(lambda encoder, ids: encoder(ids).last_hidden_state, ids.to(self.args.device))
-        return self.ours(model, "text_encoder", {"ids": ids}), *theirs
+    def text(self, model, part="text_encoder"):
+        ids = self.tokenizer(model, part)(PROMPTS, padding="max_length", truncation=True,
+                                          return_tensors="pt").input_ids
+        theirs = self.text_encoder(model, part).run(
+            lambda encoder, ids: encoder(ids).last_hidden_state, ids.to(self.args.device))
+        return self.ours(model, part, {"ids": ids}), *theirs
+
+    def second_text(self, model):
+        return self.text(model, "text_encoder_2")
 
     def prediction(self, model):
         part, inputs = self.unet(model)
@@ -164,28 +177,40 @@ class Errors:
         theirs = self.vae(model, 1).run(decoded, latents)
         return self.ours(model, "vae", {"latents": channels_last(latents)}), *theirs
 
-    def images(self, model):
-        text, (unet, _) = self.text_encoder(model), self.unet(model)
-        edge = unet.fp32.config.sample_size
-        noise = self.normal(f"{model} noise", len(PROMPTS), 4, edge, edge)
+    def pixels_per_latent(self, model):
+        config = AutoencoderKL.load_config(self.folder(model) / "vae")
+        return 2 ** (len(config["block_out_channels"]) - 1)
 
-        def latents_of(text, unet, noise):
-            pipe = StableDiffusionPipeline(
-                vae=None, text_encoder=text, unet=unet, safety_checker=None, feature_extractor=None,
-                tokenizer=CLIPTokenizer.from_pretrained(self.folder(model) / "tokenizer"),
-                scheduler=DDIMScheduler.from_pretrained(self.folder(model) / "scheduler"),
-                requires_safety_checker=False)
+    def images(self, model):
+        texts = {part: self.text_encoder(model, part) for part in self.text_parts(model)}
+        unet, _ = self.unet(model)
+        prompts = PROMPTS[:IMAGES.get(model)]
+        edge = unet.fp32.config.sample_size
+        noise = self.normal(f"{model} noise", len(prompts), 4, edge, edge)
+
+        def latents_of(precision, noise):
+            shared = {"vae": None, "unet": getattr(unet, precision), "feature_extractor": None,
+                      "scheduler": DDIMScheduler.from_pretrained(self.folder(model) / "scheduler")}
+            shared |= {part: getattr(text, precision) for part, text in texts.items()}
+            shared |= {part.replace("text_encoder", "tokenizer"): self.tokenizer(model, part) for part in texts}
+            asked = {}
+            if len(texts) > 1:
+                pixels = edge * self.pixels_per_latent(model)
+                asked = {"original_size": (pixels, pixels), "target_size": (pixels, pixels)}
+                pipe = StableDiffusionXLPipeline(**shared)
+            else:
+                pipe = StableDiffusionPipeline(**shared, safety_checker=None, requires_safety_checker=False)
             pipe.set_progress_bar_config(disable=True)
-            return pipe(PROMPTS, num_inference_steps=STEPS, guidance_scale=GUIDANCE, latents=noise,
-                        output_type="latent").images
+            return pipe(prompts, num_inference_steps=STEPS, guidance_scale=GUIDANCE, latents=noise,
+                        output_type="latent", **asked).images
 
         with sdpa_kernel(SDPBackend.MATH):
-            latents = latents_of(text.fp32, unet.fp32, noise)
+            latents = latents_of("fp32", noise)
             vae = self.vae(model, latents.std().item())
             reference = decoded(vae.fp32, latents)
-        theirs = decoded(vae.bf16, latents_of(text.bf16, unet.bf16, noise.bfloat16()))
+        theirs = decoded(vae.bf16, latents_of("bf16", noise.bfloat16()))
         ours = self.ours(model, "images", {"noise": channels_last(noise)}, f"--steps={STEPS}",
-                         f"--guidance={GUIDANCE}", *(f"--prompt={prompt}" for prompt in PROMPTS))
+                         f"--guidance={GUIDANCE}", *(f"--prompt={prompt}" for prompt in prompts))
         return tuple(images.clamp(-1, 1) for images in (ours, theirs, reference))
 
     def ours(self, model, part, inputs, *flags):
@@ -207,7 +232,8 @@ class Errors:
     def answer(self, _verb, name):
         begin = time.monotonic()
         model, what = name.split("-")
-        measure = {"text": self.text, "unet": self.prediction, "vae": self.decoder, "images": self.images}[what]
+        measure = {"text": self.text, "text_2": self.second_text, "unet": self.prediction,
+                   "vae": self.decoder, "images": self.images}[what]
         ours, theirs, reference = measure(model)
         return {"denoised": errors(ours, reference), "diffusers": errors(theirs, reference),
                 "size": reference.std().item(), "seconds": round(time.monotonic() - begin, 1)}

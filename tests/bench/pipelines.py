@@ -28,7 +28,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 MODELS = HERE.parent / "models"
 TAESD = MODELS / "configs/taesd"
 # By model: where its configs are, and those of the rehearsal on a CPU.
-SOURCES = {"sd15": ("pipelines/sd15", "latent/sd1"), "sdxl": ("pipelines/sdxl", "latent/sdxl"),
+SOURCES = {"sd15": ("pipelines/sd15", "latent/sd1"), "sd21": ("pipelines/sd21", "latent/sd2"),
+           "sdxl": ("pipelines/sdxl", "latent/sdxl"),
            "sdxl-lcm": ("pipelines/sdxl-lcm", "latent/lcm"),
            "sd-turbo": ("pipelines/sd-turbo", "latent/sd1")}
 TINY_VAE = (TAESD, MODELS / "latent/tiny_vae/vae")
@@ -41,7 +42,8 @@ MIXED = ("steps=20,guidance=5,sampler=euler", "steps=30,guidance=7,sampler=dpm_s
          "steps=12..40,guidance=5,sampler=ddim", "steps=25,guidance=1,sampler=euler_ancestral",
          "steps=10,guidance=4,sampler=heun", "steps=16..24,guidance=6,sampler=uni_pc")
 # Of latent-errors: a model and what of it.
-ERRORS = ("sd15-text", "sd15-unet", "sdxl-unet", "sdxl-vae", "sd15-images")
+ERRORS = ("sd15-text", "sd15-unet", "sd15-images", "sd21-text", "sd21-unet", "sd21-images", "sdxl-text",
+          "sdxl-text_2", "sdxl-unet", "sdxl-vae", "sdxl-images")
 PEER = "diffusers' models, torch.compile, the whole picture in one CUDA graph"
 REQUEST = "steps=20,guidance=7.5,sampler=ddim"
 PREPARE_SECONDS, MEASURE_SECONDS = 300, 60
@@ -195,7 +197,7 @@ def sdxl_mixed(session):
         directory = make_model(session, "sdxl", options.work)
         with serving.Server(options, directory, "--max-rows", "16", apart=True) as server:
             # A new size is captured when it is first needed, and on a new machine its kernels measured.
-            load(server, mixed, 64, 1, args.pipeline_scale * 12, seed=0, stop=True)
+            load(server, mixed, 64, 1, args.pipeline_scale * 36, seed=0, stop=True)
             server.wait_for_none()
             for turn in range(args.pipeline_rounds):
                 pair = {}
