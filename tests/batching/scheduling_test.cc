@@ -1036,8 +1036,8 @@ TEST(Decoding, OfModelsWithOneStepKeepsBatchesLarge) {
   }
 }
 
-/// Whatever is decoded, an evaluation that could run waits for one image at most.
-TEST(Decoding, HoldsUpAnEvaluationForOneImageAtMost) {
+/// Beside evaluations that take less time than an image, one image is decoded at a time.
+TEST(Decoding, HoldsUpAShortEvaluationForOneImageAtMost) {
   const double decode = 0.02;
   Simulation simulation({.max_rows = 32, .warm_up = true, .decode_cost = [&](int images) {
                            return decode * (1 + 0.5 * images) / 1.5;
