@@ -114,6 +114,14 @@ class Compilation {
     violations.push_back({field, std::move(description)});
   }
 
+  /// Of a parameter that the sampler does not read; names those that do.
+  std::string HasNoEffect(bool (*reads)(const SamplerTraits& traits)) const {
+    std::vector<Sampler> others = config_.samplers();
+    std::erase_if(others, [&](Sampler sampler) { return !reads(TraitsOf(sampler)); });
+    return fmt::format("has no effect on {}; leave it unset{}{}", Name(request_.sampler),
+                       others.empty() ? "" : ", or use one of ", NamesOf(others));
+  }
+
   void ResolveSampler() {
     request_.sampler = params_.sampler.value_or(fields_.default_sampler);
     const Sampler sampler = request_.sampler;
@@ -133,7 +141,8 @@ class Compilation {
       if (request_.stochastic && !fields_.data_prediction)
         request_.solver_order = std::min(request_.solver_order, 2);
     } else if (!traits.solver_order) {
-      Violate("solver_order", fmt::format("has no effect on {}; leave it unset", Name(sampler)));
+      Violate("solver_order",
+              HasNoEffect([](const SamplerTraits& other) { return other.solver_order; }));
     } else if (request_.solver_order < 1 || request_.solver_order > 3) {
       Violate("solver_order", fmt::format("is {}; use 1, 2 or 3", request_.solver_order));
     } else if (request_.stochastic && !fields_.data_prediction && request_.solver_order == 3) {
@@ -155,8 +164,7 @@ class Compilation {
 
     request_.eta = params_.eta.value_or(traits.eta.value_or(0));
     if (params_.eta && !traits.eta)
-      Violate("eta",
-              fmt::format("has no effect on {}; leave it unset or use ddim or tcd", Name(sampler)));
+      Violate("eta", HasNoEffect([](const SamplerTraits& other) { return other.eta.has_value(); }));
     else if (!(request_.eta >= 0 && request_.eta <= 1))
       Violate("eta", fmt::format("is {}; use 0 to 1", request_.eta));
 
@@ -165,8 +173,7 @@ class Compilation {
       if (!given) return;
       *value = *given;
       if (!traits.churn)
-        Violate(field, fmt::format("has no effect on {}; leave it unset or use euler or heun",
-                                   Name(sampler)));
+        Violate(field, HasNoEffect([](const SamplerTraits& other) { return other.churn; }));
       else if (!(*given >= 0 && (may_be_infinite || std::isfinite(*given))))
         Violate(field, fmt::format("is {}; use a number of at least 0", *given));
     };

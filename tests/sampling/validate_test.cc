@@ -13,6 +13,7 @@ namespace {
 using nlohmann::json;
 using testing::AllOf;
 using testing::ElementsAre;
+using testing::EndsWith;
 using testing::Field;
 using testing::HasSubstr;
 using testing::IsEmpty;
@@ -113,7 +114,10 @@ TEST(ValidateTest, Eta) {
   tcd.sampler = Sampler::kTcd;
   EXPECT_EQ(ConfigOf(kDdpm).WithDefaults(tcd).eta, 0.3);
   EXPECT_THAT(With(kDdpm, Sampler::kEuler, &SamplerParams::eta, 0.5),
-              ElementsAre(Violation("eta", "use ddim")));
+              ElementsAre(Violation("eta", "use one of ddim, tcd")));
+  // A model that none of them can sample has no such hint.
+  EXPECT_THAT(With(kEdm, Sampler::kEuler, &SamplerParams::eta, 0.5),
+              ElementsAre(Field(&ParamViolation::description, EndsWith("leave it unset"))));
   for (const double eta : {-0.1, 1.1, std::nan("")})
     EXPECT_THAT(With(kDdpm, Sampler::kDdim, &SamplerParams::eta, eta),
                 ElementsAre(Violation("eta", "use 0 to 1")));
@@ -125,7 +129,9 @@ TEST(ValidateTest, Churn) {
        {std::pair{&Params::s_churn, "s_churn"}, std::pair{&Params::s_tmin, "s_tmin"},
         std::pair{&Params::s_tmax, "s_tmax"}, std::pair{&Params::s_noise, "s_noise"}}) {
     EXPECT_THAT(With(kDdpm, Sampler::kDdim, field, 1.0),
-                ElementsAre(Violation(name, "use euler or heun")));
+                ElementsAre(Violation(name, "use one of euler, heun")));
+    EXPECT_THAT(With(kEdm, Sampler::kLms, field, 1.0),
+                ElementsAre(Violation(name, "use one of euler, heun, edm_euler")));
     for (const double bad : {-1.0, std::nan("")})
       EXPECT_THAT(With(kEdm, Sampler::kHeun, field, bad),
                   ElementsAre(Violation(name, "at least 0")));
