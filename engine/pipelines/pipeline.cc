@@ -6,6 +6,7 @@
 #include "engine/io/calibration.h"
 #include "engine/models/registry.h"
 #include "engine/pipelines/old_configs.h"
+#include "engine/sampling/registry.h"
 
 namespace denoised {
 namespace {
@@ -128,8 +129,7 @@ absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
       SchedulerConfig::Parse(*directory.scheduler_config, directory.scheduler_config_file));
   PipelineFiles files{.directory = std::move(directory), .scheduler = std::move(scheduler)};
   files.precision = files.directory.precision;
-  // ScoreSdeVePipeline's: its sampler takes small steps.
-  if (files.scheduler.default_sampler() == Sampler::kScoreSdeVe) files.default_steps = 2000;
+  files.default_steps = TraitsOf(files.scheduler.default_sampler()).default_steps;
   if (denoiser->reads_text) {
     const PipelineClass* known = FindPipeline(files.directory.pipeline_class);
     if (!known) {
@@ -300,12 +300,12 @@ class Loader {
       return InvalidArgument(
           "{}: field 'in_channels' is {}, but the autoencoder has {} latent channels", file,
           traits.channels + traits.extra_channels, pipeline_.codec->traits().latent_channels);
-    if (scheduler_.default_sampler() == Sampler::kScoreSdeVe &&
-        (pipeline_.codec || traits.text_features > 0))
+    if (const SamplerTraits& sampler = TraitsOf(scheduler_.default_sampler());
+        sampler.training == Training::kScore && (pipeline_.codec || traits.text_features > 0))
       return InvalidArgument(
-          "{}: field '_class_name' is \"ScoreSdeVeScheduler\", which samples pixels from 0 to 1, "
+          "{}: field '_class_name' is \"{}\", which samples pixels from 0 to 1, "
           "but the model in {} draws latents; use the scheduler that it was trained with",
-          directory_.scheduler_config_file, file);
+          directory_.scheduler_config_file, sampler.class_name, file);
     const bool learned = traits.output_channels == 2 * traits.channels;
     if (traits.output_channels != traits.channels && !learned)
       return InvalidArgument(

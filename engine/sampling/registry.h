@@ -17,7 +17,8 @@ enum class Levels {
   kDistilled,    // of the timesteps that the model was distilled at
 };
 
-/// Whether a sampler solves the SDE, as "sde-" in algorithm_type asks.
+/// Whether a sampler solves the SDE, as "sde-" in algorithm_type asks. Only kAlways has
+/// "sde-dpmsolver", which predicts noise.
 enum class SolvesSde { kNever, kAlways, kAsConfigured };
 
 /// What diffusers' class takes for betas that a config leaves out.
@@ -26,31 +27,41 @@ struct DefaultBetas {
   BetaSchedule schedule = BetaSchedule::kLinear;
 };
 
-/// All that is known of a sampler outside its own file, but for the quirks in how diffusers'
-/// classes read a config (scheduler_config.cc) and space σ (sigma_path.cc): those depend on other
-/// fields and are read best beside them.
+/// All that is known of a sampler outside its own file, but for what the words of algorithm_type
+/// mean to DPM-Solver, DEIS and SA-Solver: scheduler_config.cc reads all of them in one place.
 struct SamplerTraits {
   Sampler sampler;
   std::string_view name;
   const char* class_name = nullptr;  // of diffusers; null if it is an option of another's class
   StepPlan (*compile)(const SchedulerConfig::Fields& fields, const Request& request);
 
-  // The models that it samples: those of `training`, if `suits` (null: always) agrees.
+  // The models that it samples.
   Training training = Training::kBetas;
-  bool also_edm = false;  // EDM models too
-  bool (*suits)(const SchedulerConfig::Fields& fields) = nullptr;
+  bool also_edm = false;          // EDM models too
+  bool sample_prediction = true;  // models that predict the sample too
 
   // What its class takes for fields that the config leaves out.
   int train_timesteps = 1000;
   DefaultBetas betas = {};
   bool has_steps_offset = true;  // its class knows the field
   bool clips_samples = false;    // by default
+  int default_steps = 50;        // of pipelines that have no default of their own
 
   // How it samples.
   Levels levels = Levels::kSigmas;
   bool spaced_by_config = true;  // its class knows use_karras_sigmas and its like
   std::optional<TimestepSpacing> timestep_spacing = {};  // the only one that its class knows
   SolvesSde sde = SolvesSde::kNever;
+
+  // How its class differs from others in spacing σ.
+  bool edm_noise_has_image = true;  // EDM: the first state counts the image's variance in
+  bool euler_fields = false;        // interpolation_type, timestep_type, final_sigmas_type
+  bool karras_reads_range = true;   // Karras' spacing too reads sigma_min and sigma_max
+  bool rounds_karras = false;       // to whole timesteps
+  bool reads_lambda_min = false;    // lambda_min_clipped
+  bool dpm_fields = false;          // use_lu_lambdas; rounded_timesteps
+  bool repeats_last_sigma = false;  // final_sigmas_type "sigma_min" is the last one spaced
+  bool ends_before_image = false;   // at the last level, whatever final_sigmas_type says
 
   // The parameters of a request that it reads.
   std::optional<double> eta = {};  // its default
@@ -60,6 +71,8 @@ struct SamplerTraits {
   std::optional<ParamViolation> (*check)(const SchedulerConfig::Fields& fields,
                                          const Request& request) = nullptr;
 
+  /// Whether it samples the model that a config describes.
+  bool samples(const SchedulerConfig::Fields& fields) const;
   /// Whether a request may choose how its levels are spaced.
   bool spaces_levels() const { return levels == Levels::kSigmas || levels == Levels::kSolver; }
   /// Whether it walks a SigmaPath, rather than whole timesteps.

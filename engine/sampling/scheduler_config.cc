@@ -107,15 +107,15 @@ void ReadTraining(ConfigReader& config, Fields* fields) {
   }
   if (consistency && fields->train_timesteps < 2)
     config.Complain("num_train_timesteps", "use at least 2");
-  if (fields->training == Training::kEdm || fields->default_sampler == Sampler::kPndm)
-    ReadChoice<Prediction>(config, "prediction_type",
-                           {{"epsilon", Prediction::kEpsilon}, {"v_prediction", Prediction::kV}},
-                           &fields->prediction);
-  else
+  if (TraitsOf(fields->default_sampler).sample_prediction)
     ReadChoice<Prediction>(config, "prediction_type",
                            {{"epsilon", Prediction::kEpsilon},
                             {"sample", Prediction::kSample},
                             {"v_prediction", Prediction::kV}},
+                           &fields->prediction);
+  else
+    ReadChoice<Prediction>(config, "prediction_type",
+                           {{"epsilon", Prediction::kEpsilon}, {"v_prediction", Prediction::kV}},
                            &fields->prediction);
   // The _log variants differ in how they were computed, not in value.
   ReadChoice<Variance>(config, "variance_type",
@@ -201,12 +201,7 @@ void ReadClipping(ConfigReader& config, Fields* fields) {
   config.Ignore({"dynamic_thresholding_ratio", "sample_max_value"});
 }
 
-/// SA-Solver's algorithm_type has words of its own.
 void ReadSaSolver(ConfigReader& config, Fields* fields) {
-  if (fields->default_sampler == Sampler::kSaSolver)
-    ReadChoice<bool>(config, "algorithm_type",
-                     {{"data_prediction", false}, {"noise_prediction", true}},
-                     &fields->noise_prediction);
   // Orders above 4 need more registers than kRegisters.
   config.Read("predictor_order", &fields->predictor_order);
   config.Read("corrector_order", &fields->corrector_order);
@@ -217,37 +212,41 @@ void ReadSaSolver(ConfigReader& config, Fields* fields) {
   config.Refuse("tau_func", nullptr);
 }
 
-void ReadSolvers(ConfigReader& config, Fields* fields) {
+void ReadAlgorithm(ConfigReader& config, Fields* fields) {
+  constexpr char kField[] = "algorithm_type";
+  if (fields->default_sampler == Sampler::kSaSolver)  // has words of its own
+    return ReadChoice<bool>(config, kField,
+                            {{"data_prediction", false}, {"noise_prediction", true}},
+                            &fields->noise_prediction);
   struct Algorithm {
     bool stochastic, data_prediction;
   } algorithm = {false, true};
-  if (fields->default_sampler != Sampler::kSaSolver)
-    ReadChoice<Algorithm>(config, "algorithm_type",
-                          {{"dpmsolver++", {false, true}},
-                           {"sde-dpmsolver++", {true, true}},
-                           {"dpmsolver", {false, false}},
-                           {"sde-dpmsolver", {true, false}},
-                           {"deis", {false, true}}},  // as diffusers reads DEIS' configs
-                          &algorithm);
+  ReadChoice<Algorithm>(config, kField,
+                        {{"dpmsolver++", {false, true}},
+                         {"sde-dpmsolver++", {true, true}},
+                         {"dpmsolver", {false, false}},
+                         {"sde-dpmsolver", {true, false}},
+                         {"deis", {false, true}}},  // as diffusers reads DEIS' configs
+                        &algorithm);
   fields->stochastic = algorithm.stochastic;
   fields->data_prediction = algorithm.data_prediction;
+  const SamplerTraits& traits = TraitsOf(fields->default_sampler);
   if (!algorithm.data_prediction && fields->training == Training::kEdm)
-    config.Complain("algorithm_type", "EDM models need \"dpmsolver++\" or \"sde-dpmsolver++\"");
-  if (algorithm.stochastic && !algorithm.data_prediction &&
-      fields->default_sampler == Sampler::kDpmSolverSinglestep)
-    config.Complain("algorithm_type",
-                    "singlestep has no \"sde-dpmsolver\"; use \"sde-dpmsolver++\"");
+    config.Complain(kField, "EDM models need \"dpmsolver++\" or \"sde-dpmsolver++\"");
+  else if (!traits.samples(*fields))
+    config.Complain(
+        kField, fmt::format("{} has no \"sde-dpmsolver\"; use \"sde-dpmsolver++\"", traits.name));
   if (algorithm.stochastic && fields->default_sampler == Sampler::kDeis)
-    config.Complain("algorithm_type", "deis has no stochastic form; use \"deis\"");
-  // DEIS takes DPM-Solver's word for its own.
-  if (!algorithm.data_prediction && fields->final_sigma_zero &&
-      fields->default_sampler != Sampler::kDeis)
-    config.Complain("algorithm_type",
+    config.Complain(kField, "deis has no stochastic form; use \"deis\"");
+  if (!algorithm.data_prediction && fields->final_sigma_zero && !traits.ends_before_image)
+    config.Complain(kField,
                     "cannot end at sigma 0; set final_sigmas_type to \"sigma_min\", or use "
                     "\"dpmsolver++\"");
   if (fields->stochastic && fields->default_sampler == Sampler::kDpmSolver)
     fields->default_sampler = Sampler::kDpmSolverSde;
+}
 
+void ReadSolvers(ConfigReader& config, Fields* fields) {
   // Each solver reads the other's solver_type as its own default.
   std::string type;
   ReadChoice<const char*>(config, "solver_type",
@@ -262,8 +261,8 @@ void ReadSolvers(ConfigReader& config, Fields* fields) {
   config.Read("solver_order", &fields->solver_order);
   if (fields->solver_order < 1 || fields->solver_order > 3)
     config.Complain("solver_order", "use 1, 2 or 3");
-  else if (fields->default_sampler == Sampler::kDpmSolverSde && !fields->data_prediction &&
-           fields->solver_order == 3)
+  else if (TraitsOf(fields->default_sampler).sde == SolvesSde::kAlways &&
+           !fields->data_prediction && fields->solver_order == 3)
     config.Complain("solver_order", "sde-dpmsolver has no third order; use 1 or 2");
   config.Read("lower_order_final", &fields->lower_order_final);
   config.Read("euler_at_final", &fields->euler_at_final);
@@ -326,6 +325,7 @@ absl::StatusOr<SchedulerConfig> SchedulerConfig::Parse(const nlohmann::json& jso
   ReadSigmas(config, fields.get());
   ReadSpacing(config, fields.get());
   ReadClipping(config, fields.get());
+  ReadAlgorithm(config, fields.get());
   ReadSolvers(config, fields.get());
   ReadSaSolver(config, fields.get());
   ReadScore(config, fields.get());
@@ -349,12 +349,8 @@ NoiseSchedule SchedulerConfig::default_schedule() const {
 
 std::vector<Sampler> SchedulerConfig::samplers() const {
   std::vector<Sampler> possible;
-  for (const Sampler sampler : AllSamplers()) {
-    const SamplerTraits& traits = TraitsOf(sampler);
-    const bool trained = traits.training == fields_->training ||
-                         (traits.also_edm && fields_->training == Training::kEdm);
-    if (trained && (traits.suits == nullptr || traits.suits(*fields_))) possible.push_back(sampler);
-  }
+  for (const Sampler sampler : AllSamplers())
+    if (TraitsOf(sampler).samples(*fields_)) possible.push_back(sampler);
   return possible;
 }
 

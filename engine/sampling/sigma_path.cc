@@ -11,15 +11,6 @@ namespace {
 
 using Fields = SchedulerConfig::Fields;
 
-bool IsKdpm2(Sampler sampler) {
-  return sampler == Sampler::kKdpm2 || sampler == Sampler::kKdpm2Ancestral;
-}
-
-/// DPM-Solver, which has more of its own spacing than its kin.
-bool IsMultistepDpmSolver(Sampler sampler) {
-  return sampler == Sampler::kDpmSolver || sampler == Sampler::kDpmSolverSde;
-}
-
 std::vector<double> SpacedSigmas(NoiseSchedule schedule, double min, double max, double rho,
                                  int count) {
   switch (schedule) {
@@ -40,7 +31,7 @@ SigmaPath EdmPath(const Fields& fields, const Request& request) {
   path.sigmas.push_back(fields.final_sigma_zero ? 0 : min);
   // diffusers' EDM schedulers count the image's own variance in; the paper does not.
   path.initial_noise =
-      request.sampler == Sampler::kHeun ? path.sigmas.front() : std::hypot(max, 1.0);
+      TraitsOf(request.sampler).edm_noise_has_image ? std::hypot(max, 1.0) : path.sigmas.front();
   return path;
 }
 
@@ -97,33 +88,31 @@ SigmaPath ScorePath(const Fields& fields, const Request& request) {
 SigmaPath DiscretePath(const Fields& fields, const Request& request) {
   constexpr double kKarrasRho = 7;
   const std::vector<double>& training = fields.sigmas;
+  const SamplerTraits& traits = TraitsOf(request.sampler);
   const TimestepSpacing spacing = SpacingOf(fields, request.sampler);
   SigmaPath path;
   path.conditions =
       SpacedTimesteps(spacing, fields.train_timesteps, request.steps, fields.steps_offset);
-  if (request.sampler == Sampler::kEuler && fields.log_linear)
+  if (traits.euler_fields && fields.log_linear)
     path.sigmas = ExponentialSigmas(training.front(), training.back(), request.steps + 1);
   else
     for (const double t : path.conditions) path.sigmas.push_back(InterpolateAt(training, t));
 
   if (request.schedule != NoiseSchedule::kNative) {
     double min = path.sigmas.back(), max = path.sigmas.front();
-    // The Karras spacing of these two knows no range of its own.
-    const bool no_range = request.sampler == Sampler::kLms || request.sampler == Sampler::kDpmppSde;
-    if (!no_range || request.schedule != NoiseSchedule::kKarras) {
+    const bool karras = request.schedule == NoiseSchedule::kKarras;
+    if (traits.karras_reads_range || !karras) {
       min = fields.sigma_min.value_or(min);
       max = fields.sigma_max.value_or(max);
     }
     path.sigmas = SpacedSigmas(request.schedule, min, max, kKarrasRho, request.steps);
     for (int i = 0; i < request.steps; ++i)
       path.conditions[i] = TimestepOfSigma(path.sigmas[i], fields.log_sigmas);
-    if (request.schedule == NoiseSchedule::kKarras && IsKdpm2(request.sampler))
-      path.conditions = Rounded(path.conditions);
+    if (traits.rounds_karras && karras) path.conditions = Rounded(path.conditions);
   }
-  const bool to_zero = request.sampler != Sampler::kEuler || fields.final_sigma_zero;
+  const bool to_zero = !traits.euler_fields || fields.final_sigma_zero;
   path.sigmas.push_back(to_zero ? 0 : std::min(training.front(), path.sigmas.back()));
-  if (request.sampler == Sampler::kEuler && fields.continuous_timesteps &&
-      fields.prediction == Prediction::kV)
+  if (traits.euler_fields && fields.continuous_timesteps && fields.prediction == Prediction::kV)
     for (int i = 0; i < request.steps; ++i) path.conditions[i] = 0.25 * std::log(path.sigmas[i]);
 
   const double max = path.sigmas.front();
@@ -134,8 +123,7 @@ SigmaPath DiscretePath(const Fields& fields, const Request& request) {
 /// The whole timesteps of DPM-Solver, DEIS, UniPC and SA-Solver: one more is spaced than visited.
 std::vector<double> SolverTimesteps(const Fields& fields, const Request& request) {
   int count = fields.train_timesteps;
-  if (IsMultistepDpmSolver(request.sampler) || request.sampler == Sampler::kDpmSolverSinglestep ||
-      request.sampler == Sampler::kSaSolver)
+  if (TraitsOf(request.sampler).reads_lambda_min)
     // λ = ln(alpha/sigma) = −ln σ; the noisiest levels may be cut off.
     count = static_cast<int>(
         std::count_if(fields.log_sigmas.begin(), fields.log_sigmas.end(),
@@ -152,13 +140,12 @@ std::vector<double> SolverTimesteps(const Fields& fields, const Request& request
 SigmaPath SolverPath(const Fields& fields, const Request& request) {
   constexpr double kKarrasRho = 7;
   const std::vector<double>& training = fields.sigmas;
-  // These end at the last level before the image.
-  const bool open = request.sampler == Sampler::kDeis || request.sampler == Sampler::kSaSolver;
-  const bool multistep_dpm = IsMultistepDpmSolver(request.sampler);
+  const SamplerTraits& traits = TraitsOf(request.sampler);
   SigmaPath path;
   path.scale = SigmaPath::Scale::kPreserving;
   double last = training.front();
-  const bool lu = fields.lu_lambdas && multistep_dpm && request.schedule == NoiseSchedule::kNative;
+  const bool lu =
+      fields.lu_lambdas && traits.dpm_fields && request.schedule == NoiseSchedule::kNative;
   if (request.schedule == NoiseSchedule::kNative && !lu) {
     path.conditions = SolverTimesteps(fields, request);
     for (const double t : path.conditions) path.sigmas.push_back(InterpolateAt(training, t));
@@ -173,13 +160,14 @@ SigmaPath SolverPath(const Fields& fields, const Request& request) {
       path.conditions.push_back(TimestepOfSigma(sigma, fields.log_sigmas));
     // diffusers' timesteps are integers here; which spacings round first differs by class.
     if ((lu || request.schedule == NoiseSchedule::kKarras) &&
-        (!multistep_dpm || fields.rounded_timesteps))
+        (!traits.dpm_fields || fields.rounded_timesteps))
       path.conditions = Rounded(path.conditions);
     for (double& timestep : path.conditions) timestep = std::floor(timestep);
-    last = open || request.sampler == Sampler::kUniPc ? path.sigmas.back()
-                                                      : std::min(last, path.sigmas.back());
+    last = traits.ends_before_image || traits.repeats_last_sigma
+               ? path.sigmas.back()
+               : std::min(last, path.sigmas.back());
   }
-  path.sigmas.push_back(fields.final_sigma_zero && !open ? 0 : last);
+  path.sigmas.push_back(fields.final_sigma_zero && !traits.ends_before_image ? 0 : last);
   return path;
 }
 
