@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Holds the proto against the rules of `buf lint` (DEFAULT and COMMENTS) that apply to us, and of `buf
-breaking`: what proto_contract.txt lists must stay. With buf on the PATH (pip install buf-bin), `buf lint`
-is run as well.
+breaking`: what proto_contract.txt lists must stay. With a buf, on the PATH or from scripts/bootstrap --tests,
+`buf lint` and `buf breaking` are run as well; the latter compares with proto_contract.binpb.
 
 SERVICE_SUFFIX is not among the rules: the service is called ImageGeneration, without "Service". And
 WatchJob streams the very events of StreamGenerate, so that one handler reads both.
 
   proto_style_test.py --protoc /usr/bin/protoc --root proto            compares
-  proto_style_test.py --protoc /usr/bin/protoc --root proto --write    writes proto_contract.txt anew
+  proto_style_test.py --protoc /usr/bin/protoc --root proto --write    writes both files anew
 
-Until the first release the list may be written anew after any change; from then on only after one that adds.
+Until the first release they may be written anew after any change; from then on only after one that adds.
 """
 
 import argparse
@@ -30,6 +30,8 @@ except ImportError as error:
     sys.exit(77)
 
 PROTOC = ROOT = None
+SOURCES = pathlib.Path(__file__).resolve().parents[2]
+BUF = shutil.which("buf") or shutil.which(SOURCES / "build/tools/buf/bin/buf")
 SHARED_RESPONSES = {"ImageGeneration.WatchJob": "StreamGenerateResponse"}
 SNAKE = re.compile(r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$")
 PASCAL = re.compile(r"^[A-Z][A-Za-z0-9]*$")
@@ -39,16 +41,25 @@ def snake_of(pascal):
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", pascal).upper()
 
 
+def run_protoc(root, files, output, *options):
+    subprocess.run([PROTOC, f"--proto_path={root}", *options, f"--descriptor_set_out={output}", *files], check=True)
+    return descriptor_pb2.FileDescriptorSet.FromString(pathlib.Path(output).read_bytes()).file
+
+
 def compile_protos(root, files):
     with tempfile.TemporaryDirectory() as directory:
-        output = os.path.join(directory, "set.bin")
-        subprocess.run([PROTOC, f"--proto_path={root}", "--include_source_info",
-                        f"--descriptor_set_out={output}", *files], check=True)
-        data = pathlib.Path(output).read_bytes()
-    return descriptor_pb2.FileDescriptorSet.FromString(data).file
+        return run_protoc(root, files, os.path.join(directory, "set.binpb"), "--include_source_info")
 
 
 CONTRACT = pathlib.Path(__file__).with_name("proto_contract.txt")
+IMAGE = CONTRACT.with_suffix(".binpb")  # the same, and all else that buf compares
+
+
+def buf(*arguments):
+    """What it prints: nothing if all is well."""
+    run = subprocess.run([BUF, *arguments], capture_output=True, text=True, check=False)
+    assert (run.returncode == 0) == (run.stdout + run.stderr == ""), run
+    return run.stdout + run.stderr
 
 
 def contract(files):
@@ -201,13 +212,35 @@ service S { rpc Do(Thing) returns (stream Thing); }
                          ("rpc Do", "rpc Make")):
             with self.subTest(old=old, new=new):
                 self.assertTrue(before - lines(first.replace(old, new)))
-        self.assertLess(before, lines(first + "message More { bool is = 1; }"))
+                if BUF:
+                    self.assertIn("p.proto:", self.breaks(first, first.replace(old, new)))
+        more = first + "message More { bool is = 1; }"
+        self.assertLess(before, lines(more))
+        if BUF:
+            self.assertEqual(self.breaks(first, more), "")
 
-    @unittest.skipUnless(shutil.which("buf"), "there is no buf; pip install buf-bin")
+    def breaks(self, before, after):
+        """What `buf breaking` says of the change, by the rules of our buf.yaml."""
+        with tempfile.TemporaryDirectory() as directory:
+            for name, text in (("before", before), ("after", after)):
+                proto = pathlib.Path(directory, name, "proto")
+                proto.mkdir(parents=True)
+                proto.joinpath("p.proto").write_text(text)
+            return buf("breaking", f"{directory}/after", "--against", f"{directory}/before",
+                       "--config", SOURCES / "buf.yaml", "--against-config", SOURCES / "buf.yaml")
+
+    def test_both_files_have_the_same_contract(self):
+        image = descriptor_pb2.FileDescriptorSet.FromString(IMAGE.read_bytes()).file
+        ours = [file for file in image if file.package != "google.protobuf"]
+        self.assertEqual(contract(ours), CONTRACT.read_text().splitlines(), "run --write")
+
+    @unittest.skipUnless(BUF, "there is no buf; run scripts/bootstrap --tests")
     def test_buf_lint(self):
-        root = pathlib.Path(ROOT).resolve().parent
-        run = subprocess.run(["buf", "lint", root], capture_output=True, text=True, check=False)
-        self.assertEqual((run.returncode, run.stdout, run.stderr), (0, "", ""))
+        self.assertEqual(buf("lint", SOURCES), "")
+
+    @unittest.skipUnless(BUF, "there is no buf; run scripts/bootstrap --tests")
+    def test_buf_breaking(self):
+        self.assertEqual(buf("breaking", SOURCES, "--against", IMAGE), "")
 
     def test_every_rule_catches_its_breach(self):
         bad = """
@@ -249,10 +282,11 @@ if __name__ == "__main__":
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--protoc", default="protoc")
     parser.add_argument("--root", required=True, help="the proto directory")
-    parser.add_argument("--write", action="store_true", help="write proto_contract.txt")
+    parser.add_argument("--write", action="store_true", help=f"write {CONTRACT.name} and {IMAGE.name}")
     options, rest = parser.parse_known_args()
     PROTOC, ROOT = options.protoc, options.root
     if options.write:
+        run_protoc(ROOT, all_protos(), IMAGE, "--include_imports")
         CONTRACT.write_text("\n".join(contract(compile_protos(ROOT, all_protos()))) + "\n")
         sys.exit(0)
     unittest.main(argv=[sys.argv[0]] + rest, verbosity=2)
