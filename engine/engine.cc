@@ -248,7 +248,7 @@ absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations
   const SchedulerConfig& scheduler = files.scheduler;
   const int most = scheduler.max_steps(scheduler.default_sampler());
   const int wanted =
-      directory.default_steps ? directory.default_steps : std::min(files.default_steps, most);
+      directory.default_steps ? directory.default_steps : std::min(files.defaults.steps, most);
   const std::string wrong = WrongWithSteps(scheduler, wanted, max_evaluations);
   if (wrong.empty()) return wanted;
   const auto can_do = [&](int count) {
@@ -289,7 +289,7 @@ absl::Status DeviceEngine::Load(const std::string& path, std::optional<Precision
   DENOISED_ASSIGN_OR_RETURN(PipelineFiles files, PipelineFiles::Read(path));
   files.precision = precision.value_or(files.precision);
   files.calibrations = options_.calibrations;
-  DENOISED_ASSIGN_OR_RETURN(files.default_steps, DefaultSteps(files, options_.max_evaluations));
+  DENOISED_ASSIGN_OR_RETURN(files.defaults.steps, DefaultSteps(files, options_.max_evaluations));
   // On all devices at the same time. Each thread writes to its own element.
   struct Loaded {
     ModelInfo info;
@@ -513,9 +513,9 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
                   .mask = codec.encodes() && !reads_image,
                   .mask_required = reads_mask,
                   .guidance = reads_image && info->guidance,
-                  .default_strength = files.default_strength,
-                  .default_masked_strength = files.default_masked_strength,
-                  .default_guidance_scale = files.default_image_guidance_scale};
+                  .default_strength = files.defaults.strength,
+                  .default_masked_strength = files.defaults.masked_strength,
+                  .default_guidance_scale = files.defaults.image_guidance_scale};
   // By convention, and in ADM and DiT, the null class is the last. Requests cannot name it.
   info->num_classes = traits.class_embeddings;
   info->logarithmic_time = traits.logarithmic_time;
@@ -531,10 +531,10 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   info->samplers = scheduler.samplers();
   info->schedules = scheduler.schedules(info->default_sampler);
   info->max_steps = scheduler.max_steps(info->default_sampler);
-  info->default_steps = files.default_steps;
+  info->default_steps = files.defaults.steps;
   info->default_guidance_scale =
       info->guidance || info->guidance_input
-          ? directory.default_guidance_scale.value_or(files.default_guidance_scale)
+          ? directory.default_guidance_scale.value_or(files.defaults.guidance_scale)
           : 1.0;
   info->max_evaluations = options_.max_evaluations;
   info->max_count = options_.LargestCount();

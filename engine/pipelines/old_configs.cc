@@ -5,21 +5,11 @@
 #include <string>
 #include <string_view>
 
+#include "engine/pipelines/registry.h"
 #include "engine/sampling/registry.h"
 
 namespace denoised {
 namespace {
-
-/// What one class corrects.
-struct Corrections {
-  const char* pipeline;
-  bool clip_sample, skip_prk_steps;
-};
-constexpr Corrections kCorrections[] = {
-    {"StableDiffusionPipeline", true, false},
-    {"StableDiffusionImg2ImgPipeline", true, false},
-    {"StableDiffusionInpaintPipeline", false, true},
-};
 
 void CorrectScheduler(const Corrections& corrects, nlohmann::json* config) {
   if (!config->is_object()) return;
@@ -63,12 +53,12 @@ void CorrectUNet(nlohmann::json* config) {
 }  // namespace
 
 void CorrectOldConfigs(ModelDirectory* directory) {
-  for (const Corrections& corrects : kCorrections) {
-    if (directory->pipeline_class != corrects.pipeline) continue;
-    if (directory->scheduler_config) CorrectScheduler(corrects, &*directory->scheduler_config);
-    if (const auto unet = directory->components.find("unet"); unet != directory->components.end())
-      CorrectUNet(&unet->second.config);
-  }
+  const PipelineClass* const known = FindPipeline(directory->pipeline_class);
+  if (!known || !known->corrections) return;
+  if (directory->scheduler_config)
+    CorrectScheduler(*known->corrections, &*directory->scheduler_config);
+  if (const auto unet = directory->components.find("unet"); unet != directory->components.end())
+    CorrectUNet(&unet->second.config);
 }
 
 }  // namespace denoised

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/pipelines/pipeline.h"
 
+#include <algorithm>
 #include <set>
 
 #include "engine/io/calibration.h"
@@ -12,52 +13,6 @@ namespace denoised {
 namespace {
 
 using Component = ModelDirectory::Component;
-
-// The registry of pipelines. Those of their parts are in models/registry.cc.
-
-/// Defaults of diffusers' pipelines, from the signatures of their __call__. Other classes have
-/// those of the parts that they have.
-struct PipelineClass {
-  const char* name;
-  double guidance_scale;
-  int steps;
-  // Stable Diffusion XL: text states are hidden_states[-2] without the final norm, and the UNet
-  // also embeds the pooled state and sizes.
-  bool xl = false;
-  double strength = 0.8;
-  double masked_strength = 1;
-  ImageInput extra = ImageInput::kNone;  // what extra input channels of its UNet are
-  double image_guidance_scale = 0;
-};
-constexpr PipelineClass kPipelines[] = {
-    {"StableDiffusionPipeline", 7.5, 50},
-    {"StableDiffusionImg2ImgPipeline", 7.5, 50},
-    {.name = "StableDiffusionInpaintPipeline",
-     .guidance_scale = 7.5,
-     .steps = 50,
-     .extra = ImageInput::kMasked},
-    {.name = "StableDiffusionInstructPix2PixPipeline",
-     .guidance_scale = 7.5,
-     .steps = 100,
-     .extra = ImageInput::kWhole,
-     .image_guidance_scale = 1.5},
-    {"StableDiffusionXLPipeline", 5.0, 50, true},
-    {"StableDiffusionXLImg2ImgPipeline", 5.0, 50, true, 0.3},
-    {.name = "StableDiffusionXLInpaintPipeline",
-     .guidance_scale = 7.5,
-     .steps = 50,
-     .xl = true,
-     .masked_strength = 0.9999,
-     .extra = ImageInput::kMasked},
-    {"LatentConsistencyModelPipeline", 8.5, 4},
-    {"LatentConsistencyModelImg2ImgPipeline", 8.5, 4},
-};
-
-const PipelineClass* FindPipeline(const std::string& name) {
-  for (const PipelineClass& known : kPipelines)
-    if (name == known.name) return &known;
-  return nullptr;
-}
 
 /// Every component must have a part in drawing.
 absl::Status CheckComponents(const ModelDirectory& directory, bool reads_text) {
@@ -93,17 +48,28 @@ absl::Status CheckComponents(const ModelDirectory& directory, bool reads_text) {
 }
 
 /// The class decides how texts are read: a UNet under another family's class draws wrong pictures.
-absl::Status CheckXl(const ModelDirectory& directory, const PipelineClass& known) {
+absl::Status CheckFamily(const ModelDirectory& directory, const PipelineClass& known) {
   const Component& unet = directory.unet();
   const nlohmann::json addition = unet.config.value("addition_embed_type", nlohmann::json());
-  const bool xl = addition == "text_time";
-  if (xl == known.xl) return absl::OkStatus();
+  const bool text_time = addition == "text_time";
+  if (text_time == known.family.text_time) return absl::OkStatus();
+  const auto example = std::ranges::find_if(AllPipelines(), [&](const PipelineClass& other) {
+    return other.family.text_time == text_time;
+  });
   return InvalidArgument(
       "{}/model_index.json: field '_class_name' is \"{}\", whose UNets have addition_embed_type "
-      "{}, "
-      "but {} has {}; name the class that the model was published with, such as {}",
-      directory.root, known.name, known.xl ? "\"text_time\"" : "null", unet.config_file,
-      addition.dump(), xl ? "StableDiffusionXLPipeline" : "StableDiffusionPipeline");
+      "{}, but {} has {}; name the class that the model was published with, such as {}",
+      directory.root, known.name, known.family.text_time ? "\"text_time\"" : "null",
+      unet.config_file, addition.dump(), example->name);
+}
+
+/// "A or B": the pipelines of models that read it.
+std::string ClassesThatRead(ImageInput input) {
+  std::string names;
+  for (const PipelineClass& known : AllPipelines())
+    if (known.image_input == input)
+      names += fmt::format("{}{}", names.empty() ? "" : " or ", known.name);
+  return names;
 }
 
 }  // namespace
@@ -129,23 +95,19 @@ absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
       SchedulerConfig::Parse(*directory.scheduler_config, directory.scheduler_config_file));
   PipelineFiles files{.directory = std::move(directory), .scheduler = std::move(scheduler)};
   files.precision = files.directory.precision;
-  files.default_steps = TraitsOf(files.scheduler.default_sampler()).default_steps;
+  files.defaults.steps = TraitsOf(files.scheduler.default_sampler()).default_steps;
   if (denoiser->reads_text) {
     const PipelineClass* known = FindPipeline(files.directory.pipeline_class);
     if (!known) {
       std::string names;
-      for (const PipelineClass& each : kPipelines) names += fmt::format(" {}", each.name);
+      for (const PipelineClass& each : AllPipelines()) names += fmt::format(" {}", each.name);
       return InvalidArgument(
           "{}/model_index.json: field '_class_name' is \"{}\", which is not supported; use one "
           "of:{}",
           path, files.directory.pipeline_class, names);
     }
-    DENOISED_RETURN_IF_ERROR(CheckXl(files.directory, *known));
-    files.default_guidance_scale = known->guidance_scale;
-    files.default_steps = known->steps;
-    files.default_strength = known->strength;
-    files.default_masked_strength = known->masked_strength;
-    files.default_image_guidance_scale = known->image_guidance_scale;
+    DENOISED_RETURN_IF_ERROR(CheckFamily(files.directory, *known));
+    files.defaults = known->defaults;
   }
   return files;
 }
@@ -159,6 +121,7 @@ class Loader {
         files_(files),
         directory_(files.directory),
         scheduler_(files.scheduler),
+        known_(FindPipeline(directory_.pipeline_class)),
         progress_(progress) {}
 
   absl::StatusOr<Pipeline> Load() {
@@ -185,12 +148,11 @@ class Loader {
   }
 
   absl::Status LoadTextEncoders() {
-    const PipelineClass* const known = FindPipeline(directory_.pipeline_class);
-    if (known && known->xl) {
-      pipeline_.final_norm = false;
-      pipeline_.skip_layers = 1;
-      // The default of diffusers' constructors. Pipelines of other families do not read the field.
-      pipeline_.zeros_without_negative = directory_.force_zeros_for_empty_prompt.value_or(true);
+    if (known_) {
+      pipeline_.final_norm = known_->family.final_norm;
+      pipeline_.skip_layers = known_->family.skip_layers;
+      pipeline_.zeros_without_negative = known_->family.zeros_without_negative &&
+                                         directory_.force_zeros_for_empty_prompt.value_or(true);
     }
     for (const char* name : {"text_encoder", "text_encoder_2"}) {
       const auto found = directory_.components.find(name);
@@ -323,8 +285,7 @@ class Loader {
   /// Channels beside the latents are those that the pipeline's class feeds.
   absl::Status CheckImageInput() {
     const DenoiserTraits& traits = pipeline_.denoiser->traits();
-    const PipelineClass* known = FindPipeline(directory_.pipeline_class);
-    const ImageInput extra = known ? known->extra : ImageInput::kNone;
+    const ImageInput extra = known_ ? known_->image_input : ImageInput::kNone;
     const std::string& file = directory_.unet().config_file;
     const int channels = traits.channels + traits.extra_channels;
     if (traits.extra_channels == 0 && extra != ImageInput::kWhole) return absl::OkStatus();
@@ -334,9 +295,9 @@ class Loader {
     if (traits.extra_channels != wanted)
       return InvalidArgument(
           "{}: field 'in_channels' is {}, but a {} of {} latent channels reads {}; a model that "
-          "reads a mask is a StableDiffusionInpaintPipeline or StableDiffusionXLInpaintPipeline, "
-          "one that reads an image a StableDiffusionInstructPix2PixPipeline",
-          file, channels, directory_.pipeline_class, traits.channels, traits.channels + wanted);
+          "reads a mask is a {}, one that reads an image a {}",
+          file, channels, directory_.pipeline_class, traits.channels, traits.channels + wanted,
+          ClassesThatRead(ImageInput::kMasked), ClassesThatRead(ImageInput::kWhole));
     if (!pipeline_.codec || !pipeline_.codec->traits().encodes())
       return InvalidArgument("{}: field 'in_channels' is {}, but the autoencoder has no encoder",
                              file, channels);
@@ -348,6 +309,7 @@ class Loader {
   const PipelineFiles& files_;
   const ModelDirectory& directory_;
   const SchedulerConfig& scheduler_;
+  const PipelineClass* const known_;  // null: of pixels
   const LoadProgress& progress_;
   Pipeline pipeline_;
 };

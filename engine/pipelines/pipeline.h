@@ -10,6 +10,7 @@
 #include "engine/models/codec.h"
 #include "engine/models/denoiser.h"
 #include "engine/models/text_encoder.h"
+#include "engine/pipelines/registry.h"
 #include "engine/sampling/sampler.h"
 
 namespace denoised {
@@ -22,12 +23,7 @@ struct PipelineFiles {
   ModelDirectory directory;
   SchedulerConfig scheduler;
 
-  // What the pipeline's class has in its code, and no file has.
-  double default_guidance_scale = 1;
-  int default_steps = 50;
-  double default_strength = 0.8;            // of image to image
-  double default_masked_strength = 1;       // the same with a mask
-  double default_image_guidance_scale = 0;  // of models that read a whole image
+  PipelineDefaults defaults;
 
   /// The denoiser's precision; Read() sets it to the directory's. kFp8 needs a Calibration, which
   /// is looked for in `calibrations`, unless that is empty, and in the model's directory.

@@ -42,8 +42,8 @@ TEST(PublishedPipelines, AreReadWithTheirDefaults) {
     const auto files = PipelineFiles::Read(entry.path());
     ASSERT_TRUE(files.ok()) << files.status();
     EXPECT_EQ(files->scheduler.default_sampler(), published.sampler);
-    EXPECT_EQ(files->default_guidance_scale, published.guidance_scale);
-    EXPECT_EQ(files->default_steps, published.steps);
+    EXPECT_EQ(files->defaults.guidance_scale, published.guidance_scale);
+    EXPECT_EQ(files->defaults.steps, published.steps);
     EXPECT_TRUE(FindDenoiser(files->directory).ok());
     EXPECT_TRUE(FindCodec(files->directory, "vae").ok());
     EXPECT_TRUE(FindTextEncoder(files->directory, "text_encoder").ok());
