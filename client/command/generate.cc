@@ -245,8 +245,11 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
                   const client::CallOptions& call) {
   if (absl::Status status = CompleteFormat(flags); !status.ok()) return Report(status, flags.json);
   const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json && flags.out != "-";
-  const bool live = terminal && flags.previews;
-  if (flags.previews && !live) {
+  const TerminalColours colours = TerminalColoursOfEnvironment();
+  // Requests with one id must be the same, wherever they are made.
+  const bool by_default = colours != TerminalColours::kGreys && flags.request_id.empty();
+  const bool live = terminal && flags.previews.value_or(by_default);
+  if (flags.previews.value_or(false) && !live) {
     std::fputs("note: --previews needs a terminal; none are shown\n", stderr);
   }
   client::CallOptions options = call;
@@ -262,7 +265,7 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
   }
 
   std::unique_ptr<LiveView> view;
-  if (terminal) view = std::make_unique<LiveView>(stdout, TerminalColoursOfEnvironment());
+  if (terminal) view = std::make_unique<LiveView>(stdout, colours);
   Drawing drawing({.columns = request->grid_columns,
                    .max_edge = flags.animate.empty() ? 128 : 512,
                    .pictures = request->preview.has_value(),

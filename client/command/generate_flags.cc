@@ -142,10 +142,18 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
       ->check(CLI::IsMember({"png", "jpeg", "webp", "npy", "raw"}));
   command.add_option("--quality", flags.quality,
                      "Quality of jpeg and webp files, 1 to 100. Default: 90");
-  command.add_flag("-p,--previews", flags.previews,
-                   "Show the images in the terminal while they are denoised");
+  CLI::Option* const previews = command.add_flag_function(
+      "-p,--previews", [&flags](int64_t given) { flags.previews = given > 0; },
+      "Show the images in the terminal while they are denoised. Default: in a terminal with "
+      "colours, unless --request-id is given");
+  command
+      .add_flag_function(
+          "--no-previews", [&flags](int64_t given) { flags.previews = given <= 0; },
+          "Show only the progress")
+      ->excludes(previews);
   command.add_option("--preview-every", flags.preview_every,
-                     "Make a preview every N evaluations of the model. Default: 1");
+                     "Make a preview every N evaluations of the model. Default: 1 with --previews "
+                     "or --animate, else 4");
   command
       .add_option(
           "--preview-kind", flags.preview_kind,
@@ -195,7 +203,7 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   AddOutputFlags(command, flags);
   command.footer(R"(Examples:
   denoise generate                                    one image, denoised.png
-  denoise generate --grid 4x4 --previews              sixteen images, shown live in the terminal
+  denoise generate --grid 4x4                         sixteen images on one sheet
   denoise generate "a red apple" --negative "leaf" --size 512x768
   denoise generate -l 0,1,2,3 --seed 42 -o "{label}.png"
   denoise generate -l 7 --seed 3,14,15 -o "{seed}.png"

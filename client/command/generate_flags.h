@@ -38,7 +38,7 @@ struct GenerateFlags {
   std::string format;  // empty until CompleteFormat()
   std::optional<int> quality;
   std::string out;
-  bool previews = false;
+  std::optional<bool> previews;  // unset: where they show well
   std::optional<int> preview_every;
   std::string preview_kind = "predicted_x0";
   std::string preview_decoder;  // empty: the model's default

@@ -126,7 +126,8 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
   if (!flags.mask.empty() && flags.init_image.empty()) {
     return absl::InvalidArgumentError("--mask is for --init-image FILE; give both");
   }
-  if (flags.detach && (!flags.grid.empty() || !flags.animate.empty() || flags.previews)) {
+  if (flags.detach &&
+      (!flags.grid.empty() || !flags.animate.empty() || flags.previews.value_or(false))) {
     return absl::InvalidArgumentError(
         "--detach waits for no pictures; leave --grid, --animate and --previews out");
   }
@@ -310,14 +311,17 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
     generation.mask = {.source = *std::move(picture)};
   }
   if (live || !flags.animate.empty()) {
+    // Nobody asked for previews that are shown by default, so they cost the server less.
+    constexpr int kEveryByDefault = 4;
+    const bool asked = flags.previews || !flags.animate.empty();
     // Raw pixels need no decoding, and at the size of a terminal they are small.
-    request.preview = {.kind = flags.preview_kind == "noisy_state"
-                                   ? client::PreviewKind::kNoisyState
-                                   : client::PreviewKind::kPredictedX0,
-                       .every_evaluations = flags.preview_every,
-                       .max_edge = flags.animate.empty() ? 128 : 512,
-                       .format = ImageFormat::kRawUint8,
-                       .decoder = {}};
+    request.preview = {
+        .kind = flags.preview_kind == "noisy_state" ? client::PreviewKind::kNoisyState
+                                                    : client::PreviewKind::kPredictedX0,
+        .every_evaluations = flags.preview_every || asked ? flags.preview_every : kEveryByDefault,
+        .max_edge = flags.animate.empty() ? 128 : 512,
+        .format = ImageFormat::kRawUint8,
+        .decoder = {}};
     if (!flags.preview_decoder.empty())
       request.preview->decoder = flags.preview_decoder == "tiny" ? client::PreviewDecoder::kTiny
                                                                  : client::PreviewDecoder::kLinear;

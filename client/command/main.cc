@@ -40,7 +40,7 @@ reached, is not ready or is full; 4 --timeout passed; 130 interrupted.)";
 
 constexpr char kFooter[] = R"(Examples:
   denoise models                            list the models of the server
-  denoise generate --grid 4x4 --previews    draw sixteen images and watch them appear
+  denoise generate --grid 4x4               draw sixteen images and watch them appear
   denoise health --wait 60                  wait until the server is ready
   id=$(denoise generate -n 64 --detach)     start a job that runs without a connection
   denoise jobs watch $id -o "{index}.png"   follow that job and save its images

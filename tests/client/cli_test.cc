@@ -591,13 +591,16 @@ TEST_F(CliTest, RetriesAServerThatDrains) {
   EXPECT_EQ(server_.generations(), 3);
 }
 
+const std::vector<std::string> kColours = {"COLORTERM=truecolor", "TERM=xterm", "LC_ALL=C.UTF-8",
+                                           "NO_COLOR="};
+
 TEST_F(CliTest, ShowsPreviewsOnATerminal) {
   server_.SetEvaluationTime(milliseconds(70));  // slower than the view redraws
   server_.SetPlaces({3, 1});
   const auto result =
-      RunOnTerminal(Command({"generate", "-n", "2", "-p", "-o", Path("x.png")}),
-                    {"COLORTERM=truecolor", "TERM=xterm", "LC_ALL=C.UTF-8", "NO_COLOR="});
+      RunOnTerminal(Command({"generate", "-n", "2", "-p", "-o", Path("x.png")}), kColours);
   EXPECT_EQ(result.exit_code, 0) << result.out;
+  EXPECT_FALSE(server_.streamed().preview().has_every_evaluations());
   EXPECT_THAT(result.out, HasSubstr("▀"));
   EXPECT_THAT(result.out, HasSubstr("\x1b[38;2;"));
   EXPECT_THAT(result.out, HasSubstr("queued: 3 images are in front, starts in 3 min 00 s"));
@@ -607,6 +610,41 @@ TEST_F(CliTest, ShowsPreviewsOnATerminal) {
   const size_t hide = result.out.find("\x1b[?25l"), show = result.out.rfind("\x1b[?25h");
   EXPECT_NE(hide, std::string::npos);
   EXPECT_LT(hide, show) << "the cursor stays hidden";
+}
+
+TEST_F(CliTest, PreviewsAreTheDefaultOfATerminalWithColours) {
+  const auto run = [this](const std::vector<std::string>& flags,
+                          const std::vector<std::string>& environment) {
+    std::vector<std::string> arguments = {"generate", "-o", Path("x.png")};
+    arguments.insert(arguments.end(), flags.begin(), flags.end());
+    const auto result = RunOnTerminal(Command(arguments), environment);
+    EXPECT_EQ(result.exit_code, 0) << result.out;
+    EXPECT_THAT(result.out, HasSubstr("evaluations"));
+    EXPECT_EQ(result.out.find("▀") != std::string::npos, server_.streamed().has_preview());
+    return server_.streamed();
+  };
+  EXPECT_EQ(run({}, kColours).preview().every_evaluations(), 4);
+  EXPECT_EQ(run({"--preview-every", "2"}, kColours).preview().every_evaluations(), 2);
+  EXPECT_FALSE(run({"--animate", Path("x.webp")}, kColours).preview().has_every_evaluations());
+  EXPECT_FALSE(run({"--no-previews"}, kColours).has_preview());
+  EXPECT_FALSE(run({"--previews=0"}, kColours).has_preview());
+  EXPECT_FALSE(run({}, {"TERM=xterm", "NO_COLOR=1"}).has_preview());
+  // The request must be the same as in a pipe.
+  EXPECT_FALSE(run({"--request-id", "me"}, kColours).has_preview());
+  EXPECT_TRUE(run({"--request-id", "me", "-p"}, kColours).has_preview());
+}
+
+TEST_F(CliTest, OnlyATerminalGetsPreviewsByDefault) {
+  std::vector<std::string> command = Command({"generate", "-o", Path("x.png")});
+  EXPECT_EQ(RunProcess(command, kColours).exit_code, 0);
+  EXPECT_FALSE(server_.streamed().has_preview());
+  for (const std::vector<std::string>& flags : {std::vector<std::string>{"--json"}, {"-o", "-"}}) {
+    command = Command({"generate"});
+    command.insert(command.end(), flags.begin(), flags.end());
+    if (flags[0] == "--json") command.insert(command.end(), {"-o", Path("x.png")});
+    EXPECT_EQ(RunOnTerminal(command, kColours).exit_code, 0);
+    EXPECT_FALSE(server_.streamed().has_preview());
+  }
 }
 
 TEST_F(CliTest, TerminalsWithoutColoursGetCharacters) {

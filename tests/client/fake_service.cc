@@ -200,6 +200,11 @@ std::vector<v1::GenerationParams> FakeServer::requests() const {
   return requests_;
 }
 
+v1::StreamGenerateRequest FakeServer::streamed() const {
+  std::lock_guard lock(mutex_);
+  return streamed_;
+}
+
 std::multimap<std::string, std::string> FakeServer::metadata() const {
   std::lock_guard lock(mutex_);
   return metadata_;
@@ -279,6 +284,7 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
   std::vector<int> places;
   {
     std::lock_guard lock(mutex_);
+    streamed_ = *request;
     places = places_;
     if (breaks_ > 0) {
       --breaks_;

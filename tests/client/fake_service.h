@@ -54,6 +54,7 @@ class FakeServer : public v1::ImageGeneration::Service {
   int generations() const { return generations_; }     // attempts that arrived
   int cancelled() const { return cancelled_; }         // streams that ended because of a cancel
   std::vector<v1::GenerationParams> requests() const;  // of all attempts
+  v1::StreamGenerateRequest streamed() const;          // the latest
   /// The metadata of the latest ListModels, Generate or StreamGenerate.
   std::multimap<std::string, std::string> metadata() const;
   std::string authorization() const;    // among it; empty when there was none
@@ -98,6 +99,7 @@ class FakeServer : public v1::ImageGeneration::Service {
   uint64_t break_after_ = 0;  // events
   grpc::Status break_;
   std::vector<v1::GenerationParams> requests_;
+  v1::StreamGenerateRequest streamed_;
   std::multimap<std::string, std::string> metadata_;
   v1::WatchJobRequest watched_;
   int port_ = 0;
