@@ -209,6 +209,21 @@ struct Cta {
   }
 };
 
+/// Called when step `used` has freed its stage. If the step was the last of its
+/// halo tile, loads the next one into that slot. Then advances `used`. Waiting for the slot earlier
+/// would delay the loads of weights.
+template <bool kShortcut, typename Params, typename CopyNext, typename CopyNextOfShortcut>
+__device__ inline void ReplaceUsed(const Conv2dLaunch& conv, const Params& params,
+                                   StepAt<kShortcut, kTaps>& used, const CopyNext& copy_next,
+                                   const CopyNextOfShortcut& copy_next_of_shortcut) {
+  if (used.IsOfShortcut(params.depth)) {
+    copy_next_of_shortcut();
+  } else if (used.IsLastTap(params.depth)) {
+    copy_next();
+  }
+  used.Advance(conv, params);
+}
+
 /// The thread that loads halo tiles, and the weights of all steps.
 template <typename T, bool kShortcut, bool kSplitOverCluster>
 struct Producer {

@@ -27,21 +27,6 @@ struct HaloTiles {
   }
 };
 
-/// Called by the producer when step `used` has freed its stage. If the step was the last of its
-/// halo tile, loads the next one into that slot. Then advances `used`. Waiting for the slot earlier
-/// would delay the loads of weights.
-template <bool kShortcut, typename Params, typename CopyNext, typename CopyNextOfShortcut>
-__device__ inline void ReplaceUsed(const Conv2dLaunch& conv, const Params& params,
-                                   StepAt<kShortcut, kTaps>& used, const CopyNext& copy_next,
-                                   const CopyNextOfShortcut& copy_next_of_shortcut) {
-  if (used.IsOfShortcut(params.depth)) {
-    copy_next_of_shortcut();
-  } else if (used.IsLastTap(params.depth)) {
-    copy_next();
-  }
-  used.Advance(conv, params);
-}
-
 /// The left operand of a wgmma: 8 lines of 8 pixels of a halo tile, `pitch` pixels from line to
 /// line.
 __device__ inline uint64_t HaloTileDescriptor(const void* halo_tile, int pitch) {
@@ -105,9 +90,8 @@ __device__ inline void Normalise(unsigned char* halo_tile, int first_pixel, int 
       float v[8];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        v[2 * j] = fmaf(__uint_as_float(words[j] << 16), factor[2 * j], offset[2 * j]);
-        v[2 * j + 1] =
-            fmaf(__uint_as_float(words[j] & 0xffff0000u), factor[2 * j + 1], offset[2 * j + 1]);
+        v[2 * j] = fmaf(Low(words[j]), factor[2 * j], offset[2 * j]);
+        v[2 * j + 1] = fmaf(High(words[j]), factor[2 * j + 1], offset[2 * j + 1]);
       }
       SiluOfHalf(v);
       bits[i] = PackBf16(v);

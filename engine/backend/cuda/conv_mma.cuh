@@ -32,10 +32,7 @@ __device__ inline uint4 FinishVector(const Conv2dLaunch& conv, bool has_beside, 
   if (has_beside) {
     const uint32_t words[4] = {beside.x, beside.y, beside.z, beside.w};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      v[2 * j] += __uint_as_float(words[j] << 16);
-      v[2 * j + 1] += __uint_as_float(words[j] & 0xffff0000u);
-    }
+    for (int j = 0; j < 4; ++j) AddPair(words[j], v[2 * j], v[2 * j + 1]);
   }
 #pragma unroll
   for (int j = 0; j < 8; ++j) v[j] *= conv.scale;

@@ -235,11 +235,6 @@ __device__ inline int64_t OutputPixel(const Conv2dLaunch& conv, const Grid& grid
          2 * x + phase % 2;
 }
 
-__device__ inline void AddPair(uint32_t pair, float& a, float& b) {
-  a += __uint_as_float(pair << 16);
-  b += __uint_as_float(pair & 0xffff0000u);
-}
-
 /// Loads conv.add for one row of a thread's accumulators ahead of its use: outputs in pairs,
 /// starting at n0. The number of outputs and n0 are multiples of kMultiple.
 template <int kMultiple = 8, int kPairs>

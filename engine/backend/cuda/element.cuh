@@ -38,10 +38,18 @@ __device__ inline uint32_t PackBf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+/// The two elements of a word. bf16 is the upper half of an fp32.
+__device__ inline float Low(uint32_t word) { return __uint_as_float(word << 16); }
+__device__ inline float High(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
+
+__device__ inline void AddPair(uint32_t pair, float& a, float& b) {
+  a += Low(pair), b += High(pair);
+}
+
 __device__ inline void UnpackBf16(const uint4& bits, float (&v)[8]) {
   const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {  // bf16 is the upper half of an fp32
+  for (int j = 0; j < 4; ++j) {  // not Low() and High(): FirKernel would become another one
     v[2 * j] = __uint_as_float(words[j] << 16);
     v[2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
   }

@@ -83,10 +83,6 @@ inline SumTree MakeSumTree(int leaves, int blocks) {
   return tree;
 }
 
-/// The two channels of a word: bf16 is the upper half of an fp32.
-__device__ inline float Low(uint32_t word) { return __uint_as_float(word << 16); }
-__device__ inline float High(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
-
 /// The address of a channel of concat(x, x2), for bf16 sources.
 __device__ inline const __nv_bfloat16* ChannelAt(const GroupNormLaunch& norm, int image,
                                                  int64_t pixel, int channel) {
