@@ -247,12 +247,11 @@ cudaError_t LaunchWidest(const AttentionLaunch& attention, const Queue& queue) {
 
 template <typename... S>
 cudaError_t LoadShapes() {
-  cudaError_t result = cudaSuccess;
-  for (cudaError_t error : {LoadKernel(AttentionKernel<S, false>, S::kSharedBytes)...,
-                            LoadKernel(AttentionKernel<S, true>, S::kSharedBytes)...}) {
-    if (result == cudaSuccess) result = error;
+  for (cudaError_t error :
+       {LoadKernels(S::kSharedBytes, AttentionKernel<S, false>, AttentionKernel<S, true>)...}) {
+    if (error != cudaSuccess) return error;
   }
-  return result;
+  return cudaSuccess;
 }
 
 }  // namespace

@@ -109,9 +109,8 @@ cudaError_t LaunchAttentionFp32(const AttentionLaunch& attention, const Queue& q
 }
 
 cudaError_t LoadAttentionFp32Kernels() {
-  const cudaError_t error = LoadKernel(AttentionFp32Kernel<false>, SharedBytes(kMaxHeadDim));
-  return error != cudaSuccess ? error
-                              : LoadKernel(AttentionFp32Kernel<true>, SharedBytes(kMaxHeadDim));
+  return LoadKernels(SharedBytes(kMaxHeadDim), AttentionFp32Kernel<false>,
+                     AttentionFp32Kernel<true>);
 }
 
 }  // namespace denoised::cuda

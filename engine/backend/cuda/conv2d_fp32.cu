@@ -89,8 +89,7 @@ cudaError_t LaunchConv2dFp32(const Conv2dLaunch& conv, const Queue& queue) {
 }
 
 cudaError_t LoadConv2dFp32Kernels() {
-  const cudaError_t error = LoadKernel(Conv2dFp32Kernel<true>);
-  return error != cudaSuccess ? error : LoadKernel(Conv2dFp32Kernel<false>);
+  return LoadKernels(0, Conv2dFp32Kernel<true>, Conv2dFp32Kernel<false>);
 }
 
 }  // namespace denoised::cuda

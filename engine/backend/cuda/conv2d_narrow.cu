@@ -388,17 +388,15 @@ cudaError_t LaunchConv2dFewOutputs(const Conv2dLaunch& conv, const Queue& queue)
 }
 
 cudaError_t LoadConv2dNarrowKernels() {
-  for (auto* kernel : {FewInputsKernel<1, Element::kBf16>, FewInputsKernel<2, Element::kBf16>,
-                       FewInputsKernel<3, Element::kBf16>, FewInputsKernel<4, Element::kBf16>,
-                       FewInputsKernel<1, Element::kF32>, FewInputsKernel<2, Element::kF32>,
-                       FewInputsKernel<3, Element::kF32>, FewInputsKernel<4, Element::kF32>}) {
-    if (cudaError_t error = LoadKernel(kernel); error != cudaSuccess) return error;
-  }
-  for (auto* kernel : {FewOutputsKernel<2>, FewOutputsKernel<3>, FewOutputsKernel<4>,
-                       FewOutputsKernel<5>, FewOutputsKernel<6>, FewOutputsKernel<7>}) {
-    if (cudaError_t error = LoadKernel(kernel, kSharedLimit); error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  const cudaError_t error =
+      LoadKernels(0, FewInputsKernel<1, Element::kBf16>, FewInputsKernel<2, Element::kBf16>,
+                  FewInputsKernel<3, Element::kBf16>, FewInputsKernel<4, Element::kBf16>,
+                  FewInputsKernel<1, Element::kF32>, FewInputsKernel<2, Element::kF32>,
+                  FewInputsKernel<3, Element::kF32>, FewInputsKernel<4, Element::kF32>);
+  return error != cudaSuccess ? error
+                              : LoadKernels(kSharedLimit, FewOutputsKernel<2>, FewOutputsKernel<3>,
+                                            FewOutputsKernel<4>, FewOutputsKernel<5>,
+                                            FewOutputsKernel<6>, FewOutputsKernel<7>);
 }
 
 }  // namespace denoised::cuda

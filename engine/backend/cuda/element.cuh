@@ -230,5 +230,12 @@ cudaError_t LoadKernel(Kernel* kernel, int shared_bytes = 0) {
   }
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
 }
+/// Each of them, until one fails.
+template <typename... Kernels>
+cudaError_t LoadKernels(int shared_bytes, Kernels*... kernels) {
+  cudaError_t error = cudaSuccess;
+  static_cast<void>((((error = LoadKernel(kernels, shared_bytes)) == cudaSuccess) && ...));
+  return error;
+}
 
 }  // namespace denoised::cuda

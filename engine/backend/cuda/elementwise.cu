@@ -307,18 +307,11 @@ cudaError_t LaunchDivideRows(const Rows& x, const float* divisor, int images, in
 }
 
 cudaError_t LoadElementwiseKernels() {
-  for (cudaError_t error :
-       {LoadKernel(DivideRowsKernel), LoadKernel(AddKernel<8>), LoadKernel(AddKernel<1>),
-        LoadKernel(Upsample2xKernel<8>), LoadKernel(Upsample2xKernel<1>),
-        LoadKernel(FirKernel<8, true>), LoadKernel(FirKernel<1, true>),
-        LoadKernel(FirKernel<8, false>), LoadKernel(FirKernel<1, false>),
-        LoadKernel(AveragePool2xKernel<8>), LoadKernel(AveragePool2xKernel<1>),
-        LoadKernel(NoiseKernel<8>), LoadKernel(NoiseKernel<8, true>), LoadKernel(NoiseKernel<1>),
-        LoadKernel(GegluGateKernel<8>), LoadKernel(GegluGateKernel<1>),
-        LoadKernel(GaussianKernel)}) {
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return LoadKernels(0, DivideRowsKernel, AddKernel<8>, AddKernel<1>, Upsample2xKernel<8>,
+                     Upsample2xKernel<1>, FirKernel<8, true>, FirKernel<1, true>,
+                     FirKernel<8, false>, FirKernel<1, false>, AveragePool2xKernel<8>,
+                     AveragePool2xKernel<1>, NoiseKernel<8>, NoiseKernel<8, true>, NoiseKernel<1>,
+                     GegluGateKernel<8>, GegluGateKernel<1>, GaussianKernel);
 }
 
 }  // namespace denoised::cuda

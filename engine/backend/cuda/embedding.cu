@@ -76,11 +76,7 @@ cudaError_t LaunchEmbedding(const Rows& table, int entries, int dim, const int32
 }
 
 cudaError_t LoadEmbeddingKernels() {
-  for (cudaError_t error : {LoadKernel(TimestepEmbeddingKernel), LoadKernel(FourierEmbeddingKernel),
-                            LoadKernel(EmbeddingKernel)}) {
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return LoadKernels(0, TimestepEmbeddingKernel, FourierEmbeddingKernel, EmbeddingKernel);
 }
 
 }  // namespace denoised::cuda

@@ -492,21 +492,17 @@ cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue) {
 }
 
 cudaError_t LoadGroupNormKernels() {
-  for (cudaError_t error :
-       {LoadKernel(GroupScaleKernel<Element::kBf16>),
-        LoadKernel(GroupScaleKernel<Element::kE4m3x2>), LoadKernel(GroupFactorsKernel<8>),
-        LoadKernel(GroupFactorsKernel<4>), LoadKernel(GroupFactorsKernel<2>),
-        LoadKernel(GroupMomentsKernel<8, Element::kBf16>, kSharedLimit),
-        LoadKernel(GroupApplyKernel<8, Element::kBf16>, kSharedLimit),
-        LoadKernel(GroupMomentsKernel<1, Element::kBf16>, kSharedLimit),
-        LoadKernel(GroupApplyKernel<1, Element::kBf16>, kSharedLimit),
-        LoadKernel(GroupMomentsKernel<8, Element::kF32>, kSharedLimit),
-        LoadKernel(GroupApplyKernel<8, Element::kF32>, kSharedLimit),
-        LoadKernel(GroupMomentsKernel<1, Element::kF32>, kSharedLimit),
-        LoadKernel(GroupApplyKernel<1, Element::kF32>, kSharedLimit)}) {
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  const cudaError_t error =
+      LoadKernels(0, GroupScaleKernel<Element::kBf16>, GroupScaleKernel<Element::kE4m3x2>,
+                  GroupFactorsKernel<8>, GroupFactorsKernel<4>, GroupFactorsKernel<2>);
+  return error != cudaSuccess
+             ? error
+             : LoadKernels(
+                   kSharedLimit, GroupMomentsKernel<8, Element::kBf16>,
+                   GroupApplyKernel<8, Element::kBf16>, GroupMomentsKernel<1, Element::kBf16>,
+                   GroupApplyKernel<1, Element::kBf16>, GroupMomentsKernel<8, Element::kF32>,
+                   GroupApplyKernel<8, Element::kF32>, GroupMomentsKernel<1, Element::kF32>,
+                   GroupApplyKernel<1, Element::kF32>);
 }
 
 }  // namespace denoised::cuda

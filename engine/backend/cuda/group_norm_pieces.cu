@@ -181,11 +181,8 @@ cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queu
 }
 
 cudaError_t LoadGroupNormPiecesKernels() {
-  for (Kernel* kernel :
-       {GroupNormPiecesKernel<2>, GroupNormPiecesKernel<4>, GroupNormPiecesKernel<8>}) {
-    if (cudaError_t error = LoadKernel(kernel); error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return LoadKernels(0, GroupNormPiecesKernel<2>, GroupNormPiecesKernel<4>,
+                     GroupNormPiecesKernel<8>);
 }
 
 }  // namespace denoised::cuda

@@ -201,13 +201,13 @@ cudaError_t LaunchLayerNorm(const Rows& x, const float* gamma, const float* beta
 cudaError_t LoadLayerNormKernels(bool hopper) {
   for (int i = 0; i < kMostVectors; ++i) {
     const int shared = hopper ? kMostShared - StaticBytes(i + 1) : 0;
-    for (const Kernel kernel :
-         {kInRegisters<Element::kBf16>[i], kInRegisters<Element::kE4m3x2>[i]}) {
-      if (cudaError_t error = LoadKernel(kernel, shared); error != cudaSuccess) return error;
+    if (cudaError_t error =
+            LoadKernels(shared, kInRegisters<Element::kBf16>[i], kInRegisters<Element::kE4m3x2>[i]);
+        error != cudaSuccess) {
+      return error;
     }
   }
-  const cudaError_t error = LoadKernel(LayerNormKernel<8>);
-  return error != cudaSuccess ? error : LoadKernel(LayerNormKernel<1>);
+  return LoadKernels(0, LayerNormKernel<8>, LayerNormKernel<1>);
 }
 
 }  // namespace denoised::cuda

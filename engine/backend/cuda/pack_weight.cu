@@ -154,15 +154,11 @@ cudaError_t LaunchE4m3Scales(float* scales, int outputs, float input_scale, cons
 }
 
 cudaError_t LoadPackWeightKernels() {
-  for (cudaError_t error :
-       {LoadKernel(PackWeightKernel<float>), LoadKernel(PackWeightKernel<__half>),
-        LoadKernel(PackWeightKernel<__nv_bfloat16>), LoadKernel(LargestWeightsKernel<float>),
-        LoadKernel(LargestWeightsKernel<__half>), LoadKernel(LargestWeightsKernel<__nv_bfloat16>),
-        LoadKernel(PackE4m3WeightKernel<float>), LoadKernel(PackE4m3WeightKernel<__half>),
-        LoadKernel(PackE4m3WeightKernel<__nv_bfloat16>), LoadKernel(E4m3ScalesKernel)}) {
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return LoadKernels(0, PackWeightKernel<float>, PackWeightKernel<__half>,
+                     PackWeightKernel<__nv_bfloat16>, LargestWeightsKernel<float>,
+                     LargestWeightsKernel<__half>, LargestWeightsKernel<__nv_bfloat16>,
+                     PackE4m3WeightKernel<float>, PackE4m3WeightKernel<__half>,
+                     PackE4m3WeightKernel<__nv_bfloat16>, E4m3ScalesKernel);
 }
 
 }  // namespace denoised::cuda

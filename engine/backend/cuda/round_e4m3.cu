@@ -88,8 +88,7 @@ cudaError_t LaunchRoundToE4m3(const Rows& x, int channels, const Rows& x2, int c
 }
 
 cudaError_t LoadRoundToE4m3Kernels() {
-  const cudaError_t error = LoadKernel(RoundToE4m3Kernel<true>);
-  return error != cudaSuccess ? error : LoadKernel(RoundToE4m3Kernel<false>);
+  return LoadKernels(0, RoundToE4m3Kernel<true>, RoundToE4m3Kernel<false>);
 }
 
 }  // namespace denoised::cuda

@@ -140,8 +140,7 @@ cudaError_t LaunchRowLinear(const Conv2dLaunch& linear, const Queue& queue) {
 }
 
 cudaError_t LoadRowLinearKernels() {
-  if (cudaError_t error = LoadKernel(RowLinearKernel<1, 2, 4>); error != cudaSuccess) return error;
-  return LoadKernel(RowLinearKernel<4, 4, 1>);
+  return LoadKernels(0, RowLinearKernel<1, 2, 4>, RowLinearKernel<4, 4, 1>);
 }
 
 }  // namespace denoised::cuda

@@ -501,11 +501,7 @@ cudaError_t LaunchAdvance(const SlotsLaunch& slots, const int32_t* rows, int cou
 }
 
 cudaError_t LoadSamplingKernels() {
-  for (cudaError_t error : {LoadKernel(BeginSlotKernel), LoadKernel(GatherKernel),
-                            LoadKernel(MeasureOutputsKernel), LoadKernel(AdvanceKernel)}) {
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return LoadKernels(0, BeginSlotKernel, GatherKernel, MeasureOutputsKernel, AdvanceKernel);
 }
 
 }  // namespace denoised::cuda
