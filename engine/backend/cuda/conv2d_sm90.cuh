@@ -647,18 +647,14 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 /// of one phase: [pairs of lines of all images, 2, pairs of pixels, 2, channels].
 inline CUresult EncodePhases(CUtensorMap* map, const Rows& pixels_of, int channels,
                              const Conv2dLaunch& conv, int columns) {
-  const auto width = static_cast<cuuint64_t>(conv.width);
-  const cuuint64_t dims[5] = {static_cast<cuuint64_t>(channels), 2, width, 2,
-                              static_cast<cuuint64_t>(conv.images) * conv.height};
-  const cuuint64_t pixel = static_cast<cuuint64_t>(pixels_of.stride) * 2;
-  const cuuint64_t strides[4] = {pixel, 2 * pixel, 2 * width * pixel, 4 * width * pixel};
-  const auto across = static_cast<cuuint32_t>(std::min(conv.width, kBoxPixels));
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(columns), 1, across, 1, kBoxPixels / across};
-  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-  return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, pixels_of.data, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, SwizzleOfBox(columns), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const int64_t width = conv.width, pixel = pixels_of.stride;
+  const int across = std::min(conv.width, kBoxPixels);
+  return EncodeTiled(map,
+                     {pixels_of.data,
+                      {channels, 2, width, 2, int64_t{conv.images} * conv.height},
+                      {pixel, 2 * pixel, 2 * width * pixel, 4 * width * pixel},
+                      {columns, 1, across, 1, kBoxPixels / across}},
+                     SwizzleOfBox(columns), CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 /// Along n first, every CTA reads all weights. If these exceed their share of L2, bands are used

@@ -109,19 +109,13 @@ __device__ inline void Normalise(unsigned char* halo_tile, int first_pixel, int 
 inline CUresult EncodeImages(CUtensorMap* map, const Rows& rows, int channels,
                              const Conv2dLaunch& conv, int columns, int width, int height,
                              int images) {
-  const cuuint64_t pixel_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
-  const cuuint64_t dims[4] = {
-      static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(conv.width),
-      static_cast<cuuint64_t>(conv.height), static_cast<cuuint64_t>(conv.images)};
-  const cuuint64_t strides[3] = {pixel_bytes, pixel_bytes * dims[1],
-                                 pixel_bytes * dims[1] * dims[2]};
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(width),
-                             static_cast<cuuint32_t>(height), static_cast<cuuint32_t>(images)};
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  return GetTensorMapEncoders().tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims,
-                                      strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                      SwizzleOfBox(columns), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const int64_t line = rows.stride * conv.width;
+  return EncodeTiled(map,
+                     {rows.data,
+                      {channels, conv.width, conv.height, conv.images},
+                      {rows.stride, line, line * conv.height},
+                      {columns, width, height, images}},
+                     SwizzleOfBox(columns), CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 }  // namespace denoised::cuda

@@ -517,24 +517,11 @@ inline Grid GridOf(const Conv2dLaunch& conv) {
   return grid;
 }
 
-/// Of boxes of 16, 32 or 64 columns: whole rows.
-inline CUtensorMapSwizzle SwizzleOfBox(int columns) {
-  return columns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
-         : columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                         : CU_TENSOR_MAP_SWIZZLE_32B;
-}
-
 /// [pixels, channels] in boxes of `columns` × `rows`.
 inline CUresult EncodeRows(CUtensorMap* map, const Rows& pixels_of, int channels, int64_t pixels,
                            int columns, int rows) {
-  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(pixels)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(pixels_of.stride) * 2};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(rows)};
-  const cuuint32_t element_strides[2] = {1, 1};
-  return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, pixels_of.data, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, SwizzleOfBox(columns), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return EncodeTiled(map, {pixels_of.data, {channels, pixels}, {pixels_of.stride}, {columns, rows}},
+                     SwizzleOfBox(columns), CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 /// For LoadInputsByTma(), `pixels` at a time. `rows`: pixels have the layout of the outputs.
@@ -571,16 +558,12 @@ inline CUresult EncodeInputs(CUtensorMap* map, const Rows& rows_of, int channels
 /// pixels wait longer for them, in 3×3 layers 6 to 13 % (docs/kernels-measured.md).
 inline CUresult EncodeWeight(CUtensorMap* map, const void* weight, int stride, int channels,
                              int taps, int outputs, int phases, int outputs_at_once) {
-  const cuuint64_t row_bytes = static_cast<cuuint64_t>(stride) * 2;
-  const cuuint64_t dims[4] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(taps),
-                              static_cast<cuuint64_t>(outputs), static_cast<cuuint64_t>(phases)};
-  const cuuint64_t strides[3] = {dims[0] * 2, row_bytes, row_bytes * dims[2]};
-  const cuuint32_t box[4] = {kStep, 1, static_cast<cuuint32_t>(outputs_at_once), 1};
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(weight), dims, strides, box,
-      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return EncodeTiled(map,
+                     {weight,
+                      {channels, taps, outputs, phases},
+                      {channels, stride, int64_t{stride} * outputs},
+                      {kStep, 1, outputs_at_once, 1}},
+                     CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 /// Sets the fields of `params` about k: chunks, sources and weights, the latter in boxes of

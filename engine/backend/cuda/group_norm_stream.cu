@@ -801,19 +801,14 @@ Choice Choose(const GroupNormLaunch& norm) {
 /// a padded row: TMA fills the padding with zeros and does not store it.
 CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNormLaunch& norm,
                 const Plan& plan) {
-  const cuuint64_t piece = plan.piece_channels,
-                   row_bytes = static_cast<cuuint64_t>(rows.stride) * 2;
-  const cuuint64_t dims[4] = {piece, channels / piece, static_cast<cuuint64_t>(norm.pixels),
-                              static_cast<cuuint64_t>(norm.images)};
-  const cuuint64_t strides[3] = {piece * 2, row_bytes, row_bytes * norm.pixels};
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(plan.pitch / 2), 1,
-                             static_cast<cuuint32_t>(plan.chunk_pixels), 1};
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows.data, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      plan.swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const int piece = plan.piece_channels;
+  return EncodeTiled(map,
+                     {rows.data,
+                      {piece, channels / piece, norm.pixels, norm.images},
+                      {piece, rows.stride, rows.stride * norm.pixels},
+                      {plan.pitch / 2, 1, plan.chunk_pixels, 1}},
+                     plan.swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 }  // namespace

@@ -579,16 +579,10 @@ Plan PlanOf(const Layer& layer) {
 }
 
 CUresult Encode(CUtensorMap* map, const NormLaunch& norm, const Rows& rows, const Plan& plan) {
-  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(norm.channels),
-                              static_cast<cuuint64_t>(norm.rows * norm.pixels)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(rows.stride * 2)};
-  const cuuint32_t boxes[2] = {static_cast<cuuint32_t>(plan.strip),
-                               static_cast<cuuint32_t>(plan.box)};
-  const cuuint32_t element_strides[2] = {1, 1};
-  return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rows.data, dims, strides, boxes, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return EncodeTiled(
+      map,
+      {rows.data, {norm.channels, norm.rows * norm.pixels}, {rows.stride}, {plan.strip, plan.box}},
+      CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 template <typename Launch>

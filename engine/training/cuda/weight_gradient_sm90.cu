@@ -473,21 +473,16 @@ struct Plane {
 /// A plane of a tensor [d3, d2, d1, channels], with boxes of kLine channels.
 CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, int64_t d1, int64_t d2,
                 int64_t d3, int box1, int box2, int box3, const Plane& plane = {}) {
-  const auto of = [](int64_t value) { return static_cast<cuuint64_t>(value); };
-  const int64_t pixel_bytes = rows.stride * 2;
-  const cuuint64_t dims[4] = {of(channels), of(CountOf(d1 - plane.column, plane.stride)),
-                              of(CountOf(d2 - plane.line, plane.stride)), of(d3)};
-  const cuuint64_t strides[3] = {of(pixel_bytes * plane.stride),
-                                 of(pixel_bytes * d1 * plane.stride), of(pixel_bytes * d1 * d2)};
-  char* const first =
-      static_cast<char*>(rows.data) + (plane.line * d1 + plane.column) * pixel_bytes;
-  const cuuint32_t box[4] = {kLine, static_cast<cuuint32_t>(box1), static_cast<cuuint32_t>(box2),
-                             static_cast<cuuint32_t>(box3)};
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  return GetTensorMapEncoders().tiled(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, first, dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const int64_t pixel = rows.stride, line = pixel * d1;
+  const auto* const first =
+      static_cast<const uint16_t*>(rows.data) + plane.line * line + plane.column * pixel;
+  return EncodeTiled(map,
+                     {first,
+                      {channels, CountOf(d1 - plane.column, plane.stride),
+                       CountOf(d2 - plane.line, plane.stride), d3},
+                      {pixel * plane.stride, line * plane.stride, line * d2},
+                      {kLine, box1, box2, box3}},
+                     CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 /// Derived from the shapes.
