@@ -10,6 +10,7 @@
 #include "engine/backend/check.h"
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/device.h"
+#include "engine/backend/cuda/group_norm.h"
 #include "engine/backend/cuda/launch.h"
 #include "engine/backend/cuda/transfer.h"
 #include "engine/backend/cuda/tuner.h"
@@ -28,8 +29,6 @@ static_assert(kMaxNormChannels >= denoised::kMaxNormChannels);
 
 /// Partial moments of group norms, for 256 images of 32 groups at a time.
 constexpr size_t kNormWorkspaceBytes = size_t{8} << 20;
-/// Factors of group norms, for 1024 images of 1024 channels at a time.
-constexpr size_t kNormFactorBytes = size_t{8} << 20;
 
 /// Identifies this build of the kernels: measurements are kept for one build.
 constexpr const char* kKernels = DENOISED_KERNELS;
@@ -52,19 +51,6 @@ Rows View(const Tensor& tensor) {
   const size_t stride_bytes = tensor.row_stride() * SizeOf(tensor.dtype());
   return {tensor.data(), tensor.row_stride(), ElementOf(tensor.dtype()),
           Aligned(tensor) && stride_bytes % 16 == 0};
-}
-
-/// Images [first, first + most) of a group norm.
-GroupNormLaunch Images(GroupNormLaunch norm, int first, int most) {
-  const auto skip = [](Rows* rows, int64_t count) {
-    if (rows->data == nullptr) return;
-    rows->data = static_cast<std::byte*>(rows->data) +
-                 count * rows->stride * (rows->element == Element::kF32 ? 4 : 2);
-  };
-  norm.images = std::min(norm.images - first, most);
-  for (Rows* rows : {&norm.x, &norm.x2, &norm.out}) skip(rows, int64_t{first} * norm.pixels);
-  skip(&norm.scale_shift, first);
-  return norm;
 }
 
 int Extent(const Tensor& tensor, int dimension) { return static_cast<int>(tensor.dim(dimension)); }
@@ -326,7 +312,7 @@ class CudaBackend final : public Backend {
     if (!HasHopperKernel(conv) && shortcut != nullptr) return Conv2d(WithoutShortcut(*this, args));
     const GroupNormLaunch before = norms ? LaunchOf(InputNormOf(args)) : GroupNormLaunch();
     if (norms && !CanFuse(before, conv)) return Conv2d(WithoutNorm(*this, args));
-    if (Norm* norm = args.epilogue.norm; norm != nullptr && FuseOutputNorm(*norm, &conv))
+    if (Norm* norm = args.epilogue.norm; norm != nullptr && AddOutputNorm(*norm, &conv))
       norm->applied = true;
     if (norms) {
       EnqueueNormed(before, conv);
@@ -852,7 +838,7 @@ class CudaBackend final : public Backend {
     const GroupNormLaunch norm = LaunchOf(InputNormOf(args));
     AddOperand(&input.operands, norm.scale_shift, norm.images,
                2 * (norm.channels + norm.channels2));
-    input.enqueue = [=, this] { return LaunchNormE4m3(norm, rounded); };
+    input.enqueue = [=, this] { return LaunchNormE4m3(norm, rounded, NormFactors(), queue_); };
     return input;
   }
   /// The launch that reads it.
@@ -898,83 +884,17 @@ class CudaBackend final : public Backend {
     return norm;
   }
 
-  /// Whether group_norm_pieces.cu can compute the factors.
-  bool InPieces(const NormLayer& norm) const { return queue_.hopper && SuitsGroupNormPieces(norm); }
-  /// Whether `out` and the factors can be computed in one pass; they then have the same bits.
-  bool InOnePass(const NormLayer& norm) const {
-    return SuitsGroupNormCluster(norm, queue_) || (InPieces(norm) && SuitsGroupNormStream(norm));
-  }
-  /// Whether factors can be computed, and `out` from them.
-  bool HasFactors(const NormLayer& norm) const {
-    return InOnePass(norm) || InPieces(norm) || SuitsGroupNormFactors(norm);
-  }
-  cudaError_t LaunchOnePass(const GroupNormLaunch& norm) const {
-    if (queue_.hopper && norm.factors != nullptr && PrefersGroupNormPieces(norm, queue_)) {
-      return LaunchGroupNormPieces(norm, queue_);
-    }
-    if (queue_.hopper && norm.factors == nullptr && PrefersGroupNormStream(norm, queue_)) {
-      return LaunchGroupNormStream(norm, queue_);
-    }
-    return LaunchGroupNormCluster(norm, queue_);
-  }
-  /// Images per launch, limited by the memory for factors and by the grid.
-  static int ImagesAtOnce(const NormLayer& norm) {
-    return static_cast<int>(std::min<size_t>(
-        65535, kNormFactorBytes / (2 * sizeof(float) * (norm.channels + norm.channels2))));
-  }
-  GroupNormLaunch WithFactors(GroupNormLaunch norm) const {
-    norm.factors =
-        reinterpret_cast<float*>(static_cast<std::byte*>(norm_memory_.get()) + kNormWorkspaceBytes);
-    return norm;
-  }
-  cudaError_t MakeFactors(const GroupNormLaunch& norm) const {
-    if (InOnePass(norm)) return LaunchOnePass(norm);
-    return InPieces(norm) ? LaunchGroupNormPieces(norm, queue_)
-                          : LaunchGroupNormFactors(norm, queue_);
-  }
-
   /// Whether `conv` can fuse the norm of its input.
   bool CanFuse(const GroupNormLaunch& norm, const Conv2dLaunch& conv) const {
-    return HasHopperKernel(conv) && HasFactors(norm) && norm.images <= ImagesAtOnce(norm) &&
-           norm.activation == Activation::kSilu && SuitsHaloTile(conv) &&
+    return HasHopperKernel(conv) && HasNormFactors(norm, queue_) &&
+           norm.images <= NormImagesAtOnce(norm) && norm.activation == Activation::kSilu &&
+           SuitsHaloTile(conv) &&
            // Steps along k over x and x2 must be the steps over the normalised tensor.
            (norm.channels2 == 0 || norm.channels % kStep == 0);
   }
 
   cudaError_t LaunchNorm(const GroupNormLaunch& norm) const {
-    if (InOnePass(norm)) return LaunchOnePass(norm);
-    if (!HasFactors(norm)) return LaunchGroupNorm(norm, queue_);
-    return LaunchFactorsThenScale(norm, norm.out);
-  }
-  /// `out`: norm.out, or the same in e4m3.
-  cudaError_t LaunchFactorsThenScale(const GroupNormLaunch& norm, const Rows& out) const {
-    GroupNormLaunch scaled = norm;
-    scaled.out = out;
-    for (int first = 0; first < norm.images; first += ImagesAtOnce(norm)) {
-      const auto part_of = [&](const GroupNormLaunch& of) {
-        return WithFactors(Images(of, first, ImagesAtOnce(norm)));
-      };
-      if (cudaError_t error = MakeFactors(part_of(norm)); error != cudaSuccess) return error;
-      if (cudaError_t error = LaunchGroupScale(part_of(scaled), queue_); error != cudaSuccess)
-        return error;
-    }
-    return cudaSuccess;
-  }
-  /// The result of LaunchNorm(), rounded to e4m3. norm.out may be overwritten. What decides the
-  /// norm's bits sees the layer as it is in bf16.
-  cudaError_t LaunchNormE4m3(const GroupNormLaunch& norm, const Rows& rounded) const {
-    const int channels = norm.channels + norm.channels2;
-    if (RoundedBytes(channels) != channels || !HasFactors(norm)) {
-      const cudaError_t error = LaunchNorm(norm);
-      return error != cudaSuccess
-                 ? error
-                 : LaunchRoundToE4m3(norm.out, channels, {}, 0, int64_t{norm.images} * norm.pixels,
-                                     rounded, queue_);
-    }
-    if (!SuitsGroupNormCluster(norm, queue_)) return LaunchFactorsThenScale(norm, rounded);
-    GroupNormLaunch rounding = norm;
-    rounding.out = rounded;
-    return LaunchGroupNormCluster(rounding, queue_);
+    return cuda::LaunchNorm(norm, NormFactors(), queue_);
   }
 
   /// Norms and convolutions share the workspace: they never run at the same time.
@@ -984,14 +904,18 @@ class CudaBackend final : public Backend {
     conv.semaphores = Semaphores();
     return conv;
   }
+  float* NormFactors() const {
+    return reinterpret_cast<float*>(static_cast<std::byte*>(norm_memory_.get()) +
+                                    kNormWorkspaceBytes);
+  }
   int* Semaphores() const {
     return reinterpret_cast<int*>(static_cast<std::byte*>(norm_memory_.get()) +
                                   kNormWorkspaceBytes + kNormFactorBytes);
   }
 
-  /// Fuses SiLU of the norm of its result into `conv`, if the bits are those of the norm's own
+  /// Makes SiLU of the norm of its result a part of `conv`, if the bits are those of the norm's own
   /// kernel and the fastest tile supports it.
-  bool FuseOutputNorm(const Norm& norm, Conv2dLaunch* conv) const {
+  bool AddOutputNorm(const Norm& norm, Conv2dLaunch* conv) const {
     if (norm.activation != Activation::kSilu || norm.scale_shift || !HasHopperKernel(*conv) ||
         conv->shortcut.x.data != nullptr) {
       return false;
@@ -1016,7 +940,8 @@ class CudaBackend final : public Backend {
   /// Candidates: tiles that normalise their input in shared memory, and the norm's kernel followed
   /// by any tile.
   void EnqueueNormed(const GroupNormLaunch& norm, const Conv2dLaunch& conv) {
-    const GroupNormLaunch factors = WithFactors(norm);
+    GroupNormLaunch factors = norm;
+    factors.factors = NormFactors();
     Conv2dLaunch fused = conv;
     fused.x = norm.x;
     fused.x2 = norm.x2;
@@ -1027,7 +952,7 @@ class CudaBackend final : public Backend {
     for (const HopperCandidate& candidate : HopperCandidates(fused, queue_)) {
       candidates.push_back(
           {"fused norm, " + NameOf(candidate.plan), candidate.microseconds, [=, this] {
-             const cudaError_t error = MakeFactors(factors);
+             const cudaError_t error = LaunchNormFactors(factors, queue_);
              return error == cudaSuccess ? LaunchConv2dHopper(fused, candidate.plan, queue_)
                                          : error;
            }});

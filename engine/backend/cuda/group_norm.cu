@@ -221,23 +221,16 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   auto* chunk_moments = static_cast<Moments*>(norm.workspace);
 
   const size_t image_bytes = sizeof(Moments) * kChunks * norm.groups;
-  const int images_at_once =
-      static_cast<int>(std::min<size_t>(norm.workspace_bytes / image_bytes, 65535));
-  if (images_at_once == 0) return cudaErrorInvalidValue;
-  for (int first = 0; first < norm.images; first += images_at_once) {
-    const unsigned images = std::min(images_at_once, norm.images - first);
-    for (cudaError_t error :
-         {LaunchDependent(GroupMomentsKernel<V, kElement>,
-                          {dim3(chunks.count, images), kThreads, shared_bytes}, queue, norm, first,
-                          chunks.pixels, chunk_moments),
-          LaunchDependent(GroupApplyKernel<V, kElement>,
-                          {dim3(blocks, images), kThreads, sizeof(ExactStatistics) * norm.groups},
-                          queue, norm, first, chunks.count, chunks.pixels, chunk_moments,
-                          block_pixels)}) {
-      if (error != cudaSuccess) return error;
-    }
-  }
-  return cudaSuccess;
+  return ForImages(norm.images, norm.workspace_bytes / image_bytes, [&](int first, int images) {
+    const cudaError_t error = LaunchDependent(GroupMomentsKernel<V, kElement>,
+                                              {dim3(chunks.count, images), kThreads, shared_bytes},
+                                              queue, norm, first, chunks.pixels, chunk_moments);
+    if (error != cudaSuccess) return error;
+    return LaunchDependent(GroupApplyKernel<V, kElement>,
+                           {dim3(blocks, images), kThreads, sizeof(ExactStatistics) * norm.groups},
+                           queue, norm, first, chunks.count, chunks.pixels, chunk_moments,
+                           block_pixels);
+  });
 }
 
 constexpr int kSliceThreads = 256;
@@ -465,17 +458,12 @@ cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& que
                        : group_channels % 4 == 0 ? &GroupFactorsKernel<4>
                                                  : &GroupFactorsKernel<2>;
   const size_t image_bytes = sizeof(float2) * cut.parts * norm.groups;
-  const int images_at_once = static_cast<int>(std::min<size_t>(
-      norm.workspace_bytes / image_bytes, cut.parts == 1 ? 65535 : kSemaphores / cut.slices));
-  if (images_at_once == 0) return cudaErrorInvalidValue;
-  for (int first = 0; first < norm.images; first += images_at_once) {
-    const cudaError_t error = LaunchDependent(
-        kernel,
-        {dim3(cut.slices, cut.parts, std::min(images_at_once, norm.images - first)), kSliceThreads},
-        queue, norm, first, cut, static_cast<float2*>(norm.workspace), norm.semaphores);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  size_t at_once = norm.workspace_bytes / image_bytes;
+  if (cut.parts > 1) at_once = std::min<size_t>(at_once, kSemaphores / cut.slices);
+  return ForImages(norm.images, at_once, [&](int first, int images) {
+    return LaunchDependent(kernel, {dim3(cut.slices, cut.parts, images), kSliceThreads}, queue,
+                           norm, first, cut, static_cast<float2*>(norm.workspace), norm.semaphores);
+  });
 }
 
 cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue) {

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/group_norm.h"
 
 /// Shared by the one-pass group norms, so that they give the same bits: how the sums of an image
 /// are computed and added. group_norm.cu also uses the functions that apply them.

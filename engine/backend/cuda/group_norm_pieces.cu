@@ -162,22 +162,16 @@ bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
 cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormPieces(norm)) return cudaErrorInvalidValue;
   const Plan plan = MakePlan(norm);
-  const int images_at_once =
-      static_cast<int>(std::min<size_t>(norm.workspace_bytes / NodeBytes(norm, plan), kSemaphores));
-  if (images_at_once == 0) return cudaErrorInvalidValue;
-  for (int first = 0; first < norm.images; first += images_at_once) {
-    const unsigned pieces = plan.pieces, images = std::min(images_at_once, norm.images - first);
-    if (cudaError_t error = LaunchDependent(
-            KernelOf(plan),
-            {.grid = dim3(pieces, images),
-             .block = dim3(kThreads),
-             .shared_bytes = static_cast<size_t>(SharedBytes(plan))},
-            queue, norm, plan, first, static_cast<Sums*>(norm.workspace), norm.semaphores);
-        error != cudaSuccess) {
-      return error;
-    }
-  }
-  return cudaSuccess;
+  const size_t at_once =
+      std::min<size_t>(norm.workspace_bytes / NodeBytes(norm, plan), kSemaphores);
+  return ForImages(norm.images, at_once, [&](int first, int images) {
+    return LaunchDependent(KernelOf(plan),
+                           {.grid = dim3(plan.pieces, images),
+                            .block = dim3(kThreads),
+                            .shared_bytes = static_cast<size_t>(SharedBytes(plan))},
+                           queue, norm, plan, first, static_cast<Sums*>(norm.workspace),
+                           norm.semaphores);
+  });
 }
 
 cudaError_t LoadGroupNormPiecesKernels() {
