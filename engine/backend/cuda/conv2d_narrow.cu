@@ -351,16 +351,9 @@ bool SuitsFewInputs(const ConvLayer& conv) {
 }
 
 cudaError_t LaunchConv2dFewInputs(const Conv2dLaunch& conv, const Queue& queue) {
-  switch ((conv.kernel * conv.kernel * conv.channels + kStep - 1) / kStep) {
-    case 1:
-      return LaunchFewInputs<1>(conv, queue);
-    case 2:
-      return LaunchFewInputs<2>(conv, queue);
-    case 3:
-      return LaunchFewInputs<3>(conv, queue);
-    default:
-      return LaunchFewInputs<4>(conv, queue);
-  }
+  const int steps = (conv.kernel * conv.kernel * conv.channels + kStep - 1) / kStep;
+  return WithConstant<1, 2, 3, 4>(steps,
+                                  [&](auto steps) { return LaunchFewInputs<steps>(conv, queue); });
 }
 
 bool SuitsFewOutputs(const ConvLayer& conv) {
@@ -371,20 +364,9 @@ bool SuitsFewOutputs(const ConvLayer& conv) {
 }
 
 cudaError_t LaunchConv2dFewOutputs(const Conv2dLaunch& conv, const Queue& queue) {
-  switch ((kTaps * conv.outputs + kTile - 1) / kTile) {
-    case 2:
-      return LaunchFewOutputs<2>(conv, queue);
-    case 3:
-      return LaunchFewOutputs<3>(conv, queue);
-    case 4:
-      return LaunchFewOutputs<4>(conv, queue);
-    case 5:
-      return LaunchFewOutputs<5>(conv, queue);
-    case 6:
-      return LaunchFewOutputs<6>(conv, queue);
-    default:
-      return LaunchFewOutputs<7>(conv, queue);
-  }
+  const int tiles = (kTaps * conv.outputs + kTile - 1) / kTile;
+  return WithConstant<2, 3, 4, 5, 6, 7>(
+      tiles, [&](auto tiles) { return LaunchFewOutputs<tiles>(conv, queue); });
 }
 
 cudaError_t LoadConv2dNarrowKernels() {

@@ -3,6 +3,8 @@
 
 #include <cuda_bf16.h>
 
+#include <type_traits>
+
 #include "engine/backend/cuda/launch.h"
 
 /// Loads, stores and pointwise functions shared by all kernels. Arithmetic is fp32; bf16 is rounded
@@ -213,6 +215,18 @@ __device__ inline float WarpMax(float value) {
     value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
   }
   return value;
+}
+
+/// Returns then(constant) for the one of these values that equals `value`, else for the last of
+/// them: a template argument that is known when a kernel is launched.
+template <int kValue, int... kRest, typename Then>
+auto WithConstant(int value, const Then& then) {
+  const std::integral_constant<int, kValue> constant;
+  if constexpr (sizeof...(kRest) == 0) {
+    return then(constant);
+  } else {
+    return value == kValue ? then(constant) : WithConstant<kRest...>(value, then);
+  }
 }
 
 template <typename Kernel>

@@ -454,9 +454,8 @@ bool SuitsGroupNormFactors(const NormLayer& norm) {
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue) {
   const Cut cut = CutOf(norm);
   const int group_channels = (norm.channels + norm.channels2) / norm.groups;
-  auto* const kernel = group_channels % 8 == 0   ? &GroupFactorsKernel<8>
-                       : group_channels % 4 == 0 ? &GroupFactorsKernel<4>
-                                                 : &GroupFactorsKernel<2>;
+  const auto kernel = WithConstant<2, 4, 8>(RunOf(group_channels),
+                                            [](auto run) { return &GroupFactorsKernel<run>; });
   const size_t image_bytes = sizeof(float2) * cut.parts * norm.groups;
   size_t at_once = norm.workspace_bytes / image_bytes;
   if (cut.parts > 1) at_once = std::min<size_t>(at_once, kSemaphores / cut.slices);

@@ -237,34 +237,13 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
 using Kernel = void(GroupNormLaunch, Plan);
 
-template <int kVectors, Element kOut>
-Kernel* KernelOf(int run) {
-  switch (run) {
-    case 2:
-      return GroupNormClusterKernel<kVectors, 2, kOut>;
-    case 4:
-      return GroupNormClusterKernel<kVectors, 4, kOut>;
-    case 8:
-      return GroupNormClusterKernel<kVectors, 8, kOut>;
-  }
-  return nullptr;
-}
-/// Null if there is none.
-template <Element kOut>
-Kernel* KernelOf(int vectors, int run) {
-  switch (vectors) {
-    case 2:
-      return KernelOf<2, kOut>(run);
-    case 4:
-      return KernelOf<4, kOut>(run);
-    case 8:
-      return KernelOf<8, kOut>(run);
-  }
-  return nullptr;
-}
 Kernel* KernelOf(int vectors, int run, Element out) {
-  return out == Element::kE4m3x2 ? KernelOf<Element::kE4m3x2>(vectors, run)
-                                 : KernelOf<Element::kBf16>(vectors, run);
+  return WithConstant<2, 4, kMaxVectors>(vectors, [&](auto vectors) {
+    return WithConstant<2, 4, 8>(run, [&](auto run) {
+      return out == Element::kE4m3x2 ? &GroupNormClusterKernel<vectors, run, Element::kE4m3x2>
+                                     : &GroupNormClusterKernel<vectors, run, Element::kBf16>;
+    });
+  });
 }
 
 int Threads(const Plan& plan) { return kQuad * plan.line_vectors * plan.lines; }

@@ -103,15 +103,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 using Kernel = void(GroupNormLaunch, Plan, int, Sums*, int*);
 Kernel* KernelOf(const Plan& plan) {
-  switch (RunOf(plan.group_channels)) {
-    case 2:
-      return GroupNormPiecesKernel<2>;
-    case 4:
-      return GroupNormPiecesKernel<4>;
-    case 8:
-      return GroupNormPiecesKernel<8>;
-  }
-  return nullptr;
+  return WithConstant<2, 4, 8>(RunOf(plan.group_channels),
+                               [](auto run) { return &GroupNormPiecesKernel<run>; });
 }
 
 int SharedBytes(const Plan& plan) {

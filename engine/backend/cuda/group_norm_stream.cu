@@ -601,15 +601,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 using Kernel = void(GroupNormLaunch, Plan, Maps);
 Kernel* KernelOf(const Plan& plan) {
-  switch (RunOf(plan.group_channels.value)) {
-    case 2:
-      return GroupNormStreamKernel<2>;
-    case 4:
-      return GroupNormStreamKernel<4>;
-    case 8:
-      return GroupNormStreamKernel<8>;
-  }
-  return nullptr;
+  return WithConstant<2, 4, 8>(RunOf(plan.group_channels.value),
+                               [](auto run) { return &GroupNormStreamKernel<run>; });
 }
 
 bool HasSectors(int channels) { return channels * 2 % kSectorBytes == 0; }
