@@ -6,21 +6,12 @@
 
 namespace denoised::cuda {
 
-constexpr int kMaxStride = 8;  // elementStrides of cuTensorMapEncodeIm2col
-
-bool SuitsHopper(const ConvLayer& conv) {
-  return (conv.x.element == Element::kBf16 || conv.x.element == Element::kE4m3x2) &&
-         HasVectorInputs(conv) && conv.input_factors == nullptr && conv.stride <= kMaxStride &&
-         conv.pad_top < 128 && conv.pad_left < 128 && SuitsShortcut(conv);
-}
-
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue) {
   const HopperTileSpec& spec = SpecOf(plan.tile);
+  if (!Supports(plan, conv)) return cudaErrorInvalidValue;
   if (!spec.IsPersistent()) return LaunchConvFewPixels(conv, plan, queue);
-  if (conv.output_norm.gamma != nullptr) return cudaErrorInvalidValue;
   if (spec.loader == Loader::kHaloTile) return LaunchConv3x3Hopper(conv, plan, queue);
-  if (conv.input_factors != nullptr) return cudaErrorInvalidValue;
   if (spec.element == Element::kE4m3x2) return LaunchConv2dE4m3(conv, plan, queue);
   return im2col::LaunchTile<Element::kBf16>(conv, plan, queue);
 }

@@ -665,15 +665,6 @@ constexpr int kBand = 8;
 
 template <typename T>
 cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  const bool splits = plan.splits > 1 || conv.shortcut.x.data != nullptr;
-  if (T::kE4m3 != (conv.x.element == Element::kE4m3x2) || (splits && !T::kSplitK) ||
-      (conv.zero_taps != 0 && splits) ||
-      (conv.upsample2x && (T::kE4m3 || conv.gated || conv.shortcut.x.data != nullptr)) ||
-      (T::kStaged && !HasVectorOutputs(conv)) || (conv.gated && (splits || !T::kGates)) ||
-      (conv.rounded_out.data != nullptr &&
-       !(conv.gated && T::kE4m3 && conv.outputs / 2 % kE4m3Vector == 0))) {
-    return cudaErrorInvalidValue;
-  }
   Params params;
   params.grid = GridOf(conv);
   const int m_tiles = (params.grid.pixels + T::kM - 1) / T::kM;

@@ -16,6 +16,9 @@ namespace denoised::cuda {
 constexpr int kStep = 64;
 inline int ChunksOf(int channels) { return (channels + kStep - 1) / kStep; }
 
+/// Pixels along the edge of a subtile of a halo tile: 64 in all, M of a wgmma.
+constexpr int kSubtileEdge = 8;
+
 constexpr int kMaxSplits = 8;
 /// Steps along k that a persistent tile needs to split k over a cluster: each split fills the
 /// pipeline.
@@ -46,6 +49,8 @@ bool SuitsHaloTile(const ConvLayer& conv);
 bool SuitsOutputNorm(const ConvLayer& conv);
 /// Whether the layer's gate can be part of the launch.
 bool SuitsGate(const ConvLayer& conv);
+/// Whether the plan can compute the layer. No other function knows what a tile can do.
+bool Supports(const HopperPlan& plan, const ConvLayer& conv);
 struct HopperCandidate {
   HopperPlan plan;
   double microseconds = 0;  // expected for a launch
@@ -58,9 +63,10 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
 std::string NameOf(const HopperPlan& plan);
 std::string Describe(const Conv2dLaunch& conv);
 /// conv.weight: [phases, outputs, taps, channels + channels2] without padding; phases are 4 and
-/// taps 2×2 with upsample2x, else 1 and kernel². An error if the tile does not support the launch.
+/// taps 2×2 with upsample2x, else 1 and kernel². An error unless the plan Supports() the layer.
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue);
+/// The files that it calls, of which each launches the plans of some tiles.
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue);
 cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan,

@@ -693,14 +693,7 @@ template <typename T>
 cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
   Params params;
   params.log_splits = BinaryLogarithm(plan.splits);
-  // Each split has at least one step, because there are at least kTaps steps.
-  if (plan.splits != 1 << params.log_splits || plan.splits > kTaps) return cudaErrorInvalidValue;
-  if (!SuitsHaloTile(conv) || conv.outputs % T::kBox != 0 ||
-      T::kE4m3 != (conv.x.element == Element::kE4m3x2) || (T::kE4m3 && conv.x2.data != nullptr) ||
-      ((plan.splits > 1 || conv.shortcut.x.data != nullptr) && !T::kSplitK) ||
-      (conv.input_factors != nullptr && !T::kFusesInputNorm)) {
-    return cudaErrorInvalidValue;
-  }
+  static_assert(kMaxSplits <= kTaps, "each split has a step");
   params.images_at_once = conv.width <= kSubtileEdge ? 2 : 1;
   const int tiles_x =
       params.images_at_once == 2 ? 1 : (conv.width + 2 * kSubtileEdge - 1) / (2 * kSubtileEdge);
@@ -709,10 +702,6 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   const int m_tiles = tiles_x * tiles_y * groups;
   const bool split_over_cluster = T::kSplitsOverCluster && plan.cluster > 1;
   static_assert(!T::kSplitsOverCluster || kMinStepsSplitOverCluster >= 2 * T::kStages);
-  if (split_over_cluster &&
-      (plan.splits != 2 || plan.cluster != 2 || StepsOf(conv) < kMinStepsSplitOverCluster)) {
-    return cudaErrorInvalidValue;
-  }
   const int shared = split_over_cluster ? 1 : T::kCluster;
   params.m_tiles = (m_tiles + shared - 1) / shared * shared;
   params.tiles_x = FastDivmod(tiles_x), params.tiles_y = FastDivmod(tiles_y);
@@ -770,15 +759,6 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
 }
 
 }  // namespace
-
-bool SuitsHaloTile(const ConvLayer& conv) {
-  return conv.kernel == 3 && conv.stride == 1 && conv.pad_top == 1 && conv.pad_left == 1 &&
-         !conv.upsample2x && conv.out_height == conv.height && conv.out_width == conv.width &&
-         conv.height % kSubtileEdge == 0 &&
-         (conv.width % (2 * kSubtileEdge) == 0 || conv.width == kSubtileEdge) &&
-         conv.outputs % 32 == 0 && conv.x.element != Element::kF32 && HasVectorInputs(conv) &&
-         HasVectorOutputs(conv) && SuitsShortcut(conv);
-}
 
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue) {

@@ -12,7 +12,6 @@
 namespace denoised::cuda {
 
 constexpr int kTaps = 9;
-constexpr int kSubtileEdge = 8;  // 64 pixels: M of a wgmma
 
 /// Slots for halo tiles: those of the window, then those of a shortcut.
 template <bool kShortcut, int kSlotBytes, int kShortcutSlotBytes>

@@ -845,21 +845,8 @@ bool SuitsOutputNorm(const ConvLayer& conv) {
 
 cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue) {
-  const HopperTileSpec& spec = SpecOf(plan.tile);
-  const bool powers = plan.splits == 1 << BinaryLogarithm(plan.splits) &&
-                      plan.cluster == 1 << BinaryLogarithm(plan.cluster);
-  if (!powers || plan.cluster > plan.splits || plan.splits > kMaxSplits ||
-      (spec.split_k == SplitK::kEach && plan.cluster != plan.splits) || conv.gated ||
-      conv.x.element != Element::kBf16 || !HasVectorOutputs(conv) ||
-      (conv.output_norm.gamma != nullptr && !SuitsOutputNorm(conv))) {
-    return cudaErrorInvalidValue;
-  }
-  if ((conv.input_factors != nullptr && !spec.FusesInputNorm()) ||
-      (conv.output_norm.gamma != nullptr && !spec.FusesOutputNorm())) {
-    return cudaErrorInvalidValue;
-  }
-  if (spec.loader == Loader::kIm2col) return Launch<Loader::kIm2col>(conv, plan, queue);
-  return SuitsHaloTile(conv) ? Launch<Loader::kHaloTile>(conv, plan, queue) : cudaErrorInvalidValue;
+  return SpecOf(plan.tile).loader == Loader::kIm2col ? Launch<Loader::kIm2col>(conv, plan, queue)
+                                                     : Launch<Loader::kHaloTile>(conv, plan, queue);
 }
 
 cudaError_t LoadConvFewPixelsKernels() {

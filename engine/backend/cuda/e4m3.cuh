@@ -9,8 +9,6 @@
 
 namespace denoised::cuda {
 
-constexpr int kE4m3Vector = 16;  // numbers in 16 bytes; a row has a multiple of them
-
 __device__ inline uint32_t PackE4m3(float a, float b, float c, float d) {
   const auto pair = [](float low, float high) -> uint32_t {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);

@@ -162,10 +162,4 @@ __device__ inline void FinishTile(const Conv2dLaunch& conv, const Plane& plane, 
   }
 }
 
-/// Whether 16-byte loads of eight channels can read the sources.
-inline bool HasVectorInputs(const ConvLayer& conv) {
-  return conv.x.vector && conv.channels % 8 == 0 &&
-         (conv.x2.data == nullptr || (conv.x2.vector && conv.channels2 % 8 == 0));
-}
-
 }  // namespace denoised::cuda

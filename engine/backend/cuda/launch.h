@@ -28,6 +28,8 @@ enum class Element : uint8_t {
             // difference from bf16. Channels and strides count pairs
 };
 
+constexpr int kE4m3Vector = 16;  // numbers in 16 bytes; a row in e4m3 has a multiple of them
+
 /// A device matrix: `stride` elements from one row (a pixel, a token, a sample) to the next.
 struct Rows {
   void* data = nullptr;
@@ -115,6 +117,11 @@ struct Conv2dLaunch : ConvLayer {
 
 inline bool InVectors(const Rows& rows) {
   return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
+}
+/// Whether 16-byte loads of eight channels can read the sources.
+inline bool HasVectorInputs(const ConvLayer& conv) {
+  return conv.x.vector && conv.channels % 8 == 0 &&
+         (conv.x2.data == nullptr || (conv.x2.vector && conv.channels2 % 8 == 0));
 }
 /// Whether outputs and their addends are bf16 in vectors of eight.
 inline bool HasVectorOutputs(const ConvLayer& conv) {

@@ -21,6 +21,7 @@ constexpr double kFewWaves = 4;
 constexpr int kFewOutputs = 1024;
 constexpr double kGatedFinish = 2;  // factor of an epilogue that computes GELU
 constexpr int kMinSplitSteps = 4;
+constexpr int kMaxStride = 8;  // elementStrides of cuTensorMapEncodeIm2col
 
 int PhasesOf(const ConvLayer& layer) { return layer.upsample2x ? 4 : 1; }
 
@@ -32,6 +33,9 @@ int64_t ImagePixels(const ConvLayer& layer) {  // per phase
 int64_t CtaTilesOf(const ConvLayer& layer, int64_t pixels, int m, int n, int cluster = 1) {
   m *= cluster;
   return PhasesOf(layer) * ((pixels + m - 1) / m) * cluster * ((layer.outputs + n - 1) / n);
+}
+int64_t CtaTilesOf(const Conv2dLaunch& conv, const HopperTileSpec& spec, int cluster) {
+  return CtaTilesOf(conv, conv.images * ImagePixels(conv), spec.m, spec.n, cluster);
 }
 
 }  // namespace
@@ -80,33 +84,72 @@ bool SuitsGate(const ConvLayer& conv) {
          conv.scale == 1 && SplitsOf(conv) == 1;
 }
 
-namespace {
-
-/// Whether the tile supports the launch with this number of splits.
-bool Suits(const HopperTileSpec& spec, const ConvLayer& conv, int splits, bool halo_tiles) {
-  const bool e4m3 = conv.x.element == Element::kE4m3x2;
-  if (e4m3 != (spec.element == Element::kE4m3x2)) return false;
-  if (spec.StoresOneByOne() == HasVectorOutputs(conv)) return false;
-  if (spec.loader == Loader::kHaloTile && !halo_tiles) return false;
-  // Persistent halo tiles read conv.add by whole boxes.
-  if (spec.loader == Loader::kHaloTile && spec.IsPersistent() &&
-      conv.outputs % spec.BoxOutputs() != 0) {
-    return false;
-  }
-  if (conv.input_factors != nullptr && !spec.FusesInputNorm()) return false;
-  if (conv.output_norm.gamma != nullptr && !spec.FusesOutputNorm()) return false;
-  if (splits > 1 && spec.split_k == SplitK::kNone) return false;
-  if (!spec.IsPersistent() && spec.kernel.consumers > 1 && conv.outputs <= kFewOutputs)
-    return false;
-  return !conv.gated || spec.FusesGate();
+bool SuitsHopper(const ConvLayer& conv) {
+  return (conv.x.element == Element::kBf16 || conv.x.element == Element::kE4m3x2) &&
+         HasVectorInputs(conv) && conv.input_factors == nullptr && conv.stride <= kMaxStride &&
+         conv.pad_top < 128 && conv.pad_left < 128 && SuitsShortcut(conv);
 }
 
-/// Expected microseconds of a launch. `cost`: the tile's, for clusters of the plan's size.
-double MicrosecondsOf(const ConvLayer& layer, const HopperPlan& plan,
-                      const HopperTileCost::Launch& cost, bool splits_over_cluster, int64_t tiles,
-                      const Queue& queue) {
+bool SuitsHaloTile(const ConvLayer& conv) {
+  return conv.kernel == 3 && conv.stride == 1 && conv.pad_top == 1 && conv.pad_left == 1 &&
+         !conv.upsample2x && conv.out_height == conv.height && conv.out_width == conv.width &&
+         conv.height % kSubtileEdge == 0 &&
+         (conv.width % (2 * kSubtileEdge) == 0 || conv.width == kSubtileEdge) &&
+         conv.outputs % 32 == 0 && conv.x.element != Element::kF32 && HasVectorInputs(conv) &&
+         HasVectorOutputs(conv) && SuitsShortcut(conv);
+}
+
+bool Supports(const HopperPlan& plan, const ConvLayer& conv) {
   const HopperTileSpec& spec = SpecOf(plan.tile);
-  const int blocks = splits_over_cluster ? plan.cluster : 1;  // CTAs that share a tile's splits
+  const bool halo_tiles = spec.loader == Loader::kHaloTile;
+  const bool shortcut = conv.shortcut.x.data != nullptr;
+  // Splits of k, and who has them.
+  const auto is_power = [](int value) { return value > 0 && (value & (value - 1)) == 0; };
+  if (!is_power(plan.splits) || plan.splits > kMaxSplits || !is_power(plan.cluster)) return false;
+  if (!spec.IsPersistent()) {
+    if (plan.cluster > plan.splits) return false;
+    if (spec.split_k == SplitK::kEach && plan.cluster != plan.splits) return false;
+  } else if (plan.cluster > 1) {
+    const bool splits = spec.split_k == SplitK::kCluster && plan.splits == 2 &&
+                        StepsOf(conv) >= kMinStepsSplitOverCluster;
+    if (plan.cluster > 2 || !(splits || spec.cost.Multicasts())) return false;
+  }
+  if ((plan.splits > 1 || shortcut) &&
+      (spec.split_k == SplitK::kNone || conv.gated || conv.zero_taps != 0)) {
+    return false;
+  }
+  // Inputs.
+  const bool e4m3 = conv.x.element == Element::kE4m3x2;
+  if (e4m3 != (spec.element == Element::kE4m3x2)) return false;
+  if (e4m3 && (conv.x2.data != nullptr || conv.upsample2x)) return false;
+  if (!(halo_tiles ? SuitsHaloTile(conv) : SuitsHopper(conv))) return false;
+  if (conv.input_factors != nullptr && !spec.FusesInputNorm()) return false;
+  // Outputs. Persistent halo tiles read conv.add by whole boxes.
+  if (!spec.StoresOneByOne() && !HasVectorOutputs(conv)) return false;
+  if (halo_tiles && spec.IsPersistent() && conv.outputs % spec.BoxOutputs() != 0) return false;
+  if (conv.gated && !(spec.FusesGate() && SuitsGate(conv))) return false;
+  if (conv.rounded_out.data != nullptr &&
+      !(conv.gated && e4m3 && conv.outputs / 2 % kE4m3Vector == 0)) {
+    return false;
+  }
+  return conv.output_norm.gamma == nullptr || (spec.FusesOutputNorm() && SuitsOutputNorm(conv));
+}
+
+namespace {
+
+/// Whether the tile may be the fastest of those that can compute the layer.
+bool IsWorthTrying(const HopperTileSpec& spec, const ConvLayer& conv) {
+  if (spec.StoresOneByOne() && HasVectorOutputs(conv)) return false;
+  return spec.IsPersistent() || spec.kernel.consumers == 1 || conv.outputs > kFewOutputs;
+}
+
+/// Expected microseconds of a launch.
+double MicrosecondsOf(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  const HopperTileSpec& spec = SpecOf(plan.tile);
+  const bool multicasts = plan.cluster > 1 && spec.cost.Multicasts();
+  const HopperTileCost::Launch& cost = multicasts ? spec.cost.multicast : spec.cost.single;
+  const int64_t tiles = CtaTilesOf(conv, spec, multicasts ? plan.cluster : 1);
+  const int blocks = multicasts ? 1 : plan.cluster;  // CTAs that share a tile's splits
   const int splits_each = plan.splits / blocks;
   // CTAs with several splits receive more partial sums. As measured, they cost as much as if each
   // had an SM to itself, as tiles of 128 pixels do.
@@ -115,42 +158,24 @@ double MicrosecondsOf(const ConvLayer& layer, const HopperPlan& plan,
   const double waves = static_cast<double>(tiles * blocks) / (queue.multiprocessors * beside);
   const double step = cost.step * (waves > kFewWaves ? cost.busy : 1) *
                       (beside == 2 ? std::clamp(waves, spec.cost.alone, 1.0) : spec.cost.alone);
-  return cost.launch + std::ceil(waves) * (StepsOf(layer) * step / blocks +
-                                           (layer.gated ? kGatedFinish : 1) * cost.finish +
+  return cost.launch + std::ceil(waves) * (StepsOf(conv) * step / blocks +
+                                           (conv.gated ? kGatedFinish : 1) * cost.finish +
                                            (splits_each > 1 ? splits_each * spec.cost.fold : 0));
 }
 
 }  // namespace
 
 std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Queue& queue) {
-  const int steps = StepsOf(conv), splits = SplitsOf(conv);
-  const int64_t pixels = conv.images * ImagePixels(conv);
-  const bool halo_tiles = SuitsHaloTile(conv);
+  const int splits = SplitsOf(conv);
   std::vector<HopperCandidate> candidates;
   for (int row = 0; row < kHopperTiles; ++row) {
     const HopperTileSpec& spec = kTiles[row];
-    if (!Suits(spec, conv, splits, halo_tiles)) continue;
-    const auto tiles_of = [&](int cluster) {
-      return CtaTilesOf(conv, pixels, spec.m, spec.n, cluster);
-    };
-    const auto add = [&](int cluster, const HopperTileCost::Launch& cost, bool splits_over_cluster,
-                         int64_t tiles) {
+    if (!IsWorthTrying(spec, conv)) continue;
+    const bool always_multicasts = spec.cost.Multicasts() && conv.outputs > kFewOutputs &&
+                                   CtaTilesOf(conv, spec, 1) == CtaTilesOf(conv, spec, 2);
+    for (int cluster = always_multicasts ? 2 : 1; cluster <= std::max(2, splits); cluster *= 2) {
       const HopperPlan plan{HopperTile(row), splits, cluster};
-      candidates.push_back(
-          {plan, MicrosecondsOf(conv, plan, cost, splits_over_cluster, tiles, queue)});
-    };
-    const bool multicasts_free = spec.cost.Multicasts() && tiles_of(1) == tiles_of(2);
-    if (conv.outputs <= kFewOutputs || !multicasts_free) {
-      const bool splits_over_cluster =
-          (spec.split_k == SplitK::kCluster || spec.split_k == SplitK::kEach) &&
-          (!spec.IsPersistent() || (splits == 2 && steps >= kMinStepsSplitOverCluster));
-      const int first = spec.split_k == SplitK::kEach ? splits : 1;
-      for (int cluster = first; cluster <= (splits_over_cluster ? splits : 1); cluster *= 2) {
-        add(cluster, spec.cost.single, splits_over_cluster, tiles_of(1));
-      }
-    }
-    if (spec.cost.Multicasts()) {
-      add(2, spec.cost.multicast, /*splits_over_cluster=*/false, tiles_of(2));
+      if (Supports(plan, conv)) candidates.push_back({plan, MicrosecondsOf(conv, plan, queue)});
     }
   }
   std::stable_sort(candidates.begin(), candidates.end(),
