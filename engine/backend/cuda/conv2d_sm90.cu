@@ -13,11 +13,11 @@ cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
   if (!spec.IsPersistent()) return LaunchConvFewPixels(conv, plan, queue);
   if (spec.loader == Loader::kHaloTile) return LaunchConv3x3Hopper(conv, plan, queue);
   if (spec.element == Element::kE4m3x2) return LaunchConv2dE4m3(conv, plan, queue);
-  return im2col::LaunchTile<Element::kBf16>(conv, plan, queue);
+  return im2col::Launch<Element::kBf16>(conv, plan, queue);
 }
 
 cudaError_t LoadConv2dHopperKernels() {
-  const cudaError_t error = im2col::LoadKernels<Element::kBf16>();
+  const cudaError_t error = im2col::Load<Element::kBf16>();
   return error == cudaSuccess ? GetTensorMapEncoders().error : error;
 }
 

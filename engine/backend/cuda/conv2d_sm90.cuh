@@ -51,16 +51,6 @@ struct Tile {
   static constexpr int kGatedAcross = kN / 2 / kGatedBox;
   static constexpr int kBoxBytes = kBoxPixels * kBox * 2;
   static constexpr int kStagingBytes = kStaged ? kGroups * kBoxes * kBoxBytes : 0;
-  // Layers with split-K, or of doubled images, end with kAny.
-  using Endings = std::conditional_t<
-      !kStaged, cuda::Endings<Ending::kAny>,
-      std::conditional_t<
-          !kGates, cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kAny>,
-          std::conditional_t<
-              kE4m3,
-              cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kGate, Ending::kGateE4m3,
-                            Ending::kAny>,
-              cuda::Endings<Ending::kPlain, Ending::kResidual, Ending::kGate, Ending::kAny>>>>;
   static constexpr int kThreads = kSpec.kernel.threads;
   static constexpr int kFewRegisters = kSpec.kernel.producer_registers;
   static constexpr int kManyRegisters = kSpec.kernel.consumer_registers;
@@ -72,12 +62,38 @@ struct Tile {
 };
 
 /// The layers that a kernel is compiled for. kSplitK: k has several splits. kDoubled: the image is
-/// doubled, so there are four phases. The code for what other layers need is left out.
+/// doubled, so there are four phases. The code for what other layers need is left out: all endings
+/// together are two to four times as long, which makes short launches slower
+/// (docs/kernels-measured.md).
 template <Ending kEnding_, bool kSplitK_ = false, bool kShortcut_ = false, bool kDoubled_ = false>
 struct Form {
   static constexpr Ending kEnding = kEnding_;
   static constexpr bool kSplitK = kSplitK_, kShortcut = kShortcut_, kDoubled = kDoubled_;
+
+  static constexpr bool IsOf(const HopperTileSpec& spec) {
+    const bool e4m3 = spec.element == Element::kE4m3x2;
+    return (kEnding == Ending::kAny || !spec.StoresOneByOne()) &&
+           (kEnding != Ending::kGate || spec.FusesGate()) &&
+           (kEnding != Ending::kGateE4m3 || (spec.FusesGate() && e4m3)) &&
+           (!kSplitK || spec.split_k != SplitK::kNone) && (!kDoubled || !e4m3);
+  }
+  static bool Suits(const ConvLayer& conv, const HopperPlan& plan) {
+    const bool shortcut = conv.shortcut.x.data != nullptr;
+    return (kEnding == Ending::kAny || kEnding == EndingOf(conv)) &&
+           kSplitK == (plan.splits > 1 || shortcut) && kShortcut == shortcut &&
+           kDoubled == conv.upsample2x;
+  }
 };
+template <Element kElement>
+constexpr bool IsIm2col(const HopperTileSpec& spec) {
+  return spec.IsPersistent() && spec.loader == Loader::kIm2col && spec.element == kElement;
+}
+template <Element kElement>
+using Kernels =
+    HopperKernels<IsIm2col<kElement>, Form<Ending::kPlain>, Form<Ending::kResidual>,
+                  Form<Ending::kGate>, Form<Ending::kGateE4m3>, Form<Ending::kAny>,
+                  Form<Ending::kAny, true>, Form<Ending::kAny, true, true>,
+                  Form<Ending::kAny, false, false, true>, Form<Ending::kAny, true, false, true>>;
 
 /// Arguments besides the epilogue's Conv2dLaunch.
 struct Params {
@@ -664,7 +680,8 @@ constexpr int64_t kWeightsThatStay = int64_t{16} << 20;
 constexpr int kBand = 8;
 
 template <typename T>
-cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLaunch& conv,
+                           const HopperPlan& plan, const Queue& queue) {
   Params params;
   params.grid = GridOf(conv);
   const int m_tiles = (params.grid.pixels + T::kM - 1) / T::kM;
@@ -718,52 +735,22 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
 
   const int64_t tiles =
       int64_t{params.grid.phases} * (params.m_tiles / params.shared) * params.n_tiles;
-  const auto launch = [&](auto kernel) {
-    return LaunchPersistent<T>(kernel, tiles, params.shared, conv, params, queue);
-  };
-  if constexpr (!T::kE4m3) {
-    if (conv.upsample2x) {
-      if constexpr (T::kSplitK) {
-        if (plan.splits > 1)
-          return launch(Conv2dHopperKernel<T, Form<Ending::kAny, true, false, true>>);
-      }
-      return launch(Conv2dHopperKernel<T, Form<Ending::kAny, false, false, true>>);
-    }
-  }
-  if constexpr (T::kSplitK) {
-    if (conv.shortcut.x.data != nullptr)
-      return launch(Conv2dHopperKernel<T, Form<Ending::kAny, true, true>>);
-    if (plan.splits > 1) return launch(Conv2dHopperKernel<T, Form<Ending::kAny, true>>);
-  }
-  return T::Endings::Select(EndingOf(conv), [&](auto ending) {
-    return launch(Conv2dHopperKernel<T, Form<decltype(ending)::value>>);
+  return LaunchPersistent<T>(kernel, tiles, params.shared, conv, params, queue);
+}
+
+template <Element kElement>
+cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+  return Kernels<kElement>::Select(conv, plan, [&](auto row, auto form) {
+    using T = Tile<row>;
+    return LaunchWithTile<T>(Conv2dHopperKernel<T, decltype(form)>, conv, plan, queue);
   });
 }
 
 template <Element kElement>
-cudaError_t LaunchTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  return WithRow<Family::kPersistent, Loader::kIm2col, kElement>(
-      plan.tile, [&](auto row) { return LaunchWithTile<Tile<row>>(conv, plan, queue); });
-}
-
-template <Element kElement>
-cudaError_t LoadKernels() {
-  return ForEachRow<Family::kPersistent, Loader::kIm2col, kElement>([](auto row) {
+cudaError_t Load() {
+  return Kernels<kElement>::ForEach([](auto row, auto form) {
     using T = Tile<row>;
-    const auto load = [](auto form) {
-      return LoadKernel(Conv2dHopperKernel<T, decltype(form)>, T::kSharedBytes);
-    };
-    cudaError_t loaded =
-        T::Endings::ForEach([&](auto ending) { return load(Form<decltype(ending)::value>()); });
-    if constexpr (T::kSplitK) {
-      if (loaded == cudaSuccess) loaded = load(Form<Ending::kAny, true>());
-      if (loaded == cudaSuccess) loaded = load(Form<Ending::kAny, true, true>());
-      if (loaded == cudaSuccess) loaded = load(Form<Ending::kAny, true, false, true>());
-    }
-    if constexpr (!T::kE4m3) {
-      if (loaded == cudaSuccess) loaded = load(Form<Ending::kAny, false, false, true>());
-    }
-    return loaded;
+    return LoadKernel(Conv2dHopperKernel<T, decltype(form)>, T::kSharedBytes);
   });
 }
 

@@ -66,8 +66,6 @@ struct Tile {
   static constexpr bool kFirstIsTotal = kPingPong || (kSplitK && kN < 192);
   static constexpr int kLag = kSpec.kernel.lag;
   static constexpr int kCluster = 2;  // CTAs that multicast weights, or have one split of k each
-  static constexpr bool kSplitsOverCluster =
-      kSpec.split_k == SplitK::kCluster;           // whether the latter is supported
   static constexpr int kRows = kPingPong ? 2 : 1;  // subtiles per consumer
   static constexpr int kAccumulators = kN / 2;
   static constexpr int kStageBytes = kN * kStepBytes;
@@ -77,7 +75,7 @@ struct Tile {
                        kBufferBytes = kBoxes * kBoxBytes;
   static constexpr int kStagingBytes = 2 * kBuffers * kBufferBytes;
   static constexpr int kReceivedBytes =
-      kSplitsOverCluster ? kSubtileEdge * kSubtileEdge * kN * 4 : 0;
+      kSpec.split_k == SplitK::kCluster ? kSubtileEdge * kSubtileEdge * kN * 4 : 0;
   static constexpr int kBarriers =
       2 * kStages + 3 * HaloTilesOf<true>::kSlots + 2 + 2 * kBuffers + 1;
   static constexpr int kAllHaloTileBytes =
@@ -97,6 +95,27 @@ struct Tile {
   static_assert(kPingPong != kAddsRuns, "the consumers that add runs share a tile");
   static_assert(kSharedBytes <= 232448 && HasRegisters(kSpec));
 };
+
+/// The layers that a kernel is compiled for. kSplitOverCluster: each CTA of the cluster has one
+/// split of the same tile, and no other tile. It finishes the subtile of the consumer with its own
+/// rank.
+template <bool kShortcut_, bool kSplitOverCluster_>
+struct Form {
+  static constexpr bool kShortcut = kShortcut_, kSplitOverCluster = kSplitOverCluster_;
+
+  static constexpr bool IsOf(const HopperTileSpec& spec) {
+    return kSplitOverCluster ? spec.split_k == SplitK::kCluster
+                             : !kShortcut || spec.split_k != SplitK::kNone;
+  }
+  static bool Suits(const ConvLayer& conv, const HopperPlan& plan) {
+    return kShortcut == (conv.shortcut.x.data != nullptr) && kSplitOverCluster == plan.cluster > 1;
+  }
+};
+constexpr bool IsPersistentHaloTile(const HopperTileSpec& spec) {
+  return spec.IsPersistent() && spec.loader == Loader::kHaloTile;
+}
+using Kernels = HopperKernels<IsPersistentHaloTile, Form<false, false>, Form<true, false>,
+                              Form<false, true>, Form<true, true>>;
 
 struct Params {
   CUtensorMap x, x2, weight, residual, out;
@@ -647,12 +666,10 @@ struct Consumer {
   }
 };
 
-/// kSplitOverCluster: each CTA of the cluster has one split of the same tile, and no other tile. It
-/// finishes the subtile of the consumer with its own rank.
 template <typename T, bool kShortcut, bool kSplitOverCluster>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    Conv3x3Kernel(const __grid_constant__ Conv2dLaunch conv,
-                  const __grid_constant__ Params params) {
+    Conv3x3HopperKernel(const __grid_constant__ Conv2dLaunch conv,
+                        const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
   // Without a shuffle, the compiler would compute the address again in every step.
@@ -690,7 +707,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 }
 
 template <typename T>
-cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLaunch& conv,
+                           const HopperPlan& plan, const Queue& queue) {
   Params params;
   params.log_splits = BinaryLogarithm(plan.splits);
   static_assert(kMaxSplits <= kTaps, "each split has a step");
@@ -700,8 +718,9 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   const int tiles_y = (conv.height + kSubtileEdge - 1) / kSubtileEdge;
   const int groups = (conv.images + params.images_at_once - 1) / params.images_at_once;
   const int m_tiles = tiles_x * tiles_y * groups;
-  const bool split_over_cluster = T::kSplitsOverCluster && plan.cluster > 1;
-  static_assert(!T::kSplitsOverCluster || kMinStepsSplitOverCluster >= 2 * T::kStages);
+  const bool split_over_cluster = plan.cluster > 1;
+  static_assert(T::kSpec.split_k != SplitK::kCluster ||
+                kMinStepsSplitOverCluster >= 2 * T::kStages);
   const int shared = split_over_cluster ? 1 : T::kCluster;
   params.m_tiles = (m_tiles + shared - 1) / shared * shared;
   params.tiles_x = FastDivmod(tiles_x), params.tiles_y = FastDivmod(tiles_y);
@@ -736,60 +755,34 @@ cudaError_t LaunchWithTile(const Conv2dLaunch& conv, const HopperPlan& plan, con
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   const int64_t tiles = int64_t{params.m_tiles / shared} * params.n_tiles.value;
-  const bool of_shortcut = conv.shortcut.x.data != nullptr;
-  if constexpr (T::kSplitsOverCluster) {
-    if (split_over_cluster) {
-      return LaunchDependent(
-          of_shortcut ? Conv3x3Kernel<T, true, true> : Conv3x3Kernel<T, false, true>,
-          {.grid = static_cast<unsigned>(tiles * T::kCluster),
-           .block = T::kThreads,
-           .shared_bytes = T::kSharedBytes,
-           .cluster = T::kCluster},
-          queue, EpilogueOf(conv), params);
-    }
+  if (!split_over_cluster) {
+    return LaunchPersistent<T>(kernel, tiles, T::kCluster, conv, params, queue);
   }
-  if constexpr (T::kSplitK) {
-    if (of_shortcut) {
-      return LaunchPersistent<T>(Conv3x3Kernel<T, true, false>, tiles, T::kCluster, conv, params,
-                                 queue);
-    }
-  }
-  return LaunchPersistent<T>(Conv3x3Kernel<T, false, false>, tiles, T::kCluster, conv, params,
-                             queue);
+  return LaunchDependent(kernel,
+                         {.grid = static_cast<unsigned>(tiles * T::kCluster),
+                          .block = T::kThreads,
+                          .shared_bytes = T::kSharedBytes,
+                          .cluster = T::kCluster},
+                         queue, EpilogueOf(conv), params);
 }
 
 }  // namespace
 
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue) {
-  const auto launch = [&](auto row) { return LaunchWithTile<Tile<row>>(conv, plan, queue); };
-  return conv.x.element == Element::kE4m3x2
-             ? WithRow<Family::kPersistent, Loader::kHaloTile, Element::kE4m3x2>(plan.tile, launch)
-             : WithRow<Family::kPersistent, Loader::kHaloTile>(plan.tile, launch);
+  return Kernels::Select(conv, plan, [&](auto row, auto form) {
+    using T = Tile<row>;
+    return LaunchWithTile<T>(Conv3x3HopperKernel<T, form.kShortcut, form.kSplitOverCluster>, conv,
+                             plan, queue);
+  });
 }
 
 cudaError_t LoadConv3x3HopperKernels() {
-  const auto load = [](auto row) {
+  const cudaError_t error = Kernels::ForEach([](auto row, auto form) {
     using T = Tile<row>;
-    cudaError_t loaded = LoadKernel(Conv3x3Kernel<T, false, false>, T::kSharedBytes);
-    if constexpr (T::kSplitK) {
-      if (loaded == cudaSuccess) {
-        loaded = LoadKernel(Conv3x3Kernel<T, true, false>, T::kSharedBytes);
-      }
-    }
-    if constexpr (T::kSplitsOverCluster) {
-      if (loaded == cudaSuccess) {
-        loaded = LoadKernel(Conv3x3Kernel<T, false, true>, T::kSharedBytes);
-      }
-      if (loaded == cudaSuccess) {
-        loaded = LoadKernel(Conv3x3Kernel<T, true, true>, T::kSharedBytes);
-      }
-    }
-    return loaded;
-  };
-  cudaError_t error = ForEachRow<Family::kPersistent, Loader::kHaloTile>(load);
-  if (error == cudaSuccess)
-    error = ForEachRow<Family::kPersistent, Loader::kHaloTile, Element::kE4m3x2>(load);
+    return LoadKernel(Conv3x3HopperKernel<T, form.kShortcut, form.kSplitOverCluster>,
+                      T::kSharedBytes);
+  });
   return error == cudaSuccess ? GetTensorMapEncoders().error : error;
 }
 

@@ -608,7 +608,6 @@ struct Outputs {
   }
 };
 
-/// kNormRun: channels of a group of conv.output_norm; 0: no norm.
 template <typename T, int kNormRun>
 __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
     FewPixelsKernel(const __grid_constant__ Conv2dLaunch conv,
@@ -725,32 +724,32 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
 #endif
 }
 
-using Kernel = void(Conv2dLaunch, Params);
-
 /// Channels of a group of conv.output_norm, or 0.
 int NormRunOf(const ConvLayer& conv) {
   return conv.output_norm.gamma != nullptr ? conv.outputs / conv.output_norm.groups : 0;
 }
 
-/// Null if there is none.
-template <typename T>
-Kernel* KernelOf(int norm_run) {
-  if (norm_run == 0) return FewPixelsKernel<T, 0>;
-  if constexpr (T::kSpec.FusesOutputNorm() && !T::kShortcut) {
-    switch (norm_run) {
-      case 2:
-        return FewPixelsKernel<T, 2>;
-      case 4:
-        return FewPixelsKernel<T, 4>;
-      case 8:
-        return FewPixelsKernel<T, 8>;
-    }
+/// The layers that a kernel is compiled for. kNormRun: channels of a group of conv.output_norm; 0:
+/// no norm.
+template <bool kShortcut_, int kNormRun_>
+struct Form {
+  static constexpr bool kShortcut = kShortcut_;
+  static constexpr int kNormRun = kNormRun_;
+
+  static constexpr bool IsOf(const HopperTileSpec& spec) {
+    return kNormRun == 0 || spec.FusesOutputNorm();
   }
-  return nullptr;
-}
+  static bool Suits(const ConvLayer& conv, const HopperPlan&) {
+    return kShortcut == (conv.shortcut.x.data != nullptr) && kNormRun == NormRunOf(conv);
+  }
+};
+constexpr bool IsOfFewPixels(const HopperTileSpec& spec) { return !spec.IsPersistent(); }
+using Kernels = HopperKernels<IsOfFewPixels, Form<false, 0>, Form<true, 0>, Form<false, 2>,
+                              Form<false, 4>, Form<false, 8>>;
 
 template <typename T>
-cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLaunch& conv,
+                           const HopperPlan& plan, const Queue& queue) {
   Params params;
   params.grid = GridOf(conv);
   if (T::kInHaloTiles) {
@@ -802,33 +801,12 @@ cudaError_t LaunchAs(const Conv2dLaunch& conv, const HopperPlan& plan, const Que
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   return LaunchDependent(
-      KernelOf<T>(norm_run),
+      kernel,
       {.grid = static_cast<unsigned>(tiles * plan.cluster),
        .block = T::kThreads,
        .shared_bytes = static_cast<size_t>(params.stages * T::kStageBytes + others),
        .cluster = static_cast<unsigned>(plan.cluster)},
       queue, EpilogueOf(conv), params);
-}
-
-template <Loader kLoader>
-cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  return WithRow<Family::kFewPixels, kLoader>(plan.tile, [&](auto row) {
-    return conv.shortcut.x.data != nullptr ? LaunchAs<Tile<row, true>>(conv, plan, queue)
-                                           : LaunchAs<Tile<row, false>>(conv, plan, queue);
-  });
-}
-
-template <Loader kLoader>
-cudaError_t Load() {
-  return ForEachRow<Family::kFewPixels, kLoader>([](auto row) {
-    constexpr int kMost = kMostBytesAlone<Tile<row, false>>;
-    cudaError_t error = LoadKernel(KernelOf<Tile<row, true>>(0), kMost);
-    for (int norm_run : {0, 2, 4, 8}) {
-      Kernel* const kernel = KernelOf<Tile<row, false>>(norm_run);
-      if (error == cudaSuccess && kernel != nullptr) error = LoadKernel(kernel, kMost);
-    }
-    return error;
-  });
 }
 
 }  // namespace
@@ -845,13 +823,17 @@ bool SuitsOutputNorm(const ConvLayer& conv) {
 
 cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue) {
-  return SpecOf(plan.tile).loader == Loader::kIm2col ? Launch<Loader::kIm2col>(conv, plan, queue)
-                                                     : Launch<Loader::kHaloTile>(conv, plan, queue);
+  return Kernels::Select(conv, plan, [&](auto row, auto form) {
+    using T = Tile<row, form.kShortcut>;
+    return LaunchWithTile<T>(FewPixelsKernel<T, form.kNormRun>, conv, plan, queue);
+  });
 }
 
 cudaError_t LoadConvFewPixelsKernels() {
-  const cudaError_t error = Load<Loader::kHaloTile>();
-  return error == cudaSuccess ? Load<Loader::kIm2col>() : error;
+  return Kernels::ForEach([](auto row, auto form) {
+    using T = Tile<row, form.kShortcut>;
+    return LoadKernel(FewPixelsKernel<T, form.kNormRun>, kMostBytesAlone<T>);
+  });
 }
 
 }  // namespace denoised::cuda

@@ -39,40 +39,54 @@ constexpr bool HasRegisters(const HopperTileSpec& spec) {
          65536 / kernel.threads / 8 * 8 * kernel.threads;
 }
 
-/// Kernels that share a template.
-enum class Family : uint8_t { kPersistent, kFewPixels };
-constexpr Family FamilyOf(const HopperTileSpec& spec) {
-  return spec.IsPersistent() ? Family::kPersistent : Family::kFewPixels;
-}
+/// The kernels of a file, from which launching and loading follow: one for each row of kTiles for
+/// which kIsHere holds, and each of the forms that the row has. A form has
+///   constexpr bool IsOf(spec): whether a tile has a kernel of this form;
+///   bool Suits(conv, plan): whether this kernel computes a launch, if none before it does.
+template <bool (*kIsHere)(const HopperTileSpec&), typename... Forms>
+struct HopperKernels {
+  /// Returns then(row, form) for the kernel of a launch. `row` is a std::integral_constant.
+  template <typename Then>
+  static cudaError_t Select(const Conv2dLaunch& conv, const HopperPlan& plan, const Then& then) {
+    cudaError_t result = cudaErrorInvalidValue;
+    Visit([&](auto row, auto form) {
+      if (plan.tile != HopperTile(row.value) || !form.Suits(conv, plan)) return false;
+      result = then(row, form);
+      return true;
+    });
+    return result;
+  }
+  /// Calls then(row, form) for every kernel, until one fails.
+  template <typename Then>
+  static cudaError_t ForEach(const Then& then) {
+    cudaError_t result = cudaSuccess;
+    Visit([&](auto row, auto form) {
+      result = then(row, form);
+      return result != cudaSuccess;
+    });
+    return result;
+  }
 
-/// Returns what(row) for the kernel of `tile` if it is of this family, with this loader and
-/// element; `row` is the row of kTiles as a std::integral_constant. cudaErrorInvalidValue for other
-/// tiles.
-template <Family kFamily, Loader kLoader, Element kElement = Element::kBf16, int kRow = 0,
-          typename Do>
-cudaError_t WithRow(HopperTile tile, const Do& what) {
-  if constexpr (kRow < kHopperTiles) {
-    constexpr HopperTileSpec kSpec = kTiles[kRow];
-    if constexpr (FamilyOf(kSpec) == kFamily && kSpec.loader == kLoader &&
-                  kSpec.element == kElement) {
-      if (tile == HopperTile(kRow)) return what(std::integral_constant<int, kRow>());
+ private:
+  /// Until one call returns true.
+  template <int kRow = 0, typename What>
+  static bool Visit(const What& what) {
+    if constexpr (kRow < kHopperTiles) {
+      return (VisitForm<kRow, Forms>(what) || ...) || Visit<kRow + 1>(what);
+    } else {
+      return false;
     }
-    return WithRow<kFamily, kLoader, kElement, kRow + 1>(tile, what);
-  } else {
-    return cudaErrorInvalidValue;
   }
-}
-/// Calls what(row) for each of these tiles, until one fails.
-template <Family kFamily, Loader kLoader, Element kElement = Element::kBf16, typename Do>
-cudaError_t ForEachRow(const Do& what) {
-  for (int row = 0; row < kHopperTiles; ++row) {
-    const HopperTileSpec& spec = kTiles[row];
-    if (FamilyOf(spec) != kFamily || spec.loader != kLoader || spec.element != kElement) continue;
-    const cudaError_t error = WithRow<kFamily, kLoader, kElement>(HopperTile(row), what);
-    if (error != cudaSuccess) return error;
+  template <int kRow, typename Form, typename What>
+  static bool VisitForm(const What& what) {
+    constexpr HopperTileSpec kSpec = kTiles[kRow];
+    if constexpr (kIsHere(kSpec) && Form::IsOf(kSpec)) {
+      return what(std::integral_constant<int, kRow>(), Form());
+    } else {
+      return false;
+    }
   }
-  return cudaSuccess;
-}
+};
 
 /// Tensor maps of a shortcut.
 struct ShortcutParams {
@@ -342,31 +356,6 @@ inline Ending EndingOf(const ConvLayer& conv) {
   if (conv.activation != Activation::kNone || conv.add.data != nullptr) return Ending::kAny;
   return conv.residual.data != nullptr ? Ending::kResidual : Ending::kPlain;
 }
-/// Endings for which a tile has kernels of their own: the code of all together is two to four times
-/// as long, which makes short launches slower (docs/kernels-measured.md). kAny, the last, takes the
-/// place of those that are missing.
-template <Ending... kEndings>
-struct Endings {
-  template <Ending kEnding>
-  using Constant = std::integral_constant<Ending, kEnding>;
-
-  /// Calls then(Constant) for one of them.
-  template <typename Then>
-  static cudaError_t Select(Ending ending, const Then& then) {
-    if (!((ending == kEndings) || ...)) ending = Ending::kAny;
-    cudaError_t result = cudaErrorInvalidValue;
-    static_cast<void>(((ending == kEndings && (result = then(Constant<kEndings>()), true)) || ...));
-    return result;
-  }
-  /// For each of them, until there is an error.
-  template <typename Then>
-  static cudaError_t ForEach(const Then& then) {
-    cudaError_t result = cudaSuccess;
-    static_cast<void>((((result = then(Constant<kEndings>())) == cudaSuccess) && ...));
-    return result;
-  }
-};
-
 /// The epilogue of a warpgroup's 64 pixels through shared memory, in boxes of 64 pixels × kBox
 /// outputs in TMA's swizzle. begin(i) returns the address of box i, which holds the residual if
 /// there is one and receives the outputs; end(i) is called when it is complete. Residual and
