@@ -315,7 +315,7 @@ std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queu
          Microseconds(choice.cost, tiles, conv.weight_stride / kDepth, queue.multiprocessors),
          choice.launch});
   }
-  return Sorted(std::move(candidates));
+  return CheapestFirst(std::move(candidates));
 }
 
 bool HasE4m3Kernels() {

@@ -492,7 +492,7 @@ std::vector<ConvCandidate> Conv3x3Candidates(const Conv2dLaunch& conv, const Que
          Microseconds(choice.cost, TilesOf(choice, conv) * split_k, steps, queue.multiprocessors),
          choice.launch});
   }
-  return Sorted(std::move(candidates));
+  return CheapestFirst(std::move(candidates));
 }
 
 cudaError_t LoadConv3x3Kernels() {

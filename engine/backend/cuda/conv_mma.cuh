@@ -174,13 +174,4 @@ inline double Microseconds(const TileCost& cost, int64_t tiles, int steps, int m
   return static_cast<double>(most / cost.blocks) * shared + last;
 }
 
-/// The cheapest first.
-inline std::vector<ConvCandidate> Sorted(std::vector<ConvCandidate> candidates) {
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const ConvCandidate& a, const ConvCandidate& b) {
-                     return a.microseconds < b.microseconds;
-                   });
-  return candidates;
-}
-
 }  // namespace denoised::cuda

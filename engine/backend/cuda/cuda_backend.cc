@@ -938,7 +938,7 @@ class CudaBackend final : public Backend {
   }
 
   /// Candidates: tiles that normalise their input in shared memory, and the norm's kernel followed
-  /// by any tile.
+  /// by any tile. Of equals, the former come first.
   void EnqueueNormed(const GroupNormLaunch& norm, const Conv2dLaunch& conv) {
     GroupNormLaunch factors = norm;
     factors.factors = NormFactors();
@@ -970,7 +970,7 @@ class CudaBackend final : public Backend {
     EnqueueFastest(
         fmt::format("{} groups{} of {}", norm.groups,
                     norm.scale_shift.data != nullptr ? ", scaled," : "", Describe(fused)),
-        Sorted(std::move(candidates)), std::move(operands), "Conv2d");
+        CheapestFirst(std::move(candidates)), std::move(operands), "Conv2d");
   }
 
   /// Launches a convolution on Hopper after its input.
@@ -1015,16 +1015,8 @@ class CudaBackend final : public Backend {
                                                              gated.rounded_out, queue_);
                             }});
     }
-    EnqueueFastest(KeyOf(gated, input), Sorted(std::move(candidates)), OperandsOf(plain, input),
-                   "Linear");
-  }
-
-  /// The cheapest first; of equals, the one that fuses.
-  static Candidates Sorted(Candidates candidates) {
-    std::stable_sort(
-        candidates.begin(), candidates.end(),
-        [](const Candidate& a, const Candidate& b) { return a.microseconds < b.microseconds; });
-    return candidates;
+    EnqueueFastest(KeyOf(gated, input), CheapestFirst(std::move(candidates)),
+                   OperandsOf(plain, input), "Linear");
   }
 
   void EnqueueConvolution(const Conv2dLaunch& conv, const char* op, const Input& input = {}) {

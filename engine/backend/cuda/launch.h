@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -139,6 +140,14 @@ struct ConvCandidate {
   double microseconds = 0;  // expected for a launch
   cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue) = nullptr;
 };
+/// The cheapest first; equals stay in order.
+template <typename Candidate>
+std::vector<Candidate> CheapestFirst(std::vector<Candidate> candidates) {
+  std::stable_sort(
+      candidates.begin(), candidates.end(),
+      [](const Candidate& a, const Candidate& b) { return a.microseconds < b.microseconds; });
+  return candidates;
+}
 /// For any convolution in bf16 or with fp32 inputs, the cheapest first; in e4m3 if
 /// HasE4m3Kernels().
 std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queue& queue);

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
+#include <utility>
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 
@@ -178,11 +178,7 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
       if (Supports(plan, conv)) candidates.push_back({plan, MicrosecondsOf(conv, plan, queue)});
     }
   }
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const HopperCandidate& a, const HopperCandidate& b) {
-                     return a.microseconds < b.microseconds;
-                   });
-  return candidates;
+  return CheapestFirst(std::move(candidates));
 }
 
 std::string NameOf(const HopperPlan& plan) {
