@@ -25,9 +25,6 @@
 namespace denoised::cuda {
 namespace {
 
-constexpr int kDepth = kDepthPadding;
-constexpr int kChunks = kDepth / 8;  // along k, of eight elements, 16 bytes
-
 enum class Inputs { kCopied, kVector, kScalar };
 
 /// kBlocks: blocks per multiprocessor, which limits the registers per thread.
@@ -40,13 +37,6 @@ struct Tile {
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kSharedBytes = kStages * (kM + kN) * kDepth * 2;
 };
-
-/// Offset in elements of a chunk of a row in a tile [rows, kDepth] in shared memory. Eight rows of
-/// one chunk, which ldmatrix reads together, lie in different banks.
-__device__ inline int Swizzled(int row, int chunk) {
-  static_assert(kChunks == 4);  // two rows fill the 128 bytes of all banks
-  return row * kDepth + (chunk ^ (row / 2 % 4)) * 8;
-}
 
 /// Accumulators begin with `bias`, which is conv's; conv.bias itself is null. kVectors: outputs are
 /// computed by FinishVector. grid (tiles, phases).
@@ -264,56 +254,62 @@ cudaError_t LoadTile() {
   return LoadKernel(Conv2dKernel<T, kInputs, kVectors>, T::kSharedBytes);
 }
 
-/// A tile for inputs copied by cp.async and outputs in vectors.
+/// A tile, and which layers have it: their elements, how their inputs are read, and whether their
+/// outputs are vectors.
 struct Choice {
   int m, n;
+  bool e4m3;
+  Inputs inputs;
+  bool vectors;
   TileCost cost;
-  cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue);
-  cudaError_t (*load)();
+  TileKernel kernel;
 };
-template <typename T>
-constexpr Choice ChoiceOf(double step_alone, double rest_alone, double step_shared,
-                          double rest_shared) {
+template <typename T, Inputs kInputs = Inputs::kCopied, bool kVectors = true>
+constexpr Choice ChoiceOf(double step_alone = 0, double rest_alone = 0, double step_shared = 0,
+                          double rest_shared = 0) {
   return {T::kM,
           T::kN,
+          T::kE4m3,
+          kInputs,
+          kVectors,
           {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
-          LaunchTile<T, Inputs::kCopied, true>,
-          LoadTile<T, Inputs::kCopied, true>};
+          {LaunchTile<T, kInputs, kVectors>, LoadTile<T, kInputs, kVectors>}};
 }
 using SmallTile = Tile<64, 64, 2, 2, 4, 4>;
 using E4m3Tile = Tile<64, 64, 2, 2, 4, 3, Element::kE4m3x2>;  // two sets of accumulators
-/// Fitted to 32 layers that were measured with every tile. For all but two of them, the tile with
-/// the lowest cost is the fastest or within 10 % of it.
+/// Costs were fitted to 32 layers that were measured with every tile. For all but two of them, the
+/// tile with the lowest cost is the fastest or within 10 % of it. A tile that is its layers' only
+/// one needs no cost.
 constexpr Choice kChoices[] = {
     ChoiceOf<Tile<128, 256, 2, 4, 4, 1>>(0.614, 10.7, 0.614, 10.7),
     ChoiceOf<Tile<128, 128, 2, 4, 4, 2>>(0.434, 3.36, 0.704, 7.35),
     ChoiceOf<Tile<128, 64, 2, 2, 3, 3>>(0.325, 2.2, 0.598, 7.08),
     ChoiceOf<SmallTile>(0.236, 1.31, 0.512, 3.12),
     ChoiceOf<Tile<64, 32, 2, 2, 8, 4>>(0.174, 1.12, 0.349, 2.91),
+    ChoiceOf<SmallTile, Inputs::kCopied, false>(),
+    ChoiceOf<SmallTile, Inputs::kVector, false>(),
+    ChoiceOf<SmallTile, Inputs::kScalar, false>(),
+    ChoiceOf<E4m3Tile>(),
+    ChoiceOf<E4m3Tile, Inputs::kCopied, false>(),
 };
 
 }  // namespace
 
 std::vector<ConvCandidate> Conv2dCandidates(const Conv2dLaunch& conv, const Queue& queue) {
-  if (conv.x.element == Element::kE4m3x2) {
-    return {{"e4m3 64x64", 0,
-             FinishesInVectors(conv) ? LaunchTile<E4m3Tile, Inputs::kCopied, true>
-                                     : LaunchTile<E4m3Tile, Inputs::kCopied, false>}};
-  }
-  if (!HasVectorInputs(conv)) return {{"scalar", 0, LaunchTile<SmallTile, Inputs::kScalar, false>}};
-  if (conv.x.element == Element::kF32) {
-    return {{"fp32", 0, LaunchTile<SmallTile, Inputs::kVector, false>}};
-  }
-  if (!FinishesInVectors(conv)) {
-    return {{"64x64", 0, LaunchTile<SmallTile, Inputs::kCopied, false>}};
-  }
+  const bool e4m3 = conv.x.element == Element::kE4m3x2;
+  const Inputs inputs = e4m3                              ? Inputs::kCopied
+                        : !HasVectorInputs(conv)          ? Inputs::kScalar
+                        : conv.x.element == Element::kF32 ? Inputs::kVector
+                                                          : Inputs::kCopied;
+  const bool vectors = inputs == Inputs::kCopied && FinishesInVectors(conv);
   std::vector<ConvCandidate> candidates;
   for (const Choice& choice : kChoices) {
+    if (choice.e4m3 != e4m3 || choice.inputs != inputs || choice.vectors != vectors) continue;
     const int64_t tiles = PhasesOf(conv) * Blocks(conv, choice.m, choice.n);
     candidates.push_back(
         {std::to_string(choice.m) + "x" + std::to_string(choice.n),
          Microseconds(choice.cost, tiles, conv.weight_stride / kDepth, queue.multiprocessors),
-         choice.launch});
+         choice.kernel.launch});
   }
   return CheapestFirst(std::move(candidates));
 }
@@ -325,18 +321,6 @@ bool HasE4m3Kernels() {
          attributes.ptxVersion >= 89;
 }
 
-cudaError_t LoadConv2dKernels() {
-  for (const Choice& choice : kChoices) {
-    if (cudaError_t error = choice.load(); error != cudaSuccess) return error;
-  }
-  for (cudaError_t error :
-       {LoadTile<SmallTile, Inputs::kCopied, false>(),
-        LoadTile<SmallTile, Inputs::kVector, false>(), LoadTile<E4m3Tile, Inputs::kCopied, true>(),
-        LoadTile<E4m3Tile, Inputs::kCopied, false>(),
-        LoadTile<SmallTile, Inputs::kScalar, false>()}) {
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
+cudaError_t LoadConv2dKernels() { return LoadChoices(kChoices); }
 
 }  // namespace denoised::cuda

@@ -28,8 +28,6 @@ namespace denoised::cuda {
 namespace {
 
 constexpr int kSubtileEdge = 8;
-constexpr int kDepth = 32;           // channels per halo tile and per step: two mma
-constexpr int kChunks = kDepth / 8;  // of 16 bytes
 
 /// The CTA tile is kSubtiles subtiles × kN outputs, the warp tile kLines lines of a subtile ×
 /// kWarpN outputs. kBlocks CTAs share an SM, which limits the registers per thread. kQuadEdge: the
@@ -60,14 +58,7 @@ struct Tile {
   static_assert(kSharedBytes <= 99 * 1024, "what consumer chips have");
 };
 
-/// Offset in elements of a chunk in a row of weights, the `nth` row. Eight neighbouring rows, which
-/// ldmatrix reads together, lie in different banks.
-__device__ inline int Swizzled(int row, int chunk, int nth) {
-  static_assert(kChunks == 4);  // two rows fill the 128 bytes of all banks
-  return row * kDepth + (chunk ^ (nth / 2 % 4)) * 8;
-}
-__device__ inline int Swizzled(int row, int chunk) { return Swizzled(row, chunk, row); }
-/// The same for pixel `x` of a halo tile's line. A load skips the two halo pixels between two
+/// Swizzled() for pixel `x` of a halo tile's line. A load skips the two halo pixels between two
 /// quads.
 template <typename T>
 __device__ inline int SwizzledPixel(int x, int chunk) {
@@ -404,8 +395,7 @@ struct Choice {
   int quad, subtiles, n, taps;
   SplitK split_k;
   TileCost cost;
-  cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue);
-  cudaError_t (*load)();
+  TileKernel kernel;
 };
 template <typename T, SplitK kMode = SplitK::kNone>
 constexpr Choice ChoiceOf(double step_alone, double rest_alone, double step_shared,
@@ -416,8 +406,7 @@ constexpr Choice ChoiceOf(double step_alone, double rest_alone, double step_shar
           T::kTaps,
           kMode,
           {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
-          LaunchTile<T, kMode>,
-          LoadTile<T, kMode>};
+          {LaunchTile<T, kMode>, LoadTile<T, kMode>}};
 }
 using Tile2x64 = Tile<2, 64, 8, 32, 3, 2, 2>;
 using Tile1x64 = Tile<1, 64, 4, 32, 3, 2, 4>;
@@ -490,16 +479,11 @@ std::vector<ConvCandidate> Conv3x3Candidates(const Conv2dLaunch& conv, const Que
     candidates.push_back(
         {NameOf(choice),
          Microseconds(choice.cost, TilesOf(choice, conv) * split_k, steps, queue.multiprocessors),
-         choice.launch});
+         choice.kernel.launch});
   }
   return CheapestFirst(std::move(candidates));
 }
 
-cudaError_t LoadConv3x3Kernels() {
-  for (const Choice& choice : kChoices) {
-    if (cudaError_t error = choice.load(); error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
+cudaError_t LoadConv3x3Kernels() { return LoadChoices(kChoices); }
 
 }  // namespace denoised::cuda

@@ -6,10 +6,21 @@
 #include "engine/backend/cuda/implicit_gemm.cuh"
 #include "engine/backend/cuda/mma.cuh"
 
-/// Shared by conv2d.cu and conv3x3.cu: interleaving loads with MMAs, initial accumulators, the
-/// epilogue, and the cost of a tile.
+/// Shared by conv2d.cu and conv3x3.cu: the layout of shared memory, interleaving loads with MMAs,
+/// initial accumulators, the epilogue, and the cost of a tile.
 
 namespace denoised::cuda {
+
+constexpr int kDepth = kDepthPadding;  // elements along k per step: two mma
+constexpr int kChunks = kDepth / 8;    // of 16 bytes
+
+/// Offset in elements of a chunk of a row in a tile [rows, kDepth] in shared memory, the `nth` row
+/// that ldmatrix reads. Eight neighbouring rows, which it reads together, lie in different banks.
+__device__ inline int Swizzled(int row, int chunk, int nth) {
+  static_assert(kChunks == 4);  // two rows fill the 128 bytes of all banks
+  return row * kDepth + (chunk ^ (nth / 2 % 4)) * 8;
+}
+__device__ inline int Swizzled(int row, int chunk) { return Swizzled(row, chunk, row); }
 
 /// Spreads kParts pieces of work evenly over kSlots slots and runs those of `slot`.
 template <int kParts, int kSlots, typename Do>
@@ -161,6 +172,19 @@ struct TileCost {
   int blocks;
   double step_alone, rest_alone, step_shared, rest_shared;
 };
+
+/// How to launch and to load the kernel of a tile.
+struct TileKernel {
+  cudaError_t (*launch)(Conv2dLaunch conv, const Queue& queue);
+  cudaError_t (*load)();
+};
+template <typename Choice, int kCount>
+cudaError_t LoadChoices(const Choice (&choices)[kCount]) {
+  for (const Choice& choice : choices) {
+    if (cudaError_t error = choice.kernel.load(); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
 
 /// Time of the busiest multiprocessor for `tiles` tiles, without the launch.
 inline double Microseconds(const TileCost& cost, int64_t tiles, int steps, int multiprocessors) {
