@@ -226,8 +226,6 @@ absl::Status Run(const std::string& file, const std::vector<int>& rows, bool lay
     return FailedPrecondition("device 0 is a {}; splits are Hopper's alone", properties.name);
   const Queue queue{context->compute(), properties.multiProcessorCount, true, true};
   DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv2dHopperKernels(), "loading kernels"));
-  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv3x3HopperKernels(), "loading kernels"));
-  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConvFewPixelsKernels(), "loading kernels"));
   Operands operands;
   DENOISED_RETURN_IF_ERROR(operands.Allocate());
 

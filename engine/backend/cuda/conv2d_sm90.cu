@@ -17,8 +17,11 @@ cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
 }
 
 cudaError_t LoadConv2dHopperKernels() {
-  const cudaError_t error = im2col::Load<Element::kBf16>();
-  return error == cudaSuccess ? GetTensorMapEncoders().error : error;
+  for (cudaError_t (*load)() : {im2col::Load<Element::kBf16>, LoadConv2dE4m3Kernels,
+                                LoadConv3x3HopperKernels, LoadConvFewPixelsKernels}) {
+    if (cudaError_t error = load(); error != cudaSuccess) return error;
+  }
+  return GetTensorMapEncoders().error;
 }
 
 }  // namespace denoised::cuda

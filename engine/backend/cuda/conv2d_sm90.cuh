@@ -52,8 +52,8 @@ struct Tile {
   static constexpr int kBoxBytes = kBoxPixels * kBox * 2;
   static constexpr int kStagingBytes = kStaged ? kGroups * kBoxes * kBoxBytes : 0;
   static constexpr int kThreads = kSpec.kernel.threads;
-  static constexpr int kFewRegisters = kSpec.kernel.producer_registers;
-  static constexpr int kManyRegisters = kSpec.kernel.consumer_registers;
+  static constexpr int kProducerRegisters = kSpec.kernel.producer_registers;
+  static constexpr int kConsumerRegisters = kSpec.kernel.consumer_registers;
   static constexpr int kBarriers = 2 * kStages + kGroups * (2 + kBoxes);
   static constexpr int kSharedBytes = kStages * kStageBytes + kStagingBytes + kBarriers * 8;
   static_assert(kN % 32 == 0 && kThreads == 128 * (kGroups + 1) && kSharedBytes <= 232448);
@@ -628,7 +628,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (cta.shared > 1) ArriveAtClusterRelaxed();
 
   if (group == T::kGroups) {
-    DecreaseRegisters<T::kFewRegisters>();
+    DecreaseRegisters<T::kProducerRegisters>();
     if (cta.shared > 1) WaitForCluster();
     if (warp == kProducerWarp && ElectOne()) {
       if (cta.shared > 1) producer.LoadEarly();
@@ -647,7 +647,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       }
     }
   } else {
-    IncreaseRegisters<T::kManyRegisters>();
+    IncreaseRegisters<T::kConsumerRegisters>();
     if (cta.shared > 1) WaitForCluster();
     Consumer<T, F>{conv, params, cta, group}.Run();
   }

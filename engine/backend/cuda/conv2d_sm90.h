@@ -66,15 +66,15 @@ std::string Describe(const Conv2dLaunch& conv);
 /// taps 2×2 with upsample2x, else 1 and kernel². An error unless the plan Supports() the layer.
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue);
-/// The files that it calls, of which each launches the plans of some tiles.
+cudaError_t LoadConv2dHopperKernels();
+/// The parts of both in other files: the plans of some tiles.
+cudaError_t LaunchConv2dE4m3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
+cudaError_t LoadConv2dE4m3Kernels();
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue);
+cudaError_t LoadConv3x3HopperKernels();
 cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue);
-cudaError_t LaunchConv2dE4m3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
-cudaError_t LoadConv2dHopperKernels();
-cudaError_t LoadConv3x3HopperKernels();
 cudaError_t LoadConvFewPixelsKernels();
-cudaError_t LoadConv2dE4m3Kernels();
 
 }  // namespace denoised::cuda

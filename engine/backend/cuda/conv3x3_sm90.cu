@@ -778,12 +778,11 @@ cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan
 }
 
 cudaError_t LoadConv3x3HopperKernels() {
-  const cudaError_t error = Kernels::ForEach([](auto row, auto form) {
+  return Kernels::ForEach([](auto row, auto form) {
     using T = Tile<row>;
     return LoadKernel(Conv3x3HopperKernel<T, form.kShortcut, form.kSplitOverCluster>,
                       T::kSharedBytes);
   });
-  return error == cudaSuccess ? GetTensorMapEncoders().error : error;
 }
 
 }  // namespace denoised::cuda

@@ -1166,9 +1166,6 @@ class CudaBackend final : public Backend {
 /// Loads every kernel, because loading one during a capture would fail it.
 absl::Status LoadKernels(const cudaDeviceProp& properties, bool hopper) {
   for (cudaError_t error : {hopper ? LoadConv2dHopperKernels() : cudaSuccess,
-                            hopper ? LoadConv3x3HopperKernels() : cudaSuccess,
-                            hopper ? LoadConvFewPixelsKernels() : cudaSuccess,
-                            hopper ? LoadConv2dE4m3Kernels() : cudaSuccess,
                             LoadRoundToE4m3Kernels(),
                             LoadLargestKernel(),
                             hopper ? LoadGroupNormStreamKernels() : cudaSuccess,
