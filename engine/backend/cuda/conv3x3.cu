@@ -76,6 +76,56 @@ struct Partials {
   int* semaphores;
 };
 
+/// Adds the sums of a split to `totals`, and clears them.
+template <int kM, int kN>
+__device__ __forceinline__ void MoveTo(float (&sums)[kM][kN][4], float (&totals)[kM][kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        totals[i][j][e] += sums[i][j][e];
+        sums[i][j][e] = 0;
+      }
+    }
+  }
+}
+/// Stores a thread's sums of its split. The last CTA of a tile adds those of all splits, in order,
+/// to `totals`, and is told so.
+template <typename T, int kM, int kN>
+__device__ __forceinline__ bool AddPartials(const Partials& partials, int split,
+                                            const float (&sums)[kM][kN][4],
+                                            float (&totals)[kM][kN][4]) {
+  const auto at = [&](int of_split, int vector) {
+    return ((blockIdx.x * kSplits + of_split) * (kM * kN) + vector) * T::kThreads + threadIdx.x;
+  };
+#pragma unroll
+  for (int i = 0; i < kM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+      const float(&v)[4] = sums[i][j];
+      __stcg(partials.sums + at(split, i * kN + j), make_float4(v[0], v[1], v[2], v[3]));
+    }
+  }
+  if (!IsLast(partials.semaphores + blockIdx.x, kSplits)) return false;
+#pragma unroll
+  for (int i = 0; i < kM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+#pragma unroll
+      for (int of_split = 0; of_split < kSplits; ++of_split) {
+        const float4 v = __ldcg(partials.sums + at(of_split, i * kN + j));
+        totals[i][j][0] += v.x;
+        totals[i][j][1] += v.y;
+        totals[i][j][2] += v.z;
+        totals[i][j][3] += v.w;
+      }
+    }
+  }
+  return true;
+}
+
 /// The quads of a phase of an image, and where each begins.
 struct Quads {
   FastDivmod across, of_image;
@@ -287,51 +337,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     slot = next_slot;
     if (kMode == SplitK::kSerial && depth + kDepth == split_begin(splits_done + 1)) {
       ++splits_done;
-#pragma unroll
-      for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-        for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            totals[i][j][e] += sums[i][j][e];
-            sums[i][j][e] = 0;
-          }
-        }
-      }
+      MoveTo(sums, totals);
     }
   }
   WaitCopies<0>();
   __syncthreads();
   ReleaseDependents();
   if constexpr (kMode == SplitK::kParallel) {
-    const auto at = [&](int of_split, int vector) {
-      return ((blockIdx.x * kSplits + of_split) * (kFragmentsM * kFragmentsN) + vector) *
-                 T::kThreads +
-             threadIdx.x;
-    };
-#pragma unroll
-    for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-      for (int j = 0; j < kFragmentsN; ++j) {
-        const float(&v)[4] = sums[i][j];
-        __stcg(partials.sums + at(split, i * kFragmentsN + j), make_float4(v[0], v[1], v[2], v[3]));
-      }
-    }
-    if (!IsLast(partials.semaphores + blockIdx.x, kSplits)) return;
-#pragma unroll
-    for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-      for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-        for (int of_split = 0; of_split < kSplits; ++of_split) {
-          const float4 v = __ldcg(partials.sums + at(of_split, i * kFragmentsN + j));
-          totals[i][j][0] += v.x;
-          totals[i][j][1] += v.y;
-          totals[i][j][2] += v.z;
-          totals[i][j][3] += v.w;
-        }
-      }
-    }
+    if (!AddPartials<T>(partials, split, sums, totals)) return;
   }
 
   static_assert(T::kThreads / 32 * kFinishBytes<kFragmentsN> <= T::kSharedBytes);
