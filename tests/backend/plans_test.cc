@@ -162,6 +162,45 @@ TEST(HopperCandidatesTest, TmaHasNoStrideAboveEight) {
   EXPECT_FALSE(SuitsHopper(conv));
 }
 
+TEST(HopperCandidatesTest, TilesRefuseWhatTheyCannotCompute) {
+  constexpr HopperTile kCooperative = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 128);
+  constexpr HopperTile kPingPong = FindTile(Loader::kIm2col, Schedule::kPingPong, 128, 128);
+  constexpr HopperTile kOneByOne = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 32);
+  constexpr HopperTile kHaloTile = FindTile(Loader::kHaloTile, Schedule::kCooperative, 128, 80);
+  constexpr HopperTile kEach = FindTile(Loader::kIm2col, Schedule::kClusterSplitK, 128, 128);
+  const Conv2dLaunch conv = ShapeOf({3, 32, 32, 128, 0, 160, 3});
+  EXPECT_TRUE(Supports({kCooperative, 1, 1}, conv));
+  EXPECT_TRUE(Supports({kCooperative, 4, 2}, conv));
+  EXPECT_FALSE(Supports({kCooperative, 3, 1}, conv)) << "not a power of two";
+  EXPECT_FALSE(Supports({kCooperative, 16, 1}, conv)) << "too many splits";
+  EXPECT_FALSE(Supports({kCooperative, 1, 4}, conv)) << "multicast in fours";
+  EXPECT_TRUE(Supports({kPingPong, 1, 2}, conv));
+  EXPECT_FALSE(Supports({kPingPong, 2, 1}, conv)) << "no split-K";
+  EXPECT_FALSE(Supports({kOneByOne, 1, 2}, conv)) << "no multicast";
+  EXPECT_TRUE(Supports({kHaloTile, 2, 2}, conv));
+  EXPECT_FALSE(Supports({kHaloTile, 4, 2}, conv)) << "two splits each";
+  EXPECT_TRUE(Supports({kTile64x64, 4, 2}, conv));
+  EXPECT_FALSE(Supports({kTile64x64, 2, 4}, conv)) << "CTAs without a split";
+  EXPECT_TRUE(Supports({kEach, 4, 4}, conv));
+  EXPECT_FALSE(Supports({kEach, 4, 2}, conv)) << "two splits each";
+
+  Conv2dLaunch other = conv;
+  other.zero_taps = 1;
+  EXPECT_FALSE(Supports({kCooperative, 2, 1}, other));
+  constexpr HopperTile kWideBoxes = FindTile(Loader::kHaloTile, Schedule::kCooperative, 128, 128);
+  EXPECT_FALSE(Supports({kWideBoxes, 1, 1}, conv)) << "no whole boxes of 64 outputs";
+  other = conv, other.outputs = 192;
+  EXPECT_TRUE(Supports({kWideBoxes, 1, 1}, other));
+  other = conv, other.out.element = Element::kF32;
+  EXPECT_TRUE(Supports({kOneByOne, 1, 1}, other));
+  EXPECT_FALSE(Supports({kCooperative, 1, 1}, other)) << "outputs in fp32";
+  EXPECT_FALSE(Supports({kCooperative, 1, 1}, InE4m3(conv)));
+  float factors;
+  other = conv, other.input_factors = &factors;
+  EXPECT_TRUE(Supports({kHaloTile, 1, 1}, other));
+  EXPECT_FALSE(Supports({kCooperative, 1, 1}, other)) << "no norm of its input";
+}
+
 // Launches of one description share a measurement.
 TEST(GenericCandidatesTest, DescriptionsTellDtypesApart) {
   Conv2dLaunch conv = ShapeOf(kCases[0]);
