@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes tests/text/goldens.json: texts in many scripts and the ids that transformers gives them.
+"""Makes tests/text/corpus.json and goldens.json: texts in many scripts and the ids that transformers
+gives them.
 
-usage: make_tokenizer_goldens.py [--output ../text/goldens.json] [--count 2500] [--seed 1]
-The test reads another file if DENOISED_TOKENIZER_GOLDENS names one. To compare 100,000 texts:
+usage: make_tokenizer_goldens.py [--first 0] [--output FILE]
+corpus.json has what 100,000 texts are drawn from, which clip_tokenizer_test.cc draws as well, and hashes of
+their ids, one for each thousand. goldens.json has the ids of texts by hand and of the first thousand of
+these. If the test names another thousand, see its texts:
 
-    make_tokenizer_goldens.py --count 100000 --seed 2 --output /tmp/many.json
-    DENOISED_TOKENIZER_GOLDENS=/tmp/many.json build/dev/tests/text/text_test --gtest_filter='*Goldens*'
+    make_tokenizer_goldens.py --first 37000 --output /tmp/others.json
+    DENOISED_TOKENIZER_GOLDENS=/tmp/others.json build/dev/tests/text/text_test --gtest_filter='*Goldens*'
 
 A text has assigned code points of Unicode 15.0 alone: later ones are letters to one library and
 nothing to another. README.md in tests/text says more.
@@ -13,17 +16,21 @@ nothing to another. README.md in tests/text says more.
 
 import argparse
 import json
-import random
-import unicodedata
 from pathlib import Path
 
 import transformers
 from tokenizers import normalizers
 from transformers import CLIPTokenizer
 
+try:
+    import unicodedata2 as unicodedata  # where Python's own has other tables
+except ImportError:
+    import unicodedata
+
 TEXT = Path(__file__).parent.parent / "text"
 VERSION = "5.23.0"
 KINDS = ("sd1", "sd2", "added")
+COUNT, BLOCK = 100_000, 1000
 NFC = normalizers.NFC()
 
 BY_HAND = """
@@ -101,11 +108,12 @@ PIECES = ["'s", "'T", "'re", "'VE", "'m", "'LL", "'d", "'", "!", "!!", "<|starto
           "</w>", "<|", "|>", "\u0130", "\u03a3", "\u200d", "\ufe0f"]  # fmt: skip
 
 
+SPACES = [" ", " ", " ", " ", " ", " ", "", "", "  ", "\n", "\u00a0", ", "]
+
+
 def is_known(point):
-    """Assigned, and a mark to `tokenizers` as well: its NFC has older tables, in which the marks of
-    Unicode 13 to 15 are none, so that it does not sort them."""
-    if unicodedata.category(point) in ("Cn", "Cs"):
-        return False
+    """Whether it is a mark to `tokenizers` as well: its NFC has older tables, in which the marks of
+    Unicode 10 to 15 are none, so that it does not sort them."""
     return all(
         NFC.normalize_str(text) == unicodedata.normalize("NFC", text)
         for mark in "\u0334\u0327\u0301"
@@ -113,59 +121,114 @@ def is_known(point):
     )
 
 
-def known(ranges):
-    points = [chr(p) for first, last in ranges for p in range(first, last + 1)]
-    return [point for point in points if is_known(point)]
+def runs(points):
+    """[first, last] of consecutive ones."""
+    found = []
+    for point in sorted(points):
+        if found and found[-1][1] == point - 1:
+            found[-1][1] = point
+        else:
+            found.append([point, point])
+    return found
 
 
-def random_texts(count, seed):
-    """Words of one or several scripts, pieces that have a meaning, and several kinds of space."""
-    rng = random.Random(seed)
-    scripts = {name: known(ranges) for name, ranges in SCRIPTS.items()}
+def make_alphabet():
+    """What texts are drawn from, and what is left out."""
+    scripts, left_out = [], set()
+    for ranges in SCRIPTS.values():
+        points = {p for first, last in ranges for p in range(first, last + 1)
+                  if unicodedata.category(chr(p)) not in ("Cn", "Cs")}  # fmt: skip
+        known = {p for p in points if is_known(chr(p))}
+        scripts.append(runs(known))
+        left_out |= points - known
+    return {"scripts": scripts, "pieces": PIECES, "spaces": SPACES, "left_out": runs(left_out)}
+
+
+def draw_texts(alphabet):
+    """The texts, as Corpus in clip_tokenizer_test.cc draws them."""
+    state = 1
+
+    def one_of(choices):
+        nonlocal state
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return choices[(state >> 33) % len(choices)]
+
+    scripts = [[chr(p) for first, last in ranges for p in range(first, last + 1)]
+               for ranges in alphabet["scripts"]]  # fmt: skip
     vocabulary = json.loads((TEXT / "clip" / "vocab.json").read_text(encoding="utf-8"))
-    words = sorted(w[:-4] for w in vocabulary if w.endswith("</w>") and w[:-4].isascii())
+    words = sorted(w[:-4] for w in vocabulary if w.endswith("</w>") and w.isascii())
+    for _ in range(COUNT):
+        two = [one_of(scripts), one_of(scripts)]
+        size = 100 if one_of(range(50)) == 0 else 1 + one_of(range(7))
+        text = ""
+        for _ in range(size):
+            kind = one_of(range(8))
+            if kind < 2:
+                text += one_of(words)
+            elif kind == 2:
+                text += one_of(words).upper()
+            elif kind == 3:
+                text += one_of(alphabet["pieces"])
+            else:
+                letters = one_of(two)
+                for _ in range(1 + one_of(range(6))):
+                    text += one_of(letters)
+            text += one_of(alphabet["spaces"])
+        yield text
 
-    def word(names):
-        kind = rng.random()
-        if kind < 0.25:
-            text = rng.choice(words)
-            return rng.choice([text, text, text.upper(), text.title()])
-        if kind < 0.4:
-            return rng.choice(PIECES)
-        letters = scripts[rng.choice(names)]
-        return "".join(rng.choice(letters) for _ in range(rng.choice([1, 2, 3, 5, 8])))
 
-    for _ in range(count):
-        names = rng.sample(sorted(scripts), rng.choice([1, 1, 2, 3]))
-        spaces = ["", " "] if rng.random() < 0.3 else [" "] * 6 + ["", "  ", "\n", "\u00a0", ", "]
-        size = 100 if rng.random() < 0.02 else rng.randint(1, 7)
-        yield "".join(word(names) + rng.choice(spaces) for _ in range(size))
+def hash_of(lists):
+    """FNV-1a over whole numbers instead of bytes; the length goes before each list."""
+    value = 0xCBF29CE484222325
+    for numbers in lists:
+        for number in (len(numbers), *numbers):
+            value = (value ^ number) * 0x100000001B3 % 2**64
+    return f"{value:016x}"
+
+
+def ids_of(tokenizer, texts):
+    return [ids[1:-1] for ids in tokenizer(texts, verbose=False).input_ids]
+
+
+def make_corpus(alphabet, tokenizers):
+    texts = list(draw_texts(alphabet))
+    blocks = [texts[i : i + BLOCK] for i in range(0, COUNT, BLOCK)]
+    hashes = {"texts": [hash_of([text.encode() for text in block]) for block in blocks]}
+    hashes |= {kind: [hash_of(ids_of(t, block)) for block in blocks]
+               for kind, t in tokenizers.items()}  # fmt: skip
+    rows = [f"{json.dumps(key)}:{json.dumps(value, separators=(',', ':'))}"
+            for key, value in {**alphabet, "hashes": hashes}.items()]  # fmt: skip
+    (TEXT / "corpus.json").write_text("{" + ",\n".join(rows) + "}\n", encoding="utf-8")
+    print(f"{COUNT} texts; left out are {sum(b - a + 1 for a, b in alphabet['left_out'])} code points")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--first", type=int, help="goldens of other texts alone")
     parser.add_argument("--output", type=Path, default=TEXT / "goldens.json")
-    parser.add_argument("--count", type=int, default=2500)
-    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if transformers.__version__ != VERSION:
         raise SystemExit(f"transformers is {transformers.__version__}, not {VERSION}")
     if unicodedata.unidata_version != "15.0.0":
-        raise SystemExit(f"this Python knows Unicode {unicodedata.unidata_version}, not 15.0.0")
+        raise SystemExit(f"these tables are of Unicode {unicodedata.unidata_version}, not 15.0.0")
     tokenizers = {kind: CLIPTokenizer.from_pretrained(TEXT / kind) for kind in KINDS}
+    alphabet = make_alphabet()
+    if args.first is None:
+        make_corpus(alphabet, tokenizers)
     lines = BY_HAND.strip("\n").split("\n")
     by_hand = [line.encode("ascii", "backslashreplace").decode("unicode_escape")
                if "\\u" in line or "\\x" in line or "\\U" in line or "\\t" in line else line
                for line in lines]  # fmt: skip
-    texts = ["", " ", "\n", *by_hand, *random_texts(args.count, args.seed)]
+    first = args.first or 0
+    texts = ["", " ", "\n", *by_hand, *list(draw_texts(alphabet))[first : first + BLOCK]]
+    ids = {kind: ids_of(t, texts) for kind, t in tokenizers.items()}
     rows = []
-    for text in texts:
-        ids = {kind: t(text, verbose=False).input_ids[1:-1] for kind, t in tokenizers.items()}
-        row = {"text": text, "sd1": ids["sd1"]}
-        row |= {kind: ids[kind] for kind in KINDS[1:] if ids[kind] != ids["sd1"]}
-        if len(ids["sd1"]) > 75:
+    for i, text in enumerate(texts):
+        row = {"text": text, "sd1": ids["sd1"][i]}
+        row |= {kind: ids[kind][i] for kind in KINDS[1:] if ids[kind][i] != row["sd1"]}
+        if len(row["sd1"]) > 75:
             row["cut_off"] = tokenizers["sd1"].decode(
-                ids["sd1"][75:], clean_up_tokenization_spaces=False)  # fmt: skip
+                row["sd1"][75:], clean_up_tokenization_spaces=False)  # fmt: skip
         rows.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")))
     args.output.write_text(
         f'{{"transformers":"{VERSION}","texts":[\n' + ",\n".join(rows) + "\n]}\n", encoding="utf-8")
