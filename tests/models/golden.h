@@ -3,12 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "engine/core/tensor.h"
+#include "engine/io/safetensors.h"
 
 /// What PyTorch wrote (tests/models/goldens/README.md), in our layout and measure.
 
@@ -47,6 +49,22 @@ inline double RelativeError(std::span<const float> out, std::span<const float> r
     norm += std::pow(double{reference[i]}, 2);
   }
   return std::sqrt(difference / norm);
+}
+
+/// Plants an error: writes the weights in `directory` again, with the halves of each GEGLU swapped.
+inline absl::Status SwapGegluHalves(const std::filesystem::path& directory) {
+  const std::string stem = "diffusion_pytorch_model";
+  DENOISED_ASSIGN_OR_RETURN(const Safetensors weights, Safetensors::OpenDirectory(directory, stem));
+  auto tensors = weights.tensors();
+  for (auto& [name, tensor] : tensors) {
+    if (name.find(".ff.net.0.proj.") == std::string::npos) continue;
+    const Tensor swapped = Tensor::Host(tensor.shape(), tensor.dtype());
+    const size_t half = tensor.bytes() / 2;
+    std::memcpy(swapped.data(), static_cast<const uint8_t*>(tensor.data()) + half, half);
+    std::memcpy(static_cast<uint8_t*>(swapped.data()) + half, tensor.data(), half);
+    tensor = swapped;
+  }
+  return WriteSafetensors(directory / (stem + ".safetensors"), tensors, weights.metadata());
 }
 
 }  // namespace denoised

@@ -121,10 +121,12 @@ TEST_P(Parity, EveryBlockAndTheWhole) {
   }
 }
 
-/// The comparison can fail: an epsilon that is off by what a misread config would give is seen.
+/// The comparison can fail. A misread eps, 1e-6 instead of 1e-5, changes 7e-2 of the output of
+/// "small_activations", but only 1e-5 to 7e-5 where activations have unit size.
 TEST_P(Parity, AWrongConfigIsSeen) {
   UNet2DConfig wrong = golden_.config;
-  wrong.norm_eps = 0.3;
+  const bool small = std::get<0>(GetParam()) == "small_activations";
+  wrong.norm_eps = small ? 1e-6 : 0.3;
   Outputs outputs = Run(wrong);
   EXPECT_GT(RelativeError(outputs.Get("output"), ToNhwc(golden_.io.at("output")).span<float>()),
             std::get<1>(GetParam()).tolerance);

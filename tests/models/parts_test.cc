@@ -348,7 +348,7 @@ TEST_P(TextTest, AWrongConfigIsSeen) {
   const TextOptions pool = {.pool = true};
   const bool quick = json_["hidden_act"] == "quick_gelu";
   for (const auto& [field, value] : std::vector<std::pair<const char*, nlohmann::json>>{
-           {"layer_norm_eps", 1e-3},
+           {"layer_norm_eps", 1e-6},
            {"num_attention_heads", 1},
            {"hidden_act", quick ? "gelu" : "quick_gelu"}}) {
     Outputs outputs = Run(*wrong(field, value), pool);

@@ -10,6 +10,7 @@
 #include "engine/core/config_reader.h"
 #include "engine/io/safetensors.h"
 #include "engine/nn/transformer.h"
+#include "tests/io/temporary_directory.h"
 #include "tests/models/golden.h"
 #include "tests/needs_gpu.h"
 
@@ -25,6 +26,7 @@ struct Target {
   BackendOptions options;
   // Measured: 1.1e-6 on the CPU. bf16 rounds each tensor to 8 bits; as parity_test.cc.
   double tolerance;
+  double wrong_eps;  // that the comparison sees
 };
 
 class UNet2DConditionParity : public ::testing::TestWithParam<std::tuple<const char*, Target>> {
@@ -50,6 +52,7 @@ class UNet2DConditionParity : public ::testing::TestWithParam<std::tuple<const c
     auto backend = OpenBackend(target_.options);
     ASSERT_TRUE(backend.ok()) << backend.status();
     backend_ = *std::move(backend);
+    unet_ = directory_ / "unet";
   }
 
   Tensor New(const Shape& shape, DType dtype) {
@@ -98,12 +101,11 @@ class UNet2DConditionParity : public ::testing::TestWithParam<std::tuple<const c
   /// Outputs by the goldens' names. The sets are made in places 3 and 1 of five.
   std::map<std::string, std::vector<float>> Run(const UNet2DConditionConfig& config,
                                                 const std::string& prefix = "unet") {
-    const auto tensors = Safetensors::OpenDirectory(directory_ / "unet", "diffusion_pytorch_model");
+    const auto tensors = Safetensors::OpenDirectory(unet_, "diffusion_pytorch_model");
     EXPECT_TRUE(tensors.ok()) << tensors.status();
     const bool pools = goldens_.contains("unet.text_embeds");
     const int pooled = pools ? static_cast<int>(goldens_.at("unet.text_embeds").dim(1)) : 0;
-    const auto model =
-        LoadUNet2DCondition(*backend_, config, pooled, Weights(*tensors, directory_ / "unet"));
+    const auto model = LoadUNet2DCondition(*backend_, config, pooled, Weights(*tensors, unet_));
     EXPECT_TRUE(model.ok()) << model.status();
     if (!model.ok()) return {};
     const DenoiserTraits& traits = (*model)->traits();
@@ -158,7 +160,7 @@ class UNet2DConditionParity : public ::testing::TestWithParam<std::tuple<const c
   }
 
   Target target_;
-  fs::path directory_;
+  fs::path directory_, unet_;
   std::map<std::string, Tensor> goldens_;
   UNet2DConditionConfig config_;
   std::unique_ptr<Backend> backend_;
@@ -186,14 +188,28 @@ TEST_P(UNet2DConditionParity, ASizeThatDoesNotHalve) {
   EXPECT_LE(Error(outputs.at("unet_7x5.output"), "unet_7x5.output"), target_.tolerance);
 }
 
-/// The comparison can fail: what a misread config would give is seen.
-TEST_P(UNet2DConditionParity, AWrongConfigIsSeen) {
+/// The comparison can fail: what a reader of config and weights may get wrong is seen. In fp32 the
+/// eps changes at least 5e-3 of an output, heads and swapped halves 0.25.
+TEST_P(UNet2DConditionParity, PlantedErrorsAreSeen) {
+  const auto expect_seen = [&](const char* error, const UNet2DConditionConfig& config) {
+    const double change = Error(Run(config).at("unet.output"), "unet.output");
+    EXPECT_GT(change, target_.tolerance) << error;
+    RecordProperty(error, fmt::format("{:.2g}", change));
+  };
   UNet2DConditionConfig wrong = config_;
-  wrong.norm_eps = 0.1;
-  EXPECT_GT(Error(Run(wrong).at("unet.output"), "unet.output"), target_.tolerance);
+  ASSERT_EQ(wrong.norm_eps, 1e-5);
+  wrong.norm_eps = target_.wrong_eps;
+  expect_seen("eps", wrong);
   wrong = config_;
   for (int& heads : wrong.attention_head_dim) heads *= 2;
-  EXPECT_GT(Error(Run(wrong).at("unet.output"), "unet.output"), target_.tolerance);
+  expect_seen("heads", wrong);
+
+  const TemporaryDirectory copy;
+  unet_ = copy.path();
+  fs::copy(directory_ / "unet", unet_);
+  const absl::Status swapped = SwapGegluHalves(unet_);
+  ASSERT_TRUE(swapped.ok()) << swapped;
+  expect_seen("geglu", config_);
 }
 
 nlohmann::json ConfigOf(const std::string& directory) {
@@ -378,9 +394,9 @@ TEST(Transformer2DTest, E4m3TakesLittleMemory) {
 }
 
 const Target kTargets[] = {
-    {"cpu", {.device = "cpu"}, 1e-5},
-    {"cuda_fp32", {.device = "cuda", .fp32 = true}, 1e-5},
-    {"cuda_bf16", {.device = "cuda"}, 4e-2},
+    {"cpu", {.device = "cpu"}, 1e-5, 1e-6},
+    {"cuda_fp32", {.device = "cuda", .fp32 = true}, 1e-5, 1e-6},
+    {"cuda_bf16", {.device = "cuda"}, 4e-2, 0.1},
 };
 
 INSTANTIATE_TEST_SUITE_P(Diffusers, UNet2DConditionParity,
