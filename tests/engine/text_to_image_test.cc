@@ -22,6 +22,7 @@
 #include "engine/engine.h"
 #include "engine/io/safetensors.h"
 #include "tests/engine/submit.h"
+#include "tests/io/temporary_directory.h"
 #include "tests/models/golden.h"
 #include "tests/needs_gpu.h"
 
@@ -118,25 +119,20 @@ const Target kTargets[] = {
     {"cuda_bf16", {.device = "cuda"}, 5e-2},
 };
 
-class TextToImageParity : public ::testing::TestWithParam<std::tuple<GoldenRun, Target>> {};
-
-TEST_P(TextToImageParity, FromTheSameNoiseToTheSameImage) {
-  const GoldenRun& run = std::get<0>(GetParam());
-  const Target& target = std::get<1>(GetParam());
-  if (target.options.device == "cuda") DENOISED_NEEDS_GPU();
-  const auto goldens = ReadJsonFile(Latent(run.family) / "goldens.json");
-  ASSERT_TRUE(goldens.ok()) << goldens.status();
-  const nlohmann::json call = goldens->at(run.run);
-  const auto tensors = Safetensors::Open(Latent(run.family) / "goldens.safetensors");
-  ASSERT_TRUE(tensors.ok()) << tensors.status();
+/// ‖image − reference‖ / ‖reference‖ of a run, by the model in `directory`.
+absl::StatusOr<double> ErrorOf(const GoldenRun& run, const EngineOptions& options,
+                               const fs::path& directory) {
+  DENOISED_ASSIGN_OR_RETURN(const auto goldens, ReadJsonFile(Latent(run.family) / "goldens.json"));
+  const nlohmann::json call = goldens.at(run.run);
+  DENOISED_ASSIGN_OR_RETURN(const auto file,
+                            Safetensors::Open(Latent(run.family) / "goldens.safetensors"));
+  const std::map<std::string, Tensor>& tensors = file.tensors();
   const auto golden = [&](const std::string& name) {
-    return ToNhwc(tensors->tensors().at(fmt::format("{}.{}", run.run, name)));
+    return ToNhwc(tensors.at(fmt::format("{}.{}", run.run, name)));
   };
 
-  auto engine = Engine::Create(target.options);
-  ASSERT_TRUE(engine.ok()) << engine.status();
-  const absl::Status opened = (*engine)->Open("model", Latent(run.family));
-  ASSERT_TRUE(opened.ok()) << opened;
+  DENOISED_ASSIGN_OR_RETURN(const auto engine, Engine::Create(options));
+  DENOISED_RETURN_IF_ERROR(engine->Open("model", directory));
 
   const Tensor noise = golden("noise");
   JobSpec spec{.model = "model", .seed = 1, .count = static_cast<int>(noise.dim(0))};
@@ -171,27 +167,35 @@ TEST_P(TextToImageParity, FromTheSameNoiseToTheSameImage) {
   number("guidance_stop", &spec.guidance_stop);
   number("eta", &spec.sampler.eta);
   if (call.contains("strength")) spec.sampler.strength = call["strength"];
-  if (tensors->tensors().contains(fmt::format("{}.image", run.run))) {
+  if (tensors.contains(fmt::format("{}.image", run.run))) {
     const Tensor images = golden("image");  // twice the same, in [0, 1]
     for (float& value : images.span<float>()) value = 2 * value - 1;
     spec.init_image = images.Slice(0, 1).Reshape({images.dim(1), images.dim(2), images.dim(3)});
   }
-  if (tensors->tensors().contains(fmt::format("{}.mask_image", run.run))) {
+  if (tensors.contains(fmt::format("{}.mask_image", run.run))) {
     const Tensor mask = golden("mask_image");
     spec.mask = mask.Slice(0, 1).Reshape({mask.dim(1), mask.dim(2)});
   }
-  const auto job = Submit(**engine, spec);
-  const absl::Status done = job->Wait();
-  ASSERT_TRUE(done.ok()) << done;
+  const auto job = Submit(*engine, spec);
+  DENOISED_RETURN_IF_ERROR(job->Wait());
 
   std::vector<float> drawn;
   for (const auto& [index, image] : job->images())
     for (const float value : image)  // as diffusers returns them
       drawn.push_back(std::clamp(value / 2 + 0.5f, 0.0f, 1.0f));
   const Tensor expected = golden(fmt::format("{}.image", run.sampler));
-  const double error = RelativeError(drawn, expected.span<float>());
-  EXPECT_LE(error, target.tolerance);
-  RecordProperty("relative_error", fmt::format("{:.2g}", error));
+  return RelativeError(drawn, expected.span<float>());
+}
+
+class TextToImageParity : public ::testing::TestWithParam<std::tuple<GoldenRun, Target>> {};
+
+TEST_P(TextToImageParity, FromTheSameNoiseToTheSameImage) {
+  const auto& [run, target] = GetParam();
+  if (target.options.device == "cuda") DENOISED_NEEDS_GPU();
+  const auto error = ErrorOf(run, target.options, Latent(run.family));
+  ASSERT_TRUE(error.ok()) << error.status();
+  EXPECT_LE(*error, target.tolerance);
+  RecordProperty("relative_error", fmt::format("{:.2g}", *error));
 }
 
 INSTANTIATE_TEST_SUITE_P(Diffusers, TextToImageParity,
@@ -202,6 +206,67 @@ INSTANTIATE_TEST_SUITE_P(Diffusers, TextToImageParity,
                            return fmt::format("{}_{}_{}_{}", run.family, run.run, run.sampler,
                                               std::get<1>(info.param).name);
                          });
+
+/// What a reader of a directory may get wrong is seen in the images of whole runs.
+class TextToImagePlanted : public ::testing::TestWithParam<GoldenRun> {
+ protected:
+  // Measured: at least 1.2e-3 for an eps, 0.05 for halves, 0.012 for an end token. The tolerance of
+  // TextToImageParity is 1e-5 on a CPU.
+  static constexpr double kSeen = 5e-4;
+  /// Plants an error in a copy of the directory.
+  void ExpectSeen(const std::string& error, const std::function<void(const fs::path&)>& plant) {
+    const TemporaryDirectory copy;
+    fs::copy(Latent(GetParam().family), copy.path(), fs::copy_options::recursive);
+    plant(copy.path());
+    const auto change = ErrorOf(GetParam(), {.device = "cpu"}, copy.path());
+    ASSERT_TRUE(change.ok()) << change.status();
+    EXPECT_GT(*change, kSeen) << error;
+    RecordProperty(error, fmt::format("{:.2g}", *change));
+  }
+  static void Change(const fs::path& file, const nlohmann::json& fields) {
+    auto json = ReadJsonFile(file);
+    ASSERT_TRUE(json.ok()) << json.status();
+    json->update(fields);
+    fs::permissions(file, fs::perms::owner_write, fs::perm_options::add);
+    std::ofstream(file) << *json;
+  }
+};
+
+TEST_P(TextToImagePlanted, ErrorsAreSeen) {
+  ExpectSeen("eps", [](const fs::path& directory) {
+    Change(directory / "unet/config.json", {{"norm_eps", 1e-6}});  // instead of 1e-5
+  });
+  if (!fs::exists(Latent(GetParam().family) / "tokenizer")) return;
+  ExpectSeen("geglu", [](const fs::path& directory) {
+    const absl::Status swapped = SwapGegluHalves(directory / "unet");
+    ASSERT_TRUE(swapped.ok()) << swapped;
+  });
+  if (!fs::is_symlink(Latent(GetParam().family) / "text_encoder"))  // else seen in its own family
+    ExpectSeen("eps_of_text", [](const fs::path& directory) {
+      Change(directory / "text_encoder/config.json", {{"layer_norm_eps", 1e-6}});
+    });
+  if (fs::exists(Latent(GetParam().family) / "text_encoder_2")) {
+    // The pad is token 0. The first one is beside the end token: behind it, or before it where the
+    // text ends in "!".
+    ExpectSeen("eos", [](const fs::path& directory) {
+      Change(directory / "text_encoder_2/config.json", {{"eos_token_id", 0}});
+    });
+  } else {  // nothing reads the pooled vector: the token itself is off by one
+    ExpectSeen("eos", [](const fs::path& directory) {
+      Change(directory / "tokenizer/special_tokens_map.json", {{"eos_token", "<|startoftext|>"}});
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Families, TextToImagePlanted,
+    ::testing::Values(GoldenRun{"sd1", "run", "ddim"}, GoldenRun{"sd2", "run", "ddim"},
+                      GoldenRun{"sdxl", "run", "ddim"}, GoldenRun{"lcm", "run", "lcm"},
+                      GoldenRun{"inpaint", "run", "ddim"}, GoldenRun{"pix2pix", "run", "ddim"},
+                      GoldenRun{"tiny_vae", "run", "ddim"}, GoldenRun{"ldm", "run", "ddim"},
+                      GoldenRun{"sdxl_lcm", "run", "lcm"},
+                      GoldenRun{"sdxl_inpaint", "run", "ddim"}),
+    [](const auto& info) { return std::string(info.param.family); });
 
 std::string Repeated(const std::string& text, int times) {
   std::string all;
