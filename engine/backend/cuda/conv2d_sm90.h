@@ -51,6 +51,14 @@ bool SuitsOutputNorm(const ConvLayer& conv);
 bool SuitsGate(const ConvLayer& conv);
 /// Whether the plan can compute the layer. No other function knows what a tile can do.
 bool Supports(const HopperPlan& plan, const ConvLayer& conv);
+/// What a launch takes its time for, in units of HopperTileCost.
+struct HopperWork {
+  bool multicasts = false;  // HopperTileCost::multicast counts, not `single`
+  bool busy = false;        // a step takes HopperTileCost::Launch::busy times as long
+  double steps = 0, finishes = 0, folds = 0;  // of all waves, which come one after the other
+};
+/// Of a plan that Supports() the launch.
+HopperWork WorkOf(const HopperPlan& plan, const Conv2dLaunch& conv, const Queue& queue);
 struct HopperCandidate {
   HopperPlan plan;
   double microseconds = 0;  // expected for a launch

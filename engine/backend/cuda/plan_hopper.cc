@@ -144,26 +144,34 @@ bool IsWorthTrying(const HopperTileSpec& spec, const ConvLayer& conv) {
 }
 
 /// Expected microseconds of a launch.
-double MicrosecondsOf(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+double MicrosecondsOf(const HopperPlan& plan, const HopperWork& work) {
+  const HopperTileCost& tile = SpecOf(plan.tile).cost;
+  const HopperTileCost::Launch& cost = work.multicasts ? tile.multicast : tile.single;
+  return cost.launch + work.steps * cost.step * (work.busy ? cost.busy : 1) +
+         work.finishes * cost.finish + work.folds * tile.fold;
+}
+
+}  // namespace
+
+HopperWork WorkOf(const HopperPlan& plan, const Conv2dLaunch& conv, const Queue& queue) {
   const HopperTileSpec& spec = SpecOf(plan.tile);
-  const bool multicasts = plan.cluster > 1 && spec.cost.Multicasts();
-  const HopperTileCost::Launch& cost = multicasts ? spec.cost.multicast : spec.cost.single;
-  const int64_t tiles = CtaTilesOf(conv, spec, multicasts ? plan.cluster : 1);
-  const int blocks = multicasts ? 1 : plan.cluster;  // CTAs that share a tile's splits
+  HopperWork work{.multicasts = plan.cluster > 1 && spec.cost.Multicasts()};
+  const int64_t tiles = CtaTilesOf(conv, spec, work.multicasts ? plan.cluster : 1);
+  const int blocks = work.multicasts ? 1 : plan.cluster;  // CTAs that share a tile's splits
   const int splits_each = plan.splits / blocks;
   // CTAs with several splits receive more partial sums. As measured, they cost as much as if each
   // had an SM to itself, as tiles of 128 pixels do.
   const bool shares = !spec.IsPersistent() && spec.kernel.consumers == 1;
   const int beside = shares && (blocks == 1 || splits_each == 1) ? 2 : 1;
   const double waves = static_cast<double>(tiles * blocks) / (queue.multiprocessors * beside);
-  const double step = cost.step * (waves > kFewWaves ? cost.busy : 1) *
-                      (beside == 2 ? std::clamp(waves, spec.cost.alone, 1.0) : spec.cost.alone);
-  return cost.launch + std::ceil(waves) * (StepsOf(conv) * step / blocks +
-                                           (conv.gated ? kGatedFinish : 1) * cost.finish +
-                                           (splits_each > 1 ? splits_each * spec.cost.fold : 0));
+  const double begun = std::ceil(waves);
+  work.busy = waves > kFewWaves;
+  work.steps = begun * StepsOf(conv) / blocks *
+               (beside == 2 ? std::clamp(waves, spec.cost.alone, 1.0) : spec.cost.alone);
+  work.finishes = begun * (conv.gated ? kGatedFinish : 1);
+  work.folds = splits_each > 1 ? begun * splits_each : 0;
+  return work;
 }
-
-}  // namespace
 
 std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Queue& queue) {
   const int splits = SplitsOf(conv);
@@ -175,7 +183,7 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
                                    CtaTilesOf(conv, spec, 1) == CtaTilesOf(conv, spec, 2);
     for (int cluster = always_multicasts ? 2 : 1; cluster <= std::max(2, splits); cluster *= 2) {
       const HopperPlan plan{HopperTile(row), splits, cluster};
-      if (Supports(plan, conv)) candidates.push_back({plan, MicrosecondsOf(conv, plan, queue)});
+      if (Supports(plan, conv)) candidates.push_back({plan, MicrosecondsOf(plan, WorkOf(plan, conv, queue))});
     }
   }
   return CheapestFirst(std::move(candidates));
