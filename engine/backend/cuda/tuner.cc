@@ -15,8 +15,9 @@ struct Attempts {
   size_t most;     // candidates
   double cost;     // expected, as a multiple of the cheapest candidate's
   double clearly;  // another is chosen if it takes less than this part of the first one's time
+  int rounds;      // of which the best counts
 };
-constexpr Attempts kShort = {10, 2.0, 0.985}, kLong = {4, 1.5, 0.96};
+constexpr Attempts kShort = {10, 2.0, 0.985, 8}, kLong = {4, 1.5, 0.96, 3};
 constexpr double kLongMicroseconds = 30;
 Attempts AttemptsFor(double microseconds) {
   return microseconds < kLongMicroseconds ? kShort : kLong;
@@ -25,7 +26,6 @@ Attempts AttemptsFor(double microseconds) {
 /// launches overlap as they do in a model. Successive launches use different operands, so that
 /// caches hold no more of them than they would in the model.
 constexpr double kGraphMicroseconds = 100;
-constexpr int kRounds = 8;
 
 Candidates Contenders(const Candidates& candidates) {
   const Attempts attempts = AttemptsFor(candidates[0].microseconds);
@@ -59,6 +59,7 @@ absl::StatusOr<size_t> Tuner::Fastest(const std::string& what, const std::vector
   }
   const cudaStream_t stream = queue_.stream;
   const Candidates& contenders = places[0].contenders;
+  const Attempts attempts = AttemptsFor(contenders[0].microseconds);
   struct Runner {
     GraphExec graph;
     Event begin, end;
@@ -80,7 +81,8 @@ absl::StatusOr<size_t> Tuner::Fastest(const std::string& what, const std::vector
     DENOISED_ASSIGN_OR_RETURN(runner.begin, NewEvent(/*timing=*/true));
     DENOISED_ASSIGN_OR_RETURN(runner.end, NewEvent(/*timing=*/true));
   }
-  for (int round = 0; round < kRounds; ++round) {  // in alternation, because the clock changes
+  // In alternation, because the clock changes.
+  for (int round = 0; round < attempts.rounds; ++round) {
     for (const Runner& runner : runners) {
       DENOISED_RETURN_IF_ERROR(ToStatus(cudaEventRecord(runner.begin.get(), stream), "tuning"));
       DENOISED_RETURN_IF_ERROR(ToStatus(cudaGraphLaunch(runner.graph.get(), stream), "tuning"));
@@ -97,9 +99,8 @@ absl::StatusOr<size_t> Tuner::Fastest(const std::string& what, const std::vector
   const auto fastest =
       std::min_element(runners.begin(), runners.end(),
                        [](const Runner& a, const Runner& b) { return a.best < b.best; });
-  const double clearly = AttemptsFor(contenders[0].microseconds).clearly;
-  return fastest->best < clearly * runners[0].best ? static_cast<size_t>(fastest - runners.begin())
-                                                   : 0;
+  const bool clearly = fastest->best < attempts.clearly * runners[0].best;
+  return clearly ? static_cast<size_t>(fastest - runners.begin()) : 0;
 }
 
 const Candidate& Tuner::Choose(const std::string& what, const Candidates& candidates,
