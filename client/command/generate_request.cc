@@ -313,7 +313,7 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
   if (live || !flags.animate.empty()) {
     // Nobody asked for previews that are shown by default, so they cost the server less.
     constexpr int kEveryByDefault = 4;
-    const bool asked = flags.previews || !flags.animate.empty();
+    const bool asked = flags.previews.value_or(false) || !flags.animate.empty();
     // Raw pixels need no decoding, and at the size of a terminal they are small.
     request.preview = {
         .kind = flags.preview_kind == "noisy_state" ? client::PreviewKind::kNoisyState

@@ -309,7 +309,7 @@ class Loader {
   const PipelineFiles& files_;
   const ModelDirectory& directory_;
   const SchedulerConfig& scheduler_;
-  const PipelineClass* const known_;  // null: of pixels
+  const PipelineClass* const known_;  // null: reads no text
   const LoadProgress& progress_;
   Pipeline pipeline_;
 };

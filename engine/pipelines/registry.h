@@ -33,8 +33,8 @@ struct Corrections {
 };
 
 /// All that is known of a class of diffusers' pipelines that read text. A new one is a row in
-/// registry.cc. Pipelines of pixels have none: all about them follows from their parts, as does
-/// which parts a directory must have (DenoiserClass::reads_text).
+/// registry.cc. Pipelines that read none have no row: all about them follows from their parts, as
+/// does which parts a directory must have (DenoiserClass::reads_text).
 struct PipelineClass {
   const char* name;
   PipelineDefaults defaults;

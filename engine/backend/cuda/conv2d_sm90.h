@@ -49,7 +49,7 @@ bool SuitsHaloTile(const ConvLayer& conv);
 bool SuitsOutputNorm(const ConvLayer& conv);
 /// Whether the layer's gate can be part of the launch.
 bool SuitsGate(const ConvLayer& conv);
-/// Whether the plan can compute the layer. No other function knows what a tile can do.
+/// Whether the plan can compute the layer. Nothing else decides that.
 bool Supports(const HopperPlan& plan, const ConvLayer& conv);
 /// What a launch takes its time for, in units of HopperTileCost.
 struct HopperWork {

@@ -51,7 +51,7 @@ struct HopperTileCost {
                       // bandwidth and power
   };
   Launch single;
-  Launch multicast;  // kIm2col: in clusters of two that multicast weights; empty: not a candidate
+  Launch multicast;  // kIm2col: in clusters of two that multicast weights; empty: not supported
   double fold = 0;   // adding one more split
   double alone = 1;  // kClusterSplitK: factor of a step if a CTA has an SM to itself
 
