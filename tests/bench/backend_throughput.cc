@@ -10,8 +10,9 @@
 // --list prints the names of all ops. --turns measures when its standard input says so (turns.h);
 // --warm-up is how long the device works before each measurement, 0.1 by default.
 //
-// --precision=fp8: convolutions, unless they double, and linears over tokens are in e4m3; the
-// rounding of their inputs is part of the figure.
+// --precision=fp8: convolutions, unless they double, and linears over tokens are in e4m3. Linears
+// read inputs in e4m3, as the op before leaves them in a model; that of the others is rounded first,
+// which is part of the figure.
 //
 // Random data; kernels are chosen as by the server; --autotune=DIRECTORY keeps which they are
 // there, and takes what it finds there. A figure is the median over launches of a graph
@@ -31,6 +32,7 @@
 #include <random>
 
 #include "engine/backend/backend.h"
+#include "engine/core/e4m3.h"
 #include "tests/bench/device_timing.h"
 #include "tests/bench/turns.h"
 
@@ -72,10 +74,11 @@ class Op {
     copies_ = std::clamp<int64_t>((kRotatedBytes + bytes - 1) / bytes, 1, kMostCopies);
   }
 
-  /// One activation for every copy, all alike: [copies, shape].
-  absl::StatusOr<Tensor> Activations(const Shape& shape) {
-    const DType dtype = backend_.activation_dtype();
-    const Tensor host = Random(shape, dtype, 1);
+  /// One activation for every copy, all alike: [copies, shape]. In e4m3 with this scale, or, if it
+  /// is 0, in the activation dtype.
+  absl::StatusOr<Tensor> Activations(const Shape& shape, float e4m3_scale = 0) {
+    const DType dtype = e4m3_scale > 0 ? DType::kU8 : backend_.activation_dtype();
+    const Tensor host = Random(shape, dtype, e4m3_scale > 0 ? 1 / e4m3_scale : 1);
     DENOISED_ASSIGN_OR_RETURN(
         const Tensor all,
         backend_.Allocate({copies_, shape.elements()}, dtype, "a benchmark's activations"));
@@ -119,8 +122,12 @@ class Op {
     for (size_t i = 0; i < kPeriod; ++i) {
       const float value = normal(random);
       const uint16_t bf16 = FloatToBFloat16(value);
+      const uint8_t e4m3 = FloatToE4m3(value);
       std::memcpy(&period[i * element],
-                  dtype == DType::kF32 ? static_cast<const void*>(&value) : &bf16, element);
+                  dtype == DType::kF32  ? static_cast<const void*>(&value)
+                  : dtype == DType::kU8 ? static_cast<const void*>(&e4m3)
+                                        : &bf16,
+                  element);
     }
     const Tensor tensor = Tensor::Host(shape, dtype);
     auto* to = static_cast<std::byte*>(tensor.data());
@@ -220,21 +227,23 @@ absl::Status ConvShortcut(Backend& backend, const E4m3Layer& e4m3, Meter& meter)
 /// rows, tokens, in, out; with a bias
 absl::Status Linear(Backend& backend, const E4m3Layer& e4m3, Meter& meter, bool with_residual) {
   const int64_t in = meter.range(2), out = meter.range(3);
-  const Shape x{meter.range(0), meter.range(1), in}, y{meter.range(0), meter.range(1), out};
+  Shape x{meter.range(0), meter.range(1), in};
+  const Shape y{meter.range(0), meter.range(1), out};
   Op op(backend);
   op.RotateFor((x.elements() + y.elements() * (with_residual ? 2 : 1)) *
                static_cast<int64_t>(SizeOf(backend.activation_dtype())));
   DENOISED_ASSIGN_OR_RETURN(
       const auto weight,
       backend.PackLinear({Op::Parameters({out, in}, in)}, {Op::Parameters({out}, 1)}, e4m3));
-  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
+  const bool rounded = weight->rounded_bytes > 0;
+  if (rounded) x = {x[0], x[1], weight->rounded_bytes};
+  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x, rounded ? e4m3.input_scale : 0));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   Tensor residuals;
   if (with_residual) {
     DENOISED_ASSIGN_OR_RETURN(residuals, op.Activations(y));
   }
   LinearArgs args{.weight = weight.get()};
-  DENOISED_ASSIGN_OR_RETURN(args.prologue.rounded, op.Rounded(*weight, x));
   CountFlop(meter, y.elements() * in);
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);

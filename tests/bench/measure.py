@@ -32,6 +32,7 @@ Whole text-to-image pipelines with random weights, served (pipelines.py); each t
                 (peer_pipeline.py), which takes two minutes more to compile
   sd15-sd-cpp   one request at an idle server, beside stable-diffusion.cpp (peer_sd_cpp.py, --sd-cli)
   sdxl-start    from the start of the process until it serves
+  emoji-cpu     one picture of models/emoji-64 on two cores, with --device=cpu
   latent-errors not served: errors in bf16 of text encoder, UNets, decoder and images, denoised's and
                 diffusers' (peer_errors.py)
 

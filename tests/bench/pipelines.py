@@ -46,6 +46,7 @@ ERRORS = ("sd15-text", "sd15-unet", "sd15-images", "sd21-text", "sd21-unet", "sd
           "sdxl-text_2", "sdxl-unet", "sdxl-vae", "sdxl-images")
 PEER = "diffusers' models, torch.compile, the whole picture in one CUDA graph"
 REQUEST = "steps=20,guidance=7.5,sampler=ddim"
+EMOJI, EMOJI_REQUEST = HERE.parent.parent / "models/emoji-64", "steps=16,guidance=2"  # its defaults
 PREPARE_SECONDS, MEASURE_SECONDS = 300, 60
 
 
@@ -334,6 +335,25 @@ def sdxl_start(session):
             write(session, topic, {"figures": {"weights_bytes": weights, "runs": runs}})
 
 
+def emoji_cpu(session):
+    """One picture of models/emoji-64 with its defaults, at an idle server on two cores."""
+    args, topic = session.args, "emoji-cpu"
+    if args.device != "cpu":
+        session.say(f"{topic}: left out, since it is about a CPU: --device=cpu")
+        return
+    with server_options(session) as options:
+        options.server_cores = options.client_cores = sorted(os.sched_getaffinity(0))[:2]
+        with serving.Server(options, EMOJI, apart=True) as server:
+            ours, seconds = OneRequest(server, 1), []
+            for turn in range(args.rounds + 1):
+                found = ours.ask("measure", "", MEASURE_SECONDS, mix=EMOJI_REQUEST)["ms"]
+                if turn > 0:  # after a warm-up
+                    seconds.append(1e-3 * found)
+            session.say(f"{topic}: {statistics.median(seconds):.2f} s")
+            write(session, topic, {"figures": {"request": EMOJI_REQUEST, "cores": len(options.server_cores),
+                                               "seconds": seconds}})
+
+
 def latent_errors(session):
     """Errors in bf16 of denoised and of diffusers, beside each other."""
     args, topic, rows = session.args, "latent-errors", []
@@ -365,7 +385,7 @@ TOPICS = {
     "sd-turbo-tiny": throughput("sd-turbo-tiny", "sd-turbo", "steps=1,guidance=1", rows=64,
                                 in_flight=128, warm_up=4, seconds=8, parts=[("vae", TINY_VAE)]),
     "sdxl-mixed": sdxl_mixed, "sd15-request": sd15_request, "sd15-sd-cpp": sd15_sd_cpp,
-    "sdxl-start": sdxl_start, "latent-errors": latent_errors}
+    "sdxl-start": sdxl_start, "emoji-cpu": emoji_cpu, "latent-errors": latent_errors}
 
 
 def add_flags(parser):
