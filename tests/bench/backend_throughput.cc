@@ -11,8 +11,8 @@
 // --warm-up is how long the device works before each measurement, 0.1 by default.
 //
 // --precision=fp8: convolutions, unless they double, and linears over tokens are in e4m3. Linears
-// read inputs in e4m3, as the op before leaves them in a model; that of the others is rounded first,
-// which is part of the figure.
+// read inputs in e4m3, as the op before leaves them in a model; that of the others is rounded
+// first, which is part of the figure.
 //
 // Random data; kernels are chosen as by the server; --autotune=DIRECTORY keeps which they are
 // there, and takes what it finds there. A figure is the median over launches of a graph

@@ -183,7 +183,8 @@ std::vector<HopperCandidate> HopperCandidates(const Conv2dLaunch& conv, const Qu
                                    CtaTilesOf(conv, spec, 1) == CtaTilesOf(conv, spec, 2);
     for (int cluster = always_multicasts ? 2 : 1; cluster <= std::max(2, splits); cluster *= 2) {
       const HopperPlan plan{HopperTile(row), splits, cluster};
-      if (Supports(plan, conv)) candidates.push_back({plan, MicrosecondsOf(plan, WorkOf(plan, conv, queue))});
+      if (!Supports(plan, conv)) continue;
+      candidates.push_back({plan, MicrosecondsOf(plan, WorkOf(plan, conv, queue))});
     }
   }
   return CheapestFirst(std::move(candidates));
