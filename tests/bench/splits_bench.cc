@@ -9,152 +9,15 @@
 // L2 where they fit; group norms are left out, also those that a convolution would do by itself.
 // --layers tells the microseconds of each in 1, 2, 4 and 8 runs of k; * is what its shape asks for.
 
-#include <cuda_runtime_api.h>
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
-#include <map>
-#include <optional>
-#include <random>
-#include <tuple>
 
-#include "engine/backend/counting.h"
-#include "engine/backend/cuda/conv2d_sm90.h"
-#include "engine/backend/cuda/device.h"
-#include "engine/backend/decompose.h"
-#include "engine/core/config_reader.h"
-#include "engine/models/unet2d.h"
+#include "tests/bench/hopper_products.h"
 
 namespace denoised::cuda {
 namespace {
-
-/// What of a product's launch bears on its speed, without its operands.
-struct Product {
-  Conv2dLaunch launch;  // of one image
-  bool add = false, residual = false, x2 = false, fp32_out = false;
-
-  std::string name() const {
-    return fmt::format("{0}×{0} [{1}, {2}, {3}{4}] → [{5}, {6}, {7}]{8}", launch.kernel,
-                       launch.height, launch.width, launch.channels,
-                       x2 ? fmt::format(" + {}", launch.channels2) : "", launch.out_height,
-                       launch.out_width, launch.outputs, residual ? ", residual" : "");
-  }
-  auto key() const {
-    return std::tuple(launch.kernel, launch.stride, launch.pad_top, launch.upsample2x,
-                      launch.height, launch.width, launch.channels, launch.channels2,
-                      launch.outputs, launch.activation, add, residual, fp32_out);
-  }
-};
-
-/// Notes the products of a forward of one row, and how often each comes.
-class Recorder : public CountingBackend {
- public:
-  Recorder() : CountingBackend(Device::kCuda, DType::kBF16) {}
-
-  void Conv2d(const Conv2dArgs& asked) override {
-    CountingBackend::Conv2d(asked);
-    const Conv2dArgs args = IsToBeApplied(asked.prologue.norm) ? OfNormedInput(asked) : asked;
-    Product product{.add = static_cast<bool>(args.epilogue.add),
-                    .residual = static_cast<bool>(args.epilogue.residual),
-                    .x2 = static_cast<bool>(args.prologue.x2),
-                    .fp32_out = args.out.dtype() == DType::kF32};
-    Conv2dLaunch& launch = product.launch;
-    const auto extent = [](const Tensor& tensor, int i) { return static_cast<int>(tensor.dim(i)); };
-    launch.channels = extent(args.x, 3);
-    launch.channels2 = args.prologue.x2 ? extent(args.prologue.x2, 3) : 0;
-    launch.height = extent(args.x, 1), launch.width = extent(args.x, 2);
-    launch.out_height = extent(args.out, 1), launch.out_width = extent(args.out, 2);
-    launch.kernel = args.weight->kernel;
-    launch.stride = args.stride;
-    launch.pad_top = args.pad_top, launch.pad_left = args.pad_left;
-    launch.upsample2x = args.prologue.upsample2x;
-    launch.outputs = args.weight->out_channels;
-    launch.activation = args.epilogue.activation;
-    Note(product);
-  }
-  void Linear(const LinearArgs& args) override {
-    CountingBackend::Linear(args);
-    Product product{.residual = static_cast<bool>(args.epilogue.residual),
-                    .fp32_out = args.out.dtype() == DType::kF32};
-    Conv2dLaunch& launch = product.launch;
-    launch.channels = args.weight->in_features;
-    launch.height = launch.out_height = 1;
-    launch.width = launch.out_width = static_cast<int>(RowsOf(args.x.shape()).tokens);
-    launch.outputs = args.weight->out_features;
-    launch.activation = args.epilogue.activation;
-    if (launch.width > 1) Note(product);  // embeddings have a kernel of their own
-  }
-
-  struct Noted {
-    Product product;
-    int times = 0;
-  };
-  const auto& noted() const { return noted_; }
-
- private:
-  void Note(const Product& product) {
-    Noted& noted = noted_[product.key()];
-    noted.product = product;
-    ++noted.times;
-  }
-  std::map<decltype(std::declval<Product>().key()), Noted> noted_;
-};
-
-/// Device memory for the largest operands there are, normal values all over.
-class Operands {
- public:
-  static constexpr size_t kEach = size_t{2} << 30;
-  enum Which { kX, kX2, kWeight, kBias, kAdd, kResidual, kOut, kCount };
-
-  absl::Status Allocate() {
-    DENOISED_ASSIGN_OR_RETURN(memory_, AllocateDevice(kEach * kCount, "operands"));
-    std::vector<uint16_t> values(size_t{8} << 20);
-    std::mt19937 random{7};
-    std::normal_distribution<float> normal(0, 0.05f);
-    for (uint16_t& value : values) value = FloatToBFloat16(normal(random));
-    const size_t bytes = values.size() * sizeof(uint16_t);
-    DENOISED_RETURN_IF_ERROR(ToStatus(
-        cudaMemcpy(memory_.get(), values.data(), bytes, cudaMemcpyHostToDevice), "operands"));
-    for (size_t done = bytes; done < kEach * kCount; done += bytes)
-      DENOISED_RETURN_IF_ERROR(ToStatus(
-          cudaMemcpy(at(done), memory_.get(), bytes, cudaMemcpyDeviceToDevice), "operands"));
-    return absl::OkStatus();
-  }
-  Rows rows(Which which, int64_t rows, int channels, bool fp32 = false) const {
-    DENOISED_CHECK(static_cast<size_t>(rows) * channels * (fp32 ? 4 : 2) <= kEach);
-    return {at(which * kEach), channels, fp32 ? Element::kF32 : Element::kBf16, channels % 8 == 0};
-  }
-
- private:
-  void* at(size_t offset) const { return static_cast<std::byte*>(memory_.get()) + offset; }
-  DeviceMemory memory_;
-};
-
-Conv2dLaunch LaunchOf(const Product& product, int images, const Operands& operands) {
-  Conv2dLaunch launch = product.launch;
-  launch.images = images;
-  const int64_t pixels = int64_t{images} * launch.height * launch.width;
-  const int64_t out_pixels = int64_t{images} * launch.out_height * launch.out_width;
-  launch.x = operands.rows(Operands::kX, pixels, launch.channels);
-  if (product.x2) launch.x2 = operands.rows(Operands::kX2, pixels, launch.channels2);
-  const int taps = launch.upsample2x ? 4 : launch.kernel * launch.kernel;
-  const int depth = taps * (launch.channels + launch.channels2);
-  launch.weight_stride = (depth + kDepthPadding - 1) / kDepthPadding * kDepthPadding;
-  launch.weight = operands
-                      .rows(Operands::kWeight, (launch.upsample2x ? 4 : 1) * launch.outputs,
-                            launch.weight_stride)
-                      .data;
-  launch.weight_element = Element::kBf16;
-  launch.bias = static_cast<const float*>(operands.rows(Operands::kBias, 1, launch.outputs).data);
-  if (product.add) launch.add = operands.rows(Operands::kAdd, images, launch.outputs);
-  if (product.residual)
-    launch.residual = operands.rows(Operands::kResidual, out_pixels, launch.outputs);
-  launch.out = operands.rows(Operands::kOut, out_pixels, launch.outputs, product.fp32_out);
-  return launch;
-}
 
 /// Microseconds of a launch; none when the plan cannot do it or takes far longer than `best`.
 absl::StatusOr<std::optional<double>> Time(const Conv2dLaunch& launch, const HopperPlan& plan,
@@ -218,33 +81,16 @@ absl::StatusOr<BySplits> FastestTiles(const Conv2dLaunch& launch, const Queue& q
 
 absl::Status Run(const std::string& file, const std::vector<int>& rows, bool layers,
                  const std::string& json_file) {
-  DENOISED_ASSIGN_OR_RETURN(const auto context, Context::Open(0));
-  cudaDeviceProp properties;
-  DENOISED_RETURN_IF_ERROR(
-      ToStatus(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties"));
-  if (properties.major != 9 || properties.minor != 0)
-    return FailedPrecondition("device 0 is a {}; splits are Hopper's alone", properties.name);
-  const Queue queue{context->compute(), properties.multiProcessorCount, true, true};
-  DENOISED_RETURN_IF_ERROR(ToStatus(LoadConv2dHopperKernels(), "loading kernels"));
+  DENOISED_ASSIGN_OR_RETURN(const HopperDevice device, HopperDevice::Open());
+  const Queue& queue = device.queue;
   Operands operands;
   DENOISED_RETURN_IF_ERROR(operands.Allocate());
 
-  DENOISED_ASSIGN_OR_RETURN(const auto json, ReadJsonFile(file));
-  DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig config, UNet2DConfig::Parse(json, file));
   Recorder recorder;
-  DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<const Denoiser> model,
-                            LoadUNet2D(recorder, config, Weights::Synthetic(1)));
-  Arena arena = Arena::Measuring(Device::kCuda);
-  nn::Context forward{recorder, arena};
-  const DenoiserTraits& traits = model->traits();
-  DenoiserInput input{.x = forward.New({1, traits.height, traits.width, traits.channels}),
-                      .condition = forward.NewF32({1})};
-  if (traits.condition == ClassCondition::kLabel) input.label = arena.New({1}, DType::kI32);
-  if (traits.class_vector_size > 0) input.embedding = forward.NewF32({1, traits.class_vector_size});
-  model->Forward(forward, input);
+  DENOISED_RETURN_IF_ERROR(RecordProducts(file, &recorder));
 
-  fmt::print("{} on {}\n", file, properties.name);
-  nlohmann::json figures = {{"device", properties.name}, {"rows", nlohmann::json::array()}};
+  fmt::print("{} on {}\n", file, device.name);
+  nlohmann::json figures = {{"device", device.name}, {"rows", nlohmann::json::array()}};
   for (const int images : rows) {
     std::array<double, 2> sums = {};
     for (const auto& [key, noted] : recorder.noted()) {
@@ -288,13 +134,7 @@ absl::Status Main(int argc, char** argv) {
     if (flag.rfind("--config=", 0) == 0) {
       config = flag.substr(std::strlen("--config="));
     } else if (flag.rfind("--rows=", 0) == 0) {
-      rows.clear();
-      for (const char* at = flag.c_str() + std::strlen("--rows="); *at != '\0';) {
-        char* end = nullptr;
-        rows.push_back(static_cast<int>(std::strtol(at, &end, 10)));
-        if (rows.back() < 1) return InvalidArgument("{}: rows are numbers ≥ 1", flag);
-        at = *end == ',' ? end + 1 : end;
-      }
+      DENOISED_ASSIGN_OR_RETURN(rows, ReadRows(flag, argv[i] + std::strlen("--rows=")));
     } else if (flag.rfind("--json=", 0) == 0) {
       json_file = flag.substr(std::strlen("--json="));
     } else if (flag == "--layers") {
