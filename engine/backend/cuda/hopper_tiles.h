@@ -43,7 +43,7 @@ struct HopperKernelSpec {
   int lag = 0;               // kCooperative: steps by which the second consumer starts later
 };
 
-/// Microseconds, fitted to the layers of our models on an H200.
+/// Microseconds on an H200, fitted by tests/bench/fit_tile_costs.py to layers of our models.
 struct HopperTileCost {
   struct Launch {
     double launch = 0, step = 0, finish = 0;  // a launch; a tile's step along k and its epilogue
