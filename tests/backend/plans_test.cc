@@ -162,13 +162,28 @@ TEST(HopperCandidatesTest, TmaHasNoStrideAboveEight) {
   EXPECT_FALSE(SuitsHopper(conv));
 }
 
-TEST(HopperCandidatesTest, TilesRefuseWhatTheyCannotCompute) {
-  constexpr HopperTile kCooperative = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 128);
-  constexpr HopperTile kPingPong = FindTile(Loader::kIm2col, Schedule::kPingPong, 128, 128);
-  constexpr HopperTile kOneByOne = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 32);
-  constexpr HopperTile kHaloTile = FindTile(Loader::kHaloTile, Schedule::kCooperative, 128, 80);
-  constexpr HopperTile kEach = FindTile(Loader::kIm2col, Schedule::kClusterSplitK, 128, 128);
-  const Conv2dLaunch conv = ShapeOf({3, 32, 32, 128, 0, 160, 3});
+/// The row of kTiles in e4m3.
+HopperTile FindE4m3Tile(Loader loader, int n) {
+  int row = 0;
+  while (kTiles[row].element != Element::kE4m3x2 || kTiles[row].loader != loader ||
+         kTiles[row].n != n) {
+    ++row;
+  }
+  return HopperTile(row);
+}
+
+// Each refusal is beside a plan or a layer that differs in one thing and is supported, so that no
+// other condition refuses in place of the one that is meant.
+constexpr HopperTile kCooperative = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 128);
+constexpr HopperTile kPingPong = FindTile(Loader::kIm2col, Schedule::kPingPong, 128, 128);
+constexpr HopperTile kOneByOne = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 32);
+constexpr HopperTile kHaloTile = FindTile(Loader::kHaloTile, Schedule::kCooperative, 128, 80);
+constexpr HopperTile kEach = FindTile(Loader::kIm2col, Schedule::kClusterSplitK, 128, 128);
+const Case kPlain = {3, 32, 32, 128, 0, 160, 3};
+float something;  // that a pointer can point to
+
+TEST(HopperCandidatesTest, TilesRefuseSplitsTheyCannotAdd) {
+  const Conv2dLaunch conv = ShapeOf(kPlain);
   EXPECT_TRUE(Supports({kCooperative, 1, 1}, conv));
   EXPECT_TRUE(Supports({kCooperative, 4, 2}, conv));
   EXPECT_FALSE(Supports({kCooperative, 3, 1}, conv)) << "not a power of two";
@@ -176,29 +191,137 @@ TEST(HopperCandidatesTest, TilesRefuseWhatTheyCannotCompute) {
   EXPECT_FALSE(Supports({kCooperative, 1, 4}, conv)) << "multicast in fours";
   EXPECT_TRUE(Supports({kPingPong, 1, 2}, conv));
   EXPECT_FALSE(Supports({kPingPong, 2, 1}, conv)) << "no split-K";
+  EXPECT_TRUE(Supports({kOneByOne, 1, 1}, conv));
   EXPECT_FALSE(Supports({kOneByOne, 1, 2}, conv)) << "no multicast";
-  EXPECT_TRUE(Supports({kHaloTile, 2, 2}, conv));
-  EXPECT_FALSE(Supports({kHaloTile, 4, 2}, conv)) << "two splits each";
   EXPECT_TRUE(Supports({kTile64x64, 4, 2}, conv));
+  EXPECT_FALSE(Supports({kTile64x64, 4, 3}, conv)) << "not a power of two";
   EXPECT_FALSE(Supports({kTile64x64, 2, 4}, conv)) << "CTAs without a split";
   EXPECT_TRUE(Supports({kEach, 4, 4}, conv));
   EXPECT_FALSE(Supports({kEach, 4, 2}, conv)) << "two splits each";
 
-  Conv2dLaunch other = conv;
-  other.zero_taps = 1;
-  EXPECT_FALSE(Supports({kCooperative, 2, 1}, other));
+  EXPECT_TRUE(Supports({kHaloTile, 2, 2}, conv));
+  EXPECT_FALSE(Supports({kHaloTile, 4, 2}, conv)) << "two splits each";
+  EXPECT_FALSE(Supports({kHaloTile, 1, 2}, conv)) << "a CTA without a split";
+  constexpr HopperTile kInCta = FindTile(Loader::kHaloTile, Schedule::kCooperative, 128, 32);
+  EXPECT_TRUE(Supports({kInCta, 2, 1}, conv));
+  EXPECT_FALSE(Supports({kInCta, 2, 2}, conv)) << "one CTA has all splits";
+  Case few_steps = kPlain;
+  few_steps.channels = 64;
+  const Conv2dLaunch narrow = ShapeOf(few_steps);
+  ASSERT_LT(StepsOf(narrow), kMinStepsSplitOverCluster);
+  EXPECT_TRUE(Supports({kHaloTile, 2, 1}, narrow));
+  EXPECT_FALSE(Supports({kHaloTile, 2, 2}, narrow)) << "no split fills the pipeline";
+
+  Conv2dLaunch zeros = conv;
+  zeros.zero_taps = 1;
+  EXPECT_TRUE(Supports({kCooperative, 1, 1}, zeros));
+  EXPECT_FALSE(Supports({kCooperative, 2, 1}, zeros)) << "taps are left out of whole sums";
+  const Conv2dLaunch shortcut = ShapeOf({5, 16, 16, 256, 0, 160, 3, 1, false, false, 128, 0});
+  ASSERT_TRUE(SuitsShortcut(shortcut));
+  EXPECT_TRUE(Supports({kCooperative, 1, 1}, shortcut));
+  EXPECT_FALSE(Supports({kPingPong, 1, 1}, shortcut)) << "a shortcut is added where splits are";
+  Conv2dLaunch without = shortcut;
+  without.shortcut = {};
+  EXPECT_TRUE(Supports({kPingPong, 1, 1}, without));
+}
+
+TEST(HopperCandidatesTest, TilesRefuseInputsTheyCannotRead) {
+  const Conv2dLaunch conv = ShapeOf(kPlain);
+  const HopperTile e4m3_tile = FindE4m3Tile(Loader::kIm2col, 128);
+  EXPECT_FALSE(Supports({kCooperative, 1, 1}, InE4m3(conv)));
+  EXPECT_FALSE(Supports({e4m3_tile, 1, 1}, conv));
+  EXPECT_TRUE(Supports({e4m3_tile, 1, 1}, InE4m3(conv)));
+  Conv2dLaunch other = InE4m3(conv);
+  other.x2 = other.x, other.channels2 = other.channels;
+  EXPECT_FALSE(Supports({e4m3_tile, 1, 1}, other)) << "a second source in e4m3";
+  Case doubled = kPlain;
+  doubled.upsample2x = true;
+  EXPECT_TRUE(Supports({kCooperative, 1, 1}, ShapeOf(doubled)));
+  EXPECT_FALSE(Supports({e4m3_tile, 1, 1}, InE4m3(ShapeOf(doubled)))) << "doubled in e4m3";
+
+  other = conv, other.stride = 8;
+  EXPECT_TRUE(Supports({kCooperative, 1, 1}, other));
+  EXPECT_FALSE(Supports({kHaloTile, 1, 1}, other)) << "halo tiles have no stride";
+  other.stride = 9;
+  EXPECT_FALSE(Supports({kCooperative, 1, 1}, other)) << "TMA has no such stride";
+  const Conv2dLaunch odd = ShapeOf({3, 15, 17, 128, 0, 160, 3});
+  EXPECT_TRUE(Supports({kCooperative, 1, 1}, odd));
+  EXPECT_FALSE(Supports({kHaloTile, 1, 1}, odd)) << "no whole halo tiles";
+
+  other = conv, other.input_factors = &something;
+  EXPECT_TRUE(Supports({kHaloTile, 1, 1}, other));
+  EXPECT_FALSE(Supports({kCooperative, 1, 1}, other)) << "no norm of its input";
+  constexpr HopperTile kNormalises = FindTile(Loader::kHaloTile, Schedule::kPingPong, 128, 64);
+  constexpr HopperTile kTooWide = FindTile(Loader::kHaloTile, Schedule::kPingPong, 128, 192);
+  other.outputs = 192;
+  EXPECT_TRUE(Supports({kNormalises, 1, 1}, other));
+  EXPECT_FALSE(Supports({kTooWide, 1, 1}, other)) << "no registers to normalise";
+  other.input_factors = nullptr;
+  EXPECT_TRUE(Supports({kTooWide, 1, 1}, other));
+}
+
+TEST(HopperCandidatesTest, TilesRefuseOutputsTheyCannotStore) {
+  const Conv2dLaunch conv = ShapeOf(kPlain);
   constexpr HopperTile kWideBoxes = FindTile(Loader::kHaloTile, Schedule::kCooperative, 128, 128);
+  constexpr HopperTile kNoBoxes = FindTile(Loader::kHaloTile, Schedule::kClusterSplitK, 64, 64);
   EXPECT_FALSE(Supports({kWideBoxes, 1, 1}, conv)) << "no whole boxes of 64 outputs";
-  other = conv, other.outputs = 192;
+  EXPECT_TRUE(Supports({kNoBoxes, 1, 1}, conv));
+  Conv2dLaunch other = conv;
+  other.outputs = 192;
   EXPECT_TRUE(Supports({kWideBoxes, 1, 1}, other));
   other = conv, other.out.element = Element::kF32;
   EXPECT_TRUE(Supports({kOneByOne, 1, 1}, other));
   EXPECT_FALSE(Supports({kCooperative, 1, 1}, other)) << "outputs in fp32";
-  EXPECT_FALSE(Supports({kCooperative, 1, 1}, InE4m3(conv)));
-  float factors;
-  other = conv, other.input_factors = &factors;
-  EXPECT_TRUE(Supports({kHaloTile, 1, 1}, other));
-  EXPECT_FALSE(Supports({kCooperative, 1, 1}, other)) << "no norm of its input";
+}
+
+TEST(HopperCandidatesTest, TilesRefuseGatesTheyCannotCompute) {
+  const auto gated_of = [](int outputs) {
+    Conv2dLaunch conv = ShapeOf({2, 1, 1024, 320, 0, outputs, 1});
+    conv.gated = true;
+    conv.add = conv.residual = {};
+    conv.activation = Activation::kNone;
+    return conv;
+  };
+  const Conv2dLaunch gated = gated_of(2560);
+  ASSERT_TRUE(SuitsGate(gated));
+  EXPECT_TRUE(Supports({kCooperative, 1, 1}, gated));
+  EXPECT_FALSE(Supports({kOneByOne, 1, 1}, gated)) << "no epilogue for gates";
+  EXPECT_FALSE(Supports({kCooperative, 2, 1}, gated)) << "a gate of split-K";
+  Conv2dLaunch other = gated;
+  other.gated = false;
+  EXPECT_TRUE(Supports({kOneByOne, 1, 1}, other));
+  EXPECT_TRUE(Supports({kCooperative, 2, 1}, other));
+  other = gated, other.scale = 0.5f;
+  EXPECT_FALSE(Supports({kCooperative, 1, 1}, other)) << "a scale behind the gate";
+
+  const HopperTile e4m3_tile = FindE4m3Tile(Loader::kIm2col, 128);
+  const auto rounded = [](Conv2dLaunch conv) {
+    conv.rounded_out = {&something, RoundedBytes(conv.outputs / 2) / 2, Element::kE4m3x2, true};
+    return conv;
+  };
+  EXPECT_FALSE(Supports({kCooperative, 1, 1}, rounded(gated))) << "rounded, of bf16";
+  EXPECT_TRUE(Supports({e4m3_tile, 1, 1}, rounded(InE4m3(gated))));
+  other = rounded(InE4m3(gated)), other.gated = false;
+  EXPECT_FALSE(Supports({e4m3_tile, 1, 1}, other)) << "rounded without a gate";
+  other.rounded_out = {};
+  EXPECT_TRUE(Supports({e4m3_tile, 1, 1}, other));
+  const Conv2dLaunch half_vectors = InE4m3(gated_of(208));  // 104 are six and a half
+  EXPECT_TRUE(Supports({e4m3_tile, 1, 1}, half_vectors));
+  EXPECT_FALSE(Supports({e4m3_tile, 1, 1}, rounded(half_vectors))) << "no whole vectors in e4m3";
+}
+
+TEST(HopperCandidatesTest, TilesRefuseNormsTheyCannotCompute) {
+  constexpr HopperTile kTwoConsumers = FindTile(Loader::kIm2col, Schedule::kClusterSplitK, 128, 64);
+  Conv2dLaunch normed = ShapeOf({9, 8, 8, 256, 0, 256, 3});
+  normed.residual = {};
+  normed.activation = Activation::kNone;
+  const Conv2dLaunch plain = normed;
+  normed.output_norm = {&something, &something, 32, 1e-5f};
+  EXPECT_TRUE(Supports({kTile64x64, 1, 1}, normed));
+  EXPECT_FALSE(Supports({kTwoConsumers, 1, 1}, normed)) << "no norm of its outputs";
+  EXPECT_TRUE(Supports({kTwoConsumers, 1, 1}, plain));
+  normed.output_norm.groups = 16;  // of 16 channels
+  EXPECT_FALSE(Supports({kTile64x64, 1, 1}, normed)) << "groups that the tile cannot sum";
 }
 
 // Launches of one description share a measurement.
@@ -244,6 +367,48 @@ TEST(GenericCandidatesTest, HaveNamesAndAreAllReached) {
   EXPECT_EQ(seen.size(), 5u) << "a tile of conv2d.cu is never among the candidates";
   // Six tiles, seven with split-K; those of doubled images have the names of others.
   EXPECT_EQ(seen_3x3.size(), 6u + 7u) << "a tile of conv3x3.cu is never among the candidates";
+}
+
+// Names are of sizes, which the tiles of several kinds of inputs share: they are told apart by
+// their launches.
+TEST(GenericCandidatesTest, EveryKindOfInputHasItsTiles) {
+  using Launch = decltype(ConvCandidate::launch);
+  std::set<Launch> copied, in_registers, one_by_one, in_e4m3, all;
+  const auto expect = [&](Conv2dLaunch conv, std::set<Launch>& of_inputs) {
+    conv.add = {};
+    for (const bool vectors : {true, false}) {
+      if (!vectors) conv.out.element = Element::kF32;
+      ASSERT_EQ(HasVectorOutputs(conv), vectors);
+      const auto candidates = Conv2dCandidates(conv, {.multiprocessors = 108});
+      EXPECT_FALSE(candidates.empty()) << Describe(conv);
+      for (const ConvCandidate& candidate : candidates) {
+        of_inputs.insert(candidate.launch);
+        all.insert(candidate.launch);
+      }
+    }
+  };
+  const auto of = [](int channels, int channels2, Element element) {
+    Conv2dLaunch conv = ShapeOf({3, 16, 16, channels, channels2, 128, 3});
+    conv.x.element = element;
+    conv.weight_element = Element::kBf16;
+    return conv;
+  };
+  expect(of(128, 0, Element::kBf16), copied);
+  expect(of(128, 64, Element::kBf16), copied);
+  expect(of(128, 0, Element::kF32), in_registers);
+  for (const Element element : {Element::kBf16, Element::kF32}) {
+    expect(of(9, 0, element), one_by_one);
+    expect(of(128, 3, element), one_by_one);
+    Conv2dLaunch unaligned = of(128, 0, element);
+    unaligned.x.vector = false;
+    expect(unaligned, one_by_one);
+  }
+  expect(InE4m3(of(128, 0, Element::kBf16)), in_e4m3);
+  EXPECT_EQ(copied.size(), 5u + 1u);
+  EXPECT_EQ(in_registers.size(), 1u);
+  EXPECT_EQ(one_by_one.size(), 1u);
+  EXPECT_EQ(in_e4m3.size(), 2u);
+  EXPECT_EQ(all.size(), 10u) << "a tile of conv2d.cu is for inputs that it cannot read";
 }
 
 class CudaPlansTest : public testing::Test {
