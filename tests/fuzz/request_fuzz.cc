@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "denoised/v1/image_generation.pb.h"
+#include "engine/io/model_directory.h"
+#include "engine/pipelines/prompt_reader.h"
 #include "engine/resolve.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
@@ -33,14 +35,14 @@ void Require(bool holds, const char* what) {
   std::abort();
 }
 
-ModelInfo Model(const char* name, const char* scheduler_config) {
+ModelInfo Model(const char* name, const char* scheduler_config, int channels) {
   auto scheduler = SchedulerConfig::Parse(nlohmann::json::parse(scheduler_config), name);
   Require(scheduler.ok(), "the model's scheduler is one we can run");
   ModelInfo model{.name = name, .state = ModelState::kReady};
   model.height = model.width = 8;
   model.size_multiple = 4;
   model.max_edge = 32;
-  model.channels = 1;
+  model.channels = model.latent_channels = channels;
   model.default_sampler = scheduler->default_sampler();
   model.default_schedule = scheduler->default_schedule();
   model.samplers = scheduler->samplers();
@@ -58,25 +60,45 @@ ModelInfo Model(const char* name, const char* scheduler_config) {
   return model;
 }
 
+/// With two tokenizers, as SDXL has them.
+ModelInfo TextToImage() {
+  ModelInfo model = Model("texts", R"({"_class_name": "EulerDiscreteScheduler"})", 3);
+  model.latent_factor = 2;
+  model.latent_channels = 4;
+  model.preview_decoders = {PreviewDecoder::kTiny, PreviewDecoder::kLinear};
+  const auto directory = ModelDirectory::Read(DENOISED_SOURCE_DIR "/tests/models/latent/sdxl");
+  Require(directory.ok(), "the model's directory can be read");
+  auto prompts = PromptReader::Load(*directory, {.zeros_without_negative = true,
+                                                 .skip_layers = 1,
+                                                 .layers = 4,
+                                                 .size_numbers = 6,
+                                                 .max_chunks = 3});
+  Require(prompts.ok(), "the model's tokenizers can be read");
+  model.text = prompts->traits();
+  model.prompts = std::make_shared<const PromptReader>(*std::move(prompts));
+  model.guidance = model.guidance_rescale = true;
+  model.default_guidance_scale = 5;
+  return model;
+}
+
 /// Labels and guidance on an EDM model; an unconditional RGB model on betas; numbers as condition
-/// and channels that no picture has.
-std::array<ModelInfo, 3> Models() {
-  ModelInfo digits = Model("digits", R"({"_class_name": "EDMEulerScheduler"})");
+/// and channels that no picture has; texts and sizes, and latents.
+std::array<ModelInfo, 4> Models() {
+  ModelInfo digits = Model("digits", R"({"_class_name": "EDMEulerScheduler"})", 1);
   digits.condition = ClassCondition::kLabel;
   digits.num_classes = 10;
   digits.guidance = true;
   digits.default_guidance_scale = 1.5;
-  ModelInfo faces = Model("faces", R"({"_class_name": "DDPMScheduler"})");
-  faces.channels = 3;
+  const ModelInfo faces = Model("faces", R"({"_class_name": "DDPMScheduler"})", 3);
   ModelInfo vectors = Model("vectors", R"({"_class_name": "DPMSolverMultistepScheduler",
-                                           "use_karras_sigmas": true})");
-  vectors.channels = 4;
+                                           "use_karras_sigmas": true})",
+                            4);
   vectors.condition = ClassCondition::kVector;
   vectors.class_vector_size = 3;
   vectors.images = {.init = true, .required = true, .guidance = true};
   vectors.images.default_guidance_scale = 1.5;
   vectors.guidance = vectors.guidance_rescale = true;
-  return {digits, faces, vectors};
+  return {digits, faces, vectors, TextToImage()};
 }
 
 /// In the range of the device's floats.
@@ -113,6 +135,34 @@ bool AreSame(const StepPlan& a, const StepPlan& b) {
   return x.size() == y.size() && std::memcmp(x.data(), y.data(), x.size() * sizeof(x[0])) == 0;
 }
 
+/// What the conditioner relies on.
+void CheckPrompts(const ModelInfo& model, const EffectiveJob& job) {
+  const size_t prompts = job.spec.prompts.size();
+  const bool one_or_each = prompts == 1 || prompts == static_cast<size_t>(job.spec.count);
+  Require(model.text ? one_or_each : prompts == 0, "one prompt for all images, or one for each");
+  Require(job.prompts.size() == prompts && job.prompts_read.size() == prompts,
+          "every prompt is read");
+  Require(job.negatives.size() == (model.text && job.guided ? prompts : 0),
+          "guided prompts have negatives");
+  if (!model.text) return;
+  const size_t length = static_cast<size_t>(model.text->chunk_tokens) + 2;
+  for (const std::vector<TokenizedPrompt>* all : {&job.prompts, &job.negatives}) {
+    for (const TokenizedPrompt& prompt : *all) {
+      Require(prompt.sizes.size() == 6, "there are six sizes");
+      for (const float size : prompt.sizes) Require(std::isfinite(size), "sizes are finite");
+      Require(prompt.skip_layers >= 1 && prompt.skip_layers <= 1 + model.text->max_clip_skip,
+              "layers are skipped within the limit");
+      Require(prompt.ids.size() == prompt.ends.size(), "every text has an end");
+      Require(prompt.ids.empty() || (prompt.ids.size() == 2 && prompt.chunks >= 1 &&
+                                     prompt.chunks <= model.text->max_chunks),
+              "both tokenizers read the prompt");
+      for (const std::vector<int32_t>& ids : prompt.ids) {
+        Require(ids.size() == prompt.chunks * length, "both have all chunks");
+      }
+    }
+  }
+}
+
 /// What the step batcher relies on.
 void CheckJob(const ModelInfo& model, const EffectiveJob& job) {
   const JobSpec& spec = job.spec;
@@ -141,11 +191,13 @@ void CheckJob(const ModelInfo& model, const EffectiveJob& job) {
   for (const float value : spec.class_values) Require(std::isfinite(value), "vectors are finite");
   Require(*spec.guidance_scale >= 1 && *spec.guidance_scale <= (model.guidance ? 100 : 1),
           "guidance is in range");
+  CheckPrompts(model, job);
   Require(!spec.previews || spec.preview_every >= 1, "previews have an interval");
   if (spec.initial_noise) {
-    Require(
-        spec.initial_noise.shape() == Shape({spec.count, spec.height, spec.width, model.channels}),
-        "the noise has the shape of the job");
+    const int factor = model.latent_factor;
+    Require(spec.initial_noise.shape() == Shape({spec.count, spec.height / factor,
+                                                 spec.width / factor, model.latent_channels}),
+            "the noise has the shape of the job");
     CheckFinite(spec.initial_noise);
   }
   if (spec.init_image) {
@@ -254,7 +306,7 @@ void Ask(const ModelInfo& model, const v1::GenerationParams& params,
 
 /// Any bytes that are a request are refused with a message, or become a job that can be run.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  static const std::array<ModelInfo, 3> models = Models();
+  static const std::array<ModelInfo, 4> models = Models();
   google::protobuf::SetLogHandler(nullptr);  // it would tell of every message that does not parse
   v1::GenerateRequest unary;
   if (unary.ParseFromArray(data, static_cast<int>(size))) {
