@@ -99,7 +99,8 @@ absl::Status ModelDirectory::ParseIndex(const json& json_index, const std::strin
   defaults.Read("null_class", &null_class);
   if (null_class < -1) defaults.Complain("null_class", "expected a class from 0, or -1 for none");
   defaults.Read("default_steps", &default_steps);
-  if (default_steps < 0) defaults.Complain("default_steps", "expected at least 1");
+  if (ours.contains("default_steps") && default_steps < 1)
+    defaults.Complain("default_steps", "expected at least 1");
   defaults.Read("default_guidance_scale", &default_guidance_scale);
   const double guidance = default_guidance_scale.value_or(1);
   if (!(guidance >= 0 && guidance <= kMaxGuidanceScale))

@@ -40,10 +40,9 @@ absl::Status CheckComponents(const ModelDirectory& directory, bool reads_text) {
   for (const auto& [name, component] : directory.components)
     if (!known.contains(name))
       return InvalidArgument(
-          "{}: component '{}' is a {}, which is not supported; only unet, vae, vqvae, text "
-          "encoders "
-          "and tokenizers are",
-          directory.root, name, component.class_name);
+          "{}: component '{}' is a {}, which is not supported beside a {}; remove it from "
+          "model_index.json, or correct the class of 'unet' there",
+          directory.root, name, component.class_name, directory.unet().class_name);
   return absl::OkStatus();
 }
 

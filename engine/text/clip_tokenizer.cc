@@ -317,6 +317,10 @@ class ClipTokenizerFiles {
 
   absl::Status ReadVocabularyFiles() {
     vocabulary_file_ = Path("vocab.json");
+    if (std::error_code error; !fs::exists(vocabulary_file_, error))
+      return NotFound(
+          "{}: no such file; a tokenizer is tokenizer.json, or vocab.json and merges.txt",
+          vocabulary_file_);
     DENOISED_ASSIGN_OR_RETURN(const json vocabulary, ReadJsonFile(vocabulary_file_));
     DENOISED_RETURN_IF_ERROR(ReadVocabulary(vocabulary));
     const std::string file = Path("merges.txt");

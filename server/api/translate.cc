@@ -332,15 +332,16 @@ class Translator {
     }
     width_ = spec.width > 0 ? spec.width : model_.width;
     height_ = spec.height > 0 ? spec.height : model_.height;
-    if (size_ok_ && int64_t{width_} * height_ > limits_.max_image_pixels) {
+    if (std::max(width_, height_) > model_.max_edge) {
+      // The engine says so; nothing is to be scaled to such a size before it does.
+      size_ok_ = false;
+    } else if (size_ok_ && int64_t{width_} * height_ > limits_.max_image_pixels) {
       Violate(params_.has_width() ? "params.width" : "params.height",
               "asks for {}×{} pixels; use at most {} in all", width_, height_,
               limits_.max_image_pixels);
       spec.width = spec.height = 0;
       size_ok_ = false;
     }
-    // The engine says so; nothing is to be scaled to such a size before it does.
-    if (std::max(width_, height_) > model_.max_edge) size_ok_ = false;
   }
 
   static std::string ShapeText(const v1::Tensor& tensor) {

@@ -188,6 +188,7 @@ const IndexCase kRefused[] = {
     {"UnknownDefault", "{" UNET R"(,"_denoised":{"steps":3}})", "field 'steps'"},
     {"NullClassTooLow", "{" UNET R"(,"_denoised":{"null_class":-2}})", "'null_class' is -2"},
     {"NullClassNotANumber", "{" UNET R"(,"_denoised":{"null_class":"ten"}})", "null_class"},
+    {"StepsZero", "{" UNET R"(,"_denoised":{"default_steps":0}})", "default_steps"},
     {"StepsNegative", "{" UNET R"(,"_denoised":{"default_steps":-1}})", "default_steps"},
     {"GuidanceNegative", "{" UNET R"(,"_denoised":{"default_guidance_scale":-1}})",
      "default_guidance_scale"},

@@ -92,6 +92,8 @@ TEST(TranslateTest, TheServersLimitsHold) {
   EXPECT_EQ(refused({.max_image_pixels = 63}, [](Params) {}),
             "params.height asks for 8×8 pixels; use at most 63 in all");
   EXPECT_EQ(refused({.max_image_pixels = 64}, [](Params) {}), "accepted");
+  EXPECT_EQ(refused({.max_image_pixels = 63}, [](Params p) { p->set_height(4097); }), "accepted")
+      << "the engine names the edge";
   EXPECT_EQ(refused({.max_tensor_bytes = 3 * 256}, [](Params p) { p->set_count(3); }), "accepted");
   EXPECT_EQ(refused({.max_tensor_bytes = 3 * 256 - 1}, [](Params p) { p->set_count(3); }),
             "params.count asks for 3 images of 256 bytes each as float32; together they may have "
