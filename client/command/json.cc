@@ -33,7 +33,7 @@ nlohmann::json ToJson(const client::EffectiveParams& params) {
   nlohmann::json json = {{"model", params.model},
                          {"model_version", params.model_version},
                          {"request_id", params.request_id},
-                         {"seed", params.seed},
+                         {"seed", std::to_string(params.seed)},
                          {"count", params.count},
                          {"class_labels", params.class_labels},
                          {"guidance_scale", params.guidance_scale},
@@ -57,7 +57,7 @@ nlohmann::json ToJson(const client::EffectiveParams& params) {
   if (params.s_tmax && std::isfinite(*params.s_tmax)) json["s_tmax"] = *params.s_tmax;
   if (params.s_noise) json["s_noise"] = *params.s_noise;
   if (params.solver_order) json["solver_order"] = *params.solver_order;
-  if (!params.seeds.empty()) json["seeds"] = params.seeds;
+  for (const uint64_t seed : params.seeds) json["seeds"].push_back(std::to_string(seed));
   for (size_t i = 0; i < params.prompts.size(); ++i) {
     const client::Prompt& prompt = params.prompts[i];
     nlohmann::json& text = json["prompts"].emplace_back();
@@ -84,7 +84,7 @@ nlohmann::json ToJson(const client::Timing& timing) {
 
 nlohmann::json ToJson(const client::Image& image) {
   nlohmann::json json = {{"index", image.index},
-                         {"seed", image.seed},
+                         {"seed", std::to_string(image.seed)},
                          {"mime_type", image.mime_type},
                          {"width", image.width},
                          {"height", image.height}};

@@ -10,8 +10,9 @@
 #include "denoised/generation.h"
 
 /// Answers as JSON, under the field names of the wire contract. Not protobuf's JSON mapping: the
-/// library gives plain types, and scripts pass these values back as flags ("sampler": "uni_pc",
-/// numbers as numbers), where protobuf would print "SAMPLER_UNI_PC" and 64-bit numbers as strings.
+/// library gives plain types, and scripts pass these values back as flags ("sampler": "uni_pc"),
+/// where protobuf would print "SAMPLER_UNI_PC". Seeds are strings, as in protobuf's: readers that
+/// make doubles of numbers, such as jq 1.6, would read another seed.
 
 namespace denoised::command {
 

@@ -214,7 +214,7 @@ nlohmann::json ToTrace(const Arrival& arrival) {
   const client::Generation& generation = arrival.generation;
   nlohmann::json json = {{"at_seconds", arrival.at_seconds}, {"name", arrival.kind}};
   if (!generation.model.empty()) json["model"] = generation.model;
-  if (generation.seed) json["seed"] = *generation.seed;
+  if (generation.seed) json["seed"] = std::to_string(*generation.seed);
   if (!generation.prompts.empty()) {
     json["prompt"] = generation.prompts[0].text;
     if (generation.prompts[0].negative) json["negative"] = *generation.prompts[0].negative;

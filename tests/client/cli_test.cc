@@ -394,8 +394,9 @@ TEST_F(CliTest, JsonIsForPrograms) {
   ASSERT_EQ(lines.size(), 3u);
   EXPECT_EQ(lines[0]["type"], "image");
   EXPECT_EQ(lines[1]["path"], Path("x-1.png"));
-  EXPECT_EQ(lines[1]["seed"].get<uint64_t>(), 18446744073709551615u);
+  EXPECT_EQ(lines[1]["seed"], "18446744073709551615");
   EXPECT_EQ(lines[2]["type"], "completed");
+  EXPECT_EQ(lines[2]["params"]["seed"], "18446744073709551614");
   EXPECT_EQ(lines[2]["params"]["sampler"], "edm_euler");
   EXPECT_EQ(lines[2]["timing"]["total_seconds"], 0.5);
 

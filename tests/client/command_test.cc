@@ -322,6 +322,20 @@ TEST(JsonTest, NamesWhatTheSamplerHas) {
   EXPECT_EQ(json["class_vectors"], nlohmann::json::array({{0.5, -1}}));
 }
 
+TEST(JsonTest, SeedsAreStringsBecauseDoublesLoseDigits) {
+  constexpr uint64_t kSeed = 144335953636456054;  // jq 1.6 reads 144335953636456060
+  client::EffectiveParams params;
+  params.seed = kSeed;
+  EXPECT_FALSE(ToJson(params).contains("seeds"));
+  params.seeds = {kSeed, UINT64_MAX};
+  const nlohmann::json json = ToJson(params);
+  EXPECT_EQ(json["seed"], "144335953636456054");
+  EXPECT_EQ(json["seeds"], nlohmann::json::array({"144335953636456054", "18446744073709551615"}));
+  client::Image image;
+  image.seed = kSeed;
+  EXPECT_EQ(ToJson(image)["seed"], "144335953636456054");
+}
+
 TEST(JsonTest, LeavesOutWhatItHasNotAndInfinity) {
   client::EffectiveParams params;
   params.s_tmax = std::numeric_limits<double>::infinity();
