@@ -43,11 +43,13 @@ nlohmann::json ToJson(const client::EffectiveParams& params) {
                          {"noise_schedule", NameOf(params.noise_schedule)},
                          {"width", params.width},
                          {"height", params.height},
-                         {"strength", params.strength},
                          {"masked", params.masked},
                          {"eta", params.eta},
                          {"s_churn", params.s_churn},
                          {"class_vectors", params.class_vectors}};
+  // Of an init image, and of no other request.
+  const auto& init_image = params.request.init_image;
+  if (init_image && init_image->strength) json["strength"] = *init_image->strength;
   if (params.image_guidance_scale) json["image_guidance_scale"] = *params.image_guidance_scale;
   if (params.guidance_rescale) json["guidance_rescale"] = *params.guidance_rescale;
   if (params.guidance_start) json["guidance_start"] = *params.guidance_start;

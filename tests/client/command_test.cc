@@ -340,9 +340,11 @@ TEST(JsonTest, LeavesOutWhatItHasNotAndInfinity) {
   client::EffectiveParams params;
   params.s_tmax = std::numeric_limits<double>::infinity();
   const nlohmann::json json = ToJson(params);
-  for (const char* key : {"s_tmin", "s_tmax", "s_noise", "solver_order"}) {
+  for (const char* key : {"s_tmin", "s_tmax", "s_noise", "solver_order", "strength"}) {
     EXPECT_FALSE(json.contains(key)) << key;
   }
+  params.request.init_image = {.source = "", .strength = 0.5};
+  EXPECT_EQ(ToJson(params)["strength"], 0.5);
   EXPECT_TRUE(json["class_vectors"].empty());
 }
 
