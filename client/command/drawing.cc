@@ -83,14 +83,14 @@ void Drawing::Redraw(bool now) {
     line_ = ProgressBar(progress_.evaluations_done, progress_.evaluations_total, drawn_ - started_,
                         view_->columns());
   }
-  if (!timeline_) return view_->Draw(nullptr, line_);
+  if (!timeline_ || !options_.show) return view_->Draw(nullptr, line_);
   const Pixels picture = timeline_->Latest();
   view_->Draw(&picture, line_);
 }
 
 void Drawing::Finish() {
   if (view_ == nullptr) return;
-  if (!timeline_) return view_->Finish(nullptr);
+  if (!timeline_ || !options_.show) return view_->Finish(nullptr);
   const Pixels picture = timeline_->Latest();
   view_->Finish(&picture);
 }

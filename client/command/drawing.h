@@ -20,6 +20,7 @@ class Drawing {
     int columns = 0;        // of the contact sheet; 0: as square as the count allows
     int max_edge = 128;     // of the pictures it shows and keeps, pixels
     bool pictures = false;  // previews are shown or saved
+    bool show = false;      // in the view, and not only progress
     bool animate = false;   // earlier pictures are kept
   };
   /// `view`, which may be null, outlives this.

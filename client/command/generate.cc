@@ -269,6 +269,7 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
   Drawing drawing({.columns = request->grid_columns,
                    .max_edge = flags.animate.empty() ? 128 : 512,
                    .pictures = request->preview.has_value(),
+                   .show = live,
                    .animate = !flags.animate.empty()},
                   view.get());
   const auto stream = client.StreamGenerate(

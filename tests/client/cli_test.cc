@@ -635,6 +635,19 @@ TEST_F(CliTest, PreviewsAreTheDefaultOfATerminalWithColours) {
   EXPECT_TRUE(run({"--request-id", "me", "-p"}, kColours).has_preview());
 }
 
+TEST_F(CliTest, AnAnimationIsNotDrawnWhereNoPreviewsAreShown) {
+  const std::string path = Path("a.webp");
+  for (const std::vector<std::string>& flags :
+       {std::vector<std::string>{"--no-previews"}, {"--request-id", "me"}}) {
+    std::vector<std::string> arguments = {"generate", "-o", Path("x.png"), "--animate", path};
+    arguments.insert(arguments.end(), flags.begin(), flags.end());
+    const auto result = RunOnTerminal(Command(arguments), kColours);
+    EXPECT_EQ(result.exit_code, 0) << result.out;
+    EXPECT_THAT(result.out, Not(HasSubstr("▀"))) << flags[0];
+    EXPECT_THAT(result.out, HasSubstr(path + "  4 frames"));
+  }
+}
+
 TEST_F(CliTest, OnlyATerminalGetsPreviewsByDefault) {
   std::vector<std::string> command = Command({"generate", "-o", Path("x.png")});
   EXPECT_EQ(RunProcess(command, kColours).exit_code, 0);
