@@ -101,8 +101,21 @@ class Saver {
     const auto file = EncodeAnimation(frames, kFrameMs, kLastFrameMs);
     if (!file.ok()) return file.status();
     if (absl::Status status = WriteFile(flags_.animate, *file); !status.ok()) return status;
-    Tell(flags_.animate, {{"type", "animation"}, {"frames", frames.size()}},
+    const int evaluations = drawing_.params().evaluations;
+    Tell(flags_.animate,
+         {{"type", "animation"}, {"frames", frames.size()}, {"evaluations", evaluations}},
          fmt::format("{} frames", frames.size()));
+    // A frame for each preview, and one for the finished image.
+    const int every = std::max(flags_.preview_every.value_or(1), 1);
+    const int all = evaluations / every + (evaluations % every > 0 ? 1 : 0);
+    if (const int missing = all - static_cast<int>(frames.size()); missing > 0) {
+      std::fputs(fmt::format("note: {} has {} frames of {} evaluations, {} are missing: the server "
+                             "left out previews beyond its --max-previews-per-second, or that came "
+                             "faster than they could be sent\n",
+                             Printable(flags_.animate), frames.size(), evaluations, missing)
+                     .c_str(),
+                 stderr);
+    }
     return absl::OkStatus();
   }
 

@@ -167,7 +167,11 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
           "\"tiny\", a small autoencoder. Default: tiny if the model has it")
       ->check(CLI::IsMember({"linear", "tiny"}));
   command
-      .add_option("-a,--animate", flags.animate, "Save the denoising as an animation, a .webp file")
+      .add_option(
+          "-a,--animate", flags.animate,
+          "Save the denoising as an animation, a .webp file with a frame for each preview. "
+          "The server may leave previews out: beyond its --max-previews-per-second, and for "
+          "a slow connection")
       ->type_name(kFile);
   command.add_flag("--json", flags.json,
                    "Print JSON: a line for each file, then a line for the request");

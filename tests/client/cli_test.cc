@@ -386,6 +386,25 @@ TEST_F(CliTest, SavesAnAnimation) {
   EXPECT_EQ(Run({"generate", "--animate", Path("a.gif")}).exit_code, 2);
 }
 
+TEST_F(CliTest, FramesThatAnAnimationLacksAreTold) {
+  const std::string path = Path("a.webp");
+  const std::vector<std::string> arguments = {"generate", "-o", Path("x.png"), "--animate", path};
+  const auto with = [&arguments](std::vector<std::string> more) {
+    more.insert(more.begin(), arguments.begin(), arguments.end());
+    return more;
+  };
+  EXPECT_EQ(Run(arguments).err, "");
+  server_.EndPreviewsAfter(1);
+  const auto result = Run(with({"--json"}));
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_THAT(result.err, StartsWith("note: " + path +
+                                     " has 2 frames of 4 evaluations, 2 are missing: the server "));
+  EXPECT_EQ(Lines(result.out).at(1)["frames"], 2);
+  EXPECT_EQ(Lines(result.out).at(1)["evaluations"], 4);
+  // Of every third evaluation: one preview, and the image.
+  EXPECT_EQ(Run(with({"--preview-every", "3"})).err, "");
+}
+
 TEST_F(CliTest, JsonIsForPrograms) {
   const auto result =
       Run({"generate", "-n", "2", "--seed", "18446744073709551614", "--json", "-o", Path("x.png")});

@@ -326,7 +326,8 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
     progress.mutable_progress()->set_evaluations_done(evaluation * effective.count());
     progress.mutable_progress()->set_evaluations_total(kEvaluations * effective.count());
     if (!write(progress)) return broken();
-    for (int i = 0; request->has_preview() && i < effective.count(); ++i) {
+    const bool previews = request->has_preview() && evaluation <= last_preview_;
+    for (int i = 0; previews && i < effective.count(); ++i) {
       v1::StreamGenerateResponse preview;
       preview.mutable_preview()->set_evaluation(evaluation);
       preview.mutable_preview()->set_evaluations(kEvaluations);

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <functional>
 #include <map>
 #include <memory>
@@ -40,6 +41,8 @@ class FakeServer : public v1::ImageGeneration::Service {
     std::lock_guard lock(mutex_);
     places_ = places;
   }
+  /// Streams have no previews of later evaluations.
+  void EndPreviewsAfter(int evaluation) { last_preview_ = evaluation; }
   /// Unary replies carry images of so many bytes of noise instead of pictures.
   void SetImageBytes(size_t bytes) { image_bytes_ = bytes; }
   /// The model has another label.
@@ -86,6 +89,7 @@ class FakeServer : public v1::ImageGeneration::Service {
 
   std::atomic<std::chrono::milliseconds> evaluation_time_{std::chrono::milliseconds(0)};
   std::atomic<size_t> image_bytes_{0};
+  std::atomic<int> last_preview_{INT_MAX};
   std::atomic<bool> omit_completed_{false};
   std::atomic<bool> several_{false};
   std::string label_, text_;  // set before the calls
