@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "command/codec.h"
 #include "command/progress.h"
@@ -72,6 +73,7 @@ void Drawing::Show(const client::Image& image, int evaluation) {
   // A preview that cannot be shown is no reason to lose the images.
   if (const auto pixels = Decode(image); pixels.ok()) {
     timeline_->Add(image.index, evaluation, *pixels, options_.animate);
+    is_drawn_ = false;
   }
   Redraw(false);
 }
@@ -84,6 +86,7 @@ void Drawing::Redraw(bool now) {
                         view_->columns());
   }
   if (!timeline_ || !options_.show) return view_->Draw(nullptr, line_);
+  if (std::exchange(is_drawn_, true)) return view_->DrawLine(line_);
   const Pixels picture = timeline_->Latest();
   view_->Draw(&picture, line_);
 }

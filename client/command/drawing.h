@@ -51,6 +51,7 @@ class Drawing {
   std::optional<client::Completed> completed_;
   std::vector<client::Image> images_;
   std::optional<Timeline> timeline_;
+  bool is_drawn_ = false;  // the view has the latest pictures
   std::string line_ = "sent";
   client::Progress progress_;
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();

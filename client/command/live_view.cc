@@ -39,6 +39,11 @@ void LiveView::Draw(const Pixels* picture, const std::string& line) {
   Replace(line.empty() ? text : text + line + "\n");
 }
 
+void LiveView::DrawLine(const std::string& line) {
+  std::fputs(fmt::format("\x1b[1F{}{}\n", line, kEraseToEndOfLine).c_str(), terminal_);
+  std::fflush(terminal_);
+}
+
 void LiveView::Finish(const Pixels* picture) { Draw(picture, ""); }
 
 void LiveView::Replace(const std::string& text) {

@@ -20,6 +20,8 @@ class LiveView {
 
   /// Draws over what was drawn before; `picture` (null: none) is scaled to the terminal.
   void Draw(const Pixels* picture, const std::string& line);
+  /// Draws the line anew, below the picture that the last Draw() left.
+  void DrawLine(const std::string& line);
   /// Takes the last line of text away and leaves the picture.
   void Finish(const Pixels* picture);
   /// Room for the line, characters.
@@ -30,7 +32,7 @@ class LiveView {
 
   std::FILE* const terminal_;
   const TerminalColours colours_;
-  int lines_ = 0;  // drawn so far, above the cursor
+  int lines_ = 0;  // drawn so far, above the cursor; the last one is the line of text
 };
 
 }  // namespace denoised::command

@@ -632,6 +632,21 @@ TEST_F(CliTest, ShowsPreviewsOnATerminal) {
   EXPECT_LT(hide, show) << "the cursor stays hidden";
 }
 
+TEST_F(CliTest, PicturesAreDrawnAgainOnlyWhenTheyChanged) {
+  server_.SetEvaluationTime(milliseconds(70));  // slower than the view redraws
+  server_.EndPreviewsAfter(0);
+  const auto result = RunOnTerminal(Command({"generate", "-p", "-o", Path("x.png")}), kColours);
+  EXPECT_EQ(result.exit_code, 0) << result.out;
+  EXPECT_THAT(result.out, HasSubstr("3/4 evaluations"));
+  // A picture is 16 rows of 32 columns, twice as large as the image. None, the image, and its last
+  // drawing without the line below; not one for each progress.
+  size_t rows = 0;
+  for (size_t at = 0; (at = result.out.find("▀\x1b[0m", at)) != std::string::npos; ++at) ++rows;
+  EXPECT_EQ(rows % 16, 0u) << result.out;
+  EXPECT_LE(rows, 3u * 16) << result.out;
+  EXPECT_GE(rows, 2u * 16) << result.out;
+}
+
 TEST_F(CliTest, PreviewsAreTheDefaultOfATerminalWithColours) {
   const auto run = [this](const std::vector<std::string>& flags,
                           const std::vector<std::string>& environment) {
