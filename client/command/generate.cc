@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <future>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -207,6 +208,19 @@ std::string FormatOf(const client::Image& image) {
   return image.mime_type.substr(std::min(kFiles.size(), image.mime_type.size()));
 }
 
+/// Why --previews has no effect.
+std::string WhyNoPreviews(const GenerateFlags& flags) {
+  if (flags.json || flags.out == "-") {
+    return fmt::format("--previews and {} both want stdout", flags.json ? "--json" : "--out -");
+  }
+  if (!isatty(STDOUT_FILENO)) return "--previews needs a terminal, and stdout is none";
+  const char* const term = std::getenv("TERM");
+  return fmt::format(
+      "--previews needs a terminal whose cursor can be moved, and TERM is {}; set it to what "
+      "the terminal is, such as xterm-256color",
+      term == nullptr || *term == '\0' ? "not set" : fmt::format("\"{}\"", Printable(term)));
+}
+
 /// Returns once the request is queued; the server goes on with it.
 ExitCode Detach(const client::Client& client, const GenerateRequest& request, bool json,
                 const client::CallOptions& options) {
@@ -263,7 +277,8 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
   const bool by_default = colours != TerminalColours::kGreys && flags.request_id.empty();
   const bool live = terminal && flags.previews.value_or(by_default);
   if (flags.previews.value_or(false) && !live) {
-    std::fputs("note: --previews needs a terminal; none are shown\n", stderr);
+    std::fputs(fmt::format("note: {}; no previews are shown\n", WhyNoPreviews(flags)).c_str(),
+               stderr);
   }
   client::CallOptions options = call;
   if (flags.timeout_seconds) {

@@ -712,7 +712,12 @@ TEST_F(CliTest, DumbTerminalsGetNoEscapes) {
 TEST_F(CliTest, PreviewsWithoutATerminalAreNotAsked) {
   const auto result = Run({"generate", "-p", "-o", Path("x.png")});
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_THAT(result.err, HasSubstr("--previews needs a terminal"));
+  EXPECT_EQ(result.err,
+            "note: --previews needs a terminal, and stdout is none; no previews are shown\n");
+  EXPECT_THAT(Run({"generate", "-p", "--json", "-o", Path("x.png")}).err,
+              HasSubstr("--previews and --json both want stdout"));
+  const auto dumb = RunOnTerminal(Command({"generate", "-p", "-o", Path("x.png")}), {"TERM=dumb"});
+  EXPECT_THAT(dumb.out, HasSubstr("a terminal whose cursor can be moved, and TERM is \"dumb\""));
 }
 
 TEST_F(CliTest, ListsModels) {
