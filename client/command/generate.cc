@@ -29,6 +29,7 @@ namespace {
 
 constexpr int kFrameMs = 80;
 constexpr int kLastFrameMs = 2000;
+constexpr size_t kShownText = 80;        // bytes of a prompt in a message
 constexpr int kSmallestAnimation = 256;  // pixels; smaller pictures are enlarged to be seen
 
 std::string DefaultPath(const GenerateFlags& flags) {
@@ -129,7 +130,7 @@ class Saver {
             std::pair{"--negative-2", &read.negative_2_cut_off}})
         if (!cut_off->empty())
           fmt::print(stderr, "The model does not read the end of {}: \"{}\"\n", name,
-                     Printable(*cut_off));
+                     Shortened(*cut_off, kShownText));
     }
     const client::Timing& timing = drawing_.completed()->timing;
     if (flags_.json) {

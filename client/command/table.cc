@@ -37,6 +37,14 @@ std::string Printable(std::string_view text) {
   return printable;
 }
 
+std::string Shortened(std::string_view text, size_t bytes) {
+  if (text.size() <= bytes) return Printable(text);
+  // Not within a character of UTF-8, which has up to four bytes.
+  size_t end = bytes;
+  for (int i = 0; i < 3 && end > 0 && (text[end] & 0xc0) == 0x80; ++i) --end;
+  return Printable(text.substr(0, end)) + "…";
+}
+
 std::string Table(std::vector<std::vector<std::string>> rows) {
   for (auto& row : rows) {
     for (std::string& cell : row) cell = Printable(cell);

@@ -405,6 +405,21 @@ TEST_F(CliTest, FramesThatAnAnimationLacksAreTold) {
   EXPECT_EQ(Run(with({"--preview-every", "3"})).err, "");
 }
 
+TEST_F(CliTest, TheEndOfAPromptThatIsNotReadIsToldInOneLine) {
+  server_.SetCutOff("leaf\n");
+  EXPECT_EQ(Run({"generate", "a", "-o", Path("x.png")}).err,
+            "The model does not read the end of the prompt: \"leaf\\x0a\"\n");
+  std::string words;
+  while (words.size() < 100'000) words += "sunset ";
+  server_.SetCutOff(words);
+  const auto result = Run({"generate", "a", "--json", "-o", Path("x.png")});
+  EXPECT_THAT(result.err,
+              StartsWith("The model does not read the end of the prompt: \"sunset sun"));
+  EXPECT_THAT(result.err, testing::EndsWith("…\"\n"));
+  EXPECT_LT(result.err.size(), 150u);
+  EXPECT_EQ(Lines(result.out).back()["params"]["prompts"][0]["cut_off"], words) << "JSON has all";
+}
+
 TEST_F(CliTest, JsonIsForPrograms) {
   const auto result =
       Run({"generate", "-n", "2", "--seed", "18446744073709551614", "--json", "-o", Path("x.png")});

@@ -408,6 +408,15 @@ TEST(ReportTest, EverythingATerminalObeysIsEscaped) {
   EXPECT_EQ(PrintableJson({{"a", 1}}, 2), "{\n  \"a\": 1\n}");
 }
 
+TEST(ReportTest, LongTextIsShortenedBetweenCharacters) {
+  EXPECT_EQ(Shortened("M\u00e4dchen", 8), "M\u00e4dchen");
+  EXPECT_EQ(Shortened("M\u00e4dchen", 3), "M\u00e4…");
+  EXPECT_EQ(Shortened("M\u00e4dchen", 2), "M…");
+  EXPECT_EQ(Shortened("a\x1b[2J", 2), "a\\x1b…");
+  EXPECT_EQ(Shortened("\x80\x80\x80\x80\x80\x80", 5).size(), 2 + std::string("…").size())
+      << "no UTF-8";
+}
+
 TEST(CompletionTest, AServerCannotCommandTheTerminal) {
   // Nor end the line, for a shell would read another candidate.
   EXPECT_EQ(

@@ -346,6 +346,9 @@ grpc::Status FakeServer::StreamGenerate(grpc::ServerContext* context,
   v1::StreamGenerateResponse completed;
   *completed.mutable_completed()->mutable_params() = effective;
   *completed.mutable_completed()->mutable_run() = RunOf(effective);
+  if (!cut_off_.empty()) {
+    completed.mutable_completed()->mutable_run()->add_texts()->set_cut_off(cut_off_);
+  }
   completed.mutable_completed()->mutable_timing()->set_queued_seconds(0.25);
   completed.mutable_completed()->mutable_timing()->set_total_seconds(0.5);
   if (!write(completed)) return broken();

@@ -45,6 +45,8 @@ class FakeServer : public v1::ImageGeneration::Service {
   void EndPreviewsAfter(int evaluation) { last_preview_ = evaluation; }
   /// Unary replies carry images of so many bytes of noise instead of pictures.
   void SetImageBytes(size_t bytes) { image_bytes_ = bytes; }
+  /// Streams tell that the model does not read this end of the prompt.
+  void SetCutOff(const std::string& text) { cut_off_ = text; }
   /// The model has another label.
   void AddLabel(const std::string& label) { label_ = label; }
   /// The error of every job, and what the server says of its device.
@@ -92,7 +94,7 @@ class FakeServer : public v1::ImageGeneration::Service {
   std::atomic<int> last_preview_{INT_MAX};
   std::atomic<bool> omit_completed_{false};
   std::atomic<bool> several_{false};
-  std::string label_, text_;  // set before the calls
+  std::string label_, text_, cut_off_;  // set before the calls
   std::atomic<int> generations_{0};
   std::atomic<int> cancelled_{0};
   mutable std::mutex mutex_;
