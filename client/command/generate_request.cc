@@ -79,7 +79,15 @@ absl::StatusOr<client::Tensor> ReadNoise(const std::string& path,
 /// The model that the server will take: without --model the only one that reads what is given.
 absl::StatusOr<client::Model> ModelOf(const GenerateFlags& flags, const client::Client& client,
                                       const client::CallOptions& options) {
-  if (!flags.model.empty()) return client.GetModel(flags.model, options);
+  if (!flags.model.empty()) {
+    auto model = client.GetModel(flags.model, options);
+    if (model.ok()) return model;
+    // It is said of GetModel's own field.
+    constexpr std::string_view kField = "name: ";
+    const std::string message(model.status().message());
+    if (!message.starts_with(kField)) return model;
+    return WithFlag("--model", absl::Status(model.status().code(), message.substr(kField.size())));
+  }
   auto models = client.ListModels(options);
   if (!models.ok()) return models.status();
   std::erase_if(*models, [&](const client::Model& model) {
@@ -111,6 +119,11 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
     return absl::InvalidArgumentError(
         "--negative, --prompt-2, --negative-2, --clip-skip and --max-chunks are for a PROMPT; give "
         "one, \"\" if it is to be empty");
+  }
+  if (!flags.prompts.empty() + !flags.labels.empty() + !flags.class_vectors.empty() > 1) {
+    return absl::InvalidArgumentError(
+        "PROMPT, --labels and --class-vectors exclude each other; give the one that the model "
+        "reads");
   }
   if (!flags.grid.empty() && flags.format != "png") {
     return absl::InvalidArgumentError(

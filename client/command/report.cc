@@ -3,11 +3,14 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string_view>
 
+#include "absl/strings/ascii.h"
 #include "command/json.h"
 #include "command/progress.h"
 #include "command/table.h"
@@ -18,70 +21,140 @@ namespace {
 struct Flag {
   std::string_view field, flag;
 };
-// Where the flag is not the name of the field with dashes; a field after its own fields.
-constexpr Flag kFlags[] = {{"text_options.clip_skip", "--clip-skip"},
-                           {"text_options.max_chunks", "--max-chunks"},
-                           {"seeds", "--seed"},
-                           {"guidance_scale", "--guidance"},
-                           {"image_guidance_scale", "--image-guidance"},
-                           {"noise_schedule", "--schedule"},
-                           {"s_churn", "--churn"},
-                           {"s_tmin", "--churn-min"},
-                           {"s_tmax", "--churn-max"},
-                           {"s_noise", "--churn-noise"},
-                           {"solver_order", "--order"},
-                           {"width", "--size"},
-                           {"height", "--size"},
-                           {"output.format", "--format"},
-                           {"output.quality", "--quality"},
-                           {"init_image.encoded", "--init-image"},
-                           {"init_image.tensor", "--init-image"},
-                           {"init_image.strength", "--strength"},
-                           {"mask.encoded", "--mask"},
-                           {"mask.tensor", "--mask"},
-                           {"initial_noise", "--noise"},
-                           {"preview.every_evaluations", "--preview-every"},
-                           {"preview.kind", "--preview-kind"}};
-constexpr std::string_view kOwnNames[] = {"model",          "seed",
-                                          "count",          "steps",
-                                          "sampler",        "eta",
-                                          "request_id",     "init_image",
-                                          "mask",           "guidance_rescale",
-                                          "guidance_start", "guidance_stop"};
+// Every field of a request that the command sets, without indices, and the option that sets it.
+constexpr Flag kFlags[] = {
+    {"params.model", "--model"},
+    {"params.request_id", "--request-id"},
+    {"params.seed", "--seed"},
+    {"params.seeds", "--seed"},
+    {"params.count", "--count"},
+    {"params.conditions", "PROMPT"},  // labels and vectors are filled up to one for each image
+    {"params.conditions.text", "PROMPT"},
+    {"params.conditions.negative_text", "--negative"},
+    {"params.conditions.text_2", "--prompt-2"},
+    {"params.conditions.negative_text_2", "--negative-2"},
+    {"params.conditions.class_label", "--labels"},
+    {"params.conditions.class_vector", "--class-vectors"},
+    {"params.text_options.clip_skip", "--clip-skip"},
+    {"params.text_options.max_chunks", "--max-chunks"},
+    {"params.guidance_scale", "--guidance"},
+    {"params.image_guidance_scale", "--image-guidance"},
+    {"params.guidance_rescale", "--guidance-rescale"},
+    {"params.guidance_start", "--guidance-start"},
+    {"params.guidance_stop", "--guidance-stop"},
+    {"params.steps", "--steps"},
+    {"params.sampler", "--sampler"},
+    {"params.noise_schedule", "--schedule"},
+    {"params.eta", "--eta"},
+    {"params.s_churn", "--churn"},
+    {"params.s_tmin", "--churn-min"},
+    {"params.s_tmax", "--churn-max"},
+    {"params.s_noise", "--churn-noise"},
+    {"params.solver_order", "--order"},
+    {"params.width", "--size"},
+    {"params.height", "--size"},
+    {"params.output.format", "--format"},
+    {"params.output.quality", "--quality"},
+    {"params.initial_noise", "--noise"},
+    {"params.init_image", "--init-image"},
+    {"params.init_image.encoded", "--init-image"},
+    {"params.init_image.tensor", "--init-image"},
+    {"params.init_image.strength", "--strength"},
+    {"params.mask", "--mask"},
+    {"params.mask.encoded", "--mask"},
+    {"params.mask.tensor", "--mask"},
+    {"params.priority", "--priority"},
+    {"params.disconnect_policy", "--detach"},
+    {"params.include_timings", "--timings"},
+    {"preview.kind", "--preview-kind"},
+    {"preview.every_evaluations", "--preview-every"},
+    {"preview.decoder", "--preview-decoder"},
+    // As the library names them, before they are sent.
+    {"prompts.text", "PROMPT"},
+    {"prompts.negative", "--negative"},
+    {"prompts.text_2", "--prompt-2"},
+    {"prompts.negative_2", "--negative-2"}};
 
-// Where an image's condition comes from.
-constexpr Flag kConditions[] = {{"text", "PROMPT"},          {"negative_text", "--negative"},
-                                {"text_2", "--prompt-2"},    {"negative_text_2", "--negative-2"},
-                                {"class_label", "--labels"}, {"class_vector", "--class-vectors"}};
+/// How much of `path` is `field`, whose indices are left out; 0 if it does not begin with it.
+size_t Covered(std::string_view path, std::string_view field) {
+  size_t at = 0;
+  for (const char c : field) {
+    if (c == '.' && at < path.size() && path[at] == '[') {
+      at = std::min(path.find(']', at), path.size() - 1) + 1;
+    }
+    if (at == path.size() || path[at++] != c) return 0;
+  }
+  return at == path.size() || path[at] == '.' || path[at] == '[' ? at : 0;
+}
 
 /// "params.conditions[2].class_label" -> "--labels[2]",
 /// "params.init_image.strength" -> "--strength", "params.initial_noise.shape" -> "--noise.shape"; a
-/// field without a flag stays as it is.
-std::string FlagOf(std::string field) {
-  constexpr std::string_view kPrefix = "params.";
-  if (field.rfind(kPrefix, 0) == 0) field.erase(0, kPrefix.size());
-  const auto begins_with = [&field](std::string_view name) {
-    return field.rfind(name, 0) == 0 &&
-           (field.size() == name.size() || field[name.size()] == '.' || field[name.size()] == '[');
-  };
-  const size_t member = field.find("].");
-  if (begins_with("conditions") && member != std::string::npos) {
-    const std::string index =
-        field.substr(sizeof("conditions") - 1, member + 2 - sizeof("conditions"));
-    for (const Flag& flag : kConditions) {
-      if (field.substr(member + 2) == flag.field) return std::string(flag.flag) + index;
+/// field without an option stays as it is.
+std::string FlagOf(std::string_view path) {
+  const Flag* best = nullptr;
+  size_t covered = 0;
+  for (const Flag& flag : kFlags) {
+    const size_t bytes = Covered(path, flag.field);
+    if (bytes > covered) covered = bytes, best = &flag;
+  }
+  if (best == nullptr) return std::string(path);
+  std::string index;  // of an image, inside of what the field's name covers
+  if (const size_t begin = path.find('['); begin < covered) {
+    index = path.substr(begin, path.find(']', begin) + 1 - begin);
+  }
+  return fmt::format("{}{}{}", best->flag, index, path.substr(covered));
+}
+
+bool IsIdentifier(char c) { return absl::ascii_isalnum(c) || c == '_'; }
+
+/// The length of "params.conditions[2].text" at the begin of `text`, or of a single name.
+size_t PathLength(std::string_view text) {
+  size_t end = 0;
+  while (end < text.size()) {
+    const size_t bracket = text[end] == '[' ? text.find(']', end) : std::string::npos;
+    if (bracket != std::string::npos) {
+      end = bracket + 1;
+    } else if (IsIdentifier(text[end]) ||
+               (text[end] == '.' && end + 1 < text.size() && IsIdentifier(text[end + 1]))) {
+      ++end;
+    } else {
+      break;
     }
   }
-  for (const Flag& flag : kFlags) {
-    if (begins_with(flag.field)) return std::string(flag.flag) + field.substr(flag.field.size());
+  return end;
+}
+
+/// The last part of a field's path.
+std::string_view LastName(std::string_view field) { return field.substr(field.rfind('.') + 1); }
+
+/// A message with options in the place of fields: "params.model: there is no ..." -> "--model:
+/// ...". With `names` also in that of a field's last name, where it has an underscore, so that it
+/// is no word: "use class_label" -> "use --labels". Quoted text stays, because it is a user's.
+std::string WithFlags(std::string_view text, bool names) {
+  std::string changed;
+  bool quoted = false;
+  for (size_t i = 0; i < text.size();) {
+    if (!IsIdentifier(text[i])) {
+      if (text[i] == '"') quoted = !quoted;
+      const bool escape = text[i] == '\\' && i + 1 < text.size();
+      changed += text.substr(i, escape ? 2 : 1);
+      i += escape ? 2 : 1;
+      continue;
+    }
+    const std::string_view path = text.substr(i, std::max<size_t>(PathLength(text.substr(i)), 1));
+    i += path.size();
+    const auto* named = std::find_if(std::begin(kFlags), std::end(kFlags), [&](const Flag& flag) {
+      return names && path.find('_') != std::string_view::npos && path == LastName(flag.field);
+    });
+    if (quoted) {
+      changed += path;
+    } else if (named != std::end(kFlags)) {
+      changed += named->flag;
+    } else {
+      changed += path.find_first_of(".[") != std::string_view::npos ? FlagOf(path) : path;
+    }
   }
-  for (const std::string_view name : kOwnNames) {
-    if (!begins_with(name)) continue;
-    std::string flag = "--" + field;
-    for (char& c : flag) c = c == '_' ? '-' : c;
-    return flag;
-  }
-  return field;
+  return changed;
 }
 
 }  // namespace
@@ -110,13 +183,15 @@ std::string Describe(const absl::Status& status) {
   std::string text;
   std::set<std::string> lines;
   for (const client::FieldViolation& violation : details.field_violations) {
-    const std::string line = fmt::format("error: {} {}\n", Printable(FlagOf(violation.field)),
-                                         Printable(violation.description));
+    const std::string line =
+        fmt::format("error: {} {}\n", Printable(FlagOf(violation.field)),
+                    Printable(WithFlags(violation.description, /*names=*/true)));
     // --size 33 is a wrong width and a wrong height.
     if (lines.insert(line).second) text += line;
   }
   if (!text.empty()) return text;
-  text = fmt::format("error: {}\n", Printable({status.message().data(), status.message().size()}));
+  text = fmt::format("error: {}\n",
+                     Printable(WithFlags(std::string(status.message()), /*names=*/false)));
   if (absl::IsDeadlineExceeded(status)) {
     text = "error: the time of --timeout is over; give more, or ask for less\n";
   } else if (absl::IsCancelled(status)) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "denoised/conversion.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -169,14 +171,18 @@ absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation) {
   }
   for (size_t i = 0; i < generation.prompts.size(); ++i) {
     const Prompt& prompt = generation.prompts[i];
-    for (const std::string* text : {&prompt.text, prompt.negative ? &*prompt.negative : nullptr,
-                                    prompt.text_2 ? &*prompt.text_2 : nullptr,
-                                    prompt.negative_2 ? &*prompt.negative_2 : nullptr}) {
+    const auto given = [](const std::optional<std::string>& text) {
+      return text ? &*text : nullptr;
+    };
+    for (const auto& [name, text] :
+         {std::pair{"text", &prompt.text}, std::pair{"negative", given(prompt.negative)},
+          std::pair{"text_2", given(prompt.text_2)},
+          std::pair{"negative_2", given(prompt.negative_2)}}) {
       // Protobuf would refuse it on the way, without a name.
       if (text && !google::protobuf::internal::IsStructurallyValidUTF8(
                       text->data(), static_cast<int>(text->size()))) {
-        return absl::InvalidArgumentError("prompts[" + std::to_string(i) +
-                                          "] is not UTF-8; encode its text so");
+        return absl::InvalidArgumentError(
+            fmt::format("prompts[{}].{} is not UTF-8; encode it so", i, name));
       }
     }
   }

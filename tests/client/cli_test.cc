@@ -445,9 +445,19 @@ TEST_F(CliTest, TellsEveryWrongFieldWithItsRemedy) {
   EXPECT_EQ(result.err,
             "error: --steps is 0; use 1 to 100\nerror: --guidance is -1; use 0 to 100\n");
   EXPECT_EQ(result.out, "");
-  const auto model = Run({"generate", "-m", "cats", "-o", Path("x.png")});
-  EXPECT_EQ(model.exit_code, 1);
-  EXPECT_EQ(model.err, "error: model \"cats\" is not served; use digits\n");
+  // Whether the model is needed for the request or named in it.
+  for (const char* label : {"seven", "7"}) {
+    const auto model = Run({"generate", "-m", "cats", "-l", label, "-o", Path("x.png")});
+    EXPECT_EQ(model.exit_code, 1);
+    EXPECT_EQ(model.err, "error: --model: there is no model \"cats\"; this server holds: digits\n");
+  }
+  for (const auto& [flag, name] :
+       {std::pair{"--negative", "--negative[0]"}, std::pair{"--prompt-2", "--prompt-2[0]"}}) {
+    EXPECT_EQ(Run({"generate", "a", flag, "\xff", "-o", Path("x.png")}).err,
+              fmt::format("error: {} is not UTF-8; encode it so\n", name));
+  }
+  EXPECT_EQ(Run({"generate", "a", "b\xff", "-o", Path("x.png")}).err,
+            "error: PROMPT[1] is not UTF-8; encode it so\n");
 }
 
 TEST_F(CliTest, UsageErrorsSendNothing) {
@@ -470,7 +480,8 @@ TEST_F(CliTest, UsageErrorsSendNothing) {
       {"generate", "--init-image", Path("absent.png")},
       {"generate", "-o", Path("absent/x.png")},
       {"generate", "-o", Path("{what}.png")},
-      {"generate", "--json", "-o", "-"}};
+      {"generate", "--json", "-o", "-"},
+      {"generate", "a", "--labels", "3"}};
   for (const auto& arguments : wrong) {
     const auto result = Run(arguments);
     EXPECT_EQ(result.exit_code, 2) << testing::PrintToString(arguments) << result.err;

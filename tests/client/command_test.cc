@@ -370,6 +370,58 @@ TEST(ReportTest, OneLineForEachFieldUnderItsFlag) {
   EXPECT_EQ(ExitCodeOf(status), kUsage);
 }
 
+TEST(ReportTest, MessagesNameFlagsInsteadOfFields) {
+  const auto violation = [](const std::string& field, const std::string& description) {
+    return Describe(client::FromGrpc(client::InvalidFields({{field, description}})));
+  };
+  EXPECT_EQ(violation("params.conditions[0].text",
+                      "is not for model 'mnist-32', which reads no text; use class_label"),
+            "error: PROMPT[0] is not for model 'mnist-32', which reads no text; use --labels\n");
+  EXPECT_EQ(violation("params.conditions[1].class_vector[2]", "is 1e9; use -10000 to 10000"),
+            "error: --class-vectors[1][2] is 1e9; use -10000 to 10000\n");
+  EXPECT_EQ(violation("params.guidance_start", "is 0.5, not below guidance_stop, 0.5"),
+            "error: --guidance-start is 0.5, not below --guidance-stop, 0.5\n");
+  EXPECT_EQ(violation("params.seeds[1]", "is \"seeds of s_churn\"; of model's steps"),
+            "error: --seed[1] is \"seeds of s_churn\"; of model's steps\n");
+  EXPECT_EQ(
+      Describe(absl::NotFoundError("params.model: there is no model \"params.model\\\"\"; x.y")),
+      "error: --model: there is no model \"params.model\\\"\"; x.y\n");
+  // Of a job, not of --request-id.
+  EXPECT_EQ(Describe(absl::NotFoundError("request_id: there is no job")),
+            "error: request_id: there is no job\n");
+}
+
+void AddFields(const google::protobuf::Descriptor& message, const std::string& path,
+               std::vector<std::string>* fields) {
+  for (int i = 0; i < message.field_count(); ++i) {
+    const google::protobuf::FieldDescriptor& field = *message.field(i);
+    const std::string name = path + "." + std::string(field.name());
+    const bool leaf =
+        field.message_type() == nullptr || field.message_type() == v1::Tensor::descriptor();
+    if (leaf) fields->push_back(name);
+    if (!leaf) AddFields(*field.message_type(), name, fields);
+  }
+}
+
+TEST(ReportTest, EveryFieldThatTheCommandSetsHasItsFlag) {
+  std::vector<std::string> fields, without;
+  AddFields(*v1::GenerationParams::descriptor(), "params", &fields);
+  AddFields(*v1::PreviewOptions::descriptor(), "preview", &fields);
+  EXPECT_GT(fields.size(), 40u);
+  for (const std::string& field : fields) {
+    const std::string said =
+        Describe(client::FromGrpc(client::InvalidFields({{field, "is wrong"}})));
+    if (said == "error: " + field + " is wrong\n") without.push_back(field);
+  }
+  EXPECT_THAT(
+      without,
+      testing::UnorderedElementsAre(
+          "params.output.embed_metadata", "params.size_conditions.original_size.height",
+          "params.size_conditions.original_size.width", "params.size_conditions.crop.top",
+          "params.size_conditions.crop.left", "params.size_conditions.target_size.height",
+          "params.size_conditions.target_size.width", "preview.max_edge", "preview.format"));
+}
+
 TEST(ReportTest, AFlagThatSetsTwoFieldsIsNamedOnce) {
   const absl::Status status = client::FromGrpc(client::InvalidFields(
       {{"params.width", "is 33; use 32"}, {"params.height", "is 33; use 32"}}));

@@ -236,7 +236,9 @@ grpc::Status FakeServer::Admit(const grpc::ServerContext& context,
   }
   if (!params.model().empty() && params.model() != "digits") {
     return WithDetails(grpc::StatusCode::NOT_FOUND,
-                       fmt::format("model \"{}\" is not served; use digits", params.model()),
+                       fmt::format("params.model: there is no model \"{}\"; this server holds: "
+                                   "digits",
+                                   params.model()),
                        Info("MODEL_NOT_FOUND"));
   }
   std::vector<std::pair<std::string, std::string>> violations;
@@ -453,9 +455,10 @@ grpc::Status FakeServer::GetModel(grpc::ServerContext* context, const v1::GetMod
   ListModels(context, nullptr, &models);
   const v1::Model& digits = *models.models().rbegin();
   if (!request->name().empty() && request->name() != digits.name()) {
-    return WithDetails(grpc::StatusCode::NOT_FOUND,
-                       fmt::format("model \"{}\" is not served; use digits", request->name()),
-                       Info("MODEL_NOT_FOUND"));
+    return WithDetails(
+        grpc::StatusCode::NOT_FOUND,
+        fmt::format("name: there is no model \"{}\"; this server holds: digits", request->name()),
+        Info("MODEL_NOT_FOUND"));
   }
   *response->mutable_model() = digits;
   return grpc::Status::OK;
