@@ -50,6 +50,11 @@ absl::Status WriteFile(const std::string& path, std::string_view bytes) {
 }
 
 absl::Status CheckWritable(const std::string& path) {
+  if (path == "-" && isatty(STDOUT_FILENO)) {
+    return absl::InvalidArgumentError(
+        "--out - would write the bytes of a picture into the terminal; send stdout to a file or a "
+        "program, or give --out a file");
+  }
   if (path == "-") return absl::OkStatus();
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) {

@@ -315,6 +315,11 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
 
 ExitCode Watch(const client::Client& client, const std::string& request_id, uint64_t after_sequence,
                GenerateFlags flags, const client::CallOptions& call) {
+  if (flags.out == "-") {
+    if (absl::Status status = CheckWritable(flags.out); !status.ok()) {
+      return Report(status, flags.json);
+    }
+  }
   const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json && flags.out != "-";
   std::unique_ptr<LiveView> view;
   if (terminal) view = std::make_unique<LiveView>(stdout, TerminalColoursOfEnvironment());

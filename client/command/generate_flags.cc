@@ -56,7 +56,8 @@ void AddContentFlags(CLI::App& command, GenerateFlags& flags) {
   command
       .add_option("--init-image", flags.init_image,
                   "Start from this picture (PNG, JPEG, WebP or .npy) instead of noise")
-      ->type_name(kFile);
+      ->type_name(kFile)
+      ->check(NamesAFile());
   command.add_option("--strength", flags.strength,
                      "How much of --init-image to change: above 0, up to 1 (keeps nothing of it). "
                      "Default: the model's, mostly 0.8, and 1 with --mask");
@@ -64,13 +65,15 @@ void AddContentFlags(CLI::App& command, GenerateFlags& flags) {
       .add_option("--mask", flags.mask,
                   "Redraw only a part of --init-image: a picture of the same size, white where to "
                   "redraw (PNG, JPEG, WebP or .npy)")
-      ->type_name(kFile);
+      ->type_name(kFile)
+      ->check(NamesAFile());
   command
       .add_option(
           "--noise", flags.noise,
           "Start from this noise: a file of float32 [count, height, width, channels] with unit "
           "variance, .npy or raw")
-      ->type_name(kFile);
+      ->type_name(kFile)
+      ->check(NamesAFile());
 
   command.add_option(
       "--prompt-2", flags.prompt_2,
@@ -133,7 +136,8 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
       .add_option("-o,--out", flags.out,
                   "Output file; {index}, {seed}, {label} and {model} are replaced; - is stdout. "
                   "Default: denoised.png, or denoised-{index}.png for several images")
-      ->type_name(kFile);
+      ->type_name(kFile)
+      ->check(NamesAFile());
   command
       .add_option(
           "--format", flags.format,
@@ -172,7 +176,8 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
           "Save the denoising as an animation, a .webp file with a frame for each preview. "
           "The server may leave previews out: beyond its --max-previews-per-second, and for "
           "a slow connection")
-      ->type_name(kFile);
+      ->type_name(kFile)
+      ->check(NamesAFile());
   command.add_flag("--json", flags.json,
                    "Print JSON: a line for each file, then a line for the request");
   command
@@ -200,6 +205,11 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
 }
 
 }  // namespace
+
+CLI::Validator NamesAFile() {
+  return CLI::Validator(
+      [](const std::string& path) { return path.empty() ? "it is empty; name a file" : ""; }, "");
+}
 
 void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   AddContentFlags(command, flags);

@@ -47,6 +47,9 @@ struct GenerateFlags {
   std::optional<double> timeout_seconds;
 };
 
+/// Refuses an empty value, of an option that names a file.
+CLI::Validator NamesAFile();
+
 /// Adds the flags, with their help, to the subcommand; `flags` outlives it.
 void AddGenerateFlags(CLI::App& command, GenerateFlags& flags);
 

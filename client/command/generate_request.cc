@@ -129,6 +129,12 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
     return absl::InvalidArgumentError(
         "--grid makes one PNG; let --out end in .png, and leave --format out");
   }
+  if (flags.quality && flags.format != "jpeg" && flags.format != "webp") {
+    return absl::InvalidArgumentError(fmt::format(
+        "--quality is {}, but --format is {}, which loses nothing; leave --quality out, "
+        "or use --format jpeg or webp",
+        *flags.quality, flags.format));
+  }
   if (!flags.animate.empty() && !HasExtension(flags.animate, ".webp")) {
     return absl::InvalidArgumentError(
         fmt::format("--animate is {}; use a path that ends in .webp", flags.animate));
@@ -154,6 +160,13 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
 
 absl::Status CompleteFormat(GenerateFlags& flags) {
   const std::string of_path = FormatOfPath(flags.out);
+  const std::string extension = std::filesystem::path(flags.out).extension().string();
+  if (flags.format.empty() && of_path.empty() && extension.size() > 1) {
+    return absl::InvalidArgumentError(
+        fmt::format("--out is {}, and {} is no format; let it end in .png, .jpg, .webp, .npy or "
+                    ".raw, or say what it is with --format",
+                    flags.out, extension));
+  }
   if (flags.format.empty()) flags.format = of_path.empty() ? "png" : of_path;
   if (of_path.empty() || of_path == flags.format) return absl::OkStatus();
   return absl::InvalidArgumentError(

@@ -21,6 +21,7 @@
 #include "command/connection_flags.h"
 #include "command/contexts.h"
 #include "command/generate.h"
+#include "command/generate_flags.h"
 #include "command/health.h"
 #include "command/interrupt.h"
 #include "command/jobs.h"
@@ -214,7 +215,8 @@ Example:
       "--after", flags.after_sequence,
       "Skip the events up to this number (last_sequence of jobs get --json). Default: 0");
   watch->add_option("-o,--out", flags.out, "Output file; see denoise generate --help")
-      ->type_name(command::kFile);
+      ->type_name(command::kFile)
+      ->check(command::NamesAFile());
   return {list, get, watch, cancel};
 }
 

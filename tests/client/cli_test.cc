@@ -300,7 +300,7 @@ TEST_F(CliTest, EveryFlagArrives) {
                            "--request-id",
                            "me",
                            "-o",
-                           Path("x.png")});
+                           Path("x.jpg")});
   ASSERT_EQ(result.exit_code, 0) << result.err;
   const v1::GenerationParams params = server_.requests().at(0);
   EXPECT_EQ(params.model(), "digits");
@@ -359,6 +359,15 @@ TEST_F(CliTest, TheFormatIsWhatTheNameEndsIn) {
   EXPECT_THAT(differs.err, HasSubstr("but --format is png; leave --format out"));
 }
 
+TEST_F(CliTest, ANameThatEndsInNoFormatNeedsOne) {
+  const auto gif = Run({"generate", "-o", Path("x.gif")});
+  EXPECT_EQ(gif.exit_code, 2);
+  EXPECT_THAT(gif.err, HasSubstr("x.gif, and .gif is no format; let it end in .png, "));
+  EXPECT_EQ(server_.generations(), 0);
+  EXPECT_EQ(Run({"generate", "-o", Path("x.v1.5"), "--format", "png"}).exit_code, 0);
+  EXPECT_TRUE(DecodePng(Read("x.v1.5")).ok());
+}
+
 TEST_F(CliTest, WritesArrays) {
   EXPECT_EQ(Run({"generate", "-o", Path("x.npy")}).exit_code, 0);
   const auto tensor = ReadNpy(Read("x.npy"));
@@ -373,6 +382,14 @@ TEST_F(CliTest, WritesToStdout) {
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_TRUE(DecodePng(result.out).ok());
   EXPECT_EQ(Run({"generate", "-n", "2", "-o", "-"}).exit_code, 2);
+  const int before = server_.generations();
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"generate", "-o", "-"}, {"jobs", "watch", "x", "-o", "-"}}) {
+    const auto terminal = RunOnTerminal(Command(arguments), {"TERM=dumb"});
+    EXPECT_EQ(terminal.exit_code, 2);
+    EXPECT_THAT(terminal.out, StartsWith("error: --out - would write the bytes of a picture into"));
+  }
+  EXPECT_EQ(server_.generations(), before);
 }
 
 TEST_F(CliTest, SavesAnAnimation) {
@@ -518,6 +535,11 @@ TEST_F(CliTest, UsageErrorsNameTheFlagAndTheValue) {
         "m\xc2\x9b"
         "31m\x1b[2J\u202e"},
        "--sampler: m\\x9b31m\\x1b[2J\\u202e not in {"},
+      {{"generate", "--out", ""}, "--out: it is empty; name a file"},
+      {{"generate", "--animate="}, "--animate: it is empty; name a file"},
+      {{"jobs", "watch", "x", "--out="}, "--out: it is empty; name a file"},
+      {{"generate", "--quality", "50"},
+       "--quality is 50, but --format is png, which loses nothing"},
       {{"jobs", "watch", ""}, "id: it is empty; use what generate --detach printed"},
       {{"jobs", "get", ""}, "id: it is empty"},
       {{"jobs", "cancel", ""}, "id: it is empty"}};
@@ -712,13 +734,9 @@ TEST_F(CliTest, OnlyATerminalGetsPreviewsByDefault) {
   std::vector<std::string> command = Command({"generate", "-o", Path("x.png")});
   EXPECT_EQ(RunProcess(command, kColours).exit_code, 0);
   EXPECT_FALSE(server_.streamed().has_preview());
-  for (const std::vector<std::string>& flags : {std::vector<std::string>{"--json"}, {"-o", "-"}}) {
-    command = Command({"generate"});
-    command.insert(command.end(), flags.begin(), flags.end());
-    if (flags[0] == "--json") command.insert(command.end(), {"-o", Path("x.png")});
-    EXPECT_EQ(RunOnTerminal(command, kColours).exit_code, 0);
-    EXPECT_FALSE(server_.streamed().has_preview());
-  }
+  command.emplace_back("--json");
+  EXPECT_EQ(RunOnTerminal(command, kColours).exit_code, 0);
+  EXPECT_FALSE(server_.streamed().has_preview());
 }
 
 TEST_F(CliTest, TerminalsWithoutColoursGetCharacters) {
