@@ -215,15 +215,16 @@ void AddGenerateFlags(CLI::App& command, GenerateFlags& flags) {
   AddContentFlags(command, flags);
   AddSamplingFlags(command, flags);
   AddOutputFlags(command, flags);
-  command.footer(R"(Examples:
-  denoise generate                                    one image, denoised.png
-  denoise generate --grid 4x4                         sixteen images on one sheet
-  denoise generate "a red apple" --negative "leaf" --size 512x768
+  command.footer(
+      R"(Examples, with the two models that ship with denoised: a prompt is for emoji-64, a label for mnist-32.
+  denoise generate "a red apple" --negative leaf      one image, denoised.png
+  denoise generate "a green heart" --grid 4x4         sixteen images on one sheet
+  denoise generate "pizza" "rocket" -o "{index}.png"  two prompts, two images
   denoise generate -l 0,1,2,3 --seed 42 -o "{label}.png"
   denoise generate -l 7 --seed 3,14,15 -o "{seed}.png"
-  denoise generate --steps 40 --sampler heun --churn 10 --animate denoising.webp
-  denoise generate --init-image sketch.png --strength 0.6
-  denoise generate -n 100 -o "{seed}.webp" --json | jq -r .path)");
+  denoise generate -l 3 --steps 40 --sampler heun --churn 10 --animate denoising.webp
+  denoise generate "a blue apple" --init-image denoised.png --strength 0.6 -o blue.png
+  denoise generate -l 7 -n 100 -o "{seed}.webp" --json | jq -r '.path // empty')");
 }
 
 }  // namespace denoised::command

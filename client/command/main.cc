@@ -41,15 +41,17 @@ reached, is not ready or is full; 4 --timeout passed; 130 interrupted.)";
 
 constexpr char kFooter[] = R"(Examples:
   denoise models                            list the models of the server
-  denoise generate --grid 4x4               draw sixteen images and watch them appear
+  denoise generate "a red apple" --grid 4x4
+                                            draw sixteen images and watch them appear
   denoise health --wait 60                  wait until the server is ready
-  id=$(denoise generate -n 64 --detach)     start a job that runs without a connection
+  id=$(denoise generate -l 7 -n 64 --detach)
+                                            start a job that runs without a connection
   denoise jobs watch $id -o "{index}.png"   follow that job and save its images
   denoise bench -c 16                       measure images per second with 16 requests at a time
   denoise open                              open the page of the server in a browser
   denoise context add studio --server studio:50051
                                             give a server a name
-  denoise --server dns:///replicas:50051 generate
+  denoise --server dns:///replicas:50051 generate -l 7
                                             use any of several servers, and another if it fails
 
 "denoise COMMAND --help" explains a command. The options above go with every command.
@@ -182,7 +184,7 @@ JobCommands AddJobs(CLI::App& app, command::JobsFlags& flags) {
 jobs are kept for a while (denoised --help). Only the server that accepted a job can report on it.
 
 Example:
-  id=$(denoise generate -n 64 --detach)
+  id=$(denoise generate -l 7 -n 64 --detach)
   denoise jobs watch $id -o "{index}.png")");
   CLI::App* list = jobs->add_subcommand("list", "List running and finished jobs");
   list->add_flag("--all", flags.query.all_clients, "Jobs of all clients (admins)");
@@ -240,7 +242,7 @@ CLI::App* AddHealth(CLI::App& app, command::HealthFlags& flags) {
                    "Wait up to this many seconds until it is ready. Default: 0")
       ->check(CLI::Range(0.0, 1e6));
   health->add_flag("--json", flags.json, "Print JSON");
-  health->footer("Example:\n  denoise health --wait 60 && denoise generate");
+  health->footer("Example:\n  denoise health --wait 60 && denoise generate -l 7");
   return health;
 }
 
