@@ -1306,7 +1306,7 @@ def speed(data):
     lines.append(f"{misses([each for _, each in compared_models(data).values()])}.")
     single = data("sd15-request")["figures"]["row"]
     ratio = best_of(single)[2]
-    lines.append(f"Less is gained elsewhere. A request for 16 digits is {times(best_of(request)[2])} as fast as "
+    lines.append(f"A request for 16 digits is {times(best_of(request)[2])} as fast as "
                  f"PyTorch's sampling alone. Stable Diffusion's UNets are {times(min(ratios))} to "
                  f"{times(max(ratios))} as fast; {misses(found)}. A request to SD 1.5, "
                  f"from text to PNG, is {times(ratio)} as fast as diffusers' models in one CUDA graph"
