@@ -24,9 +24,13 @@ PROGRAMS = len(gpu_record.GPU_PROGRAMS)  # one case passes in each
 
 # Cases and what becomes of them; with "crash" the program ends before it writes its report.
 PROGRAM = """#!{python}
-import os, sys, time
-cases = {cases}
+import fnmatch, os, sys, time
 flags = dict(flag.split("=", 1) for flag in sys.argv[1:] if "=" in flag)
+wanted, _, unwanted = flags["--gtest_filter"].partition("-")
+def among(name, patterns): return any(fnmatch.fnmatchcase(name, each) for each in patterns.split(":"))
+cases = {{name: what for name, what in {cases}.items() if among(name, wanted) and not among(name, unwanted)}}
+def note(what):
+    with open("ran", "a") as file: file.write(what + "\\n")
 if "--gtest_list_tests" in sys.argv:
     print("Running main() from gmock_main.cc")
     for name in cases:
@@ -38,6 +42,8 @@ mine = list(cases)[index::count]
 report = ""
 for name in mine:
     print("[ RUN      ] " + name, flush=True)
+    note(name)
+    if "Slow" in name: time.sleep(0.1)
     if cases[name] == "crash": sys.exit(11)
     if cases[name] == "hang": time.sleep(600)
     suite, case = name.split(".")
@@ -45,6 +51,7 @@ for name in mine:
                  skipped='<skipped message="a_test.cc:1&#x0A;needs a GPU beside another"/>')[cases[name]]
     status = "notrun" if cases[name] == "disabled" else "run"
     report += f'<testcase classname="{{suite}}" name="{{case}}" status="{{status}}">{{inner}}</testcase>'
+    note(name)
 with open(flags["--gtest_output"].removeprefix("xml:"), "w") as out:
     out.write("<testsuites>" + report + "</testsuites>")
 sys.exit("failed" in [cases[name] for name in mine])
@@ -111,6 +118,23 @@ class GpuRecordTest(unittest.TestCase):
                          ("NVIDIA H200", "580.1", "abc123"))
         self.assertEqual(record["sources"], gpu_record.hash_of_sources(self.root))
         self.assertTrue(self.output.endswith(f"{PROGRAMS + 19} passed, 0 failed, 1 skipped\n"), self.output)
+
+    def test_what_measures_time_or_memory_runs_alone(self):
+        alone = ["Cuda/Slow.TakesNoMoreMemory/0", "Device/EngineTest.Slow/cuda", "SeveralDevices.SlowGpu"]
+        self.program("backend_test", {f"Cuda/Slow.Case/{i}": "passed" for i in range(6)} | {alone[0]: "passed"})
+        self.program("engine_test", {"Cuda/Slow.Case/Bf16": "passed"} | dict.fromkeys(alone[1:], "passed"))
+        record = self.run_test_gpu()
+        self.assertEqual((record["passed"], record["failed"]), (PROGRAMS - 2 + 10, []))
+        ran = (self.root / "ran").read_text().splitlines()
+        for case in alone:  # began and ended once, with nothing between
+            self.assertEqual([i for i, name in enumerate(ran) if name == case],
+                             [ran.index(case), ran.index(case) + 1], ran)
+        self.assertGreater(ran.index(alone[0]), max(i for i, name in enumerate(ran) if name not in alone))
+        # A suite that was renamed would run beside others.
+        sources = "".join(file.read_text() for file in (ROOT / "tests").glob("*/*_test.cc"))
+        patterns = re.search(r"ALONE_CASES = (\[.*\])", (ROOT / "scripts/test-gpu").read_text())[1]
+        for pattern in json.loads(patterns):
+            self.assertIn(pattern.split(".")[0].split("/")[-1].strip("*"), sources)
 
     def test_disabled_cases_did_not_pass(self):
         self.program("backend_test", {"Cuda/Fine.Case/0": "passed", "Cuda/Off.DISABLED_Case/0": "disabled"})

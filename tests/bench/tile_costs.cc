@@ -263,6 +263,7 @@ absl::Status Main(int argc, char** argv) {
       options.fp8 = true;
     } else if (const char* seconds = value("--seconds=")) {
       options.seconds = std::strtod(seconds, nullptr);
+      if (!(options.seconds > 0)) return InvalidArgument("{}: expected seconds above 0", flag);
     } else if (const char* json = value("--json=")) {
       options.json = json;
     } else {

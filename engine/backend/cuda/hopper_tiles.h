@@ -43,12 +43,12 @@ struct HopperKernelSpec {
   int lag = 0;               // kCooperative: steps by which the second consumer starts later
 };
 
-/// Microseconds on an H200, fitted by tests/bench/fit_tile_costs.py to layers of our models.
+/// Microseconds on an H200, fitted to layers of our models: those of tiles in e4m3 by
+/// tests/bench/fit_tile_costs.py, the others before there was that script.
 struct HopperTileCost {
   struct Launch {
     double launch = 0, step = 0, finish = 0;  // a launch; a tile's step along k and its epilogue
-    double busy = 1;  // factor of a step with more than kFewWaves waves: narrow tiles need more
-                      // bandwidth and power
+    double busy = 1;                          // factor of a step with more than kFewWaves waves
   };
   Launch single;
   Launch multicast;  // kIm2col: in clusters of two that multicast weights; empty: not supported
