@@ -127,9 +127,9 @@ size_t PathLength(std::string_view text) {
 /// The last part of a field's path.
 std::string_view LastName(std::string_view field) { return field.substr(field.rfind('.') + 1); }
 
-/// A message with options in the place of fields: "params.model: there is no ..." -> "--model:
-/// ...". With `names` also in that of a field's last name, where it has an underscore, so that it
-/// is no word: "use class_label" -> "use --labels". Quoted text stays, because it is a user's.
+/// A server's text with options in the place of fields: "below params.steps" -> "below --steps".
+/// With `names` also in that of a field's last name, where it has an underscore, so that it is no
+/// word: "use class_label" -> "use --labels". Quoted text stays, because it is a user's.
 std::string WithFlags(std::string_view text, bool names) {
   std::string changed;
   bool quoted = false;
@@ -155,6 +155,17 @@ std::string WithFlags(std::string_view text, bool names) {
     }
   }
   return changed;
+}
+
+/// A message with options in the place of fields: "params.model: there is no ..." -> "--model:
+/// ...". This side's own messages name files without quotes, and a file may be called params.seed,
+/// so there only what the message begins with is a field.
+std::string MessageWithFlags(const std::string& message, bool by_server) {
+  if (by_server) return WithFlags(message, /*names=*/false);
+  const size_t length = PathLength(message);
+  const std::string rest = message.substr(length);
+  const bool is_field = rest.starts_with(": ") || rest.starts_with(" is ");
+  return is_field ? FlagOf(message.substr(0, length)) + rest : message;
 }
 
 }  // namespace
@@ -191,7 +202,8 @@ std::string Describe(const absl::Status& status) {
   }
   if (!text.empty()) return text;
   text = fmt::format("error: {}\n",
-                     Printable(WithFlags(std::string(status.message()), /*names=*/false)));
+                     Printable(MessageWithFlags(std::string(status.message()),
+                                                /*by_server=*/!details.domain.empty())));
   if (absl::IsDeadlineExceeded(status)) {
     text = "error: the time of --timeout is over; give more, or ask for less\n";
   } else if (absl::IsCancelled(status)) {

@@ -475,6 +475,10 @@ TEST_F(CliTest, TellsEveryWrongFieldWithItsRemedy) {
   }
   EXPECT_EQ(Run({"generate", "a", "b\xff", "-o", Path("x.png")}).err,
             "error: PROMPT[1] is not UTF-8; encode it so\n");
+  EXPECT_THAT(Run({"bench", "--trace", "prompts.text"}).err,
+              StartsWith("error: cannot read prompts.text: No such file"));
+  EXPECT_THAT(Run({"generate", "a", "--init-image", "params.seed.png"}).err,
+              StartsWith("error: --init-image: cannot read params.seed.png: No such file"));
 }
 
 TEST_F(CliTest, UsageErrorsSendNothing) {

@@ -386,6 +386,21 @@ TEST(ReportTest, MessagesNameFlagsInsteadOfFields) {
   EXPECT_EQ(
       Describe(absl::NotFoundError("params.model: there is no model \"params.model\\\"\"; x.y")),
       "error: --model: there is no model \"params.model\\\"\"; x.y\n");
+  EXPECT_EQ(Describe(absl::InvalidArgumentError("prompts[1].negative is not UTF-8")),
+            "error: --negative[1] is not UTF-8\n");
+  // Names of files, which this side writes without quotes.
+  for (const std::string message :
+       {"cannot read prompts.text: No such file", "--init-image: cannot read params.seed.png: no",
+        "--noise params.steps: is no array", "params.seed"})
+    EXPECT_EQ(Describe(absl::InvalidArgumentError(message)), "error: " + message + "\n");
+  // A server quotes them.
+  const std::string details = client::Draining().error_details();
+  EXPECT_EQ(
+      Describe(client::FromGrpc(
+          {grpc::StatusCode::ALREADY_EXISTS,
+           "params.request_id: \"preview.kind\" is another's (modified: params.steps: 4 -> 5)",
+           details})),
+      "error: --request-id: \"preview.kind\" is another's (modified: --steps: 4 -> 5)\n");
   // Of a job, not of --request-id.
   EXPECT_EQ(Describe(absl::NotFoundError("request_id: there is no job")),
             "error: request_id: there is no job\n");
