@@ -29,8 +29,17 @@ bool HasExtension(const std::string& path, std::string_view extension) {
          path.compare(path.size() - extension.size(), extension.size(), extension) == 0;
 }
 
+/// The same error with another message; it keeps what the server says beyond that.
+absl::Status WithMessage(const std::string& message, const absl::Status& status) {
+  absl::Status changed(status.code(), message);
+  status.ForEachPayload([&changed](absl::string_view type, const absl::Cord& payload) {
+    changed.SetPayload(type, payload);
+  });
+  return changed;
+}
+
 absl::Status WithFlag(const std::string& flag, const absl::Status& status) {
-  return absl::Status(status.code(), fmt::format("{}: {}", flag, std::string(status.message())));
+  return WithMessage(fmt::format("{}: {}", flag, std::string(status.message())), status);
 }
 
 /// A picture as a file, or an array.
@@ -82,11 +91,11 @@ absl::StatusOr<client::Model> ModelOf(const GenerateFlags& flags, const client::
   if (!flags.model.empty()) {
     auto model = client.GetModel(flags.model, options);
     if (model.ok()) return model;
-    // It is said of GetModel's own field.
+    // It is said of GetModel's own field; a request that names the model is told of its.
     constexpr std::string_view kField = "name: ";
     const std::string message(model.status().message());
     if (!message.starts_with(kField)) return model;
-    return WithFlag("--model", absl::Status(model.status().code(), message.substr(kField.size())));
+    return WithMessage("params.model: " + message.substr(kField.size()), model.status());
   }
   auto models = client.ListModels(options);
   if (!models.ok()) return models.status();

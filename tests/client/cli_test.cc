@@ -464,9 +464,13 @@ TEST_F(CliTest, TellsEveryWrongFieldWithItsRemedy) {
   EXPECT_EQ(result.out, "");
   // Whether the model is needed for the request or named in it.
   for (const char* label : {"seven", "7"}) {
-    const auto model = Run({"generate", "-m", "cats", "-l", label, "-o", Path("x.png")});
+    const auto model = Run({"generate", "-m", "cats", "-l", label, "--json", "-o", Path("x.png")});
     EXPECT_EQ(model.exit_code, 1);
     EXPECT_EQ(model.err, "error: --model: there is no model \"cats\"; this server holds: digits\n");
+    const auto json = Lines(model.out).at(0);
+    EXPECT_EQ(json["reason"], "MODEL_NOT_FOUND") << label;
+    EXPECT_EQ(json["message"],
+              "params.model: there is no model \"cats\"; this server holds: digits");
   }
   for (const auto& [flag, name] :
        {std::pair{"--negative", "--negative[0]"}, std::pair{"--prompt-2", "--prompt-2[0]"}}) {
