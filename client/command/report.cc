@@ -28,7 +28,7 @@ constexpr Flag kFlags[] = {
     {"params.seed", "--seed"},
     {"params.seeds", "--seed"},
     {"params.count", "--count"},
-    {"params.conditions", "PROMPT"},  // labels and vectors are filled up to one for each image
+    {"params.conditions", "PROMPT, --labels or --class-vectors"},  // one of them: too many
     {"params.conditions.text", "PROMPT"},
     {"params.conditions.negative_text", "--negative"},
     {"params.conditions.text_2", "--prompt-2"},

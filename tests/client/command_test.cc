@@ -379,6 +379,8 @@ TEST(ReportTest, MessagesNameFlagsInsteadOfFields) {
             "error: PROMPT[0] is not for model 'mnist-32', which reads no text; use --labels\n");
   EXPECT_EQ(violation("params.conditions[1].class_vector[2]", "is 1e9; use -10000 to 10000"),
             "error: --class-vectors[1][2] is 1e9; use -10000 to 10000\n");
+  EXPECT_EQ(violation("params.conditions", "has 601 entries; send at most 600"),
+            "error: PROMPT, --labels or --class-vectors has 601 entries; send at most 600\n");
   EXPECT_EQ(violation("params.guidance_start", "is 0.5, not below guidance_stop, 0.5"),
             "error: --guidance-start is 0.5, not below --guidance-stop, 0.5\n");
   EXPECT_EQ(violation("params.seeds[1]", "is \"seeds of s_churn\"; of model's steps"),
