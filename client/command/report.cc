@@ -152,6 +152,9 @@ std::string WithFlags(std::string_view text, bool names) {
       changed += named->flag;
     } else {
       changed += path.find_first_of(".[") != std::string_view::npos ? FlagOf(path) : path;
+      // A remedy, for what a picture cannot hold.
+      if (path == "params.init_image.tensor" || path == "params.mask.tensor")
+        changed += " FILE.npy";
     }
   }
   return changed;

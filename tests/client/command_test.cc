@@ -381,6 +381,14 @@ TEST(ReportTest, MessagesNameFlagsInsteadOfFields) {
             "error: --class-vectors[1][2] is 1e9; use -10000 to 10000\n");
   EXPECT_EQ(violation("params.conditions", "has 601 entries; send at most 600"),
             "error: PROMPT, --labels or --class-vectors has 601 entries; send at most 600\n");
+  EXPECT_EQ(violation("params.init_image.encoded",
+                      "is a picture, but the model has 4 channels; use params.init_image.tensor"),
+            "error: --init-image is a picture, but the model has 4 channels; use --init-image "
+            "FILE.npy\n");
+  EXPECT_EQ(violation("params.mask", "is wrong; use params.mask.tensor"),
+            "error: --mask is wrong; use --mask FILE.npy\n");
+  EXPECT_EQ(violation("params.init_image.tensor.shape", "is [2]; use [height, width, 4]"),
+            "error: --init-image.shape is [2]; use [height, width, 4]\n");
   EXPECT_EQ(violation("params.guidance_start", "is 0.5, not below guidance_stop, 0.5"),
             "error: --guidance-start is 0.5, not below --guidance-stop, 0.5\n");
   EXPECT_EQ(violation("params.seeds[1]", "is \"seeds of s_churn\"; of model's steps"),
