@@ -37,6 +37,10 @@ std::string DefaultPath(const GenerateFlags& flags) {
   return "denoised." + extension;
 }
 
+std::string FrameCount(size_t frames) {
+  return fmt::format("{} {}", frames, frames == 1 ? "frame" : "frames");
+}
+
 /// The parts of `denoise generate` that write, in the order they are told.
 class Saver {
  public:
@@ -106,17 +110,20 @@ class Saver {
     const int evaluations = drawing_.params().evaluations;
     Tell(flags_.animate,
          {{"type", "animation"}, {"frames", frames.size()}, {"evaluations", evaluations}},
-         fmt::format("{} frames", frames.size()));
+         FrameCount(frames.size()));
+    if (!drawing_.completed()) return absl::OkStatus();  // what ended it is told
     // A frame for each preview, and one for the finished image.
     const int every = std::max(flags_.preview_every.value_or(1), 1);
     const int all = evaluations / every + (evaluations % every > 0 ? 1 : 0);
     if (const int missing = all - static_cast<int>(frames.size()); missing > 0) {
-      std::fputs(fmt::format("note: {} has {} frames of {} evaluations, {} are missing: the server "
-                             "left out previews beyond its --max-previews-per-second, or that came "
-                             "faster than they could be sent\n",
-                             Printable(flags_.animate), frames.size(), evaluations, missing)
-                     .c_str(),
-                 stderr);
+      std::fputs(
+          fmt::format("note: {} has {} of {} evaluations, {} {} missing: the server left out "
+                      "previews beyond its --max-previews-per-second, or that came faster "
+                      "than they could be sent, or the job had already run\n",
+                      Printable(flags_.animate), FrameCount(frames.size()), evaluations, missing,
+                      missing == 1 ? "is" : "are")
+              .c_str(),
+          stderr);
     }
     return absl::OkStatus();
   }

@@ -414,12 +414,28 @@ TEST_F(CliTest, FramesThatAnAnimationLacksAreTold) {
   server_.EndPreviewsAfter(1);
   const auto result = Run(with({"--json"}));
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_THAT(result.err, StartsWith("note: " + path +
-                                     " has 2 frames of 4 evaluations, 2 are missing: the server "));
+  EXPECT_EQ(
+      result.err,
+      "note: " + path +
+          " has 2 frames of 4 evaluations, 2 are missing: the server left out previews beyond "
+          "its --max-previews-per-second, or that came faster than they could be sent, or the "
+          "job had already run\n");
   EXPECT_EQ(Lines(result.out).at(1)["frames"], 2);
   EXPECT_EQ(Lines(result.out).at(1)["evaluations"], 4);
   // Of every third evaluation: one preview, and the image.
   EXPECT_EQ(Run(with({"--preview-every", "3"})).err, "");
+  server_.EndPreviewsAfter(2);
+  EXPECT_THAT(Run(arguments).err, HasSubstr(" has 3 frames of 4 evaluations, 1 is missing: "));
+  server_.EndPreviewsAfter(0);
+  const auto one = Run(arguments);
+  EXPECT_THAT(one.out, HasSubstr(path + "  1 frame\n"));
+  EXPECT_THAT(one.err, HasSubstr(" has 1 frame of 4 evaluations, 3 are missing: "));
+  // A drawing that does not complete has another reason, which is told.
+  server_.OmitCompleted();
+  const auto ended = Run(arguments);
+  EXPECT_NE(ended.exit_code, 0);
+  EXPECT_THAT(ended.out, HasSubstr(path + "  1 frame\n"));
+  EXPECT_THAT(ended.err, Not(HasSubstr("missing")));
 }
 
 TEST_F(CliTest, TheEndOfAPromptThatIsNotReadIsToldInOneLine) {
