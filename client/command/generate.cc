@@ -279,7 +279,7 @@ ExitCode Detach(const client::Client& client, const GenerateRequest& request, bo
 ExitCode Generate(const client::Client& client, GenerateFlags flags,
                   const client::CallOptions& call) {
   if (absl::Status status = CompleteFormat(flags); !status.ok()) return Report(status, flags.json);
-  const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json && flags.out != "-";
+  const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json;
   const TerminalColours colours = TerminalColoursOfEnvironment();
   // Requests with one id must be the same, wherever they are made.
   const bool by_default = colours != TerminalColours::kGreys && flags.request_id.empty();
@@ -327,7 +327,7 @@ ExitCode Watch(const client::Client& client, const std::string& request_id, uint
       return Report(status, flags.json);
     }
   }
-  const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json && flags.out != "-";
+  const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json;
   std::unique_ptr<LiveView> view;
   if (terminal) view = std::make_unique<LiveView>(stdout, TerminalColoursOfEnvironment());
   Drawing drawing({}, view.get());

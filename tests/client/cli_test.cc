@@ -758,6 +758,14 @@ TEST_F(CliTest, OnlyATerminalGetsPreviewsByDefault) {
   std::vector<std::string> command = Command({"generate", "-o", Path("x.png")});
   EXPECT_EQ(RunProcess(command, kColours).exit_code, 0);
   EXPECT_FALSE(server_.streamed().has_preview());
+  const auto picture = RunProcess(Command({"generate", "-o", "-"}), kColours);
+  EXPECT_THAT(picture.out, StartsWith("\x89PNG"));
+  EXPECT_FALSE(server_.streamed().has_preview());
+  const int before = server_.generations();
+  EXPECT_EQ(RunOnTerminal(Command({"generate", "-p", "-o", "-"}), kColours).out,
+            "error: --out - would write the bytes of a picture into the terminal; send stdout to a "
+            "file or a program, or give --out a file\r\n");
+  EXPECT_EQ(server_.generations(), before);
   command.emplace_back("--json");
   EXPECT_EQ(RunOnTerminal(command, kColours).exit_code, 0);
   EXPECT_FALSE(server_.streamed().has_preview());
