@@ -138,6 +138,11 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
     return absl::InvalidArgumentError(
         "--grid makes one PNG; let --out end in .png, and leave --format out");
   }
+  if (flags.quality && !flags.grid.empty()) {
+    return absl::InvalidArgumentError(fmt::format(
+        "--quality is {}, but --grid makes one PNG, which loses nothing; leave --quality out",
+        *flags.quality));
+  }
   if (flags.quality && flags.format != "jpeg" && flags.format != "webp") {
     return absl::InvalidArgumentError(fmt::format(
         "--quality is {}, but --format is {}, which loses nothing; leave --quality out, "

@@ -564,6 +564,8 @@ TEST_F(CliTest, UsageErrorsNameTheFlagAndTheValue) {
       {{"jobs", "watch", "x", "--out="}, "--out: it is empty; name a file"},
       {{"generate", "--quality", "50"},
        "--quality is 50, but --format is png, which loses nothing"},
+      {{"generate", "--quality", "50", "--grid", "2x2"},
+       "--quality is 50, but --grid makes one PNG, which loses nothing; leave --quality out"},
       {{"jobs", "watch", ""}, "id: it is empty; use what generate --detach printed"},
       {{"jobs", "get", ""}, "id: it is empty"},
       {{"jobs", "cancel", ""}, "id: it is empty"}};
