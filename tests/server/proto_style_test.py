@@ -59,7 +59,9 @@ IMAGE = CONTRACT.with_suffix(".binpb")  # the same, and all else that buf compar
 
 def buf(*arguments):
     """What it prints: nothing if all is well."""
-    run = subprocess.run([BUF, *arguments], capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as cache:  # without a home, buf's would be the folder it runs in
+        run = subprocess.run([BUF, *arguments], capture_output=True, text=True, check=False,
+                             env=os.environ | {"BUF_CACHE_DIR": cache})
     assert (run.returncode == 0) == (run.stdout + run.stderr == ""), run
     return run.stdout + run.stderr
 
