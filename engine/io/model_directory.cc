@@ -98,9 +98,10 @@ absl::Status ModelDirectory::ParseIndex(const json& json_index, const std::strin
   ConfigReader defaults(ours, file + ", _denoised");
   defaults.Read("null_class", &null_class);
   if (null_class < -1) defaults.Complain("null_class", "expected a class from 0, or -1 for none");
-  defaults.Read("default_steps", &default_steps);
-  if (ours.contains("default_steps") && default_steps < 1)
-    defaults.Complain("default_steps", "expected at least 1");
+  std::optional<int> steps;
+  defaults.Read("default_steps", &steps);
+  if (steps && *steps < 1) defaults.Complain("default_steps", "expected at least 1");
+  default_steps = steps.value_or(0);
   defaults.Read("default_guidance_scale", &default_guidance_scale);
   const double guidance = default_guidance_scale.value_or(1);
   if (!(guidance >= 0 && guidance <= kMaxGuidanceScale))
