@@ -197,7 +197,8 @@ def sdxl_mixed(session):
     with server_options(session) as options:
         directory = make_model(session, "sdxl", options.work)
         with serving.Server(options, directory, "--max-rows", "16", apart=True) as server:
-            # A new size is captured when it is first needed, and on a new machine its kernels measured.
+            # A new size is captured when it is first needed, and on a new machine its kernels measured. With
+            # 12 s of this, the measured seconds still had some of it.
             load(server, mixed, 64, 1, args.pipeline_scale * 36, seed=0, stop=True)
             server.wait_for_none()
             for turn in range(args.pipeline_rounds):
