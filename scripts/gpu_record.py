@@ -16,7 +16,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORD = pathlib.Path("docs/gpu-tests.json")
 
 SOURCES = ["cmake/cuda.cmake", "engine/**/*", "tests/needs_gpu.h", "tests/backend/**/*",
-           "tests/batching/*.h", "tests/engine/**/*", "tests/models/**/*", "tests/training/**/*"]
+           "tests/batching/*.h", "tests/engine/**/*", "tests/models/**/*", "tests/trainer/*_test.py",
+           "tests/training/**/*"]
 OTHERS = {"cpu", "__pycache__"}  # folders
 
 # A case that needs a GPU has one of these in its name, and is in one of these programs.
@@ -25,6 +26,20 @@ GPU_PROGRAMS = ["backend_test", "models_test", "engine_test", "training_op_test"
                 "training_latent_op_test",
                 "training_model_test", "training_latent_model_test", "training_trainer_test",
                 "training_text_to_image_test"]
+# Cases of tests/trainer/*.py that also run denoise-train on a GPU: its bits, and what ends a run.
+TRAINER_CASES = {
+    "run_test": ["RunTest.test_repeats_its_bits_with_any_accumulation_and_threads",
+                 "RunTest.test_kill_at_any_moment_and_resume",
+                 "RunTest.test_kill_one_of_two_ranks_and_resume_both",
+                 "RunTest.test_ranks_have_the_bits_of_one",
+                 "RunTest.test_sigterm_finishes_the_step_and_saves",
+                 "RunTest.test_a_checkpoint_that_is_cut_off_is_passed_over",
+                 "RunTest.test_a_run_that_diverges_ends_with_a_message",
+                 "RunTest.test_pictures_on_disk_and_augmented_ones_have_the_same_bits"],
+    "text_to_image_test": ["TextToImageTest.test_bits_depend_on_the_settings_alone",
+                           "TextToImageTest.test_kill_and_resume",
+                           "TextToImageTest.test_the_autoencoder_goes_on_with_the_same_bits"],
+}
 NEEDS_GPU = "needs a GPU"  # what such a case says when it is skipped: tests/needs_gpu.h
 
 

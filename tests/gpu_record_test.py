@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import gpu_record  # noqa: E402
 
-PROGRAMS = len(gpu_record.GPU_PROGRAMS)  # one case passes in each
+# One case passes in each program, and all of the trainer's.
+PROGRAMS = len(gpu_record.GPU_PROGRAMS) + sum(map(len, gpu_record.TRAINER_CASES.values()))
 
 # Cases and what becomes of them; with "crash" the program ends before it writes its report.
 PROGRAM = """#!{python}
@@ -82,6 +83,9 @@ class GpuRecordTest(unittest.TestCase):
         self.script("bin/compute-sanitizer", SANITIZER.format(python=sys.executable))
         for name in gpu_record.GPU_PROGRAMS:
             self.program(name, {"Cuda/Fine.Case/Bf16": "passed"})
+        self.script("build/cuda/trainer/denoise-train", "")
+        for name in gpu_record.TRAINER_CASES:
+            self.trainer_test(name, "pass")
 
     def write(self, name, text):
         path = self.root / name
@@ -95,6 +99,14 @@ class GpuRecordTest(unittest.TestCase):
     def program(self, name, cases):
         self.script(f"build/cuda/tests/{name.removesuffix('_test').split('_')[0]}/{name}",
                     PROGRAM.format(python=sys.executable, cases=cases))
+
+    def trainer_test(self, name, body):
+        """A test like those of tests/trainer/, whose cases do this."""
+        cases = [case.split(".") for case in gpu_record.TRAINER_CASES[name]]
+        self.write(f"tests/trainer/{name}.py", "import os, sys, unittest\n"
+                   f"class {cases[0][0]}(unittest.TestCase):\n" +
+                   "".join(f"    def {case}(self): {body}\n" for _, case in cases) +
+                   "program = sys.argv.pop(1)\nunittest.main(verbosity=2)\n")
 
     def run_test_gpu(self, *arguments, status=0):
         environment = {**os.environ, "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
@@ -135,6 +147,26 @@ class GpuRecordTest(unittest.TestCase):
         patterns = re.search(r"ALONE_CASES = (\[.*\])", (ROOT / "scripts/test-gpu").read_text())[1]
         for pattern in json.loads(patterns):
             self.assertIn(pattern.split(".")[0].split("/")[-1].strip("*"), sources)
+
+    def test_the_trainer_runs_on_the_gpu(self):
+        case = gpu_record.TRAINER_CASES["text_to_image_test"][0]
+        name = f"trainer_text_to_image_test: {case}"
+        self.trainer_test("text_to_image_test", "self.assertIn(program[-20:] + os.environ['DENOISE_TRAIN_DEVICE'], "
+                          "'/trainer/denoise-traincuda')")
+        self.assertEqual(self.run_test_gpu()["failed"], [])
+        self.trainer_test("text_to_image_test", f"self.assertNotIn('{case.split('.')[1]}', str(self))")
+        self.assertEqual(self.run_test_gpu(status=1)["failed"], [name])
+        self.trainer_test("text_to_image_test", "self.skipTest('it is away')")
+        self.assertIn(name, self.run_test_gpu()["skipped"])
+        # A case that was renamed has not passed.
+        self.trainer_test("text_to_image_test", "pass")
+        file = self.root / "tests/trainer/text_to_image_test.py"
+        file.write_text(file.read_text().replace(case.split(".")[1], "test_other"))
+        self.assertEqual(self.run_test_gpu(status=1)["failed"], [name])
+        for test, cases in gpu_record.TRAINER_CASES.items():
+            text = (ROOT / f"tests/trainer/{test}.py").read_text()
+            for each in cases:
+                self.assertIn(f"def {each.split('.')[1]}(self)", text)
 
     def test_disabled_cases_did_not_pass(self):
         self.program("backend_test", {"Cuda/Fine.Case/0": "passed", "Cuda/Off.DISABLED_Case/0": "disabled"})
@@ -200,7 +232,8 @@ class GpuRecordTest(unittest.TestCase):
                      "engine/text/clip_tokenizer.cc", "engine/training/cuda/gemm.cu",
                      "tests/backend/cuda_test.cc", "tests/batching/collector.h",
                      "tests/models/goldens/tiny/io.safetensors", "tests/models/new_test.cc",
-                     "tests/engine/devices_test.cc", "tests/needs_gpu.h"]:
+                     "tests/engine/devices_test.cc", "tests/trainer/run_test.py",
+                     "tests/needs_gpu.h"]:
             self.write(file, "changed")
             after = gpu_record.hash_of_sources(self.root)
             self.assertNotEqual(after, before, file)

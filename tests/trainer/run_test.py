@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "server"))
 from free_port import free_port
 
 PROGRAM = None
+DEVICE = os.environ.get("DENOISE_TRAIN_DEVICE")  # scripts/test-gpu sets it
 REPOSITORY = Path(__file__).parents[2]
 NETWORK = {
     "_class_name": "UNet2DModel", "sample_size": 8, "in_channels": 1, "out_channels": 1,
@@ -65,7 +66,7 @@ class RunTest(unittest.TestCase):
         settings = {
             "data": self.data, "network": self.root / "network.json", "batch": 16, "steps": 12,
             "learning-rate": 2e-3, "class-dropout": 0.1, "checkpoint-steps": 4, "log-steps": 1,
-            "output": self.root / output, **flags,
+            "output": self.root / output, "device": DEVICE, **flags,
         }  # fmt: skip
         return [PROGRAM] + [f"--{k}={v}" for k, v in settings.items() if v is not None]
 

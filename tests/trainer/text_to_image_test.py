@@ -62,7 +62,7 @@ class TextToImageTest(unittest.TestCase):
         settings = {
             "data": self.data, "pipeline": PIPELINE, "batch": 8, "steps": 6, "caption-dropout": 0.1,
             "learning-rate": 1e-3, "checkpoint-steps": 3, "log-steps": 1, "cap-snr": 5,
-            "output": self.root / output, **flags,
+            "output": self.root / output, "device": os.environ.get("DENOISE_TRAIN_DEVICE"), **flags,
         }  # fmt: skip
         if settings.get("stage") == "vae":
             settings.pop("caption-dropout")
