@@ -196,6 +196,8 @@ TEST_P(TextToImageParity, FromTheSameNoiseToTheSameImage) {
   ASSERT_TRUE(error.ok()) << error.status();
   EXPECT_LE(*error, target.tolerance);
   RecordProperty("relative_error", fmt::format("{:.2g}", *error));
+  fmt::print("{} {} {} on {}: relative error {:.2g}\n", run.family, run.run, run.sampler,
+             target.name, *error);
 }
 
 INSTANTIATE_TEST_SUITE_P(Diffusers, TextToImageParity,
