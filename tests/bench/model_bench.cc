@@ -11,7 +11,7 @@
 // own each, or of a codec (AutoencoderKL, AutoencoderTiny, VQModel), which decodes. --edge is the
 // height and width of the state or the latents; default: the config's.
 //
-// Weights are synthetic, for speed does not depend on them. Times are the device's own, between
+// Weights are synthetic: outputs of layers have unit size. Times are the device's own, between
 // markers around each evaluation, with the host one ahead, and the figure is their median; FLOPs
 // are counted by the dry run that plans memory. MiB_device is what the model, its activations,
 // images and graph took of the device; s_first the seconds of the first evaluation, with what was

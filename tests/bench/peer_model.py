@@ -5,15 +5,16 @@ measure.py says.
 usage: peer_model.py --config=DIR/config.json --rows=16 --way=compile [--edge=64] [--device=cuda]
 
 The config is that of a UNet2DModel, a UNet2DConditionModel, whose rows have 77 tokens of a prompt
-each, or an AutoencoderKL, which decodes. --edge is that of the state or the latents. bf16, channels last, random weights, for speed does not
-depend on them. A way is eager; compile: torch.compile as it is; max-autotune: torch.compile with
-that mode. On a GPU each forward is captured by hand in one CUDA graph, which is then replayed back to
-back. Requests: "compile" (the host's part; max-autotune also times kernels on the GPU), "prepare"
+each, or an AutoencoderKL, which decodes. --edge is that of the state or the latents. bf16, channels
+last, random weights like denoised-bench's. A way is eager; compile: torch.compile as it is;
+max-autotune: torch.compile with that mode. On a GPU each forward is captured by hand in one CUDA
+graph, which is then replayed back to back. Requests: "compile" (the host's part; max-autotune also times kernels on the GPU), "prepare"
 (the first run, in which the others choose kernels by their speed) and "measure". Needs diffusers.
 """
 import argparse
 import gc
 import json
+import math
 import time
 from pathlib import Path
 
@@ -47,6 +48,17 @@ def unet_inputs(unet, rows, edge, like):
     return inputs
 
 
+def draw_weights(model):
+    """Of the distributions of Weights::Synthetic() (engine/io/weights.cc), so that layers' outputs have
+    unit size: a GPU at its power limit is slower, the more bits change."""
+    for name, parameter in model.named_parameters():
+        vector = parameter.dim() < 2
+        fan_in = parameter.numel() // parameter.shape[0]
+        spread = 0.5 if vector else math.sqrt(3 / fan_in)
+        center = 1 if vector and not name.endswith("bias") else 0
+        parameter.uniform_(center - spread, center + spread)
+
+
 class Forward:
     def __init__(self, args):
         peer.prepare()
@@ -57,7 +69,9 @@ class Forward:
         model = {"UNet2DConditionModel": UNet2DConditionModel, "AutoencoderKL": AutoencoderKL}.get(
             config.get("_class_name"), UNet2DModel)
         with torch.device(args.device):
-            model = model.from_config(config).to(**like)
+            model = model.from_config(config)
+            draw_weights(model)
+            model = model.to(**like)
         self.model = model.to(memory_format=torch.channels_last).eval()
         self.call = self.model
         if isinstance(model, AutoencoderKL):
