@@ -15,7 +15,7 @@ import subprocess
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORD = pathlib.Path("docs/gpu-tests.json")
 
-SOURCES = ["cmake/cuda.cmake", "engine/**/*", "tests/needs_gpu.h", "tests/backend/**/*",
+SOURCES = ["cmake/cuda.cmake", "engine/**/*", "tests/*.h", "tests/*.cc", "tests/backend/**/*",
            "tests/batching/*.h", "tests/engine/**/*", "tests/models/**/*", "tests/trainer/*_test.py",
            "tests/training/**/*"]
 OTHERS = {"cpu", "__pycache__"}  # folders
