@@ -218,24 +218,31 @@ __device__ inline void WriteOutput(const AttentionLaunch& attention, const Step&
   }
 }
 
+/// A CTA's shared memory.
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
-    AttentionHopperKernel(const __grid_constant__ AttentionLaunch attention,
-                          const __grid_constant__ Params params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) unsigned char queries[];  // the swizzle's alignment
-  unsigned char* const ring = queries + T::kAhead * T::kStepBytes;
-  uint64_t* const full = reinterpret_cast<uint64_t*>(ring + T::kStages * T::kStageBytes);
-  uint64_t* const empty = full + T::kStages;
-  uint64_t* const queries_full = empty + T::kStages;
-  uint64_t* const queries_empty = queries_full + T::kAhead;
-  int* const key_counts = reinterpret_cast<int*>(queries_empty + T::kAhead);  // per step; kSelects
+struct Cta {
+  unsigned char* const queries;                        // [kAhead][kGroups]: of a step
+  unsigned char* const ring;                           // [kStages]: a tile of keys or values
+  uint64_t *const full, *const empty;                  // [kStages]
+  uint64_t *const queries_full, *const queries_empty;  // [kAhead]
+  int* const key_counts;                               // [kAhead]; kSelects
 
-  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
-  const auto tiles_of = [](int keys) { return (keys + T::kKeys - 1) / T::kKeys; };
+  __device__ explicit Cta(unsigned char* memory)
+      : queries(memory),
+        ring(queries + T::kAhead * T::kStepBytes),
+        full(reinterpret_cast<uint64_t*>(ring + T::kStages * T::kStageBytes)),
+        empty(full + T::kStages),
+        queries_full(empty + T::kStages),
+        queries_empty(queries_full + T::kAhead),
+        key_counts(reinterpret_cast<int*>(queries_empty + T::kAhead)) {}
 
-  if (threadIdx.x == 0) {
+  __device__ unsigned char* Stage(int stage) const { return ring + stage * T::kStageBytes; }
+  __device__ unsigned char* Queries(int ahead, int group, int part) const {
+    return queries + ahead * T::kStepBytes + group * T::kUnitBytes +
+           part * T::kUnitBytes / T::kParts;
+  }
+  /// Called by one thread.
+  __device__ void InitBarriers() const {
     for (int stage = 0; stage < T::kStages; ++stage) {
       InitBarrier(&full[stage], 1);
       InitBarrier(&empty[stage], T::kGroups);
@@ -246,94 +253,125 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     }
     FenceBarrierInit();
   }
-  __syncthreads();
+};
 
-  PipelineState<T::kStages> state;
+template <typename T>
+__device__ inline int TilesOf(int keys) {
+  return (keys + T::kKeys - 1) / T::kKeys;
+}
 
-  if (group == T::kGroups) {
-    if constexpr (T::kGroups > 1) DecreaseRegisters<T::kProducerRegisters>();
-    if (warp == T::kGroups * 4 && ElectOne()) {
-      PrefetchTensorMap(&params.q);
-      PrefetchTensorMap(&params.k);
-      PrefetchTensorMap(&params.v);
-      // Consumers wait for the loads. With sets of keys, the first are loaded while the predecessor
-      // runs: AttentionArgs says why they are there. Every CTA has a first step, so it waits.
-      if (!T::kSelects) WaitForPredecessors();
-      struct Keys {
-        int set, count;
-      };
-      const auto keys_of = [&](const Step& step) -> Keys {
-        if constexpr (T::kSelects) {
-          const int64_t set = KeySet(attention, step.image);
-          return {static_cast<int>(set), KeyCount(attention, set)};
-        }
-        return {step.image, attention.key_tokens};
-      };
-      Step step = StepAt<T>(attention, params, 0), next;
-      Keys keys = keys_of(step), next_keys;
-      for (int turn = 0; step.active > 0; ++turn, step = next, keys = next_keys) {
-        next = StepAt<T>(attention, params, turn + 1);
-        next_keys = keys_of(next);  // prefetched: it takes as long as several loads
-        const int ahead = turn % T::kAhead, key_tiles = tiles_of(keys.count);
-        const auto copy = [&](unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
-                              int rows, int first, int head, int token, int image) {
-#pragma unroll
-          for (int line = 0; line < T::kLines; ++line) {
-            TmaLoad(to + line * rows * kLine * 2, map, barrier, first + line * kLine, head, token,
-                    image);
-          }
-        };
-        const auto load = [&](const CUtensorMap* map, int key_tile, int part) {
-          uint64_t* const barrier = &full[state.stage];
-          Wait(&empty[state.stage], state.EmptyParity());
-          ArriveExpectTx(barrier, T::kStageBytes);
-          copy(ring + state.stage * T::kStageBytes, map, barrier, T::kKeys,
-               step.head * attention.dim + part * T::kLines * kLine, 0, key_tile * T::kKeys,
-               keys.set);
-          state.Advance(1);
-        };
-        const auto load_keys = [&](int key_tile) {
-          for (int part = 0; part < T::kParts; ++part) load(&params.k, key_tile, part);
-        };
-        load_keys(0);
-        if (T::kSelects && turn == 0) WaitForPredecessors();
-        Wait(&queries_empty[ahead], (turn / T::kAhead & 1) ^ 1);
-        if (T::kSelects) key_counts[ahead] = keys.count;
-        ArriveExpectTx(&queries_full[ahead], step.active * T::kUnitBytes);
-        for (int i = 0; i < step.active; ++i) {
-          for (int part = 0; part < T::kParts; ++part) {
-            copy(queries + ahead * T::kStepBytes + i * T::kUnitBytes +
-                     part * T::kUnitBytes / T::kParts,
-                 &params.q, &queries_full[ahead], kQueryTile, part * T::kLines * kLine, step.head,
-                 step.query + i * kQueryTile, step.image);
-          }
-        }
-        for (int i = 0; i < key_tiles; ++i) {  // in the order of use
-          const bool more = i + 1 < key_tiles;
-          if (T::kOverlaps && more) load_keys(i + 1);
-          load(&params.v, i, step.part);
-          if (!T::kOverlaps && more) load_keys(i + 1);
-        }
-      }
-      ReleaseDependents();
+/// The thread that loads queries, keys and values.
+template <typename T>
+struct Producer {
+  struct Keys {
+    int set, count;
+  };
+
+  const AttentionLaunch& attention;
+  const Params& params;
+  const Cta<T>& cta;
+  PipelineState<T::kStages> state = {};
+
+  __device__ Keys KeysOf(const Step& step) const {
+    if constexpr (T::kSelects) {
+      const int64_t set = KeySet(attention, step.image);
+      return {static_cast<int>(set), KeyCount(attention, set)};
     }
-    return;
+    return {step.image, attention.key_tokens};
+  }
+  /// Loads `rows` tokens, line by line. `at`: column, head, token and image.
+  __device__ static void Copy(unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
+                              int rows, int column, int head, int token, int image) {
+#pragma unroll
+    for (int line = 0; line < T::kLines; ++line) {
+      TmaLoad(to + line * rows * kLine * 2, map, barrier, column + line * kLine, head, token,
+              image);
+    }
+  }
+  /// The next stage: a part of a tile of keys or values.
+  __device__ void LoadTile(const CUtensorMap* map, const Step& step, int set, int tile, int part) {
+    uint64_t* const barrier = &cta.full[state.stage];
+    Wait(&cta.empty[state.stage], state.EmptyParity());
+    ArriveExpectTx(barrier, T::kStageBytes);
+    Copy(cta.Stage(state.stage), map, barrier, T::kKeys,
+         step.head * attention.dim + part * T::kLines * kLine, 0, tile * T::kKeys, set);
+    state.Advance(1);
+  }
+  __device__ void LoadKeys(const Step& step, int set, int tile) {
+    for (int part = 0; part < T::kParts; ++part) LoadTile(&params.k, step, set, tile, part);
+  }
+  __device__ void LoadQueries(const Step& step, int ahead) const {
+    ArriveExpectTx(&cta.queries_full[ahead], step.active * T::kUnitBytes);
+    for (int i = 0; i < step.active; ++i) {
+      for (int part = 0; part < T::kParts; ++part) {
+        Copy(cta.Queries(ahead, i, part), &params.q, &cta.queries_full[ahead], kQueryTile,
+             part * T::kLines * kLine, step.head, step.query + i * kQueryTile, step.image);
+      }
+    }
   }
 
-  if constexpr (T::kGroups > 1) IncreaseRegisters<T::kConsumerRegisters>();
-  const bool signals = threadIdx.x % 128 == 0;
-  const float scale_log2 = attention.scale * 1.4426950408889634f;  // exp(x) = exp2(x log₂ e)
-  float scores[T::kKeys / 2], output[T::kPart / 2];
-  uint32_t weights[T::kKeys / 4];
+  __device__ void Load() {
+    PrefetchTensorMap(&params.q);
+    PrefetchTensorMap(&params.k);
+    PrefetchTensorMap(&params.v);
+    // Consumers wait for the loads. With sets of keys, the first are loaded while the predecessor
+    // runs: AttentionArgs says why they are there. Every CTA has a first step, so it waits.
+    if (!T::kSelects) WaitForPredecessors();
+    Step step = StepAt<T>(attention, params, 0), next;
+    Keys keys = KeysOf(step), next_keys;
+    for (int turn = 0; step.active > 0; ++turn, step = next, keys = next_keys) {
+      next = StepAt<T>(attention, params, turn + 1);
+      next_keys = KeysOf(next);  // prefetched: it takes as long as several loads
+      const int ahead = turn % T::kAhead, tiles = TilesOf<T>(keys.count);
+      LoadKeys(step, keys.set, 0);
+      if (T::kSelects && turn == 0) WaitForPredecessors();
+      Wait(&cta.queries_empty[ahead], (turn / T::kAhead & 1) ^ 1);
+      if (T::kSelects) cta.key_counts[ahead] = keys.count;
+      LoadQueries(step, ahead);
+      for (int i = 0; i < tiles; ++i) {  // in the order of use
+        const bool more = i + 1 < tiles;
+        if (T::kOverlaps && more) LoadKeys(step, keys.set, i + 1);
+        LoadTile(&params.v, step, keys.set, i, step.part);
+        if (!T::kOverlaps && more) LoadKeys(step, keys.set, i + 1);
+      }
+    }
+    ReleaseDependents();
+  }
+};
 
-  const auto multiply_keys = [&](int ahead) {
+/// A consumer warpgroup: one query tile of each step.
+template <typename T>
+struct Consumer {
+  static constexpr bool kPingPong = T::kOverlaps && T::kGroups > 1;
+  using Scores = float[T::kKeys / 2];
+  using Output = float[T::kPart / 2];
+  using Weights = uint32_t[T::kKeys / 4];
+
+  const AttentionLaunch& attention;
+  const Params& params;
+  const Cta<T>& cta;
+  int warp, group;
+  bool signals;      // for its warpgroup
+  float scale_log2;  // exp(x) = exp2(x log₂ e)
+  PipelineState<T::kStages> state = {};
+
+  __device__ Consumer(const AttentionLaunch& attention, const Params& params, const Cta<T>& cta,
+                      int warp)
+      : attention(attention),
+        params(params),
+        cta(cta),
+        warp(warp),
+        group(warp / 4),
+        signals(threadIdx.x % 128 == 0),
+        scale_log2(attention.scale * 1.4426950408889634f) {}
+
+  __device__ void MultiplyKeys(int ahead, Scores& scores) {
 #pragma unroll
     for (int part = 0; part < T::kParts; ++part) {
-      Wait(&full[state.stage], state.FullParity());
+      Wait(&cta.full[state.stage], state.FullParity());
       WgmmaFence();
-      const uint64_t q = MatrixDescriptor(queries + ahead * T::kStepBytes + group * T::kUnitBytes +
-                                          part * T::kUnitBytes / T::kParts);
-      const uint64_t k = MatrixDescriptor(ring + state.stage * T::kStageBytes);
+      const uint64_t q = MatrixDescriptor(cta.Queries(ahead, group, part));
+      const uint64_t k = MatrixDescriptor(cta.Stage(state.stage));
 #pragma unroll
       for (int d = 0; d < T::kPart; d += 16) {
         Wgmma(scores, q + d / kLine * (kQueryTile * kLine * 2 >> 4) + d % kLine / 8,
@@ -342,149 +380,198 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       state.Advance(1);
     }
     WgmmaCommit();
-  };
-  const auto multiply_values = [&] {
-    Wait(&full[state.stage], state.FullParity());
+  }
+  __device__ void MultiplyValues(const Weights& weights, Output& output) {
+    Wait(&cta.full[state.stage], state.FullParity());
     WgmmaFence();
-    const uint64_t v =
-        TransposedDescriptor(ring + state.stage * T::kStageBytes, T::kKeys * kLine * 2);
+    const uint64_t v = TransposedDescriptor(cta.Stage(state.stage), T::kKeys * kLine * 2);
 #pragma unroll
     for (int key = 0; key < T::kKeys; key += 16) {
       Wgmma(output, weights + key / 4, v + key * 8);
     }
     WgmmaCommit();
     state.Advance(1);
-  };
-  // Values after a set's last key may be anything, and 0 · NaN is NaN, so they are set to zero
-  // before the last tile is multiplied. All warpgroups write the same, so none has to wait.
-  const auto clear_values_from = [&](int valid) {
-    Wait(&full[state.stage], state.FullParity());
-#pragma unroll 1
-    for (int line = 0; line < T::kLines; ++line) {
-      auto* const rows = reinterpret_cast<uint4*>(ring + state.stage * T::kStageBytes +
-                                                  line * T::kKeys * kLine * 2);
-      for (int i = valid * 8 + threadIdx.x % 128; i < T::kKeys * 8; i += 128) rows[i] = uint4();
-    }
-    FenceProxyAsync();
-    NamedBarrierSync(1 + T::kGroups + group, 128);
-  };
-  // Releases `stages` stages, the first of them `back` stages before state.stage.
-  const auto release = [&](int back, int stages) {
-    for (int i = 0; i < stages; ++i) {
-      if (signals) Arrive(&empty[(state.stage + T::kStages - back + i) % T::kStages]);
-    }
-  };
-  const auto pack = [&] {
+  }
+  __device__ static void Pack(const Scores& scores, Weights& weights) {
 #pragma unroll
     for (int i = 0; i < T::kKeys / 4; ++i) {
       weights[i] = PackBf16(scores[2 * i], scores[2 * i + 1]);
     }
-  };
+  }
+  __device__ static void ShrinkOutput(const Softmax& softmax, Output& output) {
+    if (__any_sync(~0u, softmax.shrink[0] != 1 || softmax.shrink[1] != 1)) {
+#pragma unroll
+      for (int j = 0; j < T::kPart / 2; ++j) output[j] *= softmax.shrink[j / 2 % 2];
+    }
+  }
+  /// Values after a set's last key may be anything, and 0 · NaN is NaN, so they are set to zero
+  /// before the last tile is multiplied. All warpgroups write the same, so none has to wait.
+  __device__ void ClearValuesFrom(int valid) const {
+    Wait(&cta.full[state.stage], state.FullParity());
+#pragma unroll 1
+    for (int line = 0; line < T::kLines; ++line) {
+      auto* const rows =
+          reinterpret_cast<uint4*>(cta.Stage(state.stage) + line * T::kKeys * kLine * 2);
+      for (int i = valid * 8 + threadIdx.x % 128; i < T::kKeys * 8; i += 128) rows[i] = uint4();
+    }
+    FenceProxyAsync();
+    NamedBarrierSync(1 + T::kGroups + group, 128);
+  }
+  /// Releases `stages` stages, the first of them `back` stages before state.stage.
+  __device__ void Release(int back, int stages) const {
+    for (int i = 0; i < stages; ++i) {
+      if (signals) Arrive(&cta.empty[(state.stage + T::kStages - back + i) % T::kStages]);
+    }
+  }
 
   // Named barrier 1 + i: warpgroup i may start its products. The warpgroup before it arrives there.
   // Between steps it is the turn of the first.
-  constexpr bool kPingPong = T::kOverlaps && T::kGroups > 1;
-  const auto await_turn = [&](int active) {
+  __device__ void AwaitTurn(int active) const {
     if (kPingPong && active > 1) NamedBarrierSync(1 + group, 256);
-  };
-  const auto pass_turn = [&](int active) {
+  }
+  __device__ void PassTurn(int active) const {
     if (kPingPong && active > 1) NamedBarrierArrive(group + 1 == active ? 1 : 2 + group, 256);
-  };
-  if (kPingPong && group == 1) NamedBarrierArrive(1, 256);
+  }
 
-  Step step;
-  for (int turn = 0; (step = StepAt<T>(attention, params, turn)).active > 0; ++turn) {
-    const int ahead = turn % T::kAhead;
-    Wait(&queries_full[ahead], turn / T::kAhead & 1);
-    const int keys = T::kSelects ? key_counts[ahead] : attention.key_tokens;
-    const int key_tiles = tiles_of(keys);
-    const int valid = keys - (key_tiles - 1) * T::kKeys;  // of the last tile
-    if (group >= step.active) {                           // idle: it only releases stages
-      // An mbarrier distinguishes two phases only: do not fall behind.
-      NamedBarrierSync(1 + T::kGroups + group, 128);
-      const int stages = key_tiles * (T::kParts + 1);
-      if (warp % 4 == 0) {
-        for (int i = 0; i < stages; ++i) {
-          auto at = state;
-          at.Advance(i);
-          Wait(&full[at.stage], at.FullParity());
-          if (signals) Arrive(&empty[at.stage]);
-        }
-        if (signals) Arrive(&queries_empty[ahead]);
-        __syncwarp();
+  /// A step without a query tile for this warpgroup: it only releases stages.
+  __device__ void Skip(int ahead, int stages) {
+    // An mbarrier distinguishes two phases only: do not fall behind.
+    NamedBarrierSync(1 + T::kGroups + group, 128);
+    if (warp % 4 == 0) {
+      for (int i = 0; i < stages; ++i) {
+        auto at = state;
+        at.Advance(i);
+        Wait(&cta.full[at.stage], at.FullParity());
+        if (signals) Arrive(&cta.empty[at.stage]);
       }
-      state.Advance(stages);
-      continue;
+      if (signals) Arrive(&cta.queries_empty[ahead]);
+      __syncwarp();
     }
+    state.Advance(stages);
+  }
 
-    Softmax softmax;
-#pragma unroll
-    for (int i = 0; i < T::kPart / 2; ++i) output[i] = 0;
-    const auto shrink_output = [&] {
-      if (__any_sync(~0u, softmax.shrink[0] != 1 || softmax.shrink[1] != 1)) {
-#pragma unroll
-        for (int j = 0; j < T::kPart / 2; ++j) output[j] *= softmax.shrink[j / 2 % 2];
-      }
-    };
-    if constexpr (T::kOverlaps) {
-      multiply_keys(ahead);
-      WgmmaWait<0>();
+  /// The keys and values of a step.
+  struct KeyTiles {
+    int count;
+    int valid;   // keys of the last
+    bool clear;  // whether its values must be cleared
+  };
+
+  /// The main loop: products of one tile during the softmax of the next.
+  __device__ void AttendOverlapped(int ahead, int active, const KeyTiles& tiles, Softmax& softmax,
+                                   Output& output) {
+    Scores scores;
+    Weights weights;
+    MultiplyKeys(ahead, scores);
+    WgmmaWait<0>();
+    PinAccumulators(scores);
+    Release(T::kParts, T::kParts);
+    // Only scores read queries, so those of the next step may be loaded during the last values.
+    if (signals && tiles.count == 1) Arrive(&cta.queries_empty[ahead]);
+    if (tiles.count == 1) Mask(tiles.valid, scores);
+    softmax.Add(scores, scale_log2);
+    Pack(scores, weights);
+    const auto add_tile = [&](auto last) {
+      constexpr bool kLast = decltype(last)::value;
+      AwaitTurn(active);
+      MultiplyKeys(ahead, scores);
+      MultiplyValues(weights, output);  // of the previous tile
+      PassTurn(active);
+      WgmmaWait<1>();  // for the scores
       PinAccumulators(scores);
-      release(T::kParts, T::kParts);
-      // Only scores read queries, so those of the next step may be loaded during the last values.
-      if (signals && key_tiles == 1) Arrive(&queries_empty[ahead]);
-      if (key_tiles == 1) Mask(valid, scores);
+      Release(T::kParts + 1, T::kParts);
+      if (kLast && signals) Arrive(&cta.queries_empty[ahead]);
+      if constexpr (kLast) Mask(tiles.valid, scores);
       softmax.Add(scores, scale_log2);
-      pack();
-      const auto add_tile = [&](auto last) {
-        constexpr bool kLast = decltype(last)::value;
-        await_turn(step.active);
-        multiply_keys(ahead);
-        multiply_values();  // of the previous tile
-        pass_turn(step.active);
-        WgmmaWait<1>();  // for the scores
-        PinAccumulators(scores);
-        release(T::kParts + 1, T::kParts);
-        if (kLast && signals) Arrive(&queries_empty[ahead]);
-        if constexpr (kLast) Mask(valid, scores);
-        softmax.Add(scores, scale_log2);
-        PinAccumulators(scores);  // keeps the compiler from moving the wait before the softmax
-        WgmmaWait<0>();
-        PinAccumulators(output);
-        release(1, 1);
-        shrink_output();
-        pack();
-      };
-#pragma unroll 1
-      for (int i = 1; i < key_tiles - 1; ++i) add_tile(std::false_type());
-      if (key_tiles > 1) add_tile(std::true_type());
-      if (T::kSelects && keys < attention.key_tokens) clear_values_from(valid);
-      multiply_values();
+      PinAccumulators(scores);  // keeps the compiler from moving the wait before the softmax
       WgmmaWait<0>();
       PinAccumulators(output);
-      release(1, 1);
-    } else {
+      Release(1, 1);
+      ShrinkOutput(softmax, output);
+      Pack(scores, weights);
+    };
 #pragma unroll 1
-      for (int i = 1; i <= key_tiles; ++i) {
-        multiply_keys(ahead);
-        WgmmaWait<0>();
-        PinAccumulators(scores);
-        release(1, 1);
-        if (i == key_tiles && signals) Arrive(&queries_empty[ahead]);
-        if (i == key_tiles && valid < T::kKeys) Mask(valid, scores);
-        softmax.Add(scores, scale_log2);
-        shrink_output();
-        pack();
-        if (i == key_tiles && T::kSelects && keys < attention.key_tokens) clear_values_from(valid);
-        multiply_values();
-        WgmmaWait<0>();
-        PinAccumulators(output);
-        release(1, 1);
-      }
-    }
-    WriteOutput<T>(attention, step, step.query + warp * 16, softmax, output);
+    for (int i = 1; i < tiles.count - 1; ++i) add_tile(std::false_type());
+    if (tiles.count > 1) add_tile(std::true_type());
+    if (tiles.clear) ClearValuesFrom(tiles.valid);
+    MultiplyValues(weights, output);
+    WgmmaWait<0>();
+    PinAccumulators(output);
+    Release(1, 1);
   }
-  if (kPingPong && group == 0) NamedBarrierSync(1, 256);  // consumes the last arrival
+
+  /// The same, one tile after the other.
+  __device__ void AttendInOrder(int ahead, const KeyTiles& tiles, Softmax& softmax,
+                                Output& output) {
+    Scores scores;
+    Weights weights;
+#pragma unroll 1
+    for (int i = 1; i <= tiles.count; ++i) {
+      MultiplyKeys(ahead, scores);
+      WgmmaWait<0>();
+      PinAccumulators(scores);
+      Release(1, 1);
+      if (i == tiles.count && signals) Arrive(&cta.queries_empty[ahead]);
+      if (i == tiles.count && tiles.valid < T::kKeys) Mask(tiles.valid, scores);
+      softmax.Add(scores, scale_log2);
+      ShrinkOutput(softmax, output);
+      Pack(scores, weights);
+      if (i == tiles.count && tiles.clear) ClearValuesFrom(tiles.valid);
+      MultiplyValues(weights, output);
+      WgmmaWait<0>();
+      PinAccumulators(output);
+      Release(1, 1);
+    }
+  }
+
+  __device__ void Run() {
+    if (kPingPong && group == 1) NamedBarrierArrive(1, 256);
+    Step step;
+    for (int turn = 0; (step = StepAt<T>(attention, params, turn)).active > 0; ++turn) {
+      const int ahead = turn % T::kAhead;
+      Wait(&cta.queries_full[ahead], turn / T::kAhead & 1);
+      const int keys = T::kSelects ? cta.key_counts[ahead] : attention.key_tokens;
+      const int count = TilesOf<T>(keys);
+      const KeyTiles tiles = {count, keys - (count - 1) * T::kKeys,
+                              T::kSelects && keys < attention.key_tokens};
+      if (group >= step.active) {
+        Skip(ahead, count * (T::kParts + 1));
+        continue;
+      }
+      Softmax softmax;
+      Output output;
+#pragma unroll
+      for (float& sum : output) sum = 0;
+      if constexpr (T::kOverlaps) {
+        AttendOverlapped(ahead, step.active, tiles, softmax, output);
+      } else {
+        AttendInOrder(ahead, tiles, softmax, output);
+      }
+      WriteOutput<T>(attention, step, step.query + warp * 16, softmax, output);
+    }
+    if (kPingPong && group == 0) NamedBarrierSync(1, 256);  // consumes the last arrival
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+    AttentionHopperKernel(const __grid_constant__ AttentionLaunch attention,
+                          const __grid_constant__ Params params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
+  const Cta<T> cta(block_shared);
+  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  if (threadIdx.x == 0) cta.InitBarriers();
+  __syncthreads();
+
+  if (warp / 4 == T::kGroups) {
+    if constexpr (T::kGroups > 1) DecreaseRegisters<T::kProducerRegisters>();
+    if (warp == T::kGroups * 4 && ElectOne()) Producer<T>{attention, params, cta}.Load();
+  } else {
+    if constexpr (T::kGroups > 1) IncreaseRegisters<T::kConsumerRegisters>();
+    Consumer<T>(attention, params, cta, warp).Run();
+  }
 #endif
 }
 
