@@ -47,6 +47,48 @@ __device__ void CopyRows(const Rows& from, int64_t first_row, int begin, int cou
   }
 }
 
+/// The running softmax of two rows; index e of a fragment is of row e / 2.
+struct Softmax {
+  float scale_log2;
+  float maximum[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {};  // over this lane's columns; lanes are added at the end
+
+  /// Turns scores into weights, and multiplies the output so far by what they make of its own.
+  /// Every query sees key 0, so a maximum is finite from the first tile on.
+  template <int kKeyFragments, int kOutputFragments>
+  __device__ inline void Add(float (&scores)[kKeyFragments][4],
+                             float (&output)[kOutputFragments][4]) {
+    float tile_maximum[2] = {maximum[0], maximum[1]};
+#pragma unroll
+    for (int j = 0; j < kKeyFragments; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) tile_maximum[e / 2] = fmaxf(tile_maximum[e / 2], scores[j][e]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      tile_maximum[r] = fmaxf(tile_maximum[r], __shfl_xor_sync(~0u, tile_maximum[r], 1));
+      tile_maximum[r] = fmaxf(tile_maximum[r], __shfl_xor_sync(~0u, tile_maximum[r], 2));
+      const float shrink = Exp2((maximum[r] - tile_maximum[r]) * scale_log2);
+      maximum[r] = tile_maximum[r];
+      sum[r] *= shrink;
+#pragma unroll
+      for (int d = 0; d < kOutputFragments; ++d) {
+        output[d][2 * r] *= shrink;
+        output[d][2 * r + 1] *= shrink;
+      }
+    }
+    const float shift[2] = {maximum[0] * scale_log2, maximum[1] * scale_log2};
+#pragma unroll
+    for (int j = 0; j < kKeyFragments; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[j][e] = Exp2(fmaf(scores[j][e], scale_log2, -shift[e / 2]));
+        sum[e / 2] += scores[j][e];
+      }
+    }
+  }
+};
+
 template <typename S, bool kSelects>  // SelectsKeys()
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     AttentionKernel(const __grid_constant__ AttentionLaunch attention) {
@@ -82,8 +124,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 
   // Of each tile of 16 rows, a lane holds rows lane / 4 (index 0) and lane / 4 + 8 (index 1).
   float output[kOutputFragments][4] = {};
-  float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-  const float scale_log2 = attention.scale * 1.4426950408889634f;  // exp(x) = exp2(x log₂ e)
+  Softmax softmax = {attention.scale * 1.4426950408889634f};  // exp(x) = exp2(x log₂ e)
 
   for (int first_key = 0; first_key < keys_end; first_key += S::kKeys) {
     WaitCopies<1>();  // for the keys; the values may be in flight
@@ -124,35 +165,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
         }
       }
     }
-    // Every query sees key 0, so a maximum is finite from the first tile on.
-    float tile_maximum[2] = {maximum[0], maximum[1]};
-#pragma unroll
-    for (int j = 0; j < kKeyFragments; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) tile_maximum[e / 2] = fmaxf(tile_maximum[e / 2], scores[j][e]);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      tile_maximum[r] = fmaxf(tile_maximum[r], __shfl_xor_sync(~0u, tile_maximum[r], 1));
-      tile_maximum[r] = fmaxf(tile_maximum[r], __shfl_xor_sync(~0u, tile_maximum[r], 2));
-      const float shrink = Exp2((maximum[r] - tile_maximum[r]) * scale_log2);
-      maximum[r] = tile_maximum[r];
-      sum[r] *= shrink;
-#pragma unroll
-      for (int d = 0; d < kOutputFragments; ++d) {
-        output[d][2 * r] *= shrink;
-        output[d][2 * r + 1] *= shrink;
-      }
-    }
-    const float shift[2] = {maximum[0] * scale_log2, maximum[1] * scale_log2};
-#pragma unroll
-    for (int j = 0; j < kKeyFragments; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        scores[j][e] = Exp2(fmaf(scores[j][e], scale_log2, -shift[e / 2]));
-        sum[e / 2] += scores[j][e];  // over this lane's columns; lanes are added at the end
-      }
-    }
+    softmax.Add(scores, output);
 
     WaitCopies<1>();  // for the values; the next keys may be in flight
     __syncthreads();
@@ -184,13 +197,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
-    sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    float sum = softmax.sum[r];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
     const int query = first_query + warp_query + lane / 4 + 8 * r;
     if (query >= attention.tokens) continue;
     if (warp_dim + lane % 4 == 0)
-      StoreLogSumExp(attention, image, head, query, maximum[r] * attention.scale, sum[r]);
-    const float inverse = 1.0f / sum[r];
+      StoreLogSumExp(attention, image, head, query, softmax.maximum[r] * attention.scale, sum);
+    const float inverse = 1.0f / sum;
     auto* to = static_cast<__nv_bfloat16*>(attention.out.data) +
                (query_row + query) * attention.out.stride +
                static_cast<int64_t>(head) * attention.dim;

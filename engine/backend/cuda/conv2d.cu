@@ -38,49 +38,48 @@ struct Tile {
   static constexpr int kSharedBytes = kStages * (kM + kN) * kDepth * 2;
 };
 
-/// Accumulators begin with `bias`, which is conv's; conv.bias itself is null. kVectors: outputs are
-/// computed by FinishVector. grid (tiles, phases).
-template <typename T, Inputs kInputs, bool kVectors>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
-    Conv2dKernel(const __grid_constant__ Conv2dLaunch conv, const float* bias,
-                 const __grid_constant__ Plane plane, const __grid_constant__ FastDivmod n_tiles) {
-  constexpr int kStages = T::kStages;
-  constexpr int kRowsApart = T::kThreads / kChunks;
-  constexpr int kRows = T::kM / kRowsApart, kWeightRows = T::kN / kRowsApart;
-  constexpr int kWarpM = T::kM / T::kWarpsM, kWarpN = T::kN / T::kWarpsN;
-  constexpr int kFragmentsM = kWarpM / 16, kFragmentsN = kWarpN / 8;
-  static_assert(kRowsApart % 8 == 0 && kFragmentsN % 2 == 0);
+/// A thread's copies of pixels and weights to shared memory: column `chunk` of rows row,
+/// row + kRowsApart, … of a step.
+template <typename T, Inputs kInputs>
+struct Copies {
+  static constexpr int kRowsApart = T::kThreads / kChunks;
+  static constexpr int kRows = T::kM / kRowsApart, kWeightRows = T::kN / kRowsApart;
+  static_assert(kRowsApart % 8 == 0);
 
-  extern __shared__ __align__(128) unsigned char shared[];
-  auto* input_ring = reinterpret_cast<__nv_bfloat16*>(shared);  // [kStages][kM][kDepth]
-  auto* weight_ring = input_ring + kStages * T::kM * kDepth;    // [kStages][kN][kDepth]
-
-  // Neighbouring blocks share pixels, not weights, because there are more pixels.
-  const int m0 = static_cast<int>(blockIdx.x) / n_tiles * T::kM;
-  const int n0 = static_cast<int>(blockIdx.x) % n_tiles * T::kN;
-  const int phase = static_cast<int>(blockIdx.y);
-
-  // This thread fills column `chunk` of rows first_row, first_row + kRowsApart, …
-  const int chunk = threadIdx.x % kChunks, first_row = threadIdx.x / kChunks;
-  const int fill_at = Swizzled(first_row, chunk);
+  const Conv2dLaunch& conv;
+  __nv_bfloat16 *input_ring, *weight_ring;  // [kStages][kM or kN][kDepth]
+  int chunk, row, at, n0;
+  const __nv_bfloat16* weight;
   Window windows[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    windows[i] = WindowOf(conv, plane, m0 + first_row + i * kRowsApart, phase);
-  }
   Tap tap;
-  tap.Advance(conv, chunk * 8);
-  const __nv_bfloat16* weight =
-      static_cast<const __nv_bfloat16*>(conv.weight) +
-      static_cast<int64_t>(phase * conv.outputs + n0 + first_row) * conv.weight_stride + chunk * 8;
-
   // Asynchronous copies: for each row the pixel at `tap`, or −1, and the channel in its source.
   // They are computed when the tap or the source changes, and advance along the channels in
   // between: otherwise index arithmetic would cost more than the products.
   int pixels[kRows];
   const __nv_bfloat16* source = nullptr;
   int source_stride = 0, channels = 0, channels_done = 0;
-  const auto locate = [&] {
+
+  __device__ Copies(const Conv2dLaunch& conv, const Plane& plane, __nv_bfloat16* input_ring,
+                    __nv_bfloat16* weight_ring, int m0, int n0, int phase)
+      : conv(conv),
+        input_ring(input_ring),
+        weight_ring(weight_ring),
+        chunk(threadIdx.x % kChunks),
+        row(threadIdx.x / kChunks),
+        at(Swizzled(row, chunk)),
+        n0(n0),
+        weight(static_cast<const __nv_bfloat16*>(conv.weight) +
+               static_cast<int64_t>(phase * conv.outputs + n0 + row) * conv.weight_stride +
+               chunk * 8) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      windows[i] = WindowOf(conv, plane, m0 + row + i * kRowsApart, phase);
+    }
+    tap.Advance(conv, chunk * 8);
+    if constexpr (kInputs == Inputs::kCopied) Locate();
+  }
+
+  __device__ void Locate() {
     const bool first = tap.channel < conv.channels;
     const Rows& rows = first ? conv.x : conv.x2;
     const int channel = first ? tap.channel : tap.channel - conv.channels;
@@ -90,11 +89,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     source_stride = static_cast<int>(rows.stride);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) pixels[i] = PixelAt(conv, windows[i], tap);
-  };
-  if constexpr (kInputs == Inputs::kCopied) locate();
-
-  const auto fill_inputs = [&](int stage, int i) {
-    __nv_bfloat16* to = input_ring + stage * T::kM * kDepth + fill_at + i * kRowsApart * kDepth;
+  }
+  __device__ void CopyInputs(int stage, int i) const {
+    __nv_bfloat16* to = input_ring + stage * T::kM * kDepth + at + i * kRowsApart * kDepth;
     if constexpr (kInputs == Inputs::kCopied) {
       CopyAsync16(to, source + static_cast<int64_t>(pixels[i]) * source_stride, pixels[i] >= 0);
     } else {
@@ -106,29 +103,53 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       }
       *reinterpret_cast<uint4*>(to) = PackBf16(v);
     }
-  };
-  const auto fill_weights = [&](int stage, int i) {
-    CopyAsync16(weight_ring + stage * T::kN * kDepth + fill_at + i * kRowsApart * kDepth,
-                weight + static_cast<int64_t>(i * kRowsApart) * conv.weight_stride,
-                n0 + first_row + i * kRowsApart < conv.outputs);
-  };
-  const auto fill = [&](int stage, int part) {
-    part < kRows ? fill_inputs(stage, part) : fill_weights(stage, part - kRows);
-  };
-  const auto advance = [&] {
+  }
+  /// Of `steps` steps further on.
+  __device__ void CopyWeights(int stage, int i, int steps = 0) const {
+    CopyAsync16(weight_ring + stage * T::kN * kDepth + at + i * kRowsApart * kDepth,
+                weight + static_cast<int64_t>(i * kRowsApart) * conv.weight_stride + steps * kDepth,
+                n0 + row + i * kRowsApart < conv.outputs);
+  }
+  /// Copy number `part` of a step's kRows + kWeightRows.
+  __device__ void Copy(int stage, int part) const {
+    part < kRows ? CopyInputs(stage, part) : CopyWeights(stage, part - kRows);
+  }
+  __device__ void Advance() {
     weight += kDepth;
     if constexpr (kInputs == Inputs::kCopied) {
       source += kDepth;
       channels_done += kDepth;
       if (channels_done >= channels) {
         tap.Advance(conv, channels_done);
-        locate();
+        Locate();
       }
     } else {
       tap.Advance(conv, kDepth);
     }
-  };
+  }
+};
 
+/// Accumulators begin with `bias`, which is conv's; conv.bias itself is null. kVectors: outputs are
+/// computed by FinishVector. grid (tiles, phases).
+template <typename T, Inputs kInputs, bool kVectors>
+__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+    Conv2dKernel(const __grid_constant__ Conv2dLaunch conv, const float* bias,
+                 const __grid_constant__ Plane plane, const __grid_constant__ FastDivmod n_tiles) {
+  constexpr int kStages = T::kStages;
+  constexpr int kWarpM = T::kM / T::kWarpsM, kWarpN = T::kN / T::kWarpsN;
+  constexpr int kFragmentsM = kWarpM / 16, kFragmentsN = kWarpN / 8;
+  static_assert(kFragmentsN % 2 == 0);
+
+  extern __shared__ __align__(128) unsigned char shared[];
+  auto* input_ring = reinterpret_cast<__nv_bfloat16*>(shared);  // [kStages][kM][kDepth]
+  auto* weight_ring = input_ring + kStages * T::kM * kDepth;    // [kStages][kN][kDepth]
+
+  // Neighbouring blocks share pixels, not weights, because there are more pixels.
+  const int m0 = static_cast<int>(blockIdx.x) / n_tiles * T::kM;
+  const int n0 = static_cast<int>(blockIdx.x) % n_tiles * T::kN;
+  const int phase = static_cast<int>(blockIdx.y);
+
+  Copies<T, kInputs> copies(conv, plane, input_ring, weight_ring, m0, n0, phase);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_m = warp / T::kWarpsN * kWarpM, warp_n = warp % T::kWarpsN * kWarpN;
   float sums[kFragmentsM][kFragmentsN][4];
@@ -148,20 +169,19 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       LoadMatrices(b[into][j], weight_ring + (stage * T::kN + j * 16) * kDepth + (weight_at ^ k));
     }
   };
+  constexpr int kRows = Copies<T, kInputs>::kRows, kWeightRows = Copies<T, kInputs>::kWeightRows;
   constexpr int kFills = kRows + kWeightRows, kLoads = kFragmentsM + kFragmentsN / 2;
 
   const int steps = conv.weight_stride / kDepth;
-  const __nv_bfloat16* const first_weight = weight;
   for (int stage = 0; stage < kStages - 1; ++stage) {  // weights: no kernel writes them
-    if (stage < steps) Interleave<kWeightRows, 1>(0, [&](int i) { fill_weights(stage, i); });
-    weight += kDepth;
+    if (stage < steps)
+      Interleave<kWeightRows, 1>(0, [&](int i) { copies.CopyWeights(stage, i, stage); });
   }
-  weight = first_weight;
   WaitForPredecessors();
   for (int stage = 0; stage < kStages - 1; ++stage) {
     if (stage < steps) {
-      Interleave<kRows, 1>(0, [&](int i) { fill_inputs(stage, i); });
-      advance();
+      Interleave<kRows, 1>(0, [&](int i) { copies.CopyInputs(stage, i); });
+      copies.Advance();
     }
     CommitCopies();
   }
@@ -188,7 +208,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         Interleave<kLoads, kFragmentsN>(
             j, [&](int part) { load(1 - now, stage, (k + 16) % kDepth, part); });
         if (k == 0 && filling) {
-          Interleave<kFills, kFragmentsN>(j, [&](int part) { fill(empty_stage, part); });
+          Interleave<kFills, kFragmentsN>(j, [&](int part) { copies.Copy(empty_stage, part); });
         }
 #pragma unroll
         for (int i = 0; i < kFragmentsM; ++i) {
@@ -207,7 +227,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         }
       }
       if (k == 0) {
-        if (filling) advance();
+        if (filling) copies.Advance();
         CommitCopies();
       }
     }

@@ -137,6 +137,116 @@ __device__ inline PlanePixel QuadAt(const Quads& quads, int quad) {
           in_image % quads.across * T::kQuadEdge};
 }
 
+/// What a CTA computes: from subtile first_subtile and output n0 on, the channels of a split.
+template <typename T, SplitK kMode>
+struct Cta {
+  static constexpr int kPhasesOfTile = T::kTaps == 2 ? kPhases : 1;
+  int first_subtile, phase, n0, channels, split, begin, end;
+
+  __device__ Cta(const Conv2dLaunch& conv, const FastDivmod& n_tiles)
+      : first_subtile(static_cast<int>(blockIdx.x) / n_tiles / kPhasesOfTile * T::kSubtiles),
+        phase(static_cast<int>(blockIdx.x) / n_tiles % kPhasesOfTile),
+        n0(static_cast<int>(blockIdx.x) % n_tiles * T::kN),
+        channels(conv.channels + conv.channels2),
+        split(kMode == SplitK::kParallel ? static_cast<int>(blockIdx.y) : 0),
+        begin(kMode == SplitK::kParallel ? SplitBegin(split) : 0),
+        end(kMode == SplitK::kParallel ? SplitBegin(split + 1) : channels) {}
+
+  __device__ int SplitBegin(int of) const { return channels / kDepth * of / kSplits * kDepth; }
+};
+
+/// A thread's copies of weights: chunk `chunk` of rows row, row + kRowsApart, … of a step.
+template <typename T>
+struct WeightCopies {
+  static constexpr int kRowsApart = T::kThreads / kChunks;
+  static constexpr int kCount = (T::kTaps * T::kN + kRowsApart - 1) / kRowsApart;
+  static constexpr bool kWholeTaps = T::kN % kRowsApart == 0;  // the tap does not depend on `row`
+
+  const Conv2dLaunch& conv;
+  __nv_bfloat16* ring;  // [kStages][kTaps][kN][kDepth]
+  int chunk, row, n0, channels, end;
+  const __nv_bfloat16* weight;
+
+  template <typename Cta>
+  __device__ WeightCopies(const Conv2dLaunch& conv, const Cta& cta, __nv_bfloat16* ring)
+      : conv(conv),
+        ring(ring),
+        chunk(threadIdx.x % kChunks),
+        row(threadIdx.x / kChunks),
+        n0(cta.n0),
+        channels(cta.channels),
+        end(cta.end),
+        weight(static_cast<const __nv_bfloat16*>(conv.weight) + chunk * 8 +
+               static_cast<int64_t>(cta.phase * conv.outputs + n0 + (kWholeTaps ? row : 0)) *
+                   conv.weight_stride) {}
+
+  __device__ void Copy(int stage, int depth, int column, int i) const {
+    const int more = i * kRowsApart, at = kWholeTaps ? more : row + more;
+    const int n = at % T::kN, tap = at / T::kN * T::kTaps + column;
+    CopyAsync16If(T::kTaps * T::kN % kRowsApart == 0 || row + more < T::kTaps * T::kN,
+                  ring + stage * T::kStageElements + Swizzled(row, chunk) + more * kDepth,
+                  weight + (n * conv.weight_stride + tap * channels + depth),
+                  n0 + n + (kWholeTaps ? row : 0) < conv.outputs && depth < end);
+  }
+};
+
+/// A thread's copies of halo tiles: chunk `chunk` of column `column` of lines first_line,
+/// first_line + kLinesApart, … Threads beyond the last line copy none.
+template <typename T>
+struct HaloTileCopies {
+  static constexpr int kLineChunks = T::kHaloTileEdge * kChunks;
+  static constexpr int kLinesApart = T::kThreads / kLineChunks;
+  static constexpr int kLines = T::kSubtiles * T::kHaloTileEdge;
+  static constexpr int kCount = (kLines + kLinesApart - 1) / kLinesApart;
+
+  const Conv2dLaunch& conv;
+  __nv_bfloat16* ring;  // [kHaloTiles][kSubtiles][kHaloTileEdge][kHaloTileEdge][kDepth]
+  int chunk, column, first_line, end;
+  int pixels[kCount];  // or −1
+  const __nv_bfloat16 *x, *x2;
+  int x_stride, x2_stride;
+
+  template <typename Cta>
+  __device__ HaloTileCopies(const Conv2dLaunch& conv, const Quads& quads, const Cta& cta,
+                            __nv_bfloat16* ring)
+      : conv(conv),
+        ring(ring),
+        chunk(threadIdx.x % kChunks),
+        column(threadIdx.x % kLineChunks / kChunks),
+        first_line(threadIdx.x < kLinesApart * kLineChunks
+                       ? static_cast<int>(threadIdx.x) / kLineChunks
+                       : kLines),
+        end(cta.end) {
+    constexpr int kAround = T::kQuadEdge + 2;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int line = first_line + i * kLinesApart;
+      const PlanePixel quad =
+          QuadAt<T>(quads, (cta.first_subtile + line / T::kHaloTileEdge) * T::kQuads * T::kQuads +
+                               line % T::kHaloTileEdge / kAround * T::kQuads + column / kAround);
+      const int y = quad.y + line % kAround - 1, x = quad.x + column % kAround - 1;
+      const bool inside = quad.image < conv.images &&
+                          static_cast<unsigned>(y) < static_cast<unsigned>(conv.height) &&
+                          static_cast<unsigned>(x) < static_cast<unsigned>(conv.width);
+      pixels[i] = inside ? (quad.image * conv.height + y) * conv.width + x : -1;
+    }
+    x = static_cast<const __nv_bfloat16*>(conv.x.data) + chunk * 8;
+    x2 = static_cast<const __nv_bfloat16*>(conv.x2.data) + chunk * 8 - conv.channels;
+    x_stride = static_cast<int>(conv.x.stride);
+    x2_stride = static_cast<int>(conv.x2.stride);
+  }
+
+  __device__ void Copy(int slot, int depth, int i) const {
+    const bool first = depth < conv.channels;
+    CopyAsync16If(
+        first_line + i * kLinesApart < kLines,
+        ring + slot * T::kSubtiles * T::kHaloTileElements +
+            (first_line + i * kLinesApart) * T::kLineElements + SwizzledPixel<T>(column, chunk),
+        (first ? x : x2) + depth + static_cast<int64_t>(pixels[i]) * (first ? x_stride : x2_stride),
+        pixels[i] >= 0 && depth < end);
+  }
+};
+
 /// Accumulators begin with `bias`, which is conv's; conv.bias itself is null.
 template <typename T, SplitK kMode>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
@@ -144,9 +254,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
                   const __grid_constant__ Quads quads, const __grid_constant__ FastDivmod n_tiles,
                   Partials partials) {
   constexpr int kStages = T::kStages, kHaloTiles = T::kHaloTiles, kLines = T::kLines;
-  constexpr int kTaps = T::kTaps, kPhasesOfTile = kTaps == 2 ? kPhases : 1;
+  constexpr int kTaps = T::kTaps;
   constexpr int kQuadEdge = T::kQuadEdge, kQuads = T::kQuads;
-  constexpr int kHaloTileEdge = T::kHaloTileEdge, kLineElements = T::kLineElements;
   constexpr int kFragmentsM = kLines / 2, kFragmentsN = T::kWarpN / 8;
   constexpr int kPairs = kFragmentsM + kTaps - 1, kColumnPairs = kFragmentsN / 2;
   // A part of a step is 16 outputs at one row of the window. Copies are issued in the first parts.
@@ -155,73 +264,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   static_assert(kFragmentsN % 2 == 0 && kLines % 2 == 0);
 
   extern __shared__ __align__(128) unsigned char shared[];
-  auto* weight_ring = reinterpret_cast<__nv_bfloat16*>(shared);  // [kStages][kTaps][kN][kDepth]
-  // [kHaloTiles][kSubtiles][kHaloTileEdge][kHaloTileEdge][kDepth]
-  __nv_bfloat16* halo_tile_ring = weight_ring + kStages * T::kStageElements;
-
-  const int first_subtile = static_cast<int>(blockIdx.x) / n_tiles / kPhasesOfTile * T::kSubtiles;
-  const int phase = static_cast<int>(blockIdx.x) / n_tiles % kPhasesOfTile;
-  const int n0 = static_cast<int>(blockIdx.x) % n_tiles * T::kN;
-  const int channels = conv.channels + conv.channels2;
-  const auto split_begin = [&](int split) { return channels / kDepth * split / kSplits * kDepth; };
-  const int split = kMode == SplitK::kParallel ? static_cast<int>(blockIdx.y) : 0;
-  const int begin = kMode == SplitK::kParallel ? split_begin(split) : 0;
-  const int end = kMode == SplitK::kParallel ? split_begin(split + 1) : channels;
-
-  // This thread copies chunk `chunk` of rows row, row + kRowsApart, … of a step's weights,
-  const int chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks;
-  constexpr int kRowsApart = T::kThreads / kChunks;
-  constexpr int kWeightFills = (kTaps * T::kN + kRowsApart - 1) / kRowsApart;
-  constexpr bool kWholeTaps = T::kN % kRowsApart == 0;  // the tap does not depend on `row`
-  const auto* weight =
-      static_cast<const __nv_bfloat16*>(conv.weight) + chunk * 8 +
-      static_cast<int64_t>(phase * conv.outputs + n0 + (kWholeTaps ? row : 0)) * conv.weight_stride;
-  const auto fill_weights = [&](int stage, int depth, int column, int i) {
-    const int more = i * kRowsApart, at = kWholeTaps ? more : row + more;
-    const int n = at % T::kN, tap = at / T::kN * kTaps + column;
-    CopyAsync16If(kTaps * T::kN % kRowsApart == 0 || row + more < kTaps * T::kN,
-                  weight_ring + stage * T::kStageElements + Swizzled(row, chunk) + more * kDepth,
-                  weight + (n * conv.weight_stride + tap * channels + depth),
-                  n0 + n + (kWholeTaps ? row : 0) < conv.outputs && depth < end);
-  };
-  // and of column halo_tile_x of every kLinesApart-th line of the halo tiles, starting at
-  // halo_tile_line. `pixels` has their pixels, or −1. Threads beyond the last line copy none.
-  constexpr int kLineChunks = kHaloTileEdge * kChunks, kLinesApart = T::kThreads / kLineChunks;
-  constexpr int kHaloTileLines = T::kSubtiles * kHaloTileEdge;
-  constexpr int kHaloTileFills = (kHaloTileLines + kLinesApart - 1) / kLinesApart;
-  const int halo_tile_x = threadIdx.x % kLineChunks / kChunks;
-  const int halo_tile_line = threadIdx.x < kLinesApart * kLineChunks
-                                 ? static_cast<int>(threadIdx.x) / kLineChunks
-                                 : kHaloTileLines;
-  int pixels[kHaloTileFills];
-#pragma unroll
-  for (int i = 0; i < kHaloTileFills; ++i) {
-    const int line = halo_tile_line + i * kLinesApart;
-    constexpr int kAround = kQuadEdge + 2;
-    const PlanePixel quad =
-        QuadAt<T>(quads, (first_subtile + line / kHaloTileEdge) * kQuads * kQuads +
-                             line % kHaloTileEdge / kAround * kQuads + halo_tile_x / kAround);
-    const int y = quad.y + line % kAround - 1, x = quad.x + halo_tile_x % kAround - 1;
-    const bool inside = quad.image < conv.images &&
-                        static_cast<unsigned>(y) < static_cast<unsigned>(conv.height) &&
-                        static_cast<unsigned>(x) < static_cast<unsigned>(conv.width);
-    pixels[i] = inside ? (quad.image * conv.height + y) * conv.width + x : -1;
-  }
-  const auto* const x = static_cast<const __nv_bfloat16*>(conv.x.data) + chunk * 8;
-  const auto* const x2 =
-      static_cast<const __nv_bfloat16*>(conv.x2.data) + chunk * 8 - conv.channels;
-  const int x_stride = static_cast<int>(conv.x.stride);
-  const int x2_stride = static_cast<int>(conv.x2.stride);
-  const auto fill_halo_tile = [&](int slot, int depth, int i) {
-    const bool first = depth < conv.channels;
-    CopyAsync16If(
-        halo_tile_line + i * kLinesApart < kHaloTileLines,
-        halo_tile_ring + slot * T::kSubtiles * T::kHaloTileElements +
-            (halo_tile_line + i * kLinesApart) * kLineElements +
-            SwizzledPixel<T>(halo_tile_x, chunk),
-        (first ? x : x2) + depth + static_cast<int64_t>(pixels[i]) * (first ? x_stride : x2_stride),
-        pixels[i] >= 0 && depth < end);
-  };
+  auto* const weight_ring = reinterpret_cast<__nv_bfloat16*>(shared);
+  auto* const halo_tile_ring = weight_ring + kStages * T::kStageElements;
+  const Cta<T, kMode> cta(conv, n_tiles);
+  const int phase = cta.phase, n0 = cta.n0, begin = cta.begin, end = cta.end;
+  using Weights = WeightCopies<T>;
+  using HaloTile = HaloTileCopies<T>;
+  const Weights weights(conv, cta, weight_ring);
+  const HaloTile halo_tiles(conv, quads, cta, halo_tile_ring);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_n = warp % T::kWarpsN * T::kWarpN;
@@ -231,7 +281,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const auto in_halo_tile = [](int at) { return at + at / kQuadEdge * 2; };  // of a line or column
   const int line_at =
       warp_subtile * T::kHaloTileElements +
-      (in_halo_tile(subtile_line + lane / 8 % 2 * kLines / 2) + phase / 2) * kLineElements;
+      (in_halo_tile(subtile_line + lane / 8 % 2 * kLines / 2) + phase / 2) * T::kLineElements;
 
   // Left operands are pairs of lines: the first with the one in the middle, and so on. The next row
   // of the window is one pair further, so rows share all pairs but one. Right operands are of 16
@@ -241,7 +291,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     LoadMatrices(
         pairs[half][pair],
         halo_tile_ring + slot * T::kSubtiles * T::kHaloTileElements + line_at +
-            pair * kLineElements +
+            pair * T::kLineElements +
             (SwizzledPixel<T>(window_column + phase % 2 + in_halo_tile(lane % 8), lane / 16) ^
              (half * 16)));
   };
@@ -257,16 +307,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll
   for (int step = 0; step < kStages - 1; ++step) {  // weights: no kernel writes them
 #pragma unroll
-    for (int i = 0; i < kWeightFills; ++i)
-      fill_weights(step, begin + step / kTaps * kDepth, step % kTaps, i);
+    for (int i = 0; i < Weights::kCount; ++i)
+      weights.Copy(step, begin + step / kTaps * kDepth, step % kTaps, i);
   }
-  InitWithBias(split == 0 ? bias : nullptr, n0 + warp_n, conv.outputs, sums);
+  InitWithBias(cta.split == 0 ? bias : nullptr, n0 + warp_n, conv.outputs, sums);
   WaitForPredecessors();
 #pragma unroll
   for (int halo_tile = 0; halo_tile < kHaloTiles - 1; ++halo_tile) {
 #pragma unroll
-    for (int i = 0; i < kHaloTileFills; ++i) {
-      fill_halo_tile(halo_tile, begin + halo_tile * kDepth, i);
+    for (int i = 0; i < HaloTile::kCount; ++i) {
+      halo_tiles.Copy(halo_tile, begin + halo_tile * kDepth, i);
     }
     CommitCopies();
   }
@@ -308,11 +358,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
             Interleave<kFragmentsM, kColumnPairs>(
                 part % kColumnPairs, [&](int pair) { load_pair(1, slot, window_column, pair); });
           }
-          Interleave<kWeightFills, kFillParts>(
-              part, [&](int i) { fill_weights(empty_stage, later_depth, later % kTaps, i); });
-          Interleave<kHaloTileFills, kFillParts * T::kFillSteps>(
+          Interleave<Weights::kCount, kFillParts>(
+              part, [&](int i) { weights.Copy(empty_stage, later_depth, later % kTaps, i); });
+          Interleave<HaloTile::kCount, kFillParts * T::kFillSteps>(
               part < kFillParts ? window_column * kFillParts + part : -1,
-              [&](int i) { fill_halo_tile(empty_slot, halo_tile_depth, i); });
+              [&](int i) { halo_tiles.Copy(empty_slot, halo_tile_depth, i); });
         } else {
           load_columns(1 - now, next_stage, 0);
 #pragma unroll
@@ -335,7 +385,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     }
     empty_slot = slot;
     slot = next_slot;
-    if (kMode == SplitK::kSerial && depth + kDepth == split_begin(splits_done + 1)) {
+    if (kMode == SplitK::kSerial && depth + kDepth == cta.SplitBegin(splits_done + 1)) {
       ++splits_done;
       MoveTo(sums, totals);
     }
@@ -344,11 +394,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   __syncthreads();
   ReleaseDependents();
   if constexpr (kMode == SplitK::kParallel) {
-    if (!AddPartials<T>(partials, split, sums, totals)) return;
+    if (!AddPartials<T>(partials, cta.split, sums, totals)) return;
   }
 
   static_assert(T::kThreads / 32 * kFinishBytes<kFragmentsN> <= T::kSharedBytes);
-  const int first_quad = (first_subtile + warp_subtile) * kQuads * kQuads;
+  const int first_quad = (cta.first_subtile + warp_subtile) * kQuads * kQuads;
   const PlanePixel first = QuadAt<T>(quads, first_quad);
   FinishWarp<true>(
       conv, kMode == SplitK::kNone ? sums : totals,

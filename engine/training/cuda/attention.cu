@@ -175,6 +175,39 @@ __device__ inline void StoreGradient(const Rows& to, int token, int count, int r
   }
 }
 
+/// Log-sum-exp · log₂ e and Δ of a lane's queries: rows lane / 4 and lane / 4 + 8 of each tile
+/// of 16. `own_second`: dout of the CTA's queries, which begin at `begin`. Δ is also stored if
+/// `stores`.
+template <typename S>
+__device__ inline void ReadQueries(const Gradient& gradient, const __nv_bfloat16* own_second,
+                                   int own_row, int64_t queries, int begin, int warp_token,
+                                   int column, bool stores, float (&log2)[S::kTiles][2],
+                                   float (&delta)[S::kTiles][2]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int t = 0; t < S::kTiles; ++t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = warp_token + t * 16 + half * 8 + lane / 4;
+      const bool valid = begin + token < gradient.own.count;
+      float sum = 0;
+      for (int c = lane % 4 * 8; valid && c < gradient.dim; c += 32) {
+        float dout[8], out[8];
+        UnpackBf16(*reinterpret_cast<const uint4*>(own_second + token * S::kLine + c), dout);
+        LoadVectorOf<Element::kBf16>(
+            gradient.out, int64_t{own_row + begin + token} * gradient.out.stride + column + c, out);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum = fmaf(dout[i], out[i], sum);
+      }
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      delta[t][half] = sum;
+      log2[t][half] = valid ? gradient.log_sum_exp[queries + begin + token] * kLog2E : INFINITY;
+      if (valid && stores && lane % 4 == 0) gradient.delta[queries + begin + token] = sum;
+    }
+  }
+}
+
 template <typename S, bool kOfKeys>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     GradientKernel(const __grid_constant__ Gradient gradient) {
@@ -230,30 +263,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   const float scale_log2 = gradient.scale * kLog2E;  // exp(x) = exp2(x log₂ e)
   float own_log2[S::kTiles][2], own_delta[S::kTiles][2];
   if constexpr (!kOfKeys) {
-#pragma unroll
-    for (int t = 0; t < S::kTiles; ++t) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int token = warp_token + t * 16 + half * 8 + lane / 4;
-        const bool valid = begin + token < gradient.own.count;
-        float sum = 0;
-        for (int c = lane % 4 * 8; valid && c < gradient.dim; c += 32) {
-          float dout[8], out[8];
-          UnpackBf16(*reinterpret_cast<const uint4*>(own_second + token * S::kLine + c), dout);
-          LoadVectorOf<Element::kBf16>(
-              gradient.out, int64_t{own_row + begin + token} * gradient.out.stride + column + c,
-              out);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) sum = fmaf(dout[i], out[i], sum);
-        }
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        own_delta[t][half] = sum;
-        own_log2[t][half] =
-            valid ? gradient.log_sum_exp[queries + begin + token] * kLog2E : INFINITY;
-        if (valid && warp_column + lane % 4 == 0) gradient.delta[queries + begin + token] = sum;
-      }
-    }
+    ReadQueries<S>(gradient, own_second, own_row, queries, begin, warp_token, column,
+                   warp_column == 0, own_log2, own_delta);
   }
 
   // Row addresses for ldmatrix, in bytes: lane 8i + j gives row j of the i-th 8×8 matrix.
