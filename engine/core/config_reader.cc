@@ -10,12 +10,20 @@
 #include <limits>
 #include <sstream>
 #include <string_view>
+#include <utility>
 
 namespace denoised {
 namespace {
 
+/// What ReadJsonFile() makes of a bare word: a value of a type that no field has.
+constexpr std::pair<std::string_view, std::string_view> kBareWords[] = {
+    {"Infinity", "[\"Infinity\"]"}, {"NaN", "[\"NaN\"]"}};
+
 std::string Abbreviated(const nlohmann::json& value) {
   std::string text = value.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
+  for (const auto& [word, stored] : kBareWords)
+    for (size_t at = 0; (at = text.find(stored, at)) != std::string::npos;)
+      text.replace(at, stored.size(), word);
   return text.size() > 80 ? text.substr(0, 77) + "..." : text;
 }
 
@@ -43,8 +51,13 @@ void ConfigReader::ReadAs(const char* field, const char* expected,
                           bool (nlohmann::json::*is)() const noexcept, T* value) {
   const nlohmann::json* found = Find(field);
   if (!found) return;
-  if (!(found->*is)() || (std::is_same_v<T, int> && !FitsInt(*found))) {
+  if (!(found->*is)()) {
     Complain(field, fmt::format("expected {}", expected));
+    return;
+  }
+  if (std::is_same_v<T, int> && !FitsInt(*found)) {
+    Complain(field, fmt::format("expected an integer from {} to {}",
+                                std::numeric_limits<int>::min(), std::numeric_limits<int>::max()));
     return;
   }
   *value = found->get<T>();
@@ -82,18 +95,14 @@ void ConfigReader::Read(const char* field, std::string* value) {
   ReadAs(field, "a string", &json::is_string, value);
 }
 
-namespace {
 template <typename T>
-void ReadOptional(ConfigReader* reader, const char* field, std::optional<T>* value) {
-  if (!reader->Has(field)) {
-    reader->Raw(field);
-    return;
-  }
+void ConfigReader::ReadOptional(const char* field, std::optional<T>* value) {
+  if (Find(field) == nullptr) return;
   T read{};
-  reader->Read(field, &read);
-  *value = read;
+  const size_t complaints = complaints_.size();
+  Read(field, &read);
+  if (complaints_.size() == complaints) *value = read;
 }
-}  // namespace
 
 void ConfigReader::Read(const char* field, std::optional<bool>* value) {
   bool read = false;
@@ -101,13 +110,13 @@ void ConfigReader::Read(const char* field, std::optional<bool>* value) {
   if (object_.contains(field)) *value = read;  // null, too
 }
 void ConfigReader::Read(const char* field, std::optional<int>* value) {
-  ReadOptional(this, field, value);
+  ReadOptional(field, value);
 }
 void ConfigReader::Read(const char* field, std::optional<double>* value) {
-  ReadOptional(this, field, value);
+  ReadOptional(field, value);
 }
 void ConfigReader::Read(const char* field, std::optional<std::string>* value) {
-  ReadOptional(this, field, value);
+  ReadOptional(field, value);
 }
 void ConfigReader::Read(const char* field, std::vector<int>* value) {
   ReadList(field, "integers", &json::is_number_integer, value);
@@ -134,6 +143,12 @@ void ConfigReader::Refuse(const char* field, const nlohmann::json& harmless) {
   const json* found = Find(field);
   if (found && *found != harmless)
     Complain(field, fmt::format("not supported; only {} is", Abbreviated(harmless)));
+}
+
+void ConfigReader::RefuseNull(const char* field) {
+  const auto it = object_.find(field);
+  if (it != object_.end() && it->is_null())
+    Complain(field, "expected a value; leave the field out for its default");
 }
 
 void ConfigReader::Ignore(std::initializer_list<const char*> fields) {
@@ -180,13 +195,14 @@ std::string WithoutBareWords(std::string_view text) {
     }
     if (text[i] == '"') in_string = !in_string;
     bool replaced = false;
-    for (const std::string_view word : {"-Infinity", "Infinity", "NaN"}) {
-      if (in_string || text.compare(i, word.size(), word) != 0) continue;
-      cleaned += word == "-Infinity" ? "null" : fmt::format("[\"{}\"]", word);
+    const auto replace = [&](std::string_view word, std::string_view stored) {
+      if (in_string || replaced || text.compare(i, word.size(), word) != 0) return;
+      cleaned += stored;
       i += word.size() - 1;
       replaced = true;
-      break;
-    }
+    };
+    replace("-Infinity", "null");
+    for (const auto& [word, stored] : kBareWords) replace(word, stored);
     if (!replaced) cleaned += text[i];
   }
   return cleaned;

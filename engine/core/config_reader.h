@@ -44,6 +44,8 @@ class ConfigReader {
 
   /// A field that is not supported: any value but `harmless`, null or absent is an error.
   void Refuse(const char* field, const nlohmann::json& harmless);
+  /// For a field of which diffusers takes no null.
+  void RefuseNull(const char* field);
   /// Fields that have no effect here. Fields that start with '_' are always ignored.
   void Ignore(std::initializer_list<const char*> fields);
   /// Adds an error about `field`: what is wrong, and what would be accepted.
@@ -62,6 +64,8 @@ class ConfigReader {
   template <typename T>
   void ReadList(const char* field, const char* expected,
                 bool (nlohmann::json::*is)() const noexcept, std::vector<T>* value);
+  template <typename T>
+  void ReadOptional(const char* field, std::optional<T>* value);
   const nlohmann::json* Find(const char* field);
 
   nlohmann::json object_;

@@ -19,6 +19,12 @@ constexpr std::string_view kIgnored[] = {"safety_checker", "feature_extractor", 
 
 bool IsTokenizer(std::string_view component) { return component.starts_with("tokenizer"); }
 
+/// The file of a component's folder that says what it is.
+const char* ConfigFileOf(const std::string& name, const ModelDirectory::Component& component) {
+  if (IsTokenizer(name)) return "tokenizer_config.json";
+  return component.class_name.ends_with("Scheduler") ? "scheduler_config.json" : "config.json";
+}
+
 bool IsFile(const fs::path& path) {
   std::error_code error;
   return fs::is_regular_file(path, error);
@@ -83,7 +89,9 @@ absl::Status ModelDirectory::ParseIndex(const json& json_index, const std::strin
     reader.Ignore({field.c_str()});  // other fields configure the Python pipeline
   }
   if (!components.contains("unet"))
-    reader.Complain("unet", "missing: only pipelines around a UNet are supported");
+    reader.Complain("unet",
+                    "expected [\"diffusers\", \"<class>\"]: only pipelines around a UNet are "
+                    "supported");
   if (json_index.contains("scheduler") && ComponentClass(json_index["scheduler"]).empty())
     reader.Complain("scheduler", "expected [\"diffusers\", \"<class>\"]");
   reader.Read("_class_name", &pipeline_class);
@@ -144,12 +152,11 @@ absl::StatusOr<ModelDirectory> ModelDirectory::Read(const std::string& root) {
   for (auto& [name, component] : model.components) {
     fs::path directory = base;
     if (is_pipeline) {
-      DENOISED_ASSIGN_OR_RETURN(
-          directory, ComponentDirectory(
-                         base, name, IsTokenizer(name) ? "tokenizer_config.json" : "config.json"));
+      DENOISED_ASSIGN_OR_RETURN(directory,
+                                ComponentDirectory(base, name, ConfigFileOf(name, component)));
     }
     component.directory = directory.string();
-    component.config_file = (directory / "config.json").string();
+    component.config_file = (directory / ConfigFileOf(name, component)).string();
     if (IsTokenizer(name)) continue;
     DENOISED_ASSIGN_OR_RETURN(component.config, ReadJsonFile(component.config_file));
     if (!component.class_name.empty()) continue;

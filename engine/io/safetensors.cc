@@ -70,9 +70,8 @@ absl::StatusOr<Entry> ParseEntry(const std::string& name, const json& fields, ui
   if (!dtype_name.is_string()) return InvalidArgument("{}: dtype must be a string", where);
   const auto dtype = DTypeFromName(dtype_name.get<std::string>());
   if (!dtype)
-    return InvalidArgument(
-        "{}: dtype {} is not supported; save it as F32, F16, BF16, I64, I32 or U8", where,
-        Quoted(dtype_name.get<std::string>()));
+    return InvalidArgument("{}: dtype {} is not supported; save weights as F32, F16 or BF16", where,
+                           Quoted(dtype_name.get<std::string>()));
 
   const json dims = fields.value("shape", json());
   if (!dims.is_array()) return InvalidArgument("{}: shape must be a list of extents", where);

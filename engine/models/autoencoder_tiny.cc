@@ -24,6 +24,7 @@ absl::StatusOr<AutoencoderTinyConfig> AutoencoderTinyConfig::Parse(const nlohman
   reader.Read("num_encoder_blocks", &config.num_encoder_blocks);
   reader.Read("num_decoder_blocks", &config.num_decoder_blocks);
   reader.Read("scaling_factor", &config.scaling_factor);
+  reader.RefuseNull("scaling_factor");
   reader.Read("shift_factor", &config.shift_factor);
   reader.Refuse("upsampling_scaling_factor", 2);
   reader.Refuse("upsample_fn", "nearest");

@@ -115,6 +115,7 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
     reader.Complain("act_fn", std::string(activation.status().message()));
   }
   reader.Read("norm_num_groups", &config.norm_num_groups);
+  reader.RefuseNull("norm_num_groups");
   reader.Read("norm_eps", &config.norm_eps);
   if (!(config.norm_eps > 0)) reader.Complain("norm_eps", "must be greater than 0");
   reader.Read("cross_attention_dim", &config.cross_attention_dim);

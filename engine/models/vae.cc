@@ -90,7 +90,9 @@ void VaeConfig::Read(ConfigReader& reader) {
   reader.Read("layers_per_block", &layers_per_block);
   reader.Read("latent_channels", &latent_channels);
   reader.Read("norm_num_groups", &norm_num_groups);
+  reader.RefuseNull("norm_num_groups");
   reader.Read("scaling_factor", &scaling_factor);
+  reader.RefuseNull("scaling_factor");
   reader.Read("mid_block_add_attention", &mid_block_add_attention);
   std::string act_fn = "silu";
   reader.Read("act_fn", &act_fn);

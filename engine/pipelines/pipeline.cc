@@ -76,6 +76,14 @@ std::string ClassesThatRead(ImageInput input) {
 absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
   DENOISED_ASSIGN_OR_RETURN(ModelDirectory directory, ModelDirectory::Read(path));
   DENOISED_ASSIGN_OR_RETURN(const DenoiserClass* const denoiser, FindDenoiser(directory));
+  const PipelineClass* const known = FindPipeline(directory.pipeline_class);
+  if (denoiser->reads_text && !known) {
+    std::string names;
+    for (const PipelineClass& each : AllPipelines()) names += fmt::format(" {}", each.name);
+    return InvalidArgument(
+        "{}/model_index.json: field '_class_name' is \"{}\", which is not supported; use one of:{}",
+        path, directory.pipeline_class, names);
+  }
   DENOISED_RETURN_IF_ERROR(CheckComponents(directory, denoiser->reads_text));
   if (!denoiser->reads_text && directory.null_class < 0 &&
       directory.default_guidance_scale.value_or(1) > 1)
@@ -96,15 +104,6 @@ absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
   files.precision = files.directory.precision;
   files.defaults.steps = TraitsOf(files.scheduler.default_sampler()).default_steps;
   if (denoiser->reads_text) {
-    const PipelineClass* known = FindPipeline(files.directory.pipeline_class);
-    if (!known) {
-      std::string names;
-      for (const PipelineClass& each : AllPipelines()) names += fmt::format(" {}", each.name);
-      return InvalidArgument(
-          "{}/model_index.json: field '_class_name' is \"{}\", which is not supported; use one "
-          "of:{}",
-          path, files.directory.pipeline_class, names);
-    }
     DENOISED_RETURN_IF_ERROR(CheckFamily(files.directory, *known));
     files.defaults = known->defaults;
   }

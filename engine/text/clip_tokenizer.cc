@@ -374,7 +374,11 @@ class ClipTokenizerFiles {
     if (!model.is_object() || model.value("type", json("BPE")) != "BPE")
       return InvalidArgument("{}: field 'model': expected one of type \"BPE\"", vocabulary_file_);
     DENOISED_RETURN_IF_ERROR(ReadVocabulary(model.value("vocab", json())));
-    for (const json& merge : model.value("merges", json::array())) {
+    const json merges = model.value("merges", json());
+    if (!merges.is_array())
+      return InvalidArgument("{}: field 'model.merges': expected a list of pairs of symbols",
+                             vocabulary_file_);
+    for (const json& merge : merges) {
       const bool pair =
           merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string();
       const std::string text = merge.is_string() ? merge.get<std::string>() : "";

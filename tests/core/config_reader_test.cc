@@ -50,7 +50,8 @@ TEST(ConfigReader, ReportsEveryComplaintAtOnce) {
   config.Refuse("fir", false);
   const std::string message(config.Finish().message());
   EXPECT_THAT(message, HasSubstr("config.json: field 'eps' is \"small\": expected a number"));
-  EXPECT_THAT(message, HasSubstr("'big' is 99999999999"));
+  EXPECT_THAT(message, HasSubstr("'big' is 99999999999: expected an integer from -2147483648 to "
+                                 "2147483647"));
   EXPECT_THAT(message, HasSubstr("'layers' is [1,\"x\"]: expected a list of integers"));
   EXPECT_THAT(message, HasSubstr("'fir' is true: not supported; only false is"));
   EXPECT_THAT(message, HasSubstr("'odd' is 1: unknown field"));
@@ -67,6 +68,20 @@ TEST(ConfigReader, ARangeIncludesItsEnds) {
   EXPECT_EQ(reader.Finish().message(),
             "config.json: field 'beyond' is 5: must be between 1 and 4\n"
             "config.json: field 'not a number': must be between 1 and 4");
+}
+
+TEST(ConfigReader, AnOptionalOfTheWrongTypeStaysUnset) {
+  ConfigReader config = Reader(R"({"steps": 1000000000000, "null": null})");
+  std::optional<int> steps;
+  config.Read("steps", &steps);
+  EXPECT_EQ(steps, std::nullopt);
+  config.RefuseNull("steps");
+  config.RefuseNull("absent");
+  EXPECT_THAT(std::string(config.Finish().message()),
+              ::testing::Not(HasSubstr("leave the field out")));
+  config.RefuseNull("null");
+  EXPECT_THAT(std::string(config.Finish().message()),
+              HasSubstr("'null' is null: expected a value; leave the field out for its default"));
 }
 
 TEST(ConfigReader, AnIntegerIsANumber) {
@@ -116,9 +131,9 @@ TEST(ParseJsonObject, PythonsInfinityBelowIsNullAndOthersAreRefusedByName) {
   reader.Read("d", &d);
   reader.Read("e", &e);
   EXPECT_EQ(reader.Finish().message(),
-            "c.json: field 'b' is [[\"NaN\"],1]: expected a list of numbers\n"
-            "c.json: field 'd' is [\"Infinity\"]: expected a number\n"
-            "c.json: field 'e' is [\"NaN\"]: expected a string");
+            "c.json: field 'b' is [NaN,1]: expected a list of numbers\n"
+            "c.json: field 'd' is Infinity: expected a number\n"
+            "c.json: field 'e' is NaN: expected a string");
 }
 
 TEST(ParseJsonObject, RefusesWhatIsNoConfig) {

@@ -149,6 +149,18 @@ TEST_F(ModelDirectoryTest, ReadsEveryComponent) {
   EXPECT_EQ(model->components.at("tokenizer").directory, directory_ / "tokenizer");
 }
 
+/// Whether another scheduler has a part in drawing is not for this room to say.
+TEST_F(ModelDirectoryTest, ASchedulerHasAFileOfItsOwnName) {
+  directory_.Write("model_index.json",
+                   R"({"unet":["diffusers","UNet2DConditionModel"],
+                       "low_res_scheduler":["diffusers","DDPMScheduler"]})");
+  directory_.Write("unet/config.json", kUNet);
+  directory_.Write("low_res_scheduler/scheduler_config.json", kScheduler);
+  const auto model = Read();
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ(model->components.at("low_res_scheduler").class_name, "DDPMScheduler");
+}
+
 TEST_F(ModelDirectoryTest, NeedsAClass) {
   directory_.Write("config.json", R"({"model_type":"bert"})");
   EXPECT_THAT(Error(), HasSubstr("field '_class_name' is null"));
