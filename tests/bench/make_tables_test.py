@@ -154,6 +154,13 @@ class DifferenceTest(unittest.TestCase):
         self.assertEqual(make_tables.verdict([0.9, 0.95, 1.1], 1), make_tables.MISS)
         self.assertEqual(make_tables.verdict([0.9, 0.95, 1.1], 1, searched=False), make_tables.MISS)
         self.assertEqual(make_tables.verdict([1.1] * 4 + [0.9] * 8, 1), make_tables.MISS)
+        # Four in five rounds must reach the bar, however many there are.
+        for over, under, found in ((9, 1, make_tables.MET), (8, 2, make_tables.MET), (7, 3, make_tables.NOISE),
+                                   (5, 5, make_tables.NOISE), (4, 1, make_tables.MET), (3, 1, make_tables.NOISE),
+                                   (3, 0, make_tables.MET), (2, 1, make_tables.NOISE), (79, 21, make_tables.NOISE)):
+            self.assertEqual(make_tables.verdict([1.02] * over + [0.9999] * under, 1), found, (over, under))
+        self.assertEqual(make_tables.at_most([3.0] * 8 + [3.1] * 2, 3), make_tables.MET)
+        self.assertEqual(make_tables.at_most([2.9] * 7 + [3.1] * 3, 3), make_tables.NOISE)
 
     def test_a_peer_that_was_not_searched_to_the_end_can_only_make_a_row_miss(self):
         row = {"name": "linear/rows:1/tokens:1/in:8/out:8", "unit": "us",
