@@ -9,15 +9,20 @@ the difference, if the page is not what the figures make of it. Whether a row re
 decided by unrounded ratios of the peer's time over denoised's, for the peer that is the fastest: the
 median over the rounds, and four in five rounds. Device, commit, date and versions come from the figures too.
 
+Beside its commit stands whether the folders of what was measured have changed since, by git. --check
+skips that where the history is not there.
+
 Several runs may share a table: models.json, models-2.json, models-3.json. Each row is then taken from
 the newest of the runs that say most of it: that measured most peers, and searched for the fastest.
 """
 import argparse
 import difflib
+import functools
 import json
 import math
 import re
 import statistics
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -184,8 +189,8 @@ LEAST_SHARE = 0.8  # of the rounds that must reach the bar
 
 
 def is_old(context, row=None):
-    """Whether the figures, or the peers of a row, are not those of the method, or the code has changed since.
-    `stale`: why, said above the table."""
+    """Whether the figures, or the peers of a row, are not those of the method. `stale`: another reason why they cannot
+    meet a bar, said above the table. That the code has changed since is none: see age()."""
     labels = [label for label, peer in (row or {"peers": {}})["peers"].items() if peer["pairs"]]
     return "source" in context or "stale" in context or any(label.startswith("torch.compile ") for label in labels)
 
@@ -1262,8 +1267,9 @@ def headline(data):
     rows.append([f"One evaluation or decode of Stable Diffusion, {len(ratios)} combinations of model and rows",
                  "torch.compile, one graph", f"{times(min(ratios))} to {times(max(ratios))}" if ratios else "–",
                  summary([each for _, each in found])])
+    contexts, served = pipeline_rows(data)
     rows.append(["Text to image, whole pipelines that are served", "see the table", "–",
-                 summary([row[-1] for row in pipeline_rows(data)[1]])])
+                 summary([row[-1] for row in served])])
     for op, what, peer in (("conv", "3×3 convolutions", "cuDNN"),
                            ("conv_bias_residual_silu", "3×3 convolutions with bias, residual and SiLU",
                             "cuDNN and what follows"),
@@ -1276,8 +1282,8 @@ def headline(data):
                      f"{times(min(ratios))} to {times(max(ratios))}, median "
                      f"{times(statistics.median(ratios))}" if ratios else "–",
                      summary([each.verdict for each in found])])
-    return origin(*(context for name in ("digits", "models", "ops")
-                    for context in contexts_of(data(name)))) + table(
+    return origin(*(context for name in ("digits", "models", "latent", "ops")
+                    for context in contexts_of(data(name))), *contexts) + table(
         ["What", "Beside", RATIO, "Bars"], rows)
 
 
@@ -1395,6 +1401,55 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
 ELSEWHERE = {"speed", "http", "event-streams", "train-cpu", "train-curves", "train-curves-mnist-32", "train-run"}  # not on docs/benchmarks.md
 
 
+# The folders that decide what a table measures; of all others engine/ alone. A verdict is of the commit that was
+# measured. Nobody can say for each change whether it matters, so a changed comment counts, too.
+SERVED = ("headline", "digits", "start", "serving", "pipelines", "http", "event-streams", "page")
+TRAINED = ("train", "train-cpu", "train-run")
+COMMITS = re.compile(r"^(\*\S.*?\bcommit )([0-9a-f]{7,40}(?: and [0-9a-f]{7,40})*)", re.MULTILINE)
+AGES = re.compile(r"(?<=[0-9a-f]) \((?:[a-z/, ]+ (?:un)?changed since|not in this history)\)")
+
+
+def folders_of(name):
+    return ("engine", "server") if name in SERVED else ("engine", "trainer") if name in TRAINED else ("engine",)
+
+
+def git(*arguments):
+    try:
+        return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return subprocess.CompletedProcess(arguments, 127, "", "")
+
+
+@functools.cache
+def has_history():
+    return git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
+
+
+@functools.cache
+def changed_since(commit, folder):
+    """Whether the folder's files are others than at the commit; None where git does not know the commit."""
+    return {0: False, 1: True}.get(git("diff", "--quiet", commit, "--", folder).returncode)
+
+
+def age(commits, folders):
+    """ (engine/ changed since)"""
+    found = {folder: [changed_since(commit, folder) for commit in commits] for folder in folders}
+    if any(None in each for each in found.values()):
+        return " (not in this history)"
+    changed = [f"{folder}/" for folder in folders if any(found[folder])]
+    if changed:
+        return f" ({' and '.join(changed)} changed since)"
+    return f" ({' and '.join(f'{folder}/' for folder in folders)} unchanged since)"
+
+
+def aged(lines, name):
+    """The lines of a table, with the age of each commit in the line of its origin."""
+    if not has_history():
+        return lines
+    return [COMMITS.sub(lambda match: match[1] + match[2] + age(match[2].split(" and "), folders_of(name)), line)
+            for line in lines]
+
+
 def made(page, folder):
     """The page with its tables made anew."""
     read = {}
@@ -1410,7 +1465,7 @@ def made(page, folder):
         name = match[2]
         if name not in TABLES:
             sys.exit(f"there is no table '{name}'; known: {', '.join(TABLES)}")
-        return match[1] + "\n".join(["", *TABLES[name](data), "", ""]) + match[3]
+        return match[1] + "\n".join(["", *aged(TABLES[name](data), name), "", ""]) + match[3]
 
     return MARKED.sub(fill, page)
 
@@ -1431,8 +1486,12 @@ def main():
         if missing:
             sys.exit(f"{', '.join(map(str, pages))}: no table {', '.join(missing)}")
     status = 0
+    if not has_history():
+        print("without the history of git, ages of commits are left out", file=sys.stderr)
     for path, text in texts.items():
         new = made(text, args.data)
+        if args.check and not has_history():
+            text = AGES.sub("", text)
         if text == new:
             continue
         if not args.check:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """make_tables.py: the page is what the figures make of it, and a difference or a miss is seen."""
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent.parent / "docs"
@@ -380,6 +382,77 @@ class OriginTest(unittest.TestCase):
         self.assertIn("load average 1.6.*", line(load_average=1.55))
 
 
+class AgeTest(unittest.TestCase):
+    """Beside a commit stands what changed since, of a small history."""
+
+    def setUp(self):
+        self.root = Path(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, self.root)
+        self.git("init", "-q")
+        self.write("engine", "server", "docs")
+        self.commit = self.committed()
+        patch = mock.patch.object(make_tables, "ROOT", self.root)
+        patch.start()
+        self.addCleanup(patch.stop)
+        self.addCleanup(self.forget)
+        self.forget()
+
+    def forget(self):
+        make_tables.has_history.cache_clear()
+        make_tables.changed_since.cache_clear()
+
+    def git(self, *arguments):
+        return subprocess.run(["git", "-C", self.root, "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+                              capture_output=True, text=True, check=True).stdout.strip()
+
+    def write(self, *folders, text="1"):
+        for folder in folders:
+            (self.root / folder).mkdir(exist_ok=True)
+            (self.root / folder / "file").write_text(text)
+
+    def committed(self):
+        self.git("add", "-A")
+        self.git("commit", "-qm", "bench: files")
+        return self.git("rev-parse", "--short=12", "HEAD")
+
+    def line(self, name, commit=None):
+        self.forget()
+        line = f"*2026-11-25, a GPU, commit {commit or self.commit}, 3 rounds.*"
+        return make_tables.aged([line, "| commit 1234567 |"], name)
+
+    def test_a_change_in_a_folder_of_the_table_is_said(self):
+        self.assertIn(f"commit {self.commit} (engine/ unchanged since), 3", self.line("models")[0])
+        self.write("server", "docs", text="2")  # not yet committed
+        self.assertIn("(engine/ unchanged since)", self.line("models")[0])
+        self.assertIn("(server/ changed since)", self.line("pipelines")[0])
+        self.write("engine", text="2")
+        later = self.committed()
+        self.assertIn("(engine/ changed since)", self.line("models")[0])
+        self.assertIn("(engine/ and server/ changed since)", self.line("pipelines")[0])
+        self.assertIn(f"{self.commit} and {later} (engine/ changed since)",
+                      self.line("cpu", f"{self.commit} and {later}")[0])
+        self.assertIn(f"commit {later} (engine/ unchanged since)", self.line("models", later)[0])
+
+    def test_other_lines_and_unknown_commits(self):
+        self.assertEqual(self.line("models")[1], "| commit 1234567 |")
+        self.assertIn("commit 1234567 (not in this history), 3", self.line("models", "1234567")[0])
+
+    def test_without_the_history_nothing_is_said_and_the_check_leaves_ages_out(self):
+        aged = self.line("pipelines")
+        shutil.rmtree(self.root / ".git")
+        with mock.patch.dict(os.environ, {"GIT_CEILING_DIRECTORIES": str(self.root.parent)}):
+            plain = self.line("pipelines")
+        self.assertNotIn("since", plain[0])
+        self.assertEqual(make_tables.AGES.sub("", "\n".join(aged)), "\n".join(plain))
+        self.assertEqual(make_tables.AGES.sub("", "commit 1234567 (not in this history), 3"), "commit 1234567, 3")
+
+    def test_the_summary_names_the_runs_behind_all_its_rows(self):
+        text = (DOCS / "benchmarks.md").read_text().split("<!-- table: headline -->")[1].split("<!-- end -->")[0]
+        for topic in ("digits", "models", "latent", "ops", "sd15", "sdxl-mixed", "sd15-request"):
+            figures = json.loads((DOCS / f"benchmarks/{topic}.json").read_text())
+            self.assertIn(figures["context"]["commit"], text, topic)
+
+
 class TrainTest(unittest.TestCase):
     def test_earlier_first_steps_count(self):
         row = {"name": "adm-64/batch:32", "ours": {"MiB_device": 700, "first_step_seconds": 9.0, "flop": 1e12,
@@ -423,7 +496,7 @@ class Fp8Test(unittest.TestCase):
         self.assertIn("| 1.46× (1.45–1.46) | ≤ 16.5 ms | within noise |", table())
         row["peers"]["fp8"]["pairs"] = [[24.0, 16.6]] * 3
         self.assertIn("| 1.45× (1.45–1.45) | ≤ 16.5 ms | **miss** |", table())
-        context["stale"] = "the code has changed"
+        context["stale"] = "a reason"
         self.assertIn("| ≤ 16.5 ms | **miss** (old) |", table())
         row["name"] = "adm-64/rows:1"
         self.assertIn("| 1.45× (1.45–1.45) |  |  |", table())
