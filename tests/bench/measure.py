@@ -26,8 +26,8 @@ Whole text-to-image pipelines with random weights, served (pipelines.py); each t
 
   sd15 sd15-fp8 sdxl sdxl-fp8 sdxl-lcm sd-turbo sd-turbo-tiny
                 images per second of a full queue; fp8: in that precision; tiny: its VAE
-  sdxl-mixed    rows per second of a queue of many sizes, steps, guidance scales and samplers, beside
-                a uniform one
+  sdxl-mixed    rows and pixels per second of a queue of six sizes, each with six samplers, guidance
+                scales and numbers of steps, beside a uniform one; device memory before and after
   sd15-request  one request at an idle server, until its first preview and its PNG, beside PyTorch
                 (peer_pipeline.py), which takes two minutes more to compile
   sd15-sd-cpp   one request at an idle server, beside stable-diffusion.cpp (peer_sd_cpp.py, --sd-cli)

@@ -434,12 +434,28 @@ denoised_images_total 3
         self.assertEqual(wrong.asked, ["compile"])
         self.assertEqual(pipelines.prepared(Peer({}, {"seconds": {"prepare": 1}}), 1), {"seconds": {"prepare": 1}})
 
-    def test_the_queues_are_of_as_many_kinds_as_sizes(self):
+    def test_the_mixed_queue_asks_for_everything_at_every_size(self):
         for sizes in (pipelines.SDXL_SIZES, pipelines.TINY_SIZES):
-            self.assertEqual(len(sizes), len(pipelines.MIXED))
+            queue = [dict(part.split("=") for part in kind.split(",")) for kind in pipelines.mixed_queue(sizes)]
+            self.assertEqual(len(queue), 36)
+            for size in sizes:
+                at_size = [kind for kind in queue if kind["size"] == size]
+                self.assertEqual(len({kind["sampler"] for kind in at_size}), 6)
+                self.assertEqual([kind["guidance"] == "1" for kind in at_size].count(True), 1)
+        self.assertEqual(pipelines.mean_pixels(["size=8x4,steps=1", "size=2x4,steps=1"]), 20)
+        share = pipelines.mean_pixels(pipelines.mixed_queue(pipelines.SDXL_SIZES)) / 1024 ** 2
+        self.assertAlmostEqual(share, 0.98, places=2)  # as docs/benchmarks.md says
         for size in pipelines.SDXL_SIZES:
             width, height = map(int, size.split("x"))
             self.assertAlmostEqual(width * height, 1024 * 1024, delta=0.04 * 1024 * 1024)
+
+    def test_device_memory_needs_no_nvidia_smi(self):
+        server = mock.Mock(**{"metric.return_value": 3 << 20})
+        done = subprocess.CompletedProcess([], 0, "1234\n", "")
+        with mock.patch.object(pipelines.subprocess, "run", return_value=done):
+            self.assertEqual(pipelines.device_memory(server), {"MiB_device": 1234, "MiB_model": 3})
+        with mock.patch.object(pipelines.subprocess, "run", side_effect=OSError):
+            self.assertEqual(pipelines.device_memory(server), {"MiB_device": None, "MiB_model": 3})
 
     def test_the_configs_are_there(self):
         for places in pipelines.SOURCES.values():

@@ -37,10 +37,11 @@ TINY_VAE = (TAESD, MODELS / "latent/tiny_vae/vae")
 SDXL_SIZES = ("1024x1024", "896x1152", "1152x896", "832x1216", "1216x832", "768x1344")
 TINY_SIZES = ("16x16", "8x16", "16x8", "24x8", "8x24", "24x16")
 GUIDED = "steps=20,guidance=5"
-# Each differs from the uniform queue, and from the others, in all that a request may choose.
-MIXED = ("steps=20,guidance=5,sampler=euler", "steps=30,guidance=7,sampler=dpm_solver",
-         "steps=12..40,guidance=5,sampler=ddim", "steps=25,guidance=1,sampler=euler_ancestral",
-         "steps=10,guidance=4,sampler=heun", "steps=16..24,guidance=6,sampler=uni_pc")
+# Each of these at each size: evaluations mix samplers, steps, and rows with guidance and without.
+MIXED_KINDS = ("steps=20,guidance=5,sampler=euler", "steps=30,guidance=7,sampler=dpm_solver",
+               "steps=12..40,guidance=5,sampler=ddim", "steps=25,guidance=1,sampler=euler_ancestral",
+               "steps=10,guidance=4,sampler=heun", "steps=16..24,guidance=6,sampler=uni_pc")
+MIXED_IN_FLIGHT = 64  # in both queues
 # Of latent-errors: a model and what of it.
 ERRORS = ("sd15-text", "sd15-unet", "sd15-images", "sd21-text", "sd21-unet", "sd21-images", "sdxl-text",
           "sdxl-text_2", "sdxl-unet", "sdxl-vae", "sdxl-images")
@@ -187,34 +188,68 @@ def throughput(topic, model, mix, rows, in_flight, warm_up, seconds, parts=(), f
     return run
 
 
+def mixed_queue(sizes):
+    return [f"size={size},{kind}" for size in sizes for kind in MIXED_KINDS]
+
+
+def mean_pixels(mix):
+    """Of kinds of requests that are equally frequent at every size."""
+    edges = [re.search(r"size=(\d+)x(\d+)", kind).groups() for kind in mix]
+    return statistics.fmean(int(width) * int(height) for width, height in edges)
+
+
+def device_memory(server):
+    """MiB in use on the device, by whatever (None without nvidia-smi), and in the server's own account."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    try:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpu],
+                              capture_output=True, text=True, check=True, timeout=20)
+        used = int(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        used = None
+    return {"MiB_device": used, "MiB_model": server.metric("denoised_model_memory_bytes") / (1 << 20)}
+
+
 def sdxl_mixed(session):
-    """Rows per second of a queue in which everything differs, over those of a uniform one, in turns."""
+    """Rows and pixels per second of a queue in which everything differs, over those of a uniform one, in turns.
+    The server does not count pixels. A request's size does not depend on what else it asks for, so a row is
+    counted with the mean size of its queue; the sizes differ by 3.5 %."""
     args, topic = session.args, "sdxl-mixed"
     sizes = TINY_SIZES if args.tiny else SDXL_SIZES
-    uniform = [f"size={sizes[0]},{GUIDED},sampler=euler"]
-    mixed = [f"size={size},{kind}" for size, kind in zip(sizes, MIXED)]
-    figures = {"model": "sdxl", "uniform": uniform, "mixed": mixed, "pairs": [], "rounds": []}
+    queues = {"uniform": [f"size={sizes[0]},{GUIDED},sampler=euler"], "mixed": mixed_queue(sizes)}
+    figures = {"model": "sdxl", **queues, "in_flight": MIXED_IN_FLIGHT, "pairs": [], "pixel_pairs": [],
+               "memory": {}, "rounds": []}
+
+    def log_memory(when):
+        figures["memory"][when] = device_memory(server)
+        session.say(f"{topic}, memory {when}: {json.dumps(figures['memory'][when])}")
+
     with server_options(session) as options:
         directory = make_model(session, "sdxl", options.work)
         with serving.Server(options, directory, "--max-rows", "16", apart=True) as server:
+            log_memory("before")
             # A new size is captured when it is first needed, and on a new machine its kernels measured. With
             # 12 s of this, the measured seconds still had some of it.
-            load(server, mixed, 64, 1, args.pipeline_scale * 36, seed=0, stop=True)
+            load(server, queues["mixed"], MIXED_IN_FLIGHT, 1, args.pipeline_scale * 36, seed=0, stop=True)
             server.wait_for_none()
+            log_memory("warm")
             for turn in range(args.pipeline_rounds):
-                pair = {}
-                sides = [("uniform", uniform, 16), ("mixed", mixed, 64)]
-                for name, mix, in_flight in sides if turn % 2 == 0 else reversed(sides):
+                rates = {}
+                for name in sorted(queues, reverse=turn % 2 == 0):
                     begin = time.monotonic()
-                    _, grown = load(server, mix, in_flight, args.pipeline_scale * 4,
+                    _, grown = load(server, queues[name], MIXED_IN_FLIGHT, args.pipeline_scale * 4,
                                     args.pipeline_scale * 7, seed=turn + 1, stop=True)
                     server.wait_for_none()
-                    pair[name] = grown["rows"] / grown["time"]
+                    rates[name] = grown["rows"] / grown["time"]
                     figures["rounds"].append({"queue": name, "server": grown,
                                               "clocks": session.log.since(begin)})
-                    session.say(f"{topic}, {name}: {pair[name]:.2f} rows/s, "
+                    session.say(f"{topic}, {name}: {rates[name]:.2f} rows/s, "
                                 f"{grown['rows'] / max(1, grown['evaluations']):.1f} an evaluation")
-                figures["pairs"].append([pair["mixed"], pair["uniform"]])
+                pair = [rates["mixed"], rates["uniform"]]
+                figures["pairs"].append(pair)
+                figures["pixel_pairs"].append([rate * mean_pixels(queues[name])
+                                               for rate, name in zip(pair, ("mixed", "uniform"))])
+                log_memory("after")
                 write(session, topic, {"figures": figures})
 
 

@@ -44,7 +44,15 @@ class PipelinesTest(unittest.TestCase):
         for topic in make_tables.PIPELINE_BARS:
             self.assertGreater(files[topic]["figures"]["images_per_second"][0], 0, topic)
             self.assertGreater(files[topic]["figures"]["rounds"][0]["server"]["decode_seconds"], 0, topic)
-        self.assertGreater(min(files["sdxl-mixed"]["figures"]["pairs"][0]), 0)
+        mixed = files["sdxl-mixed"]["figures"]
+        self.assertGreater(min(mixed["pairs"][0]), 0)
+        self.assertEqual(len(set(mixed["mixed"])), 36)
+        (pair,), (pixels,) = mixed["pairs"], mixed["pixel_pairs"]
+        self.assertAlmostEqual(pixels[0] / pair[0], 640 / 3)
+        self.assertAlmostEqual(pixels[1] / pair[1], 256)
+        self.assertEqual(list(mixed["memory"]), ["before", "warm", "after"])
+        for memory in mixed["memory"].values():
+            self.assertGreater(memory["MiB_model"], 0)
         request = files["sd15-request"]["figures"]
         self.assertGreater(request["first_previews"][0]["evaluations"], 0)
         self.assertTrue(request["row"]["peers"] or request["row"]["left_out"], "there may be no diffusers")
