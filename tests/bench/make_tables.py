@@ -88,7 +88,13 @@ ERROR_ROWS = {
     "sdxl-text": "SDXL, first text encoder, four prompts",
     "sdxl-text_2": "SDXL, second text encoder, four prompts",
     "sdxl-unet": "SDXL, UNet, two rows of 128×128", "sdxl-vae": "SDXL, decoder, latents of 64×64",
-    "sdxl-images": "SDXL, two images of 1024×1024, 20 guided steps"}
+    "sdxl-vae_large": "SDXL, decoder, latents of 128×128",
+    "sdxl-vae_two": "SDXL, decoder, two images, latents of 64×64",
+    "sdxl-vae_encode": "SDXL, encoder, an image of 512×512",
+    "sdxl-images": "SDXL, two images of 1024×1024, 20 guided steps",
+    "sdxl-lcm-unet": "SDXL LCM, UNet, two rows of 128×128",
+    "sd-turbo-images": "SD-Turbo, four images of 512×512, one step",
+    "taesd-vae": "AutoencoderTiny (taesd), decoder, latents of 64×64"}
 ERROR_BAR = 1.0  # of diffusers' error
 MIXED_BAR, MIXED_AIM = 0.85, 0.95  # of a uniform queue's rows, and pixels, per second
 FIRST_PREVIEW_BAR = 3  # evaluations

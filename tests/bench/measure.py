@@ -33,7 +33,7 @@ Whole text-to-image pipelines with random weights, served (pipelines.py); each t
   sd15-sd-cpp   one request at an idle server, beside stable-diffusion.cpp (peer_sd_cpp.py, --sd-cli)
   sdxl-start    from the start of the process until it serves
   emoji-cpu     one picture of models/emoji-64 on two cores, with --device=cpu
-  latent-errors not served: errors in bf16 of text encoder, UNets, decoder and images, denoised's and
+  latent-errors not served: errors in bf16 of text encoders, UNets, autoencoders and images, denoised's and
                 diffusers' (peer_errors.py)
 
 Each topic writes OUT/TOPIC.json as it goes, so that what was measured before --seconds ran out is

@@ -10,8 +10,10 @@
 //   PART          inputs                                            output
 //   text_encoder  ids [N, tokens]                                   states after the final norm
 //   unet          sample; timestep [N]; states [N, tokens, C];      prediction
-//                 SDXL: pooled [N, C] and sizes [N, 6]
+//                 SDXL: pooled [N, C] and sizes [N, 6];
+//                 LCM: guidance [N]
 //   vae           latents, scaled as samplers see them              decoded images
+//   vae_encoder   pixels in [−1, 1]                                 what the vae's encoder predicts
 //   images        noise; --prompt, one for each image               images that the engine draws by
 //                                                                   DDIM
 //
@@ -98,12 +100,13 @@ class Network {
 
   absl::StatusOr<Forward> Load() {
     DENOISED_ASSIGN_OR_RETURN(const ModelDirectory directory, ModelDirectory::Read(options_.model));
-    const auto part = directory.components.find(options_.part);
+    const bool encodes = options_.part == "vae_encoder";
+    const auto part = directory.components.find(encodes ? "vae" : options_.part);
     if (part == directory.components.end())
       return NotFound("{} has no part '{}'", options_.model, options_.part);
     DENOISED_ASSIGN_OR_RETURN(const Weights weights, part->second.OpenWeights());
     if (part->first == "unet") return LoadDenoiser(directory, weights);
-    if (part->first == "vae") return LoadCodec(directory, part->second, weights);
+    if (part->first == "vae") return LoadCodec(directory, part->second, weights, encodes);
     return LoadTextEncoder(directory, part->second, weights);
   }
 
@@ -139,6 +142,9 @@ class Network {
     }
     DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<const Denoiser> model,
                               known->load(*backend_, directory.unet(), text, weights));
+    if (model->traits().guidance_embedding) {
+      DENOISED_ASSIGN_OR_RETURN(prompts.guidance, Upload("guidance", DType::kF32));
+    }
     DenoiserInput input;
     DENOISED_ASSIGN_OR_RETURN(input.x, UploadActivations("sample"));
     DENOISED_ASSIGN_OR_RETURN(input.condition, Upload("timestep", DType::kF32));
@@ -154,16 +160,22 @@ class Network {
       prompted.sets.keys_values = context.New({rows, tokens, traits.key_value_columns});
       if (traits.vector_features > 0)
         prompted.sets.vectors = context.New({rows, traits.vector_features});
+      if (traits.time_features > 0) prompted.sets.times = context.New({rows, traits.time_features});
       model->Condition(context, prompts, prompted.sets);
       return model->Forward(context, prompted);
     };
   }
 
   absl::StatusOr<Forward> LoadCodec(const ModelDirectory& directory,
-                                    const ModelDirectory::Component& part, const Weights& weights) {
-    DENOISED_ASSIGN_OR_RETURN(const auto* const known, FindCodec(directory, options_.part));
+                                    const ModelDirectory::Component& part, const Weights& weights,
+                                    bool encodes) {
+    DENOISED_ASSIGN_OR_RETURN(const auto* const known, FindCodec(directory, "vae"));
     DENOISED_ASSIGN_OR_RETURN(std::shared_ptr<const Codec> codec,
                               known->load(*backend_, part, weights));
+    if (encodes) {
+      DENOISED_ASSIGN_OR_RETURN(const Tensor pixels, Upload("pixels", DType::kF32));
+      return [codec, pixels](nn::Context& context) { return codec->Encode(context, pixels); };
+    }
     DENOISED_ASSIGN_OR_RETURN(const Tensor latents, Upload("latents", DType::kF32));
     return [codec, latents](nn::Context& context) { return codec->Decode(context, latents); };
   }

@@ -9,12 +9,13 @@ reference is diffusers in fp32, without TF32 and with attention as plain product
 shapes, and weights as in the goldens (make_latent_goldens.py): attention is peaked, outputs have unit size.
 Weights and inputs are numbers of bf16, so errors are those of the arithmetic. diffusers runs in bf16,
 channels last, with SDPA; denoised's model-outputs reads the same weights from FOLDER. On a CPU denoised
-computes in fp32. Request: "measure NAME", a model and what of it: "sd15-unet", "sdxl-images". Needs
-diffusers and transformers.
+computes in fp32. Request: "measure NAME", a model and what of it: "sd15-unet", "sdxl-images". Of an encoder the
+means are compared. Needs diffusers and transformers.
 """
 import argparse
 import copy
 import functools
+import json
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from diffusers import (AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline,
-                       UNet2DConditionModel)
+from diffusers import (AutoencoderKL, AutoencoderTiny, DDIMScheduler, StableDiffusionPipeline,
+                       StableDiffusionXLPipeline, UNet2DConditionModel)
 from diffusers import __version__ as diffusers_version
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,14 +36,17 @@ import pipelines
 from peer_model import unet_inputs
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "reference"))
-from make_latent_goldens import as_dtype, generator_of, randomise, scale_layer
+from make_latent_goldens import as_dtype, generator_of, guidance_embedding, randomise, scale_layer
 
 PROMPTS = ["a red apple on the table", "two cats", "a house by the sea at night, oil on canvas",
            "a green heart"]
 IMAGES = {"sdxl": 2}  # of these prompts, the first; of other models all
 STEPS, GUIDANCE = 20, 7.5
+OF_ONE_STEP = ("sd-turbo",)  # without guidance
 UNET_ROWS = 2
+EMBEDDED_GUIDANCE = (7.5, 2.0)  # of these rows, where the UNet reads it
 VAE_EDGE, TINY_VAE_EDGE = 64, 8  # of latents
+TAESD = "taesd"  # Stable Diffusion 1.5 with an AutoencoderTiny
 IMAGE_SIZE = 0.4  # the standard deviation of pixels
 PROGRAM_SECONDS = 90  # that model-outputs may take
 
@@ -60,6 +64,10 @@ def set_size(layer, size, run):
 
 def decoded(vae, latents):
     return vae.decode(latents / vae.config.scaling_factor).sample
+
+
+def encoded(vae, pixels):
+    return vae.encode(pixels).latent_dist.mean
 
 
 def channels_last(images):
@@ -99,8 +107,15 @@ class Errors:
 
     @functools.cache
     def folder(self, model):
-        return Path(shutil.copytree(pipelines.MODELS / pipelines.SOURCES[model][self.args.tiny],
-                                    self.args.work / model))
+        tiny = self.args.tiny
+        folder = Path(shutil.copytree(
+            pipelines.MODELS / pipelines.SOURCES["sd15" if model == TAESD else model][tiny], self.args.work / model))
+        if model == TAESD:
+            shutil.rmtree(folder / "vae")
+            shutil.copytree(pipelines.TINY_VAE[tiny], folder / "vae")
+            index = folder / "model_index.json"
+            index.write_text(json.dumps(json.loads(index.read_text()) | {"vae": ["diffusers", "AutoencoderTiny"]}))
+        return folder
 
     def random_model(self, model, part, make):
         with torch.device(self.args.device):
@@ -133,13 +148,27 @@ class Errors:
         inputs = unet_inputs(unet, UNET_ROWS, None, {"device": self.args.device, "dtype": torch.float32})
         del inputs["return_dict"]
         inputs = rounded(inputs)
+        if width := unet.config.time_cond_proj_dim:  # denoised embeds the scale itself
+            inputs["timestep_cond"] = guidance_embedding(torch.tensor(EMBEDDED_GUIDANCE[:UNET_ROWS]),
+                                                         width).float().to(self.args.device)
         set_size(unet.conv_out, 1, lambda: unet(**inputs).sample)
         return Part(unet, self.folder(model) / "unet"), inputs
 
-    def latents(self, model):
-        """Of unit size."""
-        edge = TINY_VAE_EDGE if self.args.tiny else VAE_EDGE
-        return self.normal(f"{model} latents", 1, 4, edge, edge)
+    def latents(self, model, images=1, edges=1):
+        """Of unit size. `edges`: so many times as long."""
+        edge = edges * (TINY_VAE_EDGE if self.args.tiny else VAE_EDGE)
+        return self.normal(f"{model} latents", images, 4, edge, edge)
+
+    def pixels(self, model):
+        edge = self.pixels_per_latent(model) * self.latents(model).shape[-1]
+        return IMAGE_SIZE * self.normal(f"{model} pixels", 1, 3, edge, edge)
+
+    @functools.cache
+    def tiny_vae(self):
+        vae = self.random_model(TAESD, "vae", lambda folder: AutoencoderTiny.from_config(
+            AutoencoderTiny.load_config(folder)))
+        set_size(vae.decoder.layers[-1], IMAGE_SIZE, lambda: decoded(vae, self.latents(TAESD)))
+        return Part(vae, self.folder(TAESD) / "vae")
 
     @functools.cache
     def vae(self, model, size):
@@ -148,6 +177,7 @@ class Errors:
             AutoencoderKL.load_config(folder)))
         scale_layer(vae.post_quant_conv, vae.config.scaling_factor / size)
         set_size(vae.decoder.conv_out, IMAGE_SIZE, lambda: decoded(vae, size * self.latents(model)))
+        set_size(vae.quant_conv, 1, lambda: encoded(vae, self.pixels(model)))
         return Part(vae, self.folder(model) / "vae")
 
     # What is measured: denoised's output, diffusers' and the reference.
@@ -169,13 +199,29 @@ class Errors:
         if "added_cond_kwargs" in inputs:
             added = inputs["added_cond_kwargs"]
             ours |= {"pooled": added["text_embeds"], "sizes": added["time_ids"]}
+        if "timestep_cond" in inputs:
+            ours["guidance"] = torch.tensor(EMBEDDED_GUIDANCE[:UNET_ROWS])
         theirs = part.run(lambda unet, inputs: unet(**inputs).sample, inputs)
         return self.ours(model, "unet", ours), *theirs
 
-    def decoder(self, model):
-        latents = self.latents(model)
-        theirs = self.vae(model, 1).run(decoded, latents)
+    def decoder(self, model, images=1, edges=1):
+        latents = self.latents(model, images, edges)
+        vae = self.tiny_vae() if model == TAESD else self.vae(model, 1)
+        theirs = vae.run(decoded, latents)
         return self.ours(model, "vae", {"latents": channels_last(latents)}), *theirs
+
+    def large_decoder(self, model):
+        return self.decoder(model, edges=2)
+
+    def decoder_of_two(self, model):
+        return self.decoder(model, images=2)
+
+    def encoder(self, model):
+        """Of what the encoder predicts, the means are the first half of the channels."""
+        pixels = rounded(self.pixels(model))
+        theirs = self.vae(model, 1).run(encoded, pixels)
+        moments = self.ours(model, "vae_encoder", {"pixels": channels_last(pixels)})
+        return moments[:, :moments.shape[1] // 2], *theirs
 
     def pixels_per_latent(self, model):
         config = AutoencoderKL.load_config(self.folder(model) / "vae")
@@ -185,6 +231,7 @@ class Errors:
         texts = {part: self.text_encoder(model, part) for part in self.text_parts(model)}
         unet, _ = self.unet(model)
         prompts = PROMPTS[:IMAGES.get(model)]
+        steps, guidance = (1, 1) if model in OF_ONE_STEP else (STEPS, GUIDANCE)
         edge = unet.fp32.config.sample_size
         noise = self.normal(f"{model} noise", len(prompts), 4, edge, edge)
 
@@ -201,7 +248,7 @@ class Errors:
             else:
                 pipe = StableDiffusionPipeline(**shared, safety_checker=None, requires_safety_checker=False)
             pipe.set_progress_bar_config(disable=True)
-            return pipe(prompts, num_inference_steps=STEPS, guidance_scale=GUIDANCE, latents=noise,
+            return pipe(prompts, num_inference_steps=steps, guidance_scale=guidance, latents=noise,
                         output_type="latent", **asked).images
 
         with sdpa_kernel(SDPBackend.MATH):
@@ -209,8 +256,8 @@ class Errors:
             vae = self.vae(model, latents.std().item())
             reference = decoded(vae.fp32, latents)
         theirs = decoded(vae.bf16, latents_of("bf16", noise.bfloat16()))
-        ours = self.ours(model, "images", {"noise": channels_last(noise)}, f"--steps={STEPS}",
-                         f"--guidance={GUIDANCE}", *(f"--prompt={prompt}" for prompt in prompts))
+        ours = self.ours(model, "images", {"noise": channels_last(noise)}, f"--steps={steps}",
+                         f"--guidance={guidance}", *(f"--prompt={prompt}" for prompt in prompts))
         return tuple(images.clamp(-1, 1) for images in (ours, theirs, reference))
 
     def ours(self, model, part, inputs, *flags):
@@ -231,9 +278,10 @@ class Errors:
 
     def answer(self, _verb, name):
         begin = time.monotonic()
-        model, what = name.split("-")
+        model, what = name.rsplit("-", 1)
         measure = {"text": self.text, "text_2": self.second_text, "unet": self.prediction,
-                   "vae": self.decoder, "images": self.images}[what]
+                   "vae": self.decoder, "vae_large": self.large_decoder, "vae_two": self.decoder_of_two,
+                   "vae_encode": self.encoder, "images": self.images}[what]
         ours, theirs, reference = measure(model)
         return {"denoised": errors(ours, reference), "diffusers": errors(theirs, reference),
                 "size": reference.std().item(), "seconds": round(time.monotonic() - begin, 1)}

@@ -44,7 +44,8 @@ MIXED_KINDS = ("steps=20,guidance=5,sampler=euler", "steps=30,guidance=7,sampler
 MIXED_IN_FLIGHT = 64  # in both queues
 # Of latent-errors: a model and what of it.
 ERRORS = ("sd15-text", "sd15-unet", "sd15-images", "sd21-text", "sd21-unet", "sd21-images", "sdxl-text",
-          "sdxl-text_2", "sdxl-unet", "sdxl-vae", "sdxl-images")
+          "sdxl-text_2", "sdxl-unet", "sdxl-vae", "sdxl-vae_large", "sdxl-vae_two", "sdxl-vae_encode",
+          "sdxl-images", "sdxl-lcm-unet", "sd-turbo-images", "taesd-vae")
 PEER = "diffusers' models, torch.compile, the whole picture in one CUDA graph"
 REQUEST = "steps=20,guidance=7.5,sampler=ddim"
 EMOJI, EMOJI_REQUEST = HERE.parent.parent / "models/emoji-64", "steps=16,guidance=2"  # its defaults

@@ -95,6 +95,12 @@ class ErrorsTest(unittest.TestCase):
                     ("sdxl-text_2", "sdxl", "text_encoder_2", "layer_norm_eps", 1e-4),
                     ("sdxl-unet", "sdxl", "unet", "attention_head_dim", [4, 6]),
                     ("sdxl-vae", "sdxl", "vae", "norm_num_groups", 2),
+                    ("sdxl-vae_large", "sdxl", "vae", "norm_num_groups", 2),
+                    ("sdxl-vae_two", "sdxl", "vae", "norm_num_groups", 2),
+                    ("sdxl-vae_encode", "sdxl", "vae", "norm_num_groups", 2),
+                    ("sdxl-lcm-unet", "sdxl-lcm", "unet", "norm_eps", 1e-4),
+                    ("sd-turbo-images", "sd-turbo", "vae", "norm_num_groups", 2),
+                    ("taesd-vae", "taesd", "vae", "act_fn", "silu"),
                     ("sdxl-images", "sdxl", "unet", "norm_eps", 1e-4),
                     ("sd15-images", "sd15", "unet", "norm_eps", 1e-4)):
                 file = next((Path(work) / model / part).glob("*config.json"))
