@@ -262,10 +262,11 @@ class PipelinesTest(unittest.TestCase):
                       "| 2.50 (2.50–2.50) | 2 |  | ≤ 3 |  | met |",
                       "| 175 ms: diffusers | 100 ms: 1.75× (1.70–1.80) | 2 |  | ≥ 1.6× | 1.8× | met |",
                       "| 2.00 (2.00–2.00) s | 2 |  | ≤ 6 s | 3 s | met |",
+                      "the first start on a machine, which measures its kernels |  | 9.0 s | 1 |  | ≤ 6 s | 3 s | **miss** |",
                       "| 1.60 (1.50–1.70) s | 2 |  | ≤ 3 s |  | met |"):
             self.assertIn(cells, text)
         self.assertEqual(text.count("| – | – | – | ≥"), 4, "SD-Turbo and FP8 were not measured")
-        self.assertIn("5 of 12 rows reach their bar", text)
+        self.assertIn("5 of 13 rows reach their bar", text)
 
     def test_a_mixed_queue_needs_its_pixels_as_well(self):
         figures = {"pairs": [[86.0, 100.0]] * 2, "pixel_pairs": [[84.0, 100.0]] * 2}
