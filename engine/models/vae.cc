@@ -10,7 +10,6 @@ using nn::Conv2d;
 using nn::ResnetBlock;
 
 constexpr int kMaxChannels = 1 << 14;
-constexpr double kNormEps = 1e-6;  // of all norms; not in the config
 
 struct BlockKind {
   const char* name;
@@ -41,7 +40,7 @@ nn::ResnetOptions Resnet(const VaeConfig& config, int in_channels, int out_chann
   return {.in_channels = in_channels,
           .out_channels = out_channels,
           .groups = config.norm_num_groups,
-          .eps = kNormEps,
+          .eps = config.norm_eps,
           .activation = config.activation};
 }
 
@@ -50,7 +49,7 @@ nn::AttentionOptions SelfAttention(const VaeConfig& config, int channels) {
   return {.channels = channels,
           .head_dim = channels,
           .groups = config.norm_num_groups,
-          .eps = kNormEps};
+          .eps = config.norm_eps};
 }
 
 absl::StatusOr<VaeLevel> LoadLevel(NetworkOps& ops, const Weights& weights, const VaeConfig& config,
@@ -176,7 +175,7 @@ absl::StatusOr<VaeEncoder> VaeEncoder::Load(NetworkOps& ops, const Weights& weig
                             VaeMidBlock::Load(ops, weights / "mid_block", config));
   DENOISED_ASSIGN_OR_RETURN(encoder.norm_out_,
                             nn::GroupNorm::Load(ops, weights / "conv_norm_out", channels.back(),
-                                                config.norm_num_groups, kNormEps));
+                                                config.norm_num_groups, config.norm_eps));
   DENOISED_ASSIGN_OR_RETURN(
       encoder.conv_out_, Conv2d::Load(ops, weights / "conv_out", channels.back(), out_channels, 3));
   return encoder;
@@ -221,7 +220,7 @@ absl::StatusOr<VaeDecoder> VaeDecoder::Load(NetworkOps& ops, const Weights& weig
   }
   DENOISED_ASSIGN_OR_RETURN(decoder.norm_out_,
                             nn::GroupNorm::Load(ops, weights / "conv_norm_out", channels.back(),
-                                                config.norm_num_groups, kNormEps));
+                                                config.norm_num_groups, config.norm_eps));
   DENOISED_ASSIGN_OR_RETURN(
       decoder.conv_out_,
       Conv2d::Load(ops, weights / "conv_out", channels.back(), config.out_channels, 3));

@@ -24,6 +24,7 @@ struct VaeConfig {
   Activation activation = Activation::kSilu;  // act_fn
   int latent_channels = 4;
   int norm_num_groups = 32;
+  double norm_eps = 1e-6;  // of all norms; not in the file
   double scaling_factor = 0.18215;
   bool mid_block_add_attention = true;
 

@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -422,8 +423,13 @@ def final_of(encoder):
     return encoder.text_model if hasattr(encoder, "text_model") else encoder
 
 
-def run_with_blocks(model, inputs):
-    seen, hooks = {}, []
+BLOCKS = re.compile(r"((encoder|decoder)\.)?((down|up)_blocks\.\d+|mid_block)"
+                    r"|(time|add)_embedding|conv_in")  # fmt: skip
+
+
+def with_blocks(model, compute):
+    """The tensors of `compute()`, and what blocks of the model give meanwhile."""
+    seen = {}
 
     def record(name):
         def hook(_module, _args, output):
@@ -431,17 +437,19 @@ def run_with_blocks(model, inputs):
 
         return hook
 
-    parts = {"time_embedding": model.time_embedding, "conv_in": model.conv_in}
-    parts |= {f"down_blocks.{i}": block for i, block in enumerate(model.down_blocks)}
-    parts |= {"mid_block": model.mid_block}
-    parts |= {f"up_blocks.{i}": block for i, block in enumerate(model.up_blocks)}
-    if getattr(model, "add_embedding", None) is not None:
-        parts["add_embedding"] = model.add_embedding
-    hooks = [module.register_forward_hook(record(name)) for name, module in parts.items()]
-    seen["output"] = model(**as_dtype(inputs, dtype_of(model)), return_dict=False)[0]
+    hooks = [module.register_forward_hook(record(name)) for name, module in model.named_modules()
+             if BLOCKS.fullmatch(name)]  # fmt: skip
+    values = compute()
     for hook in hooks:
         hook.remove()
-    return seen
+    return seen | values
+
+
+def run_with_blocks(model, inputs):
+    def compute():
+        return {"output": model(**as_dtype(inputs, dtype_of(model)), return_dict=False)[0]}
+
+    return with_blocks(model, compute)
 
 
 def add_unet(goldens, model, states):
@@ -493,8 +501,8 @@ def add_vae(goldens, model, latent_std):
         return {"encoded": model.encode(x).latents}
 
     goldens.add_checked("vae.", lambda: decode(latents), model)
-    goldens.add_checked("vae_5x3.", lambda: decode(odd), model)
-    goldens.add_checked("vae.", encode, model)
+    goldens.add_checked("vae_5x3.", lambda: with_blocks(model, lambda: decode(odd)), model)
+    goldens.add_checked("vae.", lambda: with_blocks(model, encode), model)
 
     def both():
         values = decode(latents) | encode()
