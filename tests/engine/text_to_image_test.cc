@@ -103,6 +103,10 @@ constexpr GoldenRun kRuns[] = {
     {"sdxl_inpaint", "run", "ddim"},
     {"sdxl_inpaint", "run", "euler"},
     {"sdxl_inpaint", "run_default_strength", "euler"},
+    {"sd2_turbo", "run", "euler"},
+    {"sd2_turbo", "run_4_steps", "euler"},
+    {"sdxl_turbo", "run", "euler_ancestral"},
+    {"sdxl_turbo", "run_4_steps", "euler_ancestral"},
 };
 
 struct Target {
@@ -242,6 +246,12 @@ TEST_P(TextToImagePlanted, ErrorsAreSeen) {
   ExpectSeen("eps", [](const fs::path& directory) {
     Change(directory / "unet/config.json", {{"norm_eps", 1e-6}});  // instead of 1e-5
   });
+  const auto scheduler = ReadJsonFile(family / "scheduler/scheduler_config.json");
+  ASSERT_TRUE(scheduler.ok()) << scheduler.status();
+  if (scheduler->value("timestep_spacing", "leading") == "trailing")
+    ExpectSeen("spacing", [](const fs::path& directory) {
+      Change(directory / "scheduler/scheduler_config.json", {{"timestep_spacing", "leading"}});
+    });
   if (!fs::exists(family / "tokenizer")) return;
   ExpectSeen("geglu", [](const fs::path& directory) {
     const absl::Status swapped = SwapGegluHalves(directory / "unet");
@@ -273,7 +283,9 @@ INSTANTIATE_TEST_SUITE_P(
                           GoldenRun{"inpaint", "run", "ddim"}, GoldenRun{"pix2pix", "run", "ddim"},
                           GoldenRun{"tiny_vae", "run", "ddim"}, GoldenRun{"ldm", "run", "ddim"},
                           GoldenRun{"sdxl_lcm", "run", "lcm"},
-                          GoldenRun{"sdxl_inpaint", "run", "ddim"}),
+                          GoldenRun{"sdxl_inpaint", "run", "ddim"},
+                          GoldenRun{"sd2_turbo", "run", "euler"},
+                          GoldenRun{"sdxl_turbo", "run", "euler_ancestral"}),
         ::testing::Values(kTargets[0], kTargets[1])),
     [](const auto& info) {
       return fmt::format("{}_{}", std::get<0>(info.param).family, std::get<1>(info.param).name);

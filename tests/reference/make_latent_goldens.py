@@ -61,6 +61,7 @@ from sampling import philox_normal
 VERSIONS = {"diffusers": "0.42.1", "transformers": "5.23.0"}
 LATENT = Path(__file__).parent.parent / "models" / "latent"
 CLIP = Path(__file__).parent.parent / "text" / "clip"
+PUBLISHED = Path(__file__).parent.parent / "models" / "pipelines"
 
 MERGES = 126  # the first merges of CLIP: 640 tokens in all
 PROMPTS = [
@@ -840,6 +841,35 @@ def make_sdxl(folder, clip):
     goldens.save(folder)
 
 
+def make_turbo(folder, family, kind, published, name):
+    """A family with the scheduler of a published model that was distilled to 1 step without guidance."""
+    goldens = Goldens(folder.name)
+    index = json.loads((folder.parent / family / "model_index.json").read_text())
+    for part, of in index.items():
+        if part != "scheduler" and isinstance(of, list) and all(of):
+            share(folder, part, family)
+    shutil.copytree(PUBLISHED / published / "scheduler", folder / "scheduler")
+    scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+    scheduler = scheduler["_class_name"]
+    write_json(folder / "model_index.json", index | {"scheduler": ["diffusers", scheduler]})
+    pipe = load(kind, folder)
+    arguments = {"prompt": PROMPTS[:2], "guidance_scale": 0.0} | SIZED
+    options = {"schedulers": {name: getattr(diffusers, scheduler)}, "seeded": "Ancestral" in scheduler}
+    add_runs(goldens, pipe, arguments, steps=1, **options)
+    add_runs(goldens, pipe, arguments, "run_4_steps", **options)
+    goldens.save(folder)
+
+
+def make_sd2_turbo(folder, clip):
+    """SD-Turbo, which was made from SD 2.1."""
+    make_turbo(folder, "sd2", diffusers.StableDiffusionPipeline, "sd-turbo", "euler")
+
+
+def make_sdxl_turbo(folder, clip):
+    """SDXL-Turbo."""
+    make_turbo(folder, "sdxl", diffusers.StableDiffusionXLPipeline, "sdxl-turbo", "euler_ancestral")
+
+
 def make_lcm(folder, clip):
     """Latent consistency: the guidance scale goes into the time embedding, and no row is without."""
     goldens = Goldens("lcm")
@@ -1228,7 +1258,8 @@ def check_loaded(pipe, **models):
 FAMILIES = {"sd1": make_sd1, "sd2": make_sd2, "sdxl": make_sdxl, "lcm": make_lcm,
             "inpaint": make_inpaint, "pix2pix": make_pix2pix, "tiny_vae": make_tiny_vae,
             "ldm": make_ldm, "sd1_old": make_sd1_old, "sd1_runs": make_sd1_runs, "sdxl_runs": make_sdxl_runs,
-            "sdxl_lcm": make_sdxl_lcm, "sdxl_inpaint": make_sdxl_inpaint}  # fmt: skip
+            "sdxl_lcm": make_sdxl_lcm, "sdxl_inpaint": make_sdxl_inpaint,
+            "sd2_turbo": make_sd2_turbo, "sdxl_turbo": make_sdxl_turbo}  # fmt: skip
 
 
 def main():
