@@ -92,6 +92,9 @@ constexpr GoldenRun kRuns[] = {
     {"sd1_runs", "run_inpaint", "kdpm2_ancestral"},
     {"sd1_runs", "run_odd", "ddim"},
     {"sd1_runs", "run_odd_inpaint", "ddim"},
+    {"sd1_runs", "run_chunks", "ddim"},
+    {"sd1_runs", "run_late", "ddim"},
+    {"sd1_runs", "run_interval", "ddim"},
     {"sdxl_runs", "run_second_texts", "ddim"},
     {"sdxl_runs", "run_clip_skip", "ddim"},
     {"sdxl_runs", "run_noise", "euler_ancestral"},
@@ -150,6 +153,7 @@ absl::StatusOr<double> ErrorOf(const GoldenRun& run, const EngineOptions& option
       if (call.contains("negative_prompt_2")) prompt.negative_2 = call["negative_prompt_2"][i];
     }
   spec.clip_skip = call.value("clip_skip", 0);
+  spec.max_chunks = call.value("chunks", 0);
   spec.height = call.value("height", 0);
   spec.width = call.value("width", 0);
   const auto size = [&](const char* field, std::optional<std::array<int, 2>>* to) {
@@ -168,6 +172,7 @@ absl::StatusOr<double> ErrorOf(const GoldenRun& run, const EngineOptions& option
   };
   number("image_guidance_scale", &spec.image_guidance_scale);
   number("guidance_rescale", &spec.guidance_rescale);
+  number("guidance_start", &spec.guidance_start);
   number("guidance_stop", &spec.guidance_stop);
   number("eta", &spec.sampler.eta);
   if (call.contains("strength")) spec.sampler.strength = call["strength"];

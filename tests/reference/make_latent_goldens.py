@@ -572,8 +572,8 @@ def check_planted(name, compute, errors):
 
 def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=None, latents=True,
              seeded=False):  # fmt: skip
-    """Whole runs from given noise: final latents and images in [0, 1]. Tensors among the pipeline's
-    arguments become goldens, the others facts. `latents`: whether it takes the noise as such.
+    """Whole runs from given noise: final latents and images in [0, 1]. Tensors among the arguments
+    (diffusers_call) become goldens, the others facts. `latents`: whether it takes the noise as such.
     `schedulers`: classes by the engine's names, or a class with fields. `seeded`: some scheduler draws
     noise, the engine's; then every one of them must."""
     generator = generator_of(f"{goldens.family} {prefix}")
@@ -590,12 +590,6 @@ def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=Non
     models = [m for m in pipe.components.values() if isinstance(m, nn.Module)]
     pipe.set_progress_bar_config(disable=True)
     config = pipe.scheduler.config
-    stop = goldens.facts[prefix].pop("guidance_stop", None)
-    if stop is not None:
-        arguments.pop("guidance_stop")
-        goldens.facts[prefix]["guidance_stop"] = stop
-        arguments["callback_on_step_end"] = stop_guidance(int(stop * steps))
-        arguments["callback_on_step_end_tensor_inputs"] = ["prompt_embeds"]
     for name, kind in (schedulers or {"ddim": DDIMScheduler, "euler": EulerDiscreteScheduler}).items():
         kind, fields = kind if isinstance(kind, tuple) else (kind, {})
 
@@ -604,7 +598,8 @@ def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=Non
             given = noise.to(dtype)
             for output in ("latent", "pt"):
                 pipe.scheduler = kind.from_config(config, **fields)
-                call = {**arguments, **as_dtype(tensors, dtype), "output_type": output}
+                call = diffusers_call(pipe, {**arguments, **as_dtype(tensors, dtype)})
+                call["output_type"] = output
                 if latents:
                     call["latents"] = given
                 draws = encoder_draws(pipe, arguments)
@@ -618,16 +613,51 @@ def add_runs(goldens, pipe, arguments, prefix="run", steps=STEPS, schedulers=Non
     pipe.scheduler = type(pipe.scheduler).from_config(config)
 
 
-def stop_guidance(first):
-    """As diffusers' documentation on callbacks does it: from step `first` on without a second row."""
+def diffusers_call(pipe, arguments):
+    """The arguments of a pipeline of diffusers; of ours it does not know `chunks`, `guidance_start`
+    and `guidance_stop`."""
+    call = dict(arguments)
+    chunks = call.pop("chunks", None)
+    if chunks is not None:
+        for name in ("prompt", "negative_prompt"):
+            call[f"{name}_embeds"] = chunked_states(pipe, call.pop(name), chunks)
+    start, stop = (call.pop(f"guidance_{end}", None) for end in ("start", "stop"))
+    steps, scale = call["num_inference_steps"], call["guidance_scale"]
+    first, last = int((start or 0) * steps), int((1 if stop is None else stop) * steps)
 
     def callback(pipe, step, _timestep, tensors):
-        if step == first - 1:
+        """As diffusers' documentation on callbacks does it: with a second row or without."""
+        if step + 1 == first:
+            pipe._guidance_scale = scale
+            negative = pipe.encode_prompt(arguments["negative_prompt"], "cpu", 1, False)[0]
+            tensors["prompt_embeds"] = torch.cat([negative, tensors["prompt_embeds"]])
+        if step + 1 == last:
             pipe._guidance_scale = 0.0
             tensors["prompt_embeds"] = tensors["prompt_embeds"].chunk(2)[1]
         return tensors
 
-    return callback
+    if first > 0:
+        call["guidance_scale"] = 1.0
+    if first > 0 or last < steps:
+        call |= {"callback_on_step_end": callback,
+                 "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}  # fmt: skip
+    return call
+
+
+def chunked_states(pipe, texts, chunks):
+    """The states that docs/text.md describes: chunks of 75 tokens, each between begin and end, are
+    read apart, and their states joined."""
+    tokenizer, rows = pipe.tokenizer, []
+    room = tokenizer.model_max_length - 2
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        parts = [ids[room * i : room * (i + 1)] for i in range(chunks)]
+        if not parts[-1]:
+            raise SystemExit(f"{len(ids)} tokens do not take {chunks} chunks; change the text")
+        rows += [[tokenizer.bos_token_id, *part, tokenizer.eos_token_id]
+                 + [tokenizer.pad_token_id] * (room - len(part)) for part in parts]  # fmt: skip
+    states = pipe.text_encoder(torch.tensor(rows)).last_hidden_state
+    return states.unflatten(0, (-1, chunks)).flatten(1, 2)
 
 
 # The engine's noise of an encoded image, and of what a mask keeps of it (engine/core/philox.h).
@@ -937,6 +967,13 @@ def make_sd1_runs(folder, clip):
     add_odd_run(goldens, other, PROMPTED | {"strength": 0.75, "image": image[..., :14, :10],
                                             "mask_image": mask[..., 2:, :10]},
                 "run_odd_inpaint", latents=False)  # fmt: skip
+    # One text more than fills the chunks.
+    texts = {"prompt": ["a red apple on the table! " * 10, PROMPTS[2]],
+             "negative_prompt": [f"{NEGATIVE} of apples, " * 8, "two apples! " * 30]}  # fmt: skip
+    add_runs(goldens, pipe, texts | {"chunks": 2}, "run_chunks", schedulers=ddim)
+    add_runs(goldens, pipe, PROMPTED | {"guidance_start": 0.5}, "run_late", schedulers=ddim)
+    add_runs(goldens, pipe, PROMPTED | {"guidance_start": 0.25, "guidance_stop": 0.75},
+             "run_interval", schedulers=ddim)  # fmt: skip
     goldens.save(folder)
 
 
