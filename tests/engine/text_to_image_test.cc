@@ -915,6 +915,18 @@ TEST_F(TextToImage, RefusesATokenizerOfAnotherModel) {
   fs::remove_all(copy);
 }
 
+/// Its configs and tokenizer are what diffusers and transformers write; sd2 has those of published
+/// pipelines, and goldens. The pad is "!".
+TEST_F(TextToImage, WhatDiffusersSavedDrawsTheSame) {
+  JobSpec spec = Spec({"a red apple!", Repeated("thin threads, ", 20)}, 5, 2);
+  spec.prompts[0].negative = "blurry, the worst";
+  spec.guidance_scale = 5;
+  Open("sd2");
+  const auto drawn = Draw(spec);
+  Open("sd2_saved");
+  EXPECT_EQ(Draw(spec), drawn);
+}
+
 TEST_F(TextToImage, APromptForEachImage) {
   Open("sd1");
   const auto both = Draw(Spec({"a red apple", "thin threads"}, 5, 2));

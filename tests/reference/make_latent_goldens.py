@@ -900,6 +900,20 @@ def make_sdxl_turbo(folder, clip):
     make_turbo(folder, "sdxl", diffusers.StableDiffusionXLPipeline, "sdxl-turbo", "euler_ancestral")
 
 
+def make_sd2_saved(folder, clip):
+    """sd2 as a pipeline of diffusers saves it, with nothing changed. Files that sd2 has too are links."""
+    family = folder.parent / "sd2"
+    with contextlib.chdir(folder.parent):  # configs tell what they were loaded from
+        pipe = diffusers.StableDiffusionPipeline.from_pretrained("sd2", torch_dtype=torch.float16)
+        pipe.save_pretrained(folder.name)
+    for file in folder.glob("*/*"):
+        other = family / file.relative_to(folder)
+        file.chmod(0o644)
+        if other.exists() and other.read_bytes() == file.read_bytes():
+            file.unlink()
+            os.symlink(Path("..") / ".." / "sd2" / file.relative_to(folder), file)
+
+
 def make_lcm(folder, clip):
     """Latent consistency: the guidance scale goes into the time embedding, and no row is without."""
     goldens = Goldens("lcm")
@@ -1296,7 +1310,8 @@ FAMILIES = {"sd1": make_sd1, "sd2": make_sd2, "sdxl": make_sdxl, "lcm": make_lcm
             "inpaint": make_inpaint, "pix2pix": make_pix2pix, "tiny_vae": make_tiny_vae,
             "ldm": make_ldm, "sd1_old": make_sd1_old, "sd1_runs": make_sd1_runs, "sdxl_runs": make_sdxl_runs,
             "sdxl_lcm": make_sdxl_lcm, "sdxl_inpaint": make_sdxl_inpaint,
-            "sd2_turbo": make_sd2_turbo, "sdxl_turbo": make_sdxl_turbo}  # fmt: skip
+            "sd2_turbo": make_sd2_turbo, "sdxl_turbo": make_sdxl_turbo,
+            "sd2_saved": make_sd2_saved}  # fmt: skip
 
 
 def main():
