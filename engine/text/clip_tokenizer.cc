@@ -75,8 +75,7 @@ void ClipTokenizer::EncodeWords(std::u32string_view text, std::vector<int32_t>* 
   }
 }
 
-absl::StatusOr<TokenizedText> ClipTokenizer::Encode(std::string_view text, int max_chunks) const {
-  DENOISED_CHECK(max_chunks >= 1, "{} chunks", max_chunks);
+absl::StatusOr<std::vector<int32_t>> ClipTokenizer::Tokenize(std::string_view text) const {
   if (text.size() > kMaxTextBytes)
     return InvalidArgument("text has {} bytes; send at most {}", text.size(), kMaxTextBytes);
   DENOISED_ASSIGN_OR_RETURN(const std::u32string points, DecodeUtf8(text));
@@ -104,6 +103,31 @@ absl::StatusOr<TokenizedText> ClipTokenizer::Encode(std::string_view text, int m
     cut_out(Normalize(part), normalized_,
             [&](std::u32string_view words) { EncodeWords(words, &ids); });
   });
+  return ids;
+}
+
+absl::StatusOr<std::vector<int32_t>> ClipTokenizer::WithVectors(std::vector<int32_t> ids) const {
+  if (vectors_.empty()) return ids;
+  std::vector<int32_t> all;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    all.push_back(ids[i]);
+    const auto found = vectors_.find(ids[i]);
+    if (found == vectors_.end()) continue;
+    const std::vector<int32_t>& further = found->second;
+    // A prompt may spell them out.
+    if (i + 1 < ids.size() && ids[i + 1] == further.front()) continue;
+    all.insert(all.end(), further.begin(), further.end());
+    if (all.size() > kMaxTextBytes)
+      return InvalidArgument("text has more than {} tokens; send fewer with several vectors",
+                             kMaxTextBytes);
+  }
+  return all;
+}
+
+absl::StatusOr<TokenizedText> ClipTokenizer::Encode(std::string_view text, int max_chunks) const {
+  DENOISED_CHECK(max_chunks >= 1, "{} chunks", max_chunks);
+  DENOISED_ASSIGN_OR_RETURN(std::vector<int32_t> ids, Tokenize(text));
+  DENOISED_ASSIGN_OR_RETURN(ids, WithVectors(std::move(ids)));
 
   TokenizedText result;
   const size_t room = static_cast<size_t>(max_length_) - 2;
@@ -176,6 +200,15 @@ class ClipTokenizerFiles {
       DENOISED_ASSIGN_OR_RETURN(special.content, DecodeUtf8(content));
       if (normalized) special.content = Normalize(special.content);
       (normalized ? tokenizer.normalized_ : tokenizer.verbatim_).push_back(std::move(special));
+    }
+    for (const auto& [content, normalized] : specials_) {
+      std::vector<int32_t> further;
+      for (int i = 1; specials_.contains(fmt::format("{}_{}", content, i)); ++i) {
+        DENOISED_ASSIGN_OR_RETURN(further.emplace_back(), IdOf(fmt::format("{}_{}", content, i)));
+      }
+      if (further.empty()) continue;
+      DENOISED_ASSIGN_OR_RETURN(const int32_t id, IdOf(content));
+      tokenizer.vectors_[id] = std::move(further);
     }
     for (auto* specials : {&tokenizer.verbatim_, &tokenizer.normalized_})
       std::stable_sort(specials->begin(), specials->end(), [](const auto& a, const auto& b) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <string>
 #include <string_view>
@@ -31,7 +32,7 @@ struct TokenizedText {
 /// docs/text.md describes it. Immutable, so safe to use from several threads at once.
 class ClipTokenizer {
  public:
-  /// Longer texts are refused. Encoding takes up to a second for so many.
+  /// Longer texts are refused, and those of more tokens. Encoding takes up to a second for so many.
   static constexpr size_t kMaxTextBytes = 1 << 20;
 
   /// Reads the folder of a tokenizer: tokenizer_config.json and either tokenizer.json, as
@@ -40,9 +41,14 @@ class ClipTokenizer {
   /// names file, field and remedy.
   static absl::StatusOr<ClipTokenizer> Load(const std::string& directory);
 
+  /// The tokens of the text alone. InvalidArgument if the text is too long, is not UTF-8 or has a
+  /// NUL character.
+  absl::StatusOr<std::vector<int32_t>> Tokenize(std::string_view text) const;
+
+  /// The same in chunks, each added token with its further vectors (WithVectors()).
   /// As many chunks as the text needs, at most `max_chunks` and at least one; what remains is cut
-  /// off. With more than one chunk, each takes the next max_length() − 2 tokens. InvalidArgument if
-  /// the text is too long, is not UTF-8 or has a NUL character.
+  /// off. With more than one chunk, each takes the next max_length() − 2 tokens. InvalidArgument as
+  /// Tokenize(), or if the vectors are too many.
   absl::StatusOr<TokenizedText> Encode(std::string_view text, int max_chunks = 1) const;
 
   /// The text of tokens, in lower case. U+FFFD stands for parts of characters and unknown ids.
@@ -66,11 +72,15 @@ class ClipTokenizer {
   explicit ClipTokenizer(BytePairEncoding words) : words_(std::move(words)) {}
 
   void EncodeWords(std::u32string_view text, std::vector<int32_t>* ids) const;
+  /// As maybe_convert_prompt of diffusers' pipelines: textual inversion with several vectors adds
+  /// tokens t, t_1, t_2 and so on, and a prompt that has t means all of them.
+  absl::StatusOr<std::vector<int32_t>> WithVectors(std::vector<int32_t> ids) const;
 
   BytePairEncoding words_;
   std::vector<std::string> tokens_;  // by id; empty where there is none
   // Longest first. The first kind is sought in the text as it is, the second after normalization.
   std::vector<Special> verbatim_, normalized_;
+  std::map<int32_t, std::vector<int32_t>> vectors_;  // of t: t_1, t_2, ...
   int32_t begin_ = 0, end_ = 0, pad_ = 0;
   int max_length_ = 0;
 };

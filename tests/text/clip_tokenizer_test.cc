@@ -46,6 +46,13 @@ std::string ReadFile(const fs::path& path) {
 
 /// The tokens of the text alone.
 std::vector<int32_t> Tokens(const ClipTokenizer& tokenizer, std::string_view text) {
+  const auto ids = tokenizer.Tokenize(text);
+  if (!ids.ok()) ADD_FAILURE() << ids.status();
+  return ids.value_or(std::vector<int32_t>());
+}
+
+/// Those that Encode() puts into chunks.
+std::vector<int32_t> TokensOfChunks(const ClipTokenizer& tokenizer, std::string_view text) {
   const auto encoded = tokenizer.Encode(text, /*max_chunks=*/1 << 20);
   if (!encoded.ok()) ADD_FAILURE() << encoded.status();
   std::vector<int32_t> ids;
@@ -279,6 +286,7 @@ TEST(ClipTokenizerTest, CutsLongTextsOffOrIntoChunks) {
   for (int i = 0; i < 160; ++i) text += i % 2 ? "Cat " : "dog ";
   const std::vector<int32_t> tokens = Tokens(tokenizer, text);
   ASSERT_EQ(tokens.size(), 160u);
+  EXPECT_EQ(TokensOfChunks(tokenizer, text), tokens);
 
   const auto one = tokenizer.Encode(text);
   EXPECT_EQ(one->ids.size(), 77u);
@@ -412,6 +420,56 @@ TEST_F(ClipTokenizerFilesTest, ReadsAddedTokensAndExtraSpecialTokens) {
   ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
   EXPECT_EQ(Tokens(*tokenizer, cats), cat_tokens);
   EXPECT_THAT(Tokens(*tokenizer, dog), ElementsAre(343, 1929, 344));
+}
+
+// Tokens of the prompts that maybe_convert_prompt of diffusers 0.42.1 makes
+// (TextualInversionLoaderMixin), by transformers 5.23.
+TEST_F(ClipTokenizerFilesTest, ATokenOfSeveralVectorsStandsForAllOfThem) {
+  directory_.Write("added_tokens.json",
+                   R"({"<toy>": 49408, "<toy>_1": 49409, "<toy>_2": 49410, "<one>": 49411,
+                       "<toy>_4": 49412, "<one>_0": 49413})");
+  const auto tokenizer = Load();
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  const std::vector<std::pair<const char*, std::vector<int32_t>>> prompts = {
+      {"a <toy> on a table", {320, 49408, 49409, 49410, 525, 320, 2175}},
+      {"<toy>, <toy>!", {49408, 49409, 49410, 267, 49408, 49409, 49410, 256}},
+      {"x<toy>y <one>", {343, 49408, 49409, 49410, 344, 49411}},
+      {"a <toy>_1", {320, 49409}},
+      {"a <toy>_4", {320, 49412}},
+      // Where diffusers differs: it replaces text, so that it finds no capitals, and finds <toy> in
+      // the <toy>_1 that a prompt spells out.
+      {"<TOY> a", {49408, 49409, 49410, 320}},
+      {"<toy> <toy>_1 <toy>_2 a", {49408, 49409, 49410, 320}},
+      {"<toy>_12 <toy>", {49409, 273, 49408, 49409, 49410}},
+  };
+  for (const auto& [prompt, tokens] : prompts) {
+    EXPECT_EQ(TokensOfChunks(*tokenizer, prompt), tokens) << prompt;
+    EXPECT_LE(Tokens(*tokenizer, prompt).size(), tokens.size()) << prompt;
+  }
+  EXPECT_THAT(Tokens(*tokenizer, "a <toy>"), ElementsAre(320, 49408));
+
+  // A chunk ends between vectors, and what is left out is said.
+  std::string text;
+  for (int i = 0; i < 26; ++i) text += "<toy>";
+  EXPECT_EQ(tokenizer->Encode(text)->cut_off, "<toy><toy>_1<toy>_2");
+  while (text.size() + 5 <= ClipTokenizer::kMaxTextBytes) text += "<toy>";
+  EXPECT_TRUE(tokenizer->Encode(text, 2).ok());
+}
+
+TEST_F(ClipTokenizerFilesTest, RefusesTextOfTooManyVectors) {
+  json tokens = {{"#~", 49408}};
+  for (int i = 1; i < 10; ++i) tokens["#~_" + std::to_string(i)] = 49408 + i;
+  directory_.Write("added_tokens.json", tokens.dump());
+  const auto tokenizer = Load();
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  const size_t most = ClipTokenizer::kMaxTextBytes / 10;
+  std::string text;
+  for (size_t i = 0; i < most; ++i) text += "#~";
+  const auto encoded = tokenizer->Encode(text);
+  ASSERT_TRUE(encoded.ok()) << encoded.status();
+  EXPECT_EQ(encoded->tokens, static_cast<int>(10 * most));
+  EXPECT_THAT(std::string(tokenizer->Encode(text + "#~").status().message()),
+              HasSubstr("text has more than 1048576 tokens"));
 }
 
 // As transformers 5.23.
