@@ -28,13 +28,7 @@ absl::StatusOr<AutoencoderTinyConfig> AutoencoderTinyConfig::Parse(const nlohman
   reader.Read("shift_factor", &config.shift_factor);
   reader.Refuse("upsampling_scaling_factor", 2);
   reader.Refuse("upsample_fn", "nearest");
-  std::string act_fn = "relu";
-  reader.Read("act_fn", &act_fn);
-  if (const auto activation = nn::ActivationFromName(act_fn); activation.ok()) {
-    config.activation = *activation;
-  } else {
-    reader.Complain("act_fn", std::string(activation.status().message()));
-  }
+  nn::ReadActivation(reader, "act_fn", &config.activation);
   // For storing latents as bytes; a copy of decoder_block_out_channels; a workaround for fp16.
   reader.Ignore({"latent_magnitude", "latent_shift", "block_out_channels", "force_upcast"});
 

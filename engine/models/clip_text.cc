@@ -43,15 +43,7 @@ absl::StatusOr<ClipTextConfig> ClipTextConfig::Parse(const nlohmann::json& json,
   reader.Read("max_position_embeddings", &config.max_position_embeddings);
   reader.Read("layer_norm_eps", &config.layer_norm_eps);
   reader.Read("eos_token_id", &config.eos_token_id);
-  std::string hidden_act = "quick_gelu";
-  reader.Read("hidden_act", &hidden_act);
-  if (hidden_act == "quick_gelu") {  // transformers' alone
-    config.hidden_act = Activation::kQuickGelu;
-  } else if (const auto activation = nn::ActivationFromName(hidden_act); activation.ok()) {
-    config.hidden_act = *activation;
-  } else {
-    reader.Complain("hidden_act", "not supported; use quick_gelu, silu, swish, mish, gelu or relu");
-  }
+  nn::ReadActivation(reader, "hidden_act", &config.hidden_act, /*quick_gelu=*/true);
   reader.Refuse("is_decoder", false);
   reader.Refuse("add_cross_attention", false);
   reader.Refuse("quantization_config", nullptr);

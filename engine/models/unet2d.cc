@@ -206,13 +206,7 @@ absl::StatusOr<UNet2DConfig> UNet2DConfig::Parse(const nlohmann::json& json,
                                     std::pair{"upsample_type", config.upsample_type}})
     if (type != "conv" && type != "resnet")
       reader.Complain(field, "not supported; use conv or resnet");
-  std::string act_fn = "silu";
-  reader.Read("act_fn", &act_fn);
-  if (const auto activation = nn::ActivationFromName(act_fn); activation.ok()) {
-    config.activation = *activation;
-  } else {
-    reader.Complain("act_fn", std::string(activation.status().message()));
-  }
+  nn::ReadActivation(reader, "act_fn", &config.activation);
 
   if (json.contains("attention_head_dim") && json["attention_head_dim"].is_null())
     config.attention_head_dim.reset();

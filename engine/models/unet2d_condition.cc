@@ -107,13 +107,7 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
                &config.attention_head_dim);
   reader.Read("downsample_padding", &config.downsample_padding);
 
-  std::string act_fn = "silu";
-  reader.Read("act_fn", &act_fn);
-  if (const auto activation = nn::ActivationFromName(act_fn); activation.ok()) {
-    config.activation = *activation;
-  } else {
-    reader.Complain("act_fn", std::string(activation.status().message()));
-  }
+  nn::ReadActivation(reader, "act_fn", &config.activation);
   reader.Read("norm_num_groups", &config.norm_num_groups);
   reader.RefuseNull("norm_num_groups");
   reader.Read("norm_eps", &config.norm_eps);

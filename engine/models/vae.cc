@@ -93,13 +93,7 @@ void VaeConfig::Read(ConfigReader& reader) {
   reader.Read("scaling_factor", &scaling_factor);
   reader.RefuseNull("scaling_factor");
   reader.Read("mid_block_add_attention", &mid_block_add_attention);
-  std::string act_fn = "silu";
-  reader.Read("act_fn", &act_fn);
-  if (const auto found = nn::ActivationFromName(act_fn); found.ok()) {
-    activation = *found;
-  } else {
-    reader.Complain("act_fn", std::string(found.status().message()));
-  }
+  nn::ReadActivation(reader, "act_fn", &activation);
   // The sizes of diffusers' tiles; and a remedy for fp16, in which nothing is computed here.
   reader.Ignore({"sample_size", "force_upcast"});
 

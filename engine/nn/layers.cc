@@ -294,12 +294,26 @@ Norm LayerNorm::Before() const {
   return {.gamma = gamma_, .beta = beta_, .groups = 0, .eps = eps_};
 }
 
-absl::StatusOr<Activation> ActivationFromName(const std::string& name) {
+std::optional<Activation> ActivationFromName(const std::string& name) {
   if (name == "silu" || name == "swish") return Activation::kSilu;
   if (name == "mish") return Activation::kMish;
   if (name == "gelu") return Activation::kGelu;
   if (name == "relu") return Activation::kRelu;
-  return InvalidArgument("activation '{}' is unknown; use silu, swish, mish, gelu or relu", name);
+  return std::nullopt;
+}
+
+void ReadActivation(ConfigReader& reader, const char* field, Activation* value, bool quick_gelu) {
+  std::optional<std::string> name;
+  reader.Read(field, &name);
+  if (!name) return;
+  if (quick_gelu && *name == "quick_gelu") {
+    *value = Activation::kQuickGelu;
+  } else if (const std::optional<Activation> found = ActivationFromName(*name)) {
+    *value = *found;
+  } else {
+    reader.Complain(field, fmt::format("not supported; use {}silu, swish, mish, gelu or relu",
+                                       quick_gelu ? "quick_gelu, " : ""));
+  }
 }
 
 }  // namespace denoised::nn

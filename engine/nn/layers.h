@@ -3,11 +3,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "engine/backend/network_ops.h"
 #include "engine/core/arena.h"
+#include "engine/core/config_reader.h"
 #include "engine/io/weights.h"
 
 /// Modules are loaded from a Weights prefix that mirrors diffusers' names, hold packed weights, and
@@ -156,6 +158,10 @@ class LayerNorm {
 };
 
 /// diffusers' get_activation: "silu" (or "swish"), "mish", "gelu", "relu".
-absl::StatusOr<Activation> ActivationFromName(const std::string& name);
+std::optional<Activation> ActivationFromName(const std::string& name);
+/// Reads the name of an activation. `quick_gelu`: it may be that one, which transformers alone has.
+/// A field that is absent or null leaves `value` as it is.
+void ReadActivation(ConfigReader& reader, const char* field, Activation* value,
+                    bool quick_gelu = false);
 
 }  // namespace denoised::nn
