@@ -374,9 +374,10 @@ absl::Status UNet2D::Load(NetworkOps& ops, const Weights& weights) {
   }
   if (!time_table_) projected = time_projection_.out_features();
   const int embedded = config_.time_embedding_dim;
+  constexpr Activation kInner = Activation::kSilu;  // whatever act_fn is
   DENOISED_ASSIGN_OR_RETURN(
       time_embedding_,
-      nn::TimestepEmbedding::Load(ops, weights / "time_embedding", projected, embedded));
+      nn::TimestepEmbedding::Load(ops, weights / "time_embedding", projected, embedded, kInner));
   switch (config_.condition) {
     case ClassCondition::kNone:
       break;
@@ -389,8 +390,8 @@ absl::Status UNet2D::Load(NetworkOps& ops, const Weights& weights) {
     }
     case ClassCondition::kValue: {
       DENOISED_ASSIGN_OR_RETURN(
-          class_embedding_,
-          nn::TimestepEmbedding::Load(ops, weights / "class_embedding", projected, embedded));
+          class_embedding_, nn::TimestepEmbedding::Load(ops, weights / "class_embedding", projected,
+                                                        embedded, kInner));
       traits_.class_vector_size = 1;
       break;
     }

@@ -257,9 +257,9 @@ absl::Status UNet2DCondition::LoadEmbeddings(NetworkOps& ops, int pooled_feature
                                               config_.freq_shift);
   };
   time_projection_ = positional(projected);
-  DENOISED_ASSIGN_OR_RETURN(
-      time_embedding_,
-      nn::TimestepEmbedding::Load(ops, weights / "time_embedding", projected, embedded));
+  DENOISED_ASSIGN_OR_RETURN(time_embedding_,
+                            nn::TimestepEmbedding::Load(ops, weights / "time_embedding", projected,
+                                                        embedded, config_.activation));
   if (config_.time_cond_proj_dim > 0) {
     // diffusers' get_guidance_scale_embedding: sine before cosine, frequencies over half − 1.
     guidance_projection_ = nn::TimestepProjection::Positional(config_.time_cond_proj_dim,
@@ -286,7 +286,8 @@ absl::Status UNet2DCondition::LoadEmbeddings(NetworkOps& ops, int pooled_feature
   DENOISED_ASSIGN_OR_RETURN(
       add_embedding_,
       nn::TimestepEmbedding::Load(ops, weights / "add_embedding",
-                                  config_.projection_class_embeddings_input_dim, embedded));
+                                  config_.projection_class_embeddings_input_dim, embedded,
+                                  Activation::kSilu));  // whatever act_fn is
   return absl::OkStatus();
 }
 
@@ -466,7 +467,7 @@ Tensor UNet2DCondition::Forward(Context& context, const DenoiserInput& input) co
 
   Tensor out = context.NewF32({x.dim(0), x.dim(1), x.dim(2), config_.out_channels});
   conv_out_(context,
-            {.x = x, .prologue = {.norm = conv_norm_out_.Then(Activation::kSilu)}, .out = out});
+            {.x = x, .prologue = {.norm = conv_norm_out_.Then(config_.activation)}, .out = out});
   return out;
 }
 

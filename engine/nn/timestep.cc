@@ -34,8 +34,10 @@ Tensor TimestepProjection::operator()(Context& context, const Tensor& t) const {
 }
 
 absl::StatusOr<TimestepEmbedding> TimestepEmbedding::Load(NetworkOps& ops, const Weights& weights,
-                                                          int in_features, int out_features) {
+                                                          int in_features, int out_features,
+                                                          Activation inner) {
   TimestepEmbedding embedding;
+  embedding.inner_ = inner;
   DENOISED_ASSIGN_OR_RETURN(embedding.linear_1_,
                             Linear::Load(ops, weights / "linear_1", in_features, out_features));
   DENOISED_ASSIGN_OR_RETURN(embedding.linear_2_,
@@ -44,10 +46,9 @@ absl::StatusOr<TimestepEmbedding> TimestepEmbedding::Load(NetworkOps& ops, const
 }
 
 Tensor TimestepEmbedding::operator()(Context& context, const Tensor& x, const Tensor& residual,
-                                     Activation activation) const {
-  const Tensor hidden = linear_1_(context, {.x = x, .epilogue = {.activation = Activation::kSilu}});
-  return linear_2_(context,
-                   {.x = hidden, .epilogue = {.residual = residual, .activation = activation}});
+                                     Activation then) const {
+  const Tensor hidden = linear_1_(context, {.x = x, .epilogue = {.activation = inner_}});
+  return linear_2_(context, {.x = hidden, .epilogue = {.residual = residual, .activation = then}});
 }
 
 }  // namespace denoised::nn

@@ -25,17 +25,21 @@ class TimestepProjection {
   Tensor fourier_weight_;
 };
 
-/// diffusers' TimestepEmbedding: linear, SiLU, linear; and the activation that its user applies.
+/// diffusers' TimestepEmbedding: linear, activation, linear; and the activation that its user
+/// applies.
 class TimestepEmbedding {
  public:
+  /// `inner`: the activation between the two layers.
   static absl::StatusOr<TimestepEmbedding> Load(NetworkOps& ops, const Weights& weights,
-                                                int in_features, int out_features);
-  /// [N, in_features] → [N, out_features], plus `residual` when defined, then `activation`.
+                                                int in_features, int out_features,
+                                                Activation inner);
+  /// [N, in_features] → [N, out_features], plus `residual` when defined, and `then` of that.
   Tensor operator()(Context& context, const Tensor& x, const Tensor& residual,
-                    Activation activation) const;
+                    Activation then) const;
 
  private:
   Linear linear_1_, linear_2_;
+  Activation inner_ = Activation::kNone;
 };
 
 }  // namespace denoised::nn

@@ -282,9 +282,11 @@ Tensor LayerNorm::Backward(Pass& pass, const Kept& kept, const Tensor& dout,
   return dout;
 }
 
-TimestepEmbedding::TimestepEmbedding(const Declare& declare, int in_features, int out_features)
+TimestepEmbedding::TimestepEmbedding(const Declare& declare, int in_features, int out_features,
+                                     Activation activation)
     : linear_1_({declare / "linear_1"}, in_features, {out_features}),
-      linear_2_({declare / "linear_2"}, out_features, {out_features}) {}
+      linear_2_({declare / "linear_2"}, out_features, {out_features}),
+      activation_(activation) {}
 
 void TimestepEmbedding::Pack(const Masters& masters) const {
   linear_1_.Pack(masters);
@@ -296,14 +298,14 @@ Tensor TimestepEmbedding::Forward(Pass& pass, const Tensor& x, const Tensor& res
   kept->x = x;
   kept->hidden = linear_1_.Forward(pass, x);
   kept->activated = pass.New(kept->hidden.shape());
-  pass.backend.Activate(Activation::kSilu, kept->hidden, kept->activated);
+  pass.backend.Activate(activation_, kept->hidden, kept->activated);
   return linear_2_.Forward(pass, kept->activated, residual);
 }
 
 Tensor TimestepEmbedding::Backward(Pass& pass, const Kept& kept, const Tensor& dout,
                                    bool wants_dx) const {
   const Tensor d = linear_2_.Backward(pass, kept.activated, dout);
-  pass.backend.ActivateBackward(Activation::kSilu, kept.hidden, d, d);
+  pass.backend.ActivateBackward(activation_, kept.hidden, d, d);
   return linear_1_.Backward(pass, kept.x, d, wants_dx);
 }
 
@@ -495,7 +497,7 @@ Tensor ResnetBlock::Backward(Pass& pass, const Kept& kept, const Tensor& time, c
 OutputLayers::OutputLayers(const Declare& declare, const Options& options)
     : out_channels_(options.out_channels),
       norm_(declare / "conv_norm_out", options.in_channels, options.groups, options.eps,
-            Activation::kSilu),
+            options.activation),
       conv_(declare / "conv_out", options.in_channels, options.out_channels, 3) {}
 
 void OutputLayers::Pack(const Masters& masters) const { conv_.Pack(masters); }

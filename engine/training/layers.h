@@ -198,14 +198,15 @@ class LayerNorm {
   float eps_ = 0;
 };
 
-/// diffusers' TimestepEmbedding: linear, SiLU, linear.
+/// diffusers' TimestepEmbedding: linear, activation, linear.
 class TimestepEmbedding {
  public:
   struct Kept {
     Tensor x, hidden, activated;
   };
   TimestepEmbedding() = default;
-  TimestepEmbedding(const Declare& declare, int in_features, int out_features);
+  TimestepEmbedding(const Declare& declare, int in_features, int out_features,
+                    Activation activation);
   void Pack(const Masters& masters) const;
   Tensor Forward(Pass& pass, const Tensor& x, const Tensor& residual, Kept* kept) const;
   /// Returns dx, undefined if not `wants_dx`: most inputs have no gradient.
@@ -213,6 +214,7 @@ class TimestepEmbedding {
 
  private:
   Linear linear_1_, linear_2_;
+  Activation activation_ = Activation::kNone;
 };
 
 /// Attention between projected sequences: softmax(q kᵀ / √dim) v per head.
@@ -315,6 +317,7 @@ class OutputLayers {
     int in_channels = 0, out_channels = 0;
     int groups = 32;
     double eps = 1e-6;
+    Activation activation = Activation::kSilu;
   };
   struct Kept {
     GroupNorm::Kept norm;

@@ -93,14 +93,15 @@ void UNet2D::Build(const Declare& declare) {
         (declare / "time_proj")
             .Add("weight", {config_.num_train_timesteps, channels[0]}, Initial::Normal(1));
   }
-  time_embedding_ = TimestepEmbedding(declare / "time_embedding", projected, embedded);
+  constexpr Activation kInner = Activation::kSilu;  // of embeddings, whatever act_fn is
+  time_embedding_ = TimestepEmbedding(declare / "time_embedding", projected, embedded, kInner);
   if (augment_labels_ > 0)
     augment_ = Linear::OfTrainingAlone(declare / "map_augment", augment_labels_, projected);
   if (config_.condition == ClassCondition::kLabel)
     class_table_ = (declare / "class_embedding")
                        .Add("weight", {config_.num_class_embeds, embedded}, Initial::Normal(1));
   if (config_.condition == ClassCondition::kValue)
-    class_embedding_.emplace(declare / "class_embedding", projected, embedded);
+    class_embedding_.emplace(declare / "class_embedding", projected, embedded, kInner);
   conv_in_ = Conv2d(declare / "conv_in", config_.in_channels, channels[0], 3);
 
   const UNetLevels shapes = config_.Levels();

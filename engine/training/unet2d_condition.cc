@@ -74,8 +74,8 @@ Conv2dGeometry UNet2DCondition::Down() const {
 void UNet2DCondition::Build(const Declare& declare) {
   const std::vector<int>& channels = config_.block_out_channels;
   const int levels = static_cast<int>(channels.size());
-  time_embedding_ =
-      TimestepEmbedding(declare / "time_embedding", channels[0], config_.time_embedding_dim);
+  time_embedding_ = TimestepEmbedding(declare / "time_embedding", channels[0],
+                                      config_.time_embedding_dim, config_.activation);
   conv_in_ = Conv2d(declare / "conv_in", config_.in_channels, channels[0], 3);
   const UNetLevels shapes = LevelsOf(channels, config_.layers_per_block);
   down_.resize(levels);
@@ -103,7 +103,8 @@ void UNet2DCondition::Build(const Declare& declare) {
   output_ = OutputLayers(declare, {.in_channels = channels[0],
                                    .out_channels = config_.out_channels,
                                    .groups = config_.norm_num_groups,
-                                   .eps = config_.norm_eps});
+                                   .eps = config_.norm_eps,
+                                   .activation = config_.activation});
 }
 
 void UNet2DCondition::BuildLevel(const Declare& declare, const UNetLevel& shape, bool transformers,

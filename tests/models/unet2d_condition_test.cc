@@ -203,6 +203,9 @@ TEST_P(UNet2DConditionParity, PlantedErrorsAreSeen) {
   wrong = config_;
   for (int& heads : wrong.attention_head_dim) heads *= 2;
   expect_seen("heads", wrong);
+  wrong = config_;
+  wrong.activation = Activation::kRelu;
+  expect_seen("activation", wrong);
 
   const TemporaryDirectory copy;
   unet_ = copy.path();
@@ -401,7 +404,7 @@ const Target kTargets[] = {
 
 INSTANTIATE_TEST_SUITE_P(Diffusers, UNet2DConditionParity,
                          ::testing::Combine(::testing::Values("sd1", "sd2", "sdxl", "inpaint",
-                                                              "pix2pix", "lcm"),
+                                                              "pix2pix", "lcm", "act_gelu"),
                                             ::testing::ValuesIn(kTargets)),
                          [](const auto& info) {
                            return std::string(std::get<0>(info.param)) + "_" +

@@ -52,6 +52,8 @@ from diffusers import (
     UNet2DModel,
     VQModel,
 )
+from diffusers.models.embeddings import TimestepEmbedding
+from diffusers.models.resnet import ResnetBlock2D
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
@@ -805,12 +807,12 @@ def make_sd2(folder, clip):
     goldens.save(folder)
 
 
+TEXT_TIME = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8,
+             "projection_class_embeddings_input_dim": 20 + 6 * 8}  # fmt: skip
 SDXL_UNET = dict(
     down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
     up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=[2, 3],
-    transformer_layers_per_block=[1, 2], use_linear_projection=True,
-    addition_embed_type="text_time", addition_time_embed_dim=8,
-    projection_class_embeddings_input_dim=20 + 6 * 8)  # fmt: skip
+    transformer_layers_per_block=[1, 2], use_linear_projection=True, **TEXT_TIME)  # fmt: skip
 
 SMALL = {"block_out_channels": (8, 16), "norm_num_groups": 4, "attention_head_dim": [1, 2],
          "transformer_layers_per_block": 1}  # fmt: skip
@@ -941,6 +943,24 @@ def make_lcm(folder, clip):
     add_runs(goldens, other, prompts | {"image": image, "strength": 0.5}, "run_img2img",
              schedulers=lcm, latents=False, seeded=True)  # fmt: skip
     goldens.facts["run_img2img"]["steps_before_strength"] = 2 * STEPS
+    goldens.save(folder)
+
+
+def make_act_gelu(folder, clip):
+    """A UNet alone whose act_fn is not SiLU, but add_embedding's activation is."""
+    goldens = Goldens("act_gelu")
+    model = unet("act_gelu", 32, **SMALL, act_fn="gelu", **TEXT_TIME)
+    save_half(model, folder / "unet")
+    add_unet(goldens, model, sd1_states(folder))
+    inputs = unet_inputs(model, sd1_states(folder), generator_of("act_gelu planted"))
+    output = lambda: run_with_blocks(model, inputs)["output"]  # noqa: E731
+    silu, gelu = nn.SiLU(), nn.GELU()
+    check_planted("act_gelu: unet", output, {
+        "SiLU in time_embedding": attributes(model, TimestepEmbedding, "time_embedding", act=silu),
+        "SiLU at the end": attributes(model, UNet2DConditionModel, "", conv_act=silu),
+        "SiLU in resnets": attributes(model, ResnetBlock2D, "", nonlinearity=silu),
+        "GELU in add_embedding": attributes(model, TimestepEmbedding, "add_embedding", act=gelu),
+    })  # fmt: skip
     goldens.save(folder)
 
 
@@ -1307,7 +1327,7 @@ def check_loaded(pipe, **models):
 
 
 FAMILIES = {"sd1": make_sd1, "sd2": make_sd2, "sdxl": make_sdxl, "lcm": make_lcm,
-            "inpaint": make_inpaint, "pix2pix": make_pix2pix, "tiny_vae": make_tiny_vae,
+            "act_gelu": make_act_gelu, "inpaint": make_inpaint, "pix2pix": make_pix2pix, "tiny_vae": make_tiny_vae,
             "ldm": make_ldm, "sd1_old": make_sd1_old, "sd1_runs": make_sd1_runs, "sdxl_runs": make_sdxl_runs,
             "sdxl_lcm": make_sdxl_lcm, "sdxl_inpaint": make_sdxl_inpaint,
             "sd2_turbo": make_sd2_turbo, "sdxl_turbo": make_sdxl_turbo,

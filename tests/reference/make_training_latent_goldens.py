@@ -21,6 +21,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from make_training_goldens import ROOT, Ops, signs, summary
 
 LATENT = ROOT / "models" / "latent"
+# The same weights twice: with the act_fn that they have, SiLU, and with another.
+ACTIVATIONS = {"unet": {}, "unet act_gelu": {"act_fn": "gelu"}}
 torch.set_default_dtype(torch.float64)
 
 
@@ -136,15 +138,15 @@ def text_gradients(folder, ids):
     return {"output": summary(states), **found}
 
 
-def open_model(kind, folder):
-    config = json.loads((folder / "config.json").read_text())
+def open_model(kind, folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
     model = kind.from_config(config)
     model.load_state_dict(load_file(folder / "diffusion_pytorch_model.safetensors"))
     return model.double().eval()
 
 
-def unet_gradients(folder, sample, timestep, states):
-    model = open_model(UNet2DConditionModel, folder)
+def unet_gradients(folder, sample, timestep, states, **changes):
+    model = open_model(UNet2DConditionModel, folder, **changes)
     exact_time(model)
     states = states.clone().requires_grad_()
     output = model(sample, timestep, encoder_hidden_states=states).sample
@@ -172,8 +174,10 @@ def make_models():
         io = load_file(LATENT / family / "goldens.safetensors")
         io = {k: v.double() if v.is_floating_point() else v for k, v in io.items()}
         models[f"{family}/text_encoder"] = text_gradients(LATENT / family / "text_encoder", io["text.ids"])
-        models[f"{family}/unet"] = unet_gradients(
-            LATENT / family / "unet", io["unet.sample"], io["unet.timestep"], io["text.states"][:2])
+        for name, changes in ACTIVATIONS.items():
+            models[f"{family}/{name}"] = unet_gradients(
+                LATENT / family / "unet", io["unet.sample"], io["unet.timestep"], io["text.states"][:2],
+                **changes)
     io = load_file(LATENT / "sd2" / "goldens.safetensors")
     models["sd2/vae"] = vae_gradients(LATENT / "sd2" / "vae", io["vae.image"].double())
     return models

@@ -2,6 +2,7 @@
 // The gradients of the parts of a text-to-image pipeline against PyTorch in float64
 // (latent_models.json): CLIPTextModel, UNet2DConditionModel, AutoencoderKL with its loss.
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -218,18 +219,23 @@ TEST_P(LatentModelGradients, FrozenTextEncoderHasNothingToTrain) {
             bench.tolerance());
 }
 
-/// A family of pipelines and a backend.
-class UNetGradients : public testing::TestWithParam<std::tuple<std::string, std::string>> {
+/// A family of pipelines, the act_fn of its UNet, and a backend.
+class UNetGradients
+    : public testing::TestWithParam<std::tuple<std::string, const char*, std::string>> {
  protected:
   void SetUp() override {
-    if (std::get<1>(GetParam()) != "cpu") DENOISED_NEEDS_GPU();
+    if (std::get<2>(GetParam()) != "cpu") DENOISED_NEEDS_GPU();
   }
 };
 
 TEST_P(UNetGradients, AgreeWithPyTorch) {
-  const auto& [family, device] = GetParam();
+  const auto& [family, act_fn, device] = GetParam();
   const std::string name = family + "/unet";
-  const nlohmann::json golden = ReadGolden("latent_models.json").at(name);
+  nlohmann::json json = Config(name);
+  const bool changed = json.at("act_fn") != act_fn;
+  json["act_fn"] = act_fn;
+  const nlohmann::json golden =
+      ReadGolden("latent_models.json").at(changed ? fmt::format("{} act_{}", name, act_fn) : name);
   const std::map<std::string, Tensor> io = Tensors(family);
   const Tensor sample = ToNhwc(io.at("unet.sample")), &all = io.at("text.states");
   const int64_t rows = sample.dim(0);
@@ -244,7 +250,7 @@ TEST_P(UNetGradients, AgreeWithPyTorch) {
   };
   for (const bool recompute : {false, true}) {
     Bench bench(device, recompute);
-    const auto config = UNet2DConditionConfig::Parse(Config(name), "config.json");
+    const auto config = UNet2DConditionConfig::Parse(json, "config.json");
     ASSERT_TRUE(config.ok()) << config.status();
     auto model = UNet2DCondition::Make(bench.declare(), *config);
     ASSERT_TRUE(model.ok()) << model.status();
@@ -292,9 +298,12 @@ TEST_P(UNetGradients, AgreeWithPyTorch) {
 
 INSTANTIATE_TEST_SUITE_P(Goldens, UNetGradients,
                          testing::Combine(testing::Values("sd1", "sd2"),
+                                          testing::Values("silu", "gelu"),
                                           testing::ValuesIn(kBackends)),
                          [](const auto& instance) {
-                           return std::get<0>(instance.param) + "_" + std::get<1>(instance.param);
+                           return fmt::format("{}_{}_{}", std::get<0>(instance.param),
+                                              std::get<1>(instance.param),
+                                              std::get<2>(instance.param));
                          });
 
 TEST_P(LatentModelGradients, AutoencoderWithItsLoss) {
