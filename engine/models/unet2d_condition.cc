@@ -34,15 +34,17 @@ void ReadPerLevel(ConfigReader& reader, const nlohmann::json& json, const char* 
                   size_t levels, int most, std::vector<int>* values) {
   if (reader.Has(field) && json[field].is_array()) {
     reader.Read(field, values);
+    if (values->size() != levels)
+      reader.Complain(field,
+                      fmt::format("needs one number, or one for each of the {} levels", levels));
+    for (const int value : *values) reader.CheckRange(field, value, 1, most);
+    values->resize(levels, 1);
   } else {
-    reader.Read(field, &values->front());
-    values->assign(levels, values->front());
+    int value = values->front();
+    reader.Read(field, &value);
+    reader.CheckRange(field, value, 1, most);
+    values->assign(levels, value);
   }
-  if (values->size() != levels)
-    reader.Complain(field,
-                    fmt::format("needs one number, or one for each of the {} levels", levels));
-  for (const int value : *values) reader.CheckRange(field, value, 1, most);
-  values->resize(levels, 1);
 }
 
 void CheckBlockTypes(ConfigReader& reader, const char* field, const std::vector<std::string>& types,
@@ -112,7 +114,12 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
   reader.RefuseNull("norm_num_groups");
   reader.Read("norm_eps", &config.norm_eps);
   if (!(config.norm_eps > 0)) reader.Complain("norm_eps", "must be greater than 0");
-  reader.Read("cross_attention_dim", &config.cross_attention_dim);
+  std::vector<int> text_features = {config.cross_attention_dim};
+  ReadPerLevel(reader, json, "cross_attention_dim", levels, kMaxChannels, &text_features);
+  config.cross_attention_dim = text_features.front();
+  if (std::ranges::any_of(text_features,
+                          [&](int features) { return features != text_features.front(); }))
+    reader.Complain("cross_attention_dim", "not supported; all levels must have the same");
   reader.Read("use_linear_projection", &config.use_linear_projection);
   std::string scale_shift = "default";
   reader.Read("resnet_time_scale_shift", &scale_shift);
@@ -145,7 +152,9 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
                       config.projection_class_embeddings_input_dim, 1, kMaxChannels);
   }
 
-  reader.Refuse("only_cross_attention", false);
+  const bool listed = reader.Has("only_cross_attention") && json["only_cross_attention"].is_array();
+  reader.Refuse("only_cross_attention",
+                listed ? nlohmann::json(std::vector<bool>(levels, false)) : nlohmann::json(false));
   reader.Refuse("dual_cross_attention", false);
   reader.Refuse("mid_block_only_cross_attention", false);
   reader.Refuse("reverse_transformer_layers_per_block", nullptr);
@@ -180,7 +189,6 @@ absl::StatusOr<UNet2DConditionConfig> UNet2DConditionConfig::Parse(const nlohman
                                   "padding",
                                   multiple, channels.size() - 1));
   reader.CheckRange("norm_num_groups", config.norm_num_groups, 1, kMaxChannels);
-  reader.CheckRange("cross_attention_dim", config.cross_attention_dim, 1, kMaxChannels);
   reader.CheckRange("time_embedding_dim", config.time_embedding_dim, 1, 4 * kMaxChannels);
   if (!channels.empty() &&
       (channels[0] < 2 || static_cast<double>(channels[0] / 2) == config.freq_shift))

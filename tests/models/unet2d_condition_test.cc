@@ -309,6 +309,11 @@ TEST(UNet2DConditionConfigTest, RefusesByName) {
 TEST(UNet2DConditionConfigTest, RefusesEachFieldThatItDoesNotHonour) {
   const std::vector<std::pair<std::string, nlohmann::json>> fields = {
       {"only_cross_attention", true},
+      {"only_cross_attention", {false, true, false, false}},
+      {"only_cross_attention", {false, false}},
+      {"cross_attention_dim", {768, 768, 768, 1024}},
+      {"cross_attention_dim", {768, 768}},
+      {"cross_attention_dim", 0},
       {"dual_cross_attention", true},
       {"mid_block_only_cross_attention", true},
       {"reverse_transformer_layers_per_block", {1, 2, 3, 4}},
@@ -344,6 +349,15 @@ TEST(UNet2DConditionConfigTest, RefusesEachFieldThatItDoesNotHonour) {
     EXPECT_THAT(std::string(status.message()),
                 ::testing::HasSubstr(fmt::format("field '{}' is ", field)));
   }
+}
+
+TEST(UNet2DConditionConfigTest, AcceptsListsThatMeanOneValue) {
+  nlohmann::json json = ConfigOf("configs/sd15-unet");
+  json["cross_attention_dim"] = {768, 768, 768, 768};
+  json["only_cross_attention"] = {false, false, false, false};
+  const auto config = UNet2DConditionConfig::Parse(json, "config.json");
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->cross_attention_dim, 768);
 }
 
 /// Without padding an odd size is halved downwards, which the way up does not meet again.
