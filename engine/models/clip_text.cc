@@ -123,9 +123,8 @@ absl::StatusOr<ClipTextConfig> ClipTextConfig::Parse(const nlohmann::json& json,
                                 config.hidden_size / config.num_attention_heads, kMaxHeadDim));
   }
   if (!(config.layer_norm_eps > 0)) reader.Complain("layer_norm_eps", "must be greater than 0");
-  if (config.eos_token_id < 0 || config.eos_token_id >= config.vocab_size)
-    reader.Complain("eos_token_id",
-                    fmt::format("must be below the vocab_size of {}", config.vocab_size));
+  // No token may have it; then the first one is pooled, as in transformers.
+  if (config.eos_token_id < 0) reader.Complain("eos_token_id", "must be at least 0");
   DENOISED_RETURN_IF_ERROR(reader.Finish());
   return config;
 }
