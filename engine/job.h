@@ -53,7 +53,7 @@ struct TextPrompt {
   std::string text;
   /// Unset: the model's own way of drawing without a prompt (SDXL: zeros; others: an empty text).
   std::optional<std::string> negative;
-  /// For the second text encoder of models that have two; unset: as the first.
+  /// For the second text encoder of models that have two; unset or empty: as the first.
   std::optional<std::string> text_2, negative_2;
 };
 

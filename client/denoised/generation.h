@@ -125,7 +125,8 @@ struct Mask {
 struct Prompt {
   std::string text;
   std::optional<std::string> negative;  // what it does not show; unset: the model's own default
-  std::optional<std::string> text_2, negative_2;  // for a second text encoder; unset: as the first
+  /// For a second text encoder; unset or empty: as the first.
+  std::optional<std::string> text_2, negative_2;
 };
 
 /// How much of a Prompt the model reads.

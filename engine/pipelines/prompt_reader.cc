@@ -2,6 +2,7 @@
 #include "engine/pipelines/prompt_reader.h"
 
 #include <algorithm>
+#include <optional>
 #include <span>
 
 namespace denoised {
@@ -14,6 +15,9 @@ int PooledToken(std::span<const int32_t> ids, int end_token) {
   const auto end = std::find(ids.begin(), ids.end(), end_token);
   return end == ids.end() ? 0 : static_cast<int>(end - ids.begin());
 }
+
+/// diffusers' `prompt_2 or prompt`: an empty second text is none.
+bool IsGiven(const std::optional<std::string>& second) { return second && !second->empty(); }
 
 }  // namespace
 
@@ -58,8 +62,8 @@ TokenizedPrompt PromptReader::Condition(const TextPrompt& prompt, const Request&
                                         PromptRead* read) const {
   const Text text{prompt.text, field + ".text", &read->text};
   TokenizedPrompt tokens =
-      Read({text, prompt.text_2 ? Text{*prompt.text_2, field + ".text_2", &read->text_2}
-                                : Text{prompt.text, text.field, nullptr}},
+      Read({text, IsGiven(prompt.text_2) ? Text{*prompt.text_2, field + ".text_2", &read->text_2}
+                                         : Text{prompt.text, text.field, nullptr}},
            request, violations);
   // diffusers skips layers of the prompt alone (StableDiffusionPipeline.encode_prompt).
   tokens.skip_layers += request.clip_skip;
@@ -70,14 +74,14 @@ TokenizedPrompt PromptReader::Negative(const TextPrompt& prompt, const Request& 
                                        const std::string& field,
                                        std::vector<FieldViolation>* violations,
                                        PromptRead* read) const {
-  if (rules_.zeros_without_negative && !prompt.negative && !prompt.negative_2)
+  if (rules_.zeros_without_negative && !prompt.negative && !IsGiven(prompt.negative_2))
     return Sized(request);
   const std::string negative = prompt.negative.value_or("");
   const Text text{negative, field + ".negative", &read->negative};
-  return Read(
-      {text, prompt.negative_2 ? Text{*prompt.negative_2, field + ".negative_2", &read->negative_2}
-                               : Text{negative, text.field, nullptr}},
-      request, violations);
+  return Read({text, IsGiven(prompt.negative_2)
+                         ? Text{*prompt.negative_2, field + ".negative_2", &read->negative_2}
+                         : Text{negative, text.field, nullptr}},
+              request, violations);
 }
 
 TokenizedPrompt PromptReader::Sized(const Request& request) const {

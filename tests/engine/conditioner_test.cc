@@ -379,6 +379,33 @@ TEST(PromptReader, PoolsTheTokenThatTheEncoderNames) {
   EXPECT_EQ(pooled(1 << 19), 0) << "no such token";
 }
 
+/// As `prompt_2 or prompt` and `negative_prompt_2 or negative_prompt` of diffusers.
+TEST(PromptReader, AnEmptySecondTextIsTheFirst) {
+  const auto files = PipelineFiles::Read(DENOISED_SOURCE_DIR "/tests/models/latent/sdxl");
+  ASSERT_TRUE(files.ok()) << files.status();
+  const auto reader =
+      PromptReader::Load(files->directory, {.zeros_without_negative = true, .layers = 3});
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  std::vector<FieldViolation> violations;
+  PromptRead read;
+  const auto condition = [&](const TextPrompt& prompt) {
+    return reader->Condition(prompt, {}, "prompts", &violations, &read);
+  };
+  const auto negative = [&](const TextPrompt& prompt) {
+    return reader->Negative(prompt, {}, "prompts", &violations, &read);
+  };
+  const TokenizedPrompt apple = condition({.text = "a red apple"});
+  EXPECT_EQ(condition({.text = "a red apple", .text_2 = ""}), apple);
+  EXPECT_EQ(read.text_2.tokens, 0) << "it was not read";
+  EXPECT_NE(condition({.text = "a red apple", .text_2 = "x"}), apple);
+  const TokenizedPrompt blurry = negative({.negative = "blurry"});
+  EXPECT_EQ(negative({.negative = "blurry", .negative_2 = ""}), blurry);
+  EXPECT_NE(negative({.negative = "blurry", .negative_2 = "x"}), blurry);
+  EXPECT_TRUE(negative({.negative_2 = ""}).ids.empty()) << "zeros";
+  EXPECT_FALSE(negative({.negative = ""}).ids.empty());
+  EXPECT_TRUE(violations.empty());
+}
+
 /// What is read and what is cut off is told, of each text.
 TEST(PromptReader, TellsWhatIsReadOfLongTexts) {
   Prompted prompted("sdxl", "cpu", 2);

@@ -53,7 +53,7 @@ class Prompt:
     """None: the model's own way of drawing without a prompt."""
     text_2: Optional[str]
     negative_2: Optional[str]
-    """For a second text encoder; None: as the first."""
+    """For a second text encoder; None or "": as the first."""
     tokens: int
     """Of `text`, that the model reads."""
     cut_off: str
