@@ -18,6 +18,12 @@ using Component = ModelDirectory::Component;
 absl::Status CheckComponents(const ModelDirectory& directory, bool reads_text) {
   std::set<std::string> known = {"unet", "vae", "vqvae", ModelDirectory::kTinyVae};
   if (reads_text) {
+    if (directory.components.contains("text_encoder_2") &&
+        !directory.components.contains("text_encoder"))
+      return InvalidArgument(
+          "{}: there is a 'text_encoder_2', but no 'text_encoder': SDXL's refiner, which is not "
+          "supported; use a model with both, such as SDXL's base",
+          directory.root);
     known.insert({"tokenizer", "text_encoder"});
     if (directory.components.contains("text_encoder_2"))
       known.insert({"tokenizer_2", "text_encoder_2"});

@@ -859,6 +859,17 @@ TEST_F(TextToImage, RefusesTextEncodersThatReadDifferentLengths) {
                                    "40, but the first text encoder has 77"));
 }
 
+TEST_F(TextToImage, RefusesTheRefinerOfXl) {
+  FamilyCopy copy("sdxl");
+  for (const char* part : {"text_encoder", "tokenizer"}) fs::remove_all(copy.path / part);
+  copy.Change("model_index.json", [](nlohmann::json& index) {
+    index["_class_name"] = "StableDiffusionXLImg2ImgPipeline";
+    index["text_encoder"] = index["tokenizer"] = {nullptr, nullptr};
+    index["requires_aesthetics_score"] = true;
+  });
+  EXPECT_THAT(copy.Refusal(), ::testing::HasSubstr("SDXL's refiner, which is not supported"));
+}
+
 TEST_F(TextToImage, RefusesTwoAutoencoders) {
   FamilyCopy copy("sd1");
   fs::copy(copy.path / "vae", copy.path / "vqvae");
