@@ -11,10 +11,6 @@ namespace {
 
 // Chunks that are encoded together, unless one prompt has more.
 constexpr int kTogether = 8;
-// The kind of prompts that are zeros. Other kinds are the number of layers that are left out.
-constexpr int kZeros = -1;
-// The kind of prompts whose texts another set has: only what depends on their numbers is computed.
-constexpr int kKnownTexts = -2;
 
 /// The prompt without its numbers, as text encoders read it.
 TokenizedPrompt TextsOf(TokenizedPrompt prompt) {
@@ -102,7 +98,8 @@ absl::Status Conditioner::Allocate(int sets) {
   size_t activations = 0;
   // A text encoder that is also pooled keeps the states of an earlier layer while it runs the last
   // ones. How many it skips makes no difference.
-  for (const int kind : {0, 1, kZeros, kKnownTexts}) {
+  for (const Kind& kind :
+       {Kind{}, Kind{.skip_layers = 1}, Kind{States::kZeros}, Kind{States::kKnown}}) {
     for (int chunks = 1; chunks <= together_; ++chunks) {
       CountingBackend counting(backend_);
       Arena measuring = Arena::Measuring(backend_.device());
@@ -140,9 +137,10 @@ void Conditioner::Release(int set) {
   if (--entry.users == 0) entry.idle = idle_.insert(idle_.end(), set);
 }
 
-int Conditioner::KindOf(int set) const {
+Conditioner::Kind Conditioner::KindOf(int set) const {
   const TokenizedPrompt& prompt = *entries_[set].prompt;
-  return prompt.ids.empty() ? kZeros : prompt.skip_layers;
+  if (prompt.ids.empty()) return {States::kZeros};
+  return {States::kEncoded, prompt.skip_layers};
 }
 
 absl::StatusOr<int> Conditioner::Encode() {
@@ -217,7 +215,8 @@ bool Conditioner::Pending(int set) const {
 }
 
 absl::Status Conditioner::EncodeTogether(const std::vector<int>& sets) {
-  const int count = static_cast<int>(sets.size()), kind = KindOf(sets.front());
+  const int count = static_cast<int>(sets.size());
+  const Kind kind = KindOf(sets.front());
   std::vector<int32_t> firsts;  // the first chunk of each prompt
   std::vector<int> places;      // of chunks in the pool
   for (const int set : sets) {
@@ -233,7 +232,7 @@ absl::Status Conditioner::EncodeTogether(const std::vector<int>& sets) {
   int chunks = static_cast<int>(places.size());
   if (backend_.capabilities().pads_rows)
     chunks = std::min(static_cast<int>(std::bit_ceil(places.size())), together_);
-  for (size_t e = 0; e < encoders_.models.size() && kind != kZeros; ++e) {
+  for (size_t e = 0; e < encoders_.models.size() && kind.states == States::kEncoded; ++e) {
     const int tokens = encoders_.models[e]->traits().max_tokens;
     std::vector<int32_t> ids, ends;
     for (int i = 0; i < count; ++i) {
@@ -293,7 +292,7 @@ absl::Status Conditioner::CopyTogether(const std::vector<std::pair<int, int>>& s
                        ? std::min(static_cast<int>(std::bit_ceil(copies.size())), together_)
                        : count;
   UploadNumbers(copies, rows);
-  DENOISED_ASSIGN_OR_RETURN(const Encoding* encoding, Run(rows, kKnownTexts));
+  DENOISED_ASSIGN_OR_RETURN(const Encoding* encoding, Run(rows, {States::kKnown}));
   for (int i = 0; i < count; ++i) {
     const auto copy = [&](const Tensor& from, const Tensor& to) {
       if (from) backend_.Copy(from.Slice(i, 1), to.Slice(copies[i], 1));
@@ -317,7 +316,7 @@ void Conditioner::UploadNumbers(const std::vector<int>& sets, int count) {
   backend_.Upload(guidance.data(), guidance.size() * sizeof(float), guidance_);
 }
 
-absl::StatusOr<const Conditioner::Encoding*> Conditioner::Run(int chunks, int kind) {
+absl::StatusOr<const Conditioner::Encoding*> Conditioner::Run(int chunks, const Kind& kind) {
   Encoding& encoding = encodings_[{chunks, kind}];
   if (!encoding.arena) encoding.arena.emplace(block_);
   const auto make = [this, &encoding, chunks, kind] {
@@ -339,21 +338,21 @@ absl::StatusOr<const Conditioner::Encoding*> Conditioner::Run(int chunks, int ki
   return &encoding;
 }
 
-Prompts Conditioner::Read(Backend& backend, Arena& arena, int chunks, int kind) const {
+Prompts Conditioner::Read(Backend& backend, Arena& arena, int chunks, const Kind& kind) const {
   const DenoiserTraits& traits = denoiser_->traits();
   nn::Context context{backend, arena};
   const bool alone = encoders_.models.size() == 1;
   Prompts prompts;
   if (sizes_) prompts.sizes = sizes_.Slice(0, int64_t{chunks} * traits.size_numbers);
   prompts.guidance = guidance_.Slice(0, chunks);
-  if (kind == kKnownTexts) {
+  if (kind.states == States::kKnown) {
     if (known_pooled_) prompts.pooled = known_pooled_.Slice(0, chunks);
     return prompts;
   }
-  if (!alone || kind == kZeros)
+  if (!alone || kind.states == States::kZeros)
     prompts.states = context.New({chunks, tokens_, traits.text_features});
   if (traits.pooled_features > 0) prompts.pooled = context.New({chunks, traits.pooled_features});
-  if (kind == kZeros) {
+  if (kind.states == States::kZeros) {
     for (int i = 0; i < chunks; ++i) {
       backend.Copy(no_states_, prompts.states.Slice(i, 1));
       if (prompts.pooled) backend.Copy(no_pooled_, prompts.pooled.Slice(i, 1));
@@ -371,7 +370,8 @@ Prompts Conditioner::Read(Backend& backend, Arena& arena, int chunks, int kind) 
     // SDXL pools its second encoder, whose states come last.
     const bool pool = prompts.pooled && e + 1 == encoders_.models.size();
     const TextOutput output = encoder.Forward(
-        context, input, {.skip_layers = kind, .final_norm = encoders_.final_norm, .pool = pool});
+        context, input,
+        {.skip_layers = kind.skip_layers, .final_norm = encoders_.final_norm, .pool = pool});
     if (pool)
       backend.Embedding(
           {.table = output.pooled, .index = firsts_.Slice(0, chunks), .out = prompts.pooled});
@@ -385,14 +385,14 @@ Prompts Conditioner::Read(Backend& backend, Arena& arena, int chunks, int kind) 
   return prompts;
 }
 
-ConditionSets Conditioner::MakeSets(Backend& backend, Arena& arena, int chunks, int kind,
+ConditionSets Conditioner::MakeSets(Backend& backend, Arena& arena, int chunks, const Kind& kind,
                                     Tensor* pooled) const {
   nn::Context context{backend, arena};
   const auto rows_of = [&](const Tensor& pool) {
     return pool ? context.New({chunks, pool.dim(1)}) : Tensor();
   };
   ConditionSets made;
-  if (kind != kKnownTexts)
+  if (kind.states != States::kKnown)
     made.keys_values = context.New({chunks, tokens_, sets_.keys_values.dim(2)});
   made.vectors = rows_of(sets_.vectors);
   made.times = rows_of(sets_.times);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <compare>
+#include <cstdint>
 #include <list>
 #include <map>
 #include <memory>
@@ -77,9 +79,20 @@ class Conditioner {
     std::unique_ptr<Graph> graph;
   };
 
-  /// Prompts are encoded together if they are of one kind: the number of layers that are left out,
-  /// or a prompt that is zeros.
-  int KindOf(int set) const;
+  /// Where the states of a prompt come from.
+  enum class States : uint8_t {
+    kKnown,    // from another set that has the texts: only what depends on its numbers is computed
+    kZeros,    // they are zeros
+    kEncoded,  // from the text encoders
+  };
+  /// Prompts are encoded together if they are of one kind.
+  struct Kind {
+    States states = States::kEncoded;
+    int skip_layers = 0;  // of the text encoders
+
+    auto operator<=>(const Kind&) const = default;
+  };
+  Kind KindOf(int set) const;
   /// At most together_ chunks in total.
   absl::Status EncodeTogether(const std::vector<int>& sets);
   /// At most together_ sets {set, other}; each copies the states of another set that is filled.
@@ -87,10 +100,10 @@ class Conditioner {
   /// Uploads the sizes and the guidance of sets, for `count` prompts.
   void UploadNumbers(const std::vector<int>& sets, int count);
   /// The graph of `chunks` and `kind`, launched.
-  absl::StatusOr<const Encoding*> Run(int chunks, int kind);
+  absl::StatusOr<const Encoding*> Run(int chunks, const Kind& kind);
   /// The states of as many prompts as there are chunks, as the denoiser reads them.
-  Prompts Read(Backend& backend, Arena& arena, int chunks, int kind) const;
-  ConditionSets MakeSets(Backend& backend, Arena& arena, int chunks, int kind,
+  Prompts Read(Backend& backend, Arena& arena, int chunks, const Kind& kind) const;
+  ConditionSets MakeSets(Backend& backend, Arena& arena, int chunks, const Kind& kind,
                          Tensor* pooled) const;
 
   Backend& backend_;
@@ -109,9 +122,9 @@ class Conditioner {
   Tensor pooled_;                  // [sets, pooled_features]: of each set
   Tensor known_pooled_;            // [together_, pooled_features]: of the sets that are copied
   Tensor sizes_, guidance_;
-  Tensor no_states_, no_pooled_;                       // of a prompt that is zeros
-  Tensor block_;                                       // for activations
-  std::map<std::pair<int, int>, Encoding> encodings_;  // by chunks and kind
+  Tensor no_states_, no_pooled_;                        // of a prompt that is zeros
+  Tensor block_;                                        // for activations
+  std::map<std::pair<int, Kind>, Encoding> encodings_;  // by chunks and kind
   int64_t encoded_ = 0;
   int warming_ = 1;     // prompts side by side
   WarmRuns warm_runs_;  // of one prompt
