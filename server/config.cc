@@ -437,7 +437,7 @@ void AddNetworkFlags(CLI::App* app, Flags* flags) {
   AddSeconds(app, "--write-timeout-seconds", &config.write_timeout, 0.1, 86400.0,
              "Cancel a stream whose client reads nothing for this time");
   AddSeconds(app, "--lame-duck-seconds", &config.lame_duck, 0.0, 3600.0,
-             "After SIGTERM or Ctrl-C, health is NOT_SERVING for this time before new "
+             "After SIGTERM, SIGHUP or Ctrl-C, health is NOT_SERVING for this time before new "
              "requests are refused, so that load balancers can choose other servers");
   AddSeconds(app, "--grace-seconds", &config.grace, 0.0, 86400.0,
              "Time for running requests to finish after that");

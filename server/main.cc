@@ -68,7 +68,9 @@ int Serve(const Config& config, std::unique_ptr<Engine> engine, const sigset_t& 
     }
   }
   NotifyServiceManager("STOPPING=1\nSTATUS=draining");
-  // From here on another signal ends the process at once.
+  // From here on another signal ends the process at once, but for SIGHUP: a terminal that closes
+  // sends it twice, by the shell and by the kernel.
+  if (sigismember(&signals, SIGHUP) == 1) std::signal(SIGHUP, SIG_IGN);
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
   const bool orderly = exit_code == 0;
   log::Info("draining", {{"lame_duck_seconds", config.lame_duck.count() / 1e3},
@@ -110,16 +112,27 @@ void GiveWayToTheEngine() {
   setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + kNice);
 }
 
+/// The signals that drain the server.
+sigset_t DrainSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  // nohup ignores it, so that the process outlives its terminal. A blocked signal waits even if it
+  // is ignored.
+  struct sigaction hangup = {};
+  sigaction(SIGHUP, nullptr, &hangup);
+  if (hangup.sa_handler != SIG_IGN) sigaddset(&signals, SIGHUP);
+  return signals;
+}
+
 int Main(int argc, char** argv) {
   // The distribution's Abseil looks for deadlocks whenever gRPC takes a lock, in a graph of all
   // locks that one spinlock guards.
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
 
   // Before any thread exists: all threads inherit the mask, and only Serve handles the signals.
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
+  const sigset_t signals = DrainSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
 

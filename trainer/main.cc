@@ -18,10 +18,11 @@ namespace {
 
 std::atomic<bool> stop = false;
 
-/// The first signal ends the run after its step; the second ends the process.
+/// The first signal ends the run after its step; the second ends the process, but for SIGHUP: a
+/// terminal that closes sends it twice, by the shell and by the kernel.
 void OnSignal(int signal) {
   stop = true;
-  std::signal(signal, SIG_DFL);
+  std::signal(signal, signal == SIGHUP ? SIG_IGN : SIG_DFL);
 }
 
 /// 2 if settings or files need a correction, 1 for anything else, which may succeed if repeated.
@@ -45,6 +46,8 @@ int main(int argc, char** argv) {
   if (!config.ok()) return Fail(config.status());
   std::signal(SIGTERM, OnSignal);
   std::signal(SIGINT, OnSignal);
+  // nohup ignores it, so that the run outlives its terminal.
+  if (std::signal(SIGHUP, OnSignal) == SIG_IGN) std::signal(SIGHUP, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error of write()
   // Libraries and containers throw what Run() does not expect, above all when memory runs out.
   try {

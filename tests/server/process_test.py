@@ -124,8 +124,13 @@ class ProcessTest(unittest.TestCase):
         self.assertEqual(run("--print-config", "--config", path).stdout, printed.stdout)
         self.assertEqual(run("--check", "--config", path).returncode, 0)
 
+    def start_with_hangup(self, action):
+        """What the processes of this test inherit: SIG_IGN is what nohup does."""
+        self.addCleanup(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, action))
+
     def test_signals_end_it_cleanly(self):
-        for number in (signal.SIGTERM, signal.SIGINT):
+        self.start_with_hangup(signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             with Running(BINARY, "--model", f"digits={self.model}") as server:
                 listening = server.wait_for("listening")
                 self.assertRegex(listening["address"], r"^127\.0\.0\.1:[1-9]\d*$")
@@ -134,6 +139,28 @@ class ProcessTest(unittest.TestCase):
                 server.process.send_signal(number)
                 server.wait_for("stopped")
                 self.assertEqual(server.process.wait(60), 0)
+
+    def test_a_second_hangup_does_not_cut_the_drain_off(self):
+        # A terminal that closes sends two. The lame duck keeps the drain going meanwhile.
+        self.start_with_hangup(signal.SIG_DFL)
+        with Running(BINARY, "--model", f"digits={self.model}", "--lame-duck-seconds", "1") as server:
+            server.wait_for("serving")
+            server.process.send_signal(signal.SIGHUP)
+            server.wait_for("draining")
+            server.process.send_signal(signal.SIGHUP)
+            server.wait_for("stopped")
+            self.assertEqual(server.process.wait(60), 0)
+
+    def test_nohup_outlives_the_terminal(self):
+        self.start_with_hangup(signal.SIG_IGN)
+        with Running(BINARY, "--model", f"digits={self.model}") as server:
+            server.wait_for("serving")
+            server.process.send_signal(signal.SIGHUP)
+            with self.assertRaises(subprocess.TimeoutExpired):
+                server.process.wait(1.5)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("stopped")
+            self.assertEqual(server.process.wait(60), 0)
 
     def test_uploads_hold_no_more_than_the_bound(self):
         try:

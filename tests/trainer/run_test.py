@@ -224,20 +224,42 @@ class RunTest(unittest.TestCase):
         self.train("a", steps=4, resume="latest")
         self.assertEqual(weights.read_bytes(), before)
 
-    def test_sigterm_finishes_the_step_and_saves(self):
-        process = subprocess.Popen(
-            self.arguments("a", steps=100000, **{"checkpoint-steps": 100000}),
-            stderr=subprocess.PIPE, text=True)  # fmt: skip
+    def start_with_hangup(self, action):
+        """What the processes of this test inherit: SIG_IGN is what nohup does."""
+        self.addCleanup(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, action))
+
+    def test_a_signal_finishes_the_step_and_saves(self):
+        # A terminal that closes sends SIGHUP twice.
+        self.start_with_hangup(signal.SIG_DFL)
+        for output, signals in (("a", [signal.SIGTERM]), ("b", [signal.SIGHUP, signal.SIGHUP])):
+            process = subprocess.Popen(
+                self.arguments(output, steps=100000, **{"checkpoint-steps": 100000}),
+                stderr=subprocess.PIPE, text=True)  # fmt: skip
+            for line in process.stderr:
+                if line.startswith("step 3/"):
+                    break
+            for number in signals:
+                process.send_signal(number)
+                time.sleep(0.001)  # so that the second does not merge with the first
+            rest = process.stderr.read()
+            process.stderr.close()
+            self.assertEqual(process.wait(timeout=60), 0, rest)
+            self.assertIn("stopped by a signal", rest)
+            saved = list((self.root / output / "checkpoints").glob("*/DONE"))
+            self.assertEqual(len(saved), 1)
+
+    def test_nohup_outlives_the_terminal(self):
+        self.start_with_hangup(signal.SIG_IGN)
+        process = self.start("a", steps=100000)
         for line in process.stderr:
             if line.startswith("step 3/"):
                 break
-        process.send_signal(signal.SIGTERM)
-        rest = process.stderr.read()
-        process.stderr.close()
-        self.assertEqual(process.wait(timeout=60), 0, rest)
-        self.assertIn("stopped by a signal", rest)
-        saved = list((self.root / "a/checkpoints").glob("*/DONE"))
-        self.assertEqual(len(saved), 1)
+        process.send_signal(signal.SIGHUP)
+        for line in process.stderr:
+            if line.startswith("step "):
+                break
+        with self.assertRaises(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
 
     def start(self, output, rank=None, port=None, env=None, **flags):
         """A process, and if `rank` is given, one of two."""
