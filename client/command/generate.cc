@@ -13,6 +13,7 @@
 #include <optional>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "command/codec.h"
 #include "command/drawing.h"
@@ -37,6 +38,11 @@ std::string DefaultPath(const GenerateFlags& flags) {
   return "denoised." + extension;
 }
 
+bool HasRepeated(std::vector<uint64_t> seeds) {
+  std::sort(seeds.begin(), seeds.end());
+  return std::adjacent_find(seeds.begin(), seeds.end()) != seeds.end();
+}
+
 std::string FrameCount(size_t frames) {
   return fmt::format("{} {}", frames, frames == 1 ? "frame" : "frames");
 }
@@ -47,7 +53,8 @@ class Saver {
   Saver(const GenerateFlags& flags, const Drawing& drawing)
       : flags_(flags),
         drawing_(drawing),
-        pattern_(flags.out.empty() ? DefaultPath(flags) : flags.out) {}
+        pattern_(flags.out.empty() ? DefaultPath(flags) : flags.out),
+        seeds_repeat_(HasRepeated(drawing.params().seeds)) {}
 
   absl::Status SaveImages() {
     for (const client::Image& image : drawing_.images()) {
@@ -165,7 +172,8 @@ class Saver {
                      .count = drawing_.params().count,
                      .seed = image.seed,
                      .label = image.class_label ? std::to_string(*image.class_label) : "none",
-                     .model = drawing_.params().model});
+                     .model = drawing_.params().model,
+                     .seeds_repeat = seeds_repeat_});
   }
 
   std::string BytesOf(const client::Image& image) const {
@@ -186,6 +194,7 @@ class Saver {
   const GenerateFlags& flags_;
   const Drawing& drawing_;
   const std::string pattern_;
+  const bool seeds_repeat_;
 };
 
 absl::Status CheckOutputs(const GenerateFlags& flags, const GenerateRequest& request) {
@@ -197,7 +206,13 @@ absl::Status CheckOutputs(const GenerateFlags& flags, const GenerateRequest& req
                              {.label = "0", .model = "model"});
   if (!path.ok()) return path.status();
   if (absl::Status status = CheckWritable(*path); !status.ok()) return status;
-  return flags.animate.empty() ? absl::OkStatus() : CheckWritable(flags.animate);
+  if (flags.animate.empty()) return absl::OkStatus();
+  const bool one = request.grid_columns > 0 || request.generation.count.value_or(1) == 1;
+  if (one && flags.animate == *path) {
+    return absl::InvalidArgumentError(fmt::format(
+        "--animate and --out are both {}; use another file for one of them", flags.animate));
+  }
+  return CheckWritable(flags.animate);
 }
 
 absl::Status Save(const GenerateFlags& flags, int grid_columns, const Drawing& drawing) {

@@ -133,9 +133,11 @@ void AddSamplingFlags(CLI::App& command, GenerateFlags& flags) {
 void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
   command.option_defaults()->group("Output and request");
   command
-      .add_option("-o,--out", flags.out,
-                  "Output file; {index}, {seed}, {label} and {model} are replaced; - is stdout. "
-                  "Default: denoised.png, or denoised-{index}.png for several images")
+      .add_option(
+          "-o,--out", flags.out,
+          "Output file; {index}, {seed}, {label} and {model} are replaced, and what would be one "
+          "file for two images gets -{index}, too; - is stdout. "
+          "Default: denoised.png, or denoised-{index}.png for several images")
       ->type_name(kFile)
       ->check(NamesAFile());
   command

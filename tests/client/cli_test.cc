@@ -68,6 +68,9 @@ TEST_F(CliTest, SeveralSeedsAreOneForEachImage) {
   EXPECT_EQ(result.exit_code, 0) << result.err;
   EXPECT_THAT(result.out, StartsWith(Path("9.png") + "  seed 9  label 3\n" + Path("2.png") +
                                      "  seed 2  label 3\n"));
+  const auto same = Run({"generate", "-l", "3", "--seed", "9,9", "-o", Path("{seed}.png")});
+  EXPECT_THAT(same.out, StartsWith(Path("9-0.png") + "  seed 9  label 3\n" + Path("9-1.png") +
+                                   "  seed 9  label 3\n"));
   const auto refused = Run({"generate", "-n", "3", "--seed", "9,2", "-o", Path("x-{index}.png")});
   EXPECT_EQ(refused.exit_code, 2);
   EXPECT_THAT(refused.err, HasSubstr("--seed names 2 seeds for 3 images"));

@@ -230,6 +230,11 @@ TEST(FillPathTest, FillsPlaceholders) {
   EXPECT_EQ(*FillPath("a/{model}-{label}-{seed}-{index}.png", fields), "a/digits-7-45-03.png");
   EXPECT_EQ(*FillPath("a.b/x.png", fields), "a.b/x-03.png");
   EXPECT_EQ(*FillPath("{label}.png", fields), "7-03.png");  // labels may repeat
+  PathFields repeated = fields;
+  repeated.seeds_repeat = true;
+  EXPECT_EQ(*FillPath("{seed}.png", fields), "45.png");
+  EXPECT_EQ(*FillPath("{seed}.png", repeated), "45-03.png");
+  EXPECT_EQ(*FillPath("{seed}-{index}.png", repeated), "45-03.png");
   EXPECT_EQ(*FillPath("x", {}), "x");
   EXPECT_EQ(*FillPath("x{", {}), "x{");
   EXPECT_THAT(std::string(FillPath("{sed}.png", fields).status().message()), HasSubstr("{seed}"));
