@@ -51,8 +51,10 @@ void AddContentFlags(CLI::App& command, GenerateFlags& flags) {
           "Seed of the first image; image i uses seed + i. Or a seed for each image: 7,9,12. "
           "The same seed gives the same bytes. Default: random")
       ->delimiter(',');
-  command.add_option("--size", flags.size,
-                     "Size in pixels: 64 or WIDTHxHEIGHT. Default: the model's");
+  command.add_option(
+      "--size", flags.size,
+      "Size in pixels: 64 or WIDTHxHEIGHT. Default: that of --init-image if there is one "
+      "and no --mask, else the model's");
   command
       .add_option("--init-image", flags.init_image,
                   "Start from this picture (PNG, JPEG, WebP or .npy) instead of noise")

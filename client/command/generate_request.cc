@@ -336,6 +336,11 @@ absl::StatusOr<GenerateRequest> MakeRequest(const GenerateFlags& flags, bool liv
     generation.class_vectors.emplace_back(first, first + static_cast<ptrdiff_t>(count));
   }
   if (!flags.noise.empty()) {
+    if (raw_noise && !generation.width && !flags.init_image.empty() && flags.mask.empty()) {
+      return absl::InvalidArgumentError(
+          "--noise has the size of the images, and without --size that is the size of "
+          "--init-image; give --size, or the noise as .npy");
+    }
     auto noise = ReadNoise(flags.noise, generation, model);
     if (!noise.ok()) return noise.status();
     generation.initial_noise = *std::move(noise);

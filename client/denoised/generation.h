@@ -167,7 +167,8 @@ struct Generation {
   std::optional<double> eta;
   std::optional<double> s_churn, s_tmin, s_tmax, s_noise;
   std::optional<int> solver_order;
-  std::optional<int> width, height;  // pixels
+  /// Pixels. By default those of init_image if there is one and no mask, else the model's.
+  std::optional<int> width, height;
   std::optional<ImageFormat> format;
   std::optional<int> quality;  // of JPEG and WebP, 1 to 100
   std::optional<bool> embed_metadata;

@@ -520,14 +520,19 @@ class RequestReader {
     const int64_t width = params.has_width() ? params.width() : model_.width;
     const int64_t height = params.has_height() ? params.height() : model_.height;
     if (std::min(width, height) < 1 || std::max(width, height) > model_.max_edge) return;
-    const int64_t bytes = 2 * width * height * model_.channels;
+    // An init image's own size is known when it is decoded: no larger than this.
+    const bool own = TakesPicturesSize(params, model_);
+    const int64_t pixels = own ? std::min<int64_t>(int64_t{model_.max_edge} * model_.max_edge,
+                                                   limits_.max_image_pixels)
+                               : width * height;
+    const int64_t bytes = 2 * pixels * model_.channels;
     if (bytes > limits_.max_reply_bytes / std::max<int64_t>(batch_, 1)) {
       Violate("outputs",
               "image and encoded take {} bytes an image in one reply of at most {}; ask "
               "for one of them, or for fewer images",
               bytes, limits_.max_reply_bytes);
     }
-    const int64_t unpacked = width * height * kPngDecodingBytesPerPixel;
+    const int64_t unpacked = pixels * kPngDecodingBytesPerPixel;
     if (unpacked > memory_.bytes()) {
       Violate("outputs",
               "image and encoded of one file take {} bytes to unpack it, and there are {} for all "

@@ -129,8 +129,8 @@ class Translator {
     SamplerFields();
     Handling();
     Size();
-    InitialNoise();
     InitImage();
+    InitialNoise();
     result_.image = ReadOutput();
     CheckReplySize(together);
     if (preview != nullptr) result_.preview = ReadPreview(*preview);
@@ -330,6 +330,7 @@ class Translator {
     if (params_.has_height()) {
       size_ok_ &= AtLeastOne("params.height", params_.height(), &spec.height);
     }
+    if (TakesPicturesSize(params_, model_)) return;  // InitImage() does, which knows it
     width_ = spec.width > 0 ? spec.width : model_.width;
     height_ = spec.height > 0 ? spec.height : model_.height;
     if (std::max(width_, height_) > model_.max_edge) {
@@ -341,6 +342,40 @@ class Translator {
               limits_.max_image_pixels);
       spec.width = spec.height = 0;
       size_ok_ = false;
+    }
+  }
+
+  /// The size of the request from that of its init image.
+  void PicturesSize(int64_t picture_height, int64_t picture_width) {
+    if (!size_ok_) return;
+    JobSpec& spec = result_.spec;
+    const bool own_width = !params_.has_width(), own_height = !params_.has_height();
+    const auto whole = [&](int64_t pixels) {
+      return std::max<int64_t>(pixels / model_.size_multiple, 1) * model_.size_multiple;
+    };
+    // If one is given, the other keeps the picture's proportions.
+    int64_t width = spec.width, height = spec.height;
+    if (own_width && own_height) {
+      width = whole(picture_width);
+      height = whole(picture_height);
+    } else if (own_width) {
+      width = whole(height * picture_width / picture_height);
+    } else {
+      height = whole(width * picture_height / picture_width);
+    }
+    const bool wide = own_width && width > model_.max_edge;
+    const bool high = own_height && height > model_.max_edge;
+    const bool given_too_large = std::max(spec.width, spec.height) > model_.max_edge;
+    size_ok_ = !wide && !high && !given_too_large && width * height <= limits_.max_image_pixels;
+    if (size_ok_) {
+      spec.width = width_ = static_cast<int>(width);
+      spec.height = height_ = static_cast<int>(height);
+    } else if (!given_too_large) {  // else the engine says so
+      Violate(wide || (own_width && !high) ? "params.width" : "params.height",
+              "is not set, and init_image has {}×{} pixels, which are too many; give width and "
+              "height: multiples of {} up to {}, and at most {} pixels in all",
+              picture_width, picture_height, model_.size_multiple, model_.max_edge,
+              limits_.max_image_pixels);
     }
   }
 
@@ -498,6 +533,10 @@ class Translator {
     } else {
       Violate("params.init_image",
               "has no picture; set encoded or tensor, or leave init_image unset");
+    }
+    if (TakesPicturesSize(params_, model_)) {
+      if (image) PicturesSize(image.dim(0), image.dim(1));
+      size_ok_ &= !!image;
     }
     if (!image || !size_ok_) return;
     // At strength 1 nothing of the picture is left, unless a mask keeps a part or the model reads
@@ -721,6 +760,11 @@ void SetSizes(const SizeConditions& sizes, v1::SizeConditions* to) {
 }
 
 }  // namespace
+
+bool TakesPicturesSize(const v1::GenerationParams& params, const ModelInfo& model) {
+  return params.has_init_image() && model.images.init && !params.has_mask() &&
+         !(params.has_width() && params.has_height());
+}
 
 Priority ReadPriority(const v1::GenerationParams& params) {
   return FromWire(params.priority()).value_or(Priority::kNormal);

@@ -710,6 +710,8 @@ TEST(TranslateTest, InitImageIsScaledAndConverted) {
   Tensor white = Tensor::Host({20, 10, 3}, DType::kF32);
   for (float& value : white.span<float>()) value = 1;
   params.mutable_init_image()->set_encoded(EncodeFile(white, FileFormat::kPng, 0, {}).value());
+  params.set_width(8);
+  params.set_height(8);
   Outcome outcome = Translated(params);
   ASSERT_TRUE(outcome.violations.empty()) << outcome.violations[0].description;
   EXPECT_EQ(outcome.translation.spec.init_image.shape(), (Shape{8, 8, 1}));
@@ -729,6 +731,78 @@ TEST(TranslateTest, InitImageIsScaledAndConverted) {
   params.mutable_init_image()->set_strength(1);  // nothing of the picture is left
   outcome = Translated(params);
   EXPECT_FALSE(outcome.translation.spec.init_image);
+}
+
+TEST(TranslateTest, AnInitImageSaysHowLargeTheImagesAre) {
+  ModelInfo model = Digits();
+  model.size_multiple = 4;
+  model.max_edge = 40;
+  using Params = v1::GenerationParams*;
+  const auto picture = [](int height, int width) {
+    v1::Tensor tensor;
+    tensor.set_data_type(v1::DATA_TYPE_UINT8);
+    for (const int extent : {height, width, 1}) tensor.add_shape(extent);
+    tensor.set_data(std::string(static_cast<size_t>(height * width), '\x40'));
+    return tensor;
+  };
+  // "HEIGHTxWIDTH" of the picture that is drawn from, or what is wrong.
+  const auto drawn = [&](int height, int width, const std::function<void(Params)>& change) {
+    v1::GenerationParams params;
+    *params.mutable_init_image()->mutable_tensor() = picture(height, width);
+    change(&params);
+    const Outcome outcome = Translated(params, nullptr, model);
+    if (!outcome.violations.empty())
+      return outcome.violations[0].field + " " + outcome.violations[0].description;
+    const JobSpec& spec = outcome.translation.spec;
+    if (!spec.init_image) return fmt::format("{}x{} from noise", spec.height, spec.width);
+    const Shape& shape = spec.init_image.shape();
+    if (spec.width > 0) {
+      EXPECT_EQ(shape, (Shape{spec.height, spec.width, 1}));
+    }
+    return fmt::format("{}x{}", shape[0], shape[1]);
+  };
+  const auto nothing = [](Params) {};
+  EXPECT_EQ(drawn(19, 31, nothing), "16x28");
+  EXPECT_EQ(drawn(3, 31, nothing), "4x28") << "no edge is 0";
+  EXPECT_EQ(drawn(40, 40, nothing), "40x40");
+  EXPECT_EQ(drawn(20, 20, [](Params p) { p->mutable_init_image()->set_strength(1); }),
+            "20x20 from noise");
+  // One edge is given: the other keeps the proportions.
+  EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_width(12); }), "8x12");
+  EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(12); }), "12x16");
+  EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(12), p->set_width(40); }), "12x40");
+  const std::string remedy =
+      "; give width and height: multiples of 4 up to 40, and at most 4096 pixels in all";
+  EXPECT_EQ(
+      drawn(20, 44, nothing),
+      "params.width is not set, and init_image has 44×20 pixels, which are too many" + remedy);
+  EXPECT_EQ(
+      drawn(44, 20, nothing),
+      "params.height is not set, and init_image has 20×44 pixels, which are too many" + remedy);
+  EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(32); }).substr(0, 23),
+            "params.width is not set");
+  EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(0); }),
+            "params.height is 0; use at least 1");
+  // The engine names the edge that is given and too large.
+  EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(1 << 30); }), "1073741824x0 from noise");
+  model.max_edge = 4096;
+  EXPECT_EQ(drawn(2, 2, [](Params p) { p->set_width(80); }).substr(0, 24),
+            "params.height is not set");
+  // With a mask it is the model's own, as in diffusers' pipelines for inpainting.
+  EXPECT_EQ(
+      drawn(20, 30, [&](Params p) { *p->mutable_mask()->mutable_tensor() = picture(20, 30); }),
+      "8x8");
+  // Noise is of that size, too; of a picture that was refused none is asked for.
+  const auto noise = [](Params p) {
+    *p->mutable_initial_noise() = Floats({1, 8, 12, 1}, std::vector<float>(96));
+  };
+  EXPECT_EQ(drawn(8, 12, noise), "8x12");
+  EXPECT_THAT(drawn(12, 8, noise), HasSubstr("params.initial_noise.shape is [1, 8, 12, 1]; use"));
+  v1::GenerationParams params;
+  noise(&params);
+  params.mutable_init_image()->set_encoded("GIF89a");
+  EXPECT_THAT(Translated(params, nullptr, model).fields(),
+              ElementsAre("params.init_image.encoded"));
 }
 
 TEST(TranslateTest, PicturesNeedOneOrThreeChannels) {

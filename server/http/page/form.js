@@ -184,21 +184,30 @@ export class Form {
     return h("p", {class: "about"}, "This model draws without being told what.");
   }
 
+  /** As many pixels as the model's own size, in these proportions. */
+  fit(width, height) {
+    const {limits, defaults} = this.model, multiple = limits.size_multiple || 1;
+    const scale = Math.sqrt(defaults.width * defaults.height / (width * height));
+    return [width, height].map((n) => Math.min(limits.max_edge || Infinity,
+      Math.max(multiple, Math.round(n * scale / multiple) * multiple)));
+  }
+
+  /** What a request without a size draws. */
+  unsetSize() {
+    const {width, height} = this.model.defaults;
+    return this.start && !this.mask ? "as the picture" : `${width} × ${height}`;
+  }
+
   size() {
     const {limits, defaults} = this.model;
     const multiple = limits.size_multiple || 1;
-    const fit = (width, height) => {
-      const scale = Math.sqrt(defaults.width * defaults.height / (width * height));
-      return [width, height].map((n) => Math.min(limits.max_edge || Infinity,
-        Math.max(multiple, Math.round(n * scale / multiple) * multiple)));
-    };
     const known = new Map([[`${defaults.width}x${defaults.height}`, ""]]);
     for (const [name, ...ratio] of [["portrait", 2, 3], ["landscape", 3, 2], ["wide", 16, 9], ["square", 1, 1]]) {
-      const value = fit(...ratio).join("x");
+      const value = this.fit(...ratio).join("x");
       if (!known.has(value)) known.set(value, name);
     }
     const select = choice("size", "Size", [...[...known].map(([value, name], i) => [i ? value : "",
-      `${value.replace("x", " × ")} ${name}`]), ["own", "other…"]]);
+      i ? `${value.replace("x", " × ")} ${name}` : this.unsetSize()]), ["own", "other…"]]);
     const own = h("div", {class: "pair"},
       number("width", "Width", {min: multiple, max: limits.max_edge, step: multiple, placeholder: defaults.width}),
       number("height", "Height", {min: multiple, max: limits.max_edge, step: multiple,
@@ -231,6 +240,8 @@ export class Form {
 
   showStart() {
     if (!this.startBox || !this.model) return;
+    const unset = this.root.elements.size?.options[0];
+    if (unset) unset.textContent = this.unsetSize();
     const {capabilities: can, defaults} = this.model;
     const file = h("input", {type: "file", accept: "image/png,image/jpeg,image/webp", id: "start-file",
       class: "hidden", onchange: (event) => event.target.files[0] && this.setStart(event.target.files[0])});
@@ -362,6 +373,12 @@ export class Form {
       params.height = Number(values.height) || model.defaults.height;
     } else if (values.size) {
       [params.width, params.height] = values.size.split("x").map(Number);
+    } else if (this.start && !this.mask) {
+      // The server takes the picture's own size, and refuses one that the model cannot draw.
+      const {width, height} = this.start, {max_edge: edge, max_pixels: most} = model.limits;
+      if (Math.max(width, height) > (edge || Infinity) || width * height > Number(most || Infinity)) {
+        [params.width, params.height] = this.fit(width, height);
+      }
     }
     if (values.prompt !== undefined) {
       const condition = {text: values.prompt};

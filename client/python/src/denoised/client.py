@@ -304,7 +304,7 @@ class Client:
         count: number of images.
         seed: of the first image, image i has seed + i; or one for each image. The same seed gives the
             same bytes. Default: random, fixed before the first attempt.
-        size: pixels, or (width, height).
+        size: pixels, or (width, height). Default: that of init_image without a mask, else the model's.
         init_image: start from this picture: a path, the bytes of a PNG, JPEG or WebP file, an Image of
             this package, a Pillow image, or an array [height, width, channels]; strength in (0, 1] says
             how much of it changes. mask: draw only a part of it anew, a picture of the same size, white
