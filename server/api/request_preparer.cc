@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/api/request_preparer.h"
 
+#include <algorithm>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -14,14 +16,19 @@
 namespace denoised {
 namespace {
 
-/// Appends the engine's violations to the server's; each field once.
-void Merge(const std::vector<FieldViolation>& engine, std::vector<FieldViolation>* all) {
-  std::set<std::string> fields;
-  for (const FieldViolation& violation : *all) fields.insert(violation.field);
-  for (const FieldViolation& violation : engine) {
-    std::string field = ProtoField(violation.field);
-    if (fields.insert(field).second) all->push_back({std::move(field), violation.description});
-  }
+/// Whether `field` is `whole` or a part of it: "params.mask.encoded" of "params.mask".
+bool IsIn(std::string_view field, std::string_view whole) {
+  return field.substr(0, whole.size()) == whole &&
+         (field.size() == whole.size() || field[whole.size()] == '.' || field[whole.size()] == '[');
+}
+
+/// Names the fields as the caller does, who may have one field for two of ours, such as `size`.
+void Rename(const JobRequest& request, std::vector<FieldViolation>* violations) {
+  std::set<std::pair<std::string, std::string>> told;
+  std::erase_if(*violations, [&](FieldViolation& violation) {
+    violation.field = request.FieldName(violation.field);
+    return !told.insert({violation.field, violation.description}).second;
+  });
 }
 
 /// Whether `model` reads what the first condition holds.
@@ -36,6 +43,24 @@ bool Takes(const ModelInfo& model, const v1::GenerationParams& params) {
 }
 
 }  // namespace
+
+void MergeViolations(const std::vector<FieldViolation>& engine, const v1::GenerationParams& params,
+                     const JobSpec& spec, std::vector<FieldViolation>* all) {
+  const std::vector<FieldViolation> server = *all;
+  std::set<std::string> fields;
+  for (const FieldViolation& violation : engine) {
+    std::string field = ProtoField(violation.field);
+    const bool refused =
+        (field == "params.init_image" && params.has_init_image() && !spec.init_image) ||
+        (field == "params.mask" && params.has_mask() && !spec.mask);
+    // The numbers of all conditions are one list in the engine.
+    const std::string whole = violation.field == "class_values" ? "params.conditions" : field;
+    const bool told = std::any_of(server.begin(), server.end(),
+                                  [&](const FieldViolation& of) { return IsIn(of.field, whole); });
+    if (refused || told || !fields.insert(field).second) continue;
+    all->push_back({std::move(field), violation.description});
+  }
+}
 
 std::string ModelNameFor(const v1::GenerationParams& params,
                          const std::vector<CatalogModel>& models) {
@@ -74,11 +99,9 @@ grpc::Status RequestPreparer::Prepare(const JobRequest& request, const std::stri
   if (!survives) spec.deadline = request.deadline;
   std::vector<FieldViolation> engine_violations;
   auto job = engine_->Resolve(spec, &engine_violations);
-  Merge(engine_violations, &violations);
+  MergeViolations(engine_violations, request.params, spec, &violations);
   if (!violations.empty()) {
-    for (FieldViolation& violation : violations) {
-      violation.field = request.FieldName(violation.field);
-    }
+    Rename(request, &violations);
     return InvalidFields(violations, request_id);
   }
   if (!translation.memory_status.ok()) {

@@ -14,6 +14,12 @@
 
 namespace denoised {
 
+/// Appends the engine's violations to the server's in `all`; each field once. What was refused is
+/// not in `spec`, so the engine misses it; that is not told of a field that is in `params` or that
+/// the server has complained about.
+void MergeViolations(const std::vector<FieldViolation>& engine, const v1::GenerationParams& params,
+                     const JobSpec& spec, std::vector<FieldViolation>* all);
+
 /// The model of a request that names none: the only one among `models` that can take its condition,
 /// or "" when there is none, more than one, or one is still loading.
 std::string ModelNameFor(const v1::GenerationParams& params,
