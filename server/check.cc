@@ -131,7 +131,8 @@ std::string Describe(const ModelInfo& model) {
 /// What a server would load: the models of the configuration, and what --state-dir restores.
 absl::StatusOr<CatalogOptions> ReadModels(const Config& config, Report* report) {
   const auto read = [&](const std::string& state_dir) {
-    return MakeCatalogOptions(config.models, config.model_roots, state_dir);
+    return MakeCatalogOptions(config.models, config.model_roots, state_dir,
+                              config.models_directory);
   };
   if (config.state_dir.empty()) return read("");
   const std::string item = "state directory " + config.state_dir;

@@ -216,11 +216,28 @@ absl::Status ApplyPrecision(const std::string& text, bool all_known, Config* con
   return InvalidArgument("--precision: there is no model \"{}\" among --model and --models", name);
 }
 
-absl::StatusOr<std::vector<ModelSource>> ScanModels(const std::string& directory) {
+/// Why the folder is not taken for a model; nothing if it is none, or hidden.
+std::optional<std::string> WhySkipped(const fs::path& path) {
+  std::error_code error;
+  if (path.filename().string().starts_with('.')) return std::nullopt;
+  const bool folder = fs::is_directory(path, error);
+  if (!folder && fs::is_symlink(path, error) && !fs::exists(path, error))
+    return "it is a link to nothing";
+  if (!folder) return std::nullopt;
+  const fs::directory_iterator readable(path, error);
+  return error ? error.message() : "it holds no model_index.json or config.json";
+}
+
+absl::StatusOr<std::vector<ModelSource>> ScanModels(const std::string& directory,
+                                                    std::vector<SkippedFolder>* skipped) {
   std::error_code error;
   std::vector<ModelSource> sources;
   for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
-    if (!IsModelDirectory(it->path())) continue;
+    if (!IsModelDirectory(it->path())) {
+      if (auto reason = WhySkipped(it->path()))
+        skipped->push_back({it->path().string(), *std::move(reason)});
+      continue;
+    }
     const std::string name = it->path().filename().string();
     DENOISED_RETURN_IF_ERROR(CheckModelName("--models", name));
     sources.push_back({name, it->path().string()});
@@ -364,7 +381,6 @@ absl::Status CheckSecurity(const Config& config) {
 struct Flags {
   Config config;
   std::vector<std::string> models, precisions;
-  std::string models_directory;
   std::string token_for;
   std::string reflection = "auto", admin = "auto", autotune_cache = "auto";
   std::vector<double> priority_weights = {config.engine.priority_weights.begin(),
@@ -377,7 +393,7 @@ void AddModelFlags(CLI::App* app, Flags* flags) {
   Config& config = flags->config;
   app->add_option("--model", flags->models,
                   "A model: name=directory in diffusers layout. May be repeated");
-  app->add_option("--models", flags->models_directory,
+  app->add_option("--models", config.models_directory,
                   "Load every model folder in this directory, each under its folder's name");
   app->add_option(
       "--precision", flags->precisions,
@@ -390,7 +406,7 @@ void AddModelFlags(CLI::App* app, Flags* flags) {
   app->add_option(
          "--model-roots", config.model_roots,
          "Directories, separated by commas. Admins may load models only from these and their "
-         "subdirectories. Default: the directories that contain the "
+         "subdirectories. Default: that of --models, and the directories that contain the "
          "configured models")
       ->delimiter(',');
   app->add_option("--state-dir", config.state_dir,
@@ -702,8 +718,8 @@ absl::Status Finish(Flags* flags) {
     if (!to_print) note(CheckDirectory(*source));
     config->models.push_back(*std::move(source));
   }
-  if (!flags->models_directory.empty()) {
-    const auto found = ScanModels(flags->models_directory);
+  if (!config->models_directory.empty()) {
+    const auto found = ScanModels(config->models_directory, &config->skipped_models);
     if (!to_print || !absl::IsNotFound(found.status())) note(found.status());
     if (found.ok()) config->models.insert(config->models.end(), found->begin(), found->end());
     all_known = all_known && found.ok();
@@ -720,7 +736,8 @@ absl::Status Finish(Flags* flags) {
     }
   }
   for (const std::string& text : flags->precisions) note(ApplyPrecision(text, all_known, config));
-  if (!to_print) note(ModelRoots::Make(config->model_roots, config->models).status());
+  if (!to_print)
+    note(ModelRoots::Make(config->model_roots, config->models, config->models_directory).status());
   return problems;
 }
 

@@ -32,12 +32,19 @@ struct ConnectionLimits {
   int64_t max_buffered_bytes = int64_t{1} << 30;
 };
 
+/// A folder of --models that is no model, and why.
+struct SkippedFolder {
+  std::string directory, reason;
+};
+
 /// All settings of the server.
 struct Config {
   std::string listen = "127.0.0.1:50051";
   std::string http_listen = "127.0.0.1:8080";     // empty: no HTTP port
   std::string metrics_listen = "127.0.0.1:9090";  // empty: no metrics port
   std::vector<ModelSource> models;
+  std::string models_directory;               // of --models; empty: none
+  std::vector<SkippedFolder> skipped_models;  // in it
   std::vector<std::string> model_roots;  // where admins may load from; empty: see ModelRoots::Make
   std::string state_dir;                 // keeps admins' changes; empty: they are lost at a restart
   EngineOptions engine;

@@ -148,6 +148,10 @@ int Main(int argc, char** argv) {
   line->config.engine.notify = LogOfEngine;
   const Config& config = line->config;
   log::Configure(config.log_format, config.log_level);
+  for (const SkippedFolder& folder : config.skipped_models) {
+    log::Warning("folder of --models skipped",
+                 {{"directory", folder.directory}, {"reason", folder.reason}});
+  }
   gpr_set_log_function(LogOfGrpc);
   google::protobuf::SetLogHandler(LogOfProtobuf);
   if (!config.calibrate.empty()) {

@@ -360,9 +360,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   DENOISED_ASSIGN_OR_RETURN(
       auto clients,
       Clients::Open(config.security.clients, config.security.refresh, EverybodyIsAdmin(config)));
-  DENOISED_ASSIGN_OR_RETURN(
-      CatalogOptions models,
-      MakeCatalogOptions(config.models, config.model_roots, config.state_dir));
+  DENOISED_ASSIGN_OR_RETURN(CatalogOptions models,
+                            MakeCatalogOptions(config.models, config.model_roots, config.state_dir,
+                                               config.models_directory));
   auto state =
       std::make_unique<State>(config, std::move(engine), std::move(clients), std::move(models));
   DENOISED_ASSIGN_OR_RETURN(

@@ -68,9 +68,10 @@ absl::Status EndOfChange(const absl::Status& saved, const absl::Status& closed =
 
 absl::StatusOr<CatalogOptions> MakeCatalogOptions(const std::vector<ModelSource>& models,
                                                   const std::vector<std::string>& roots,
-                                                  const std::string& state_dir) {
+                                                  const std::string& state_dir,
+                                                  const std::string& directory) {
   CatalogOptions options{.models = models};
-  DENOISED_ASSIGN_OR_RETURN(options.roots, ModelRoots::Make(roots, models));
+  DENOISED_ASSIGN_OR_RETURN(options.roots, ModelRoots::Make(roots, models, directory));
   if (!state_dir.empty()) {
     DENOISED_ASSIGN_OR_RETURN(options.file, SavedModelsFile::Open(state_dir));
     DENOISED_ASSIGN_OR_RETURN(options.saved, options.file->Read());
@@ -564,6 +565,11 @@ void Catalog::ReloadChanged() {
       if (model == nullptr) continue;
       // Two equal signatures in a row: nobody is writing.
       const bool settled = std::exchange(model->seen, now) == now;
+      if (now.empty() && settled && !model->missed) {
+        log::Warning("model directory cannot be read, or is empty; the loaded version stays",
+                     {{"model", look.name}, {"directory", look.directory}});
+      }
+      model->missed = now.empty() && (settled || model->missed);
       if (now.empty() || now == look.loaded || now == model->tried || !settled) continue;
       model->tried = now;
     }

@@ -35,11 +35,12 @@ struct CatalogOptions {
   std::unique_ptr<SavedModelsFile> file;  // null: admins' changes are lost at a restart
   SavedModels saved;                      // the file's content
 };
-/// See ModelRoots::Make for `roots` and SavedModelsFile::Open for `state_dir`; empty: no file.
-/// Errors name the flag and the remedy.
+/// See ModelRoots::Make for `roots` and `directory`, and SavedModelsFile::Open for `state_dir`;
+/// empty: no file. Errors name the flag and the remedy.
 absl::StatusOr<CatalogOptions> MakeCatalogOptions(const std::vector<ModelSource>& models,
                                                   const std::vector<std::string>& roots,
-                                                  const std::string& state_dir);
+                                                  const std::string& state_dir,
+                                                  const std::string& directory = "");
 
 /// The server's models by name, version and alias, including those that are loading or failed to
 /// load. A model has one or more versions. One of them is current: requests that name no version
@@ -127,6 +128,7 @@ class Catalog {
     std::vector<Version> versions;  // in the order of loading; never empty
     std::string current;            // always one of `versions`
     std::string seen, tried;        // signatures at the last check and at the last reload
+    bool missed = false;            // whether the log says that its directory cannot be read
   };
 
   Model* FindModel(std::string_view name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -22,7 +22,8 @@ bool IsModelDirectory(const fs::path& path) {
 }
 
 absl::StatusOr<ModelRoots> ModelRoots::Make(const std::vector<std::string>& roots,
-                                            const std::vector<ModelSource>& models) {
+                                            const std::vector<ModelSource>& models,
+                                            const std::string& directory) {
   std::vector<fs::path> found;
   std::error_code error;
   for (const std::string& root : roots) {
@@ -36,6 +37,9 @@ absl::StatusOr<ModelRoots> ModelRoots::Make(const std::vector<std::string>& root
     AddOnce(canonical, &found);
   }
   if (!roots.empty()) return ModelRoots(std::move(found));
+  // The models in it may all be links to somewhere else.
+  const fs::path holder = directory.empty() ? fs::path() : fs::canonical(directory, error);
+  if (!holder.empty() && !error) AddOnce(holder, &found);
   for (const ModelSource& model : models) {
     const fs::path canonical = fs::canonical(model.directory, error);
     if (error) continue;

@@ -16,11 +16,12 @@ class ModelRoots {
  public:
   /// No roots: admins can load only what the configuration names.
   ModelRoots() = default;
-  /// Uses `roots` or, if empty, the parent of each model's canonical directory. A model directly in
-  /// "/" adds only itself, and a missing model adds nothing. NotFound names a root that cannot be
-  /// read.
+  /// Uses `roots` or, if empty, `directory` (if not empty) and the parent of each model's canonical
+  /// directory. A model directly in "/" adds only itself, and a missing model adds nothing.
+  /// NotFound names a root that cannot be read.
   static absl::StatusOr<ModelRoots> Make(const std::vector<std::string>& roots,
-                                         const std::vector<ModelSource>& models);
+                                         const std::vector<ModelSource>& models,
+                                         const std::string& directory = "");
 
   /// The canonical path of `directory`: absolute, without symbolic links. Open this path and not
   /// `directory`, whose links may have changed. InvalidArgument if it is not a directory in a root.

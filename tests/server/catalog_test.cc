@@ -648,7 +648,15 @@ TEST_F(ReloadTest, ABadChangeLeavesTheOldOneAndIsTriedOnce) {
   for (int look = 0; look < 2; ++look) catalog_.ReloadChanged();
   EXPECT_EQ(Means("mine"), "mine@2");
   std::filesystem::remove_all(root_ / "mine");
-  for (int look = 0; look < 3; ++look) catalog_.ReloadChanged();
+  log::Configure(log::Format::kText, log::Level::kInfo);
+  testing::internal::CaptureStderr();
+  for (int look = 0; look < 4; ++look) catalog_.ReloadChanged();
+  const std::string said = testing::internal::GetCapturedStderr();
+  log::Configure(log::Format::kText, log::Level::kError);
+  const size_t told = said.find("model directory cannot be read");
+  EXPECT_NE(told, std::string::npos) << said;
+  EXPECT_EQ(said.find("model directory cannot be read", told + 1), std::string::npos)
+      << "once is enough: " << said;
   EXPECT_EQ(Means("mine"), "mine@2") << "a directory that is gone is no new version";
 }
 

@@ -111,6 +111,18 @@ TEST_F(ConfigTest, LoadsEachModelFolderByName) {
   ASSERT_EQ(line->config.models.size(), 2u);
   EXPECT_EQ(line->config.models[0].name, "a-model");
   EXPECT_EQ(line->config.models[1].name, "b-model");
+  ASSERT_EQ(line->config.skipped_models.size(), 1u);
+  EXPECT_EQ(line->config.skipped_models[0].directory, Path("not-a-model"));
+  EXPECT_EQ(line->config.skipped_models[0].reason, "it holds no model_index.json or config.json");
+  // What is hidden, such as .git, and files are nobody's model.
+  std::filesystem::create_directories(directory_ / ".hidden");
+  std::filesystem::create_symlink("/absent", directory_ / "link");
+  const auto again = Parse({"--models", directory_.path()});
+  ASSERT_EQ(again->config.skipped_models.size(), 2u);
+  for (const SkippedFolder& folder : again->config.skipped_models) {
+    if (folder.directory != Path("link")) continue;
+    EXPECT_EQ(folder.reason, "it is a link to nothing");
+  }
 }
 
 TEST_F(ConfigTest, ReadsJsonAndFlagsWin) {

@@ -33,6 +33,19 @@ TEST_F(ModelRootsTest, ByDefaultTheDirectoriesThatTheModelsReallyLieIn) {
   EXPECT_FALSE(roots.Resolve(root_.path()).ok());
 }
 
+TEST_F(ModelRootsTest, TheDirectoryOfAllModelsIsARootIfTheyAreLinks) {
+  Dir("data/v7");
+  Dir("links/added");
+  fs::create_directory_symlink(root_ / "data/v7", root_ / "links/current");
+  const std::vector<ModelSource> models = {{"current", root_ / "links/current"}};
+  const auto roots = *ModelRoots::Make({}, models, root_ / "links");
+  EXPECT_EQ(*roots.Resolve(root_ / "links/current"), root_ / "data/v7");
+  EXPECT_EQ(*roots.Resolve(root_ / "links/added"), root_ / "links/added");
+  EXPECT_FALSE(roots.Resolve(root_.path()).ok());
+  const auto given = *ModelRoots::Make({root_ / "data"}, models, root_ / "links");
+  EXPECT_FALSE(given.Resolve(root_ / "links/added").ok()) << "--model-roots says which";
+}
+
 TEST_F(ModelRootsTest, AModelInTheRootOfTheFileSystemMakesItselfARootAlone) {
   const auto roots = *ModelRoots::Make({}, {{"m", "/tmp"}});
   EXPECT_TRUE(roots.Resolve("/tmp").ok());
