@@ -241,6 +241,16 @@ std::string WrongWithSteps(const SchedulerConfig& scheduler, int steps, int max_
                      evaluations, max_evaluations);
 }
 
+/// How many steps the default sampler takes. With steps_offset the last few would need timesteps
+/// beyond those of the training.
+int MostSteps(const SchedulerConfig& scheduler) {
+  constexpr int kTries = 64;
+  const int most = scheduler.max_steps(scheduler.default_sampler());
+  for (int steps = most; steps > std::max(0, most - kTries); --steps)
+    if (scheduler.Compile({.steps = steps}).ok()) return steps;
+  return most;
+}
+
 /// Steps of a request that names neither sampler nor steps. They must be valid, since the client
 /// did not choose them. This may compile many plans, so no device waits for it.
 absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations) {
@@ -530,7 +540,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   info->default_schedule = scheduler.default_schedule();
   info->samplers = scheduler.samplers();
   info->schedules = scheduler.schedules(info->default_sampler);
-  info->max_steps = scheduler.max_steps(info->default_sampler);
+  info->max_steps = MostSteps(scheduler);
   info->default_steps = files.defaults.steps;
   info->default_guidance_scale =
       info->guidance || info->guidance_input

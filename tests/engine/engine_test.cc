@@ -931,6 +931,10 @@ TEST_F(BadModel, DefaultStepsAreThoseThatTheSamplerCanDo) {
   scheduler("LCMScheduler", lcm, 0);
   EXPECT_EQ(steps_of("lcm"), 20);
   EXPECT_EQ(engine_->Find("lcm")->max_steps, 20);
+  // The first of 1000 steps would be at timestep 1000, of 0 to 999.
+  scheduler("PNDMScheduler", {{"_class_name", "PNDMScheduler"}, {"steps_offset", 1}}, 0);
+  steps_of("pndm");
+  EXPECT_EQ(engine_->Find("pndm")->max_steps, 999);
 
   const nlohmann::json heun = {{"_class_name", "HeunDiscreteScheduler"}};
   scheduler("HeunDiscreteScheduler", heun, 26);
