@@ -330,7 +330,7 @@ class GrpcConnection : public Connection {
       params->set_seed(id.empty() ? RandomBits() : SeedOf(id));
     }
     if (generation.survives && generation.request_id.empty()) {
-      params->set_request_id(fmt::format("{:016x}", RandomBits()));
+      params->set_request_id(fmt::format("{:016x}{:016x}", RandomBits(), RandomBits()));
     }
     return absl::OkStatus();
   }

@@ -58,7 +58,7 @@ class ServingTest(unittest.TestCase):
         server = self.serve()
         drawing = ["--seed", "7", "-l", "3", "-n", "3"]
         identity = self.ok(server, "generate", *drawing, "--detach", "--priority", "batch").strip()
-        self.assertRegex(identity, r"^[0-9a-f]{16}$")
+        self.assertRegex(identity, r"^[0-9a-f]{32}$")
         self.ok(server, "jobs", "watch", identity, "-o", "job-{index}.png")
         self.ok(server, "generate", *drawing, "-o", "now-{index}.png")
         for index in range(3):
@@ -78,6 +78,43 @@ class ServingTest(unittest.TestCase):
         unknown = self.denoise(server, "jobs", "watch", "nobody")
         self.assertEqual(unknown.returncode, 1)
         self.assertIn("nobody", unknown.stderr)
+
+    def test_the_files_of_a_call_are_its_own(self):
+        server = self.serve()
+        self.ok(server, "generate", "-l", "1,2", "-s", "1,1", "-o", "q-{seed}.png")
+        self.assertNotEqual(self.digest("q-1-0.png"), self.digest("q-1-1.png"))
+        one = self.denoise(server, "generate", "-o", "a.webp", "--animate", "a.webp")
+        self.assertEqual(one.returncode, 2)
+        self.assertIn("--animate and --out are both a.webp", one.stderr)
+        self.assertFalse(os.path.exists(os.path.join(self.root, "a.webp")))
+
+    def test_an_init_image_says_how_large_the_images_are(self):
+        server = self.serve()
+        self.ok(server, "generate", "--size", "24x40", "-o", "start.png")
+        start = ["generate", "--init-image", "start.png", "--json"]
+
+        def size(*arguments):
+            last = json.loads(self.ok(server, *start, *arguments).splitlines()[-1])
+            return last["params"]["width"], last["params"]["height"]
+
+        self.assertEqual(size(), (24, 40))
+        self.assertEqual(size("--size", "32"), (32, 32))
+        self.assertEqual(size("--mask", "start.png"), (32, 32))
+
+    def test_a_grid_that_is_too_large_is_named(self):
+        refused = self.denoise(self.serve(), "generate", "-g", "1000x1000")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("note: --grid 1000x1000 asks for 1000000 images\n", refused.stderr)
+
+    def test_a_mask_that_was_refused_is_not_missing(self):
+        server = self.serve()
+        self.ok(server, "generate", "-o", "start.png")
+        with open(os.path.join(self.root, "mask.png"), "wb") as file:
+            file.write(b"no picture")
+        refused = self.denoise(server, "generate", "--init-image", "start.png", "--mask", "mask.png")
+        self.assertEqual(refused.stderr.splitlines()[0],
+                         "error: --mask: the image is neither PNG, JPEG nor WebP; convert it to one of them")
+        self.assertNotIn("missing", refused.stderr)
 
     def test_a_job_is_cancelled(self):
         server = self.serve()

@@ -423,7 +423,7 @@ def generation_params(fields: Dict[str, Any]) -> pb.GenerationParams:
         with _taken(given, name) as value:
             setattr(message, name, value)
     if message.disconnect_policy and not message.request_id:
-        message.request_id = f"{random_bits():016x}"
+        message.request_id = f"{random_bits():016x}{random_bits():016x}"
     if not message.HasField("seed") and not message.seeds:
         message.seed = seed_of(fields["request_id"]) if fields["request_id"] else random_bits()
     return message
