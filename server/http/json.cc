@@ -3,6 +3,7 @@
 
 #include <absl/strings/ascii.h>
 #include <absl/strings/escaping.h>
+#include <absl/strings/numbers.h>
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/type.pb.h>
 #include <google/protobuf/util/json_util.h>
@@ -138,14 +139,24 @@ void PutBytes(pb::Message* message, TakenBytes* taken) {
   }
 }
 
-/// What a field takes, by protobuf's name of its type; empty for types that it does not name.
-std::string Takes(std::string_view type) {
-  if (type == "TYPE_INT32") return WholeNumber<int32_t>();
-  if (type == "TYPE_INT64") return WholeNumber<int64_t>();
+/// What a field takes instead of `value`, by protobuf's name of its type; empty for types that it
+/// does not name. Most fields take less than their type, which is told once the type is right.
+std::string Takes(std::string_view type, std::string_view value) {
+  if (value.size() > 1 && value.front() == '"') value = value.substr(1, value.size() - 2);
+  double number = 0;
+  const bool is_number = absl::SimpleAtod({value.data(), value.size()}, &number);
+  if (type == "TYPE_INT32" || type == "TYPE_INT64") {
+    const bool whole = is_number && std::isfinite(number) && std::trunc(number) == number;
+    return !whole       ? "a whole number"
+           : number > 0 ? "a smaller whole number"
+                        : "a larger whole number";
+  }
   if (type == "TYPE_UINT32") return WholeNumber<uint32_t>();
   if (type == "TYPE_UINT64") return WholeNumber<uint64_t>();
-  if (type == "TYPE_FLOAT") return "a number within 3.4e38";
-  if (type == "TYPE_DOUBLE") return "a number within 1.7e308";
+  if (type == "TYPE_FLOAT" || type == "TYPE_DOUBLE") {
+    const bool large = is_number && std::isfinite(number);
+    return large ? "a number within 3.4e38" : "a number";
+  }
   if (type == "TYPE_BOOL") return "true or false";
   if (type == "TYPE_BYTES") return "base64";
   if (type == "TYPE_STRING") return "a string";
@@ -191,7 +202,7 @@ FieldViolation Described(const std::string& field, const std::string& problem) {
               "is an object, but takes one value"};
     }
     if (type == "oneof") return {field, "has two fields of which it takes one; leave one out"};
-    if (const std::string takes = Takes(type); !takes.empty())
+    if (const std::string takes = Takes(type, value); !takes.empty())
       return {field, fmt::format("is {}; use {}", Shortened(value), takes)};
   }
   if (field.empty()) return {"body", "is no JSON of this message: " + Shortened(problem)};
@@ -254,7 +265,15 @@ class Checks final : public nlohmann::json_sax<nlohmann::json> {
     if (!object.keys.insert(JsonName(key)).second) return Refuse(Path(), "is given twice");
     return Count();
   }
-  bool parse_error(size_t, const std::string&, const nlohmann::json::exception& error) override {
+  bool parse_error(size_t, const std::string& token,
+                   const nlohmann::json::exception& error) override {
+    constexpr int kNumberOverflow = 406;
+    if (error.id == kNumberOverflow) {
+      if (!open_.empty()) ++open_.back().index;  // it is a value
+      const std::string path = Path();
+      return Refuse(path.empty() ? "body" : path,
+                    fmt::format("is {}; use a number within 1.7e308", Shortened(token)));
+    }
     // "[json.exception.parse_error.101] parse error at line 1, column 2: …"
     const std::string_view what = error.what();
     const size_t bracket = what.find("] ");

@@ -42,9 +42,11 @@ class TakenBytes {
   size_t put_back_ = 0;
 };
 
-/// "a whole number from 0 to 4294967295", for messages about what an Int holds.
+/// "a whole number from 0 to 4294967295", for messages about what an Int holds. A field of a signed
+/// one takes less than that, so the range is left out.
 template <typename Int>
 std::string WholeNumber() {
+  if (std::numeric_limits<Int>::is_signed) return "a whole number";
   using Limits = std::numeric_limits<Int>;
   return fmt::format("a whole number from {} to {}", Limits::min(), Limits::max());
 }

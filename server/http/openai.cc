@@ -131,6 +131,7 @@ class Reader {
     if (value->is_number_integer() && !wraps) number = value->get<int64_t>();
     if (value->is_string()) number = ParseNumber<int64_t>(value->get<std::string>());
     if (!number || *number < low || *number > high) {
+      if (low == INT_MIN) return Violate(name, "is {}; use a whole number", Shown(*value));
       return Violate(name, "is {}; use a whole number from {} to {}", Shown(*value), low, high);
     }
     use(static_cast<int>(*number));
@@ -180,6 +181,7 @@ class Reader {
     if (!label.is_null()) {
       if (!labels_.is_null()) Both("denoised.label", "denoised.labels");
       labels_ = json::array({label});
+      labels_name_ = "denoised.label";
     }
     // "ddim" is short for SAMPLER_DDIM.
     for (const auto& [name, prefix] :
@@ -404,7 +406,7 @@ class Reader {
       Violate("denoised.negative_prompt", "is given, but model '{}' reads no text", model->name);
     }
     if (!info.text && info.num_classes == 0 && !labels_.is_null()) {
-      Violate("denoised.labels", "is given, but model '{}' has no classes", model->name);
+      Violate(labels_name_, "is given, but model '{}' has no classes", model->name);
     }
     if (!reply_.edit && !strength_.is_null()) {
       Violate("denoised.strength", "is for /v1/images/edits");
@@ -416,13 +418,15 @@ class Reader {
 
   void ReadText(const std::string& prompt) {
     if (!labels_.is_null()) {
-      Violate("denoised.labels", "is given, but this model reads text; use prompt");
+      Violate(labels_name_, "is given, but this model reads text; use prompt");
     }
     if (!params_.conditions().empty()) {
       if (!prompt.empty()) Both("prompt", "denoised.conditions");
       if (!negative_.is_null()) Both("denoised.negative_prompt", "denoised.conditions");
       return;
     }
+    if (body_.value("prompt", json()).is_null())
+      Violate("prompt", "is missing; give a text, \"\" for an empty one");
     v1::Condition& condition = *params_.add_conditions();
     condition.set_text(prompt);
     if (negative_.is_null()) return;
@@ -435,15 +439,15 @@ class Reader {
 
   void ReadClass(const std::string& prompt, const ModelInfo& info) {
     if (!params_.conditions().empty()) {
-      if (!labels_.is_null()) Both("denoised.labels", "denoised.conditions");
+      if (!labels_.is_null()) Both(labels_name_, "denoised.conditions");
       if (!prompt.empty()) Both("prompt", "denoised.conditions");
       return;
     }
     if (!labels_.is_null() && !prompt.empty()) {
       return Violate("prompt",
-                     "is {}, and denoised.labels is given too; give one, \"\" for the "
-                     "prompt where a client insists on it",
-                     Quote(prompt));
+                     "is {}, and {} is given too; give one, \"\" for the prompt where a client "
+                     "insists on it",
+                     Quote(prompt), labels_name_);
     }
     if (labels_.is_null()) {
       if (prompt.empty()) return;  // classes at random
@@ -451,7 +455,7 @@ class Reader {
     }
     if (!labels_.is_array()) labels_ = json::array({labels_});
     if (static_cast<int64_t>(labels_.size()) > info.max_count) {
-      return Violate("denoised.labels", "has {} entries; send at most {}", labels_.size(),
+      return Violate(labels_name_, "has {} entries; send at most {}", labels_.size(),
                      info.max_count);
     }
     std::unordered_map<std::string, int64_t> numbers;  // of names; of two alike the first
@@ -468,7 +472,7 @@ class Reader {
       }
       if (!number || *number < 0 || *number >= info.num_classes) {
         const bool of_prompt = label.is_string() && label == prompt;
-        Violate(of_prompt ? "prompt" : "denoised.labels", "is {}, which is no class; use {}",
+        Violate(of_prompt ? "prompt" : labels_name_, "is {}, which is no class; use {}",
                 Shown(label), Classes(info));
         continue;
       }
@@ -512,6 +516,7 @@ class Reader {
   const bool admin_;
   std::set<std::string> known_ = {"prompt"};
   json negative_, strength_, labels_;
+  const char* labels_name_ = "denoised.labels";  // as the request calls it
   TakenBytes* taken_ = nullptr;
   std::vector<FieldViolation> violations_;
 };
