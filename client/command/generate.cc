@@ -154,11 +154,12 @@ class Saver {
       if (!timeline.empty()) json["timeline"] = ToJson(timeline);
       std::puts(PrintableJson(json).c_str());
     } else if (!to_stdout()) {
-      fmt::print("{} {} in {}: {}, {} on {} noise levels, {} steps\n", params.count,
+      fmt::print("{} {} in {}: {}, {} on {} noise levels, {} {}\n", params.count,
                  params.count == 1 ? "image" : "images",
                  HumanDuration(std::chrono::duration<double>(timing.total_seconds)),
                  Printable(params.model), client::Name(params.sampler),
-                 client::Name(params.noise_schedule), params.steps);
+                 client::Name(params.noise_schedule), params.steps,
+                 params.steps == 1 ? "step" : "steps");
     }
   }
 
@@ -332,7 +333,15 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
 
   const absl::Status saved = Save(flags, request->grid_columns, drawing);
   const ExitCode save_code = Report(saved, flags.json);
-  return drawn.ok() ? save_code : Report(drawn, flags.json);
+  if (drawn.ok()) return save_code;
+  const ExitCode code = Report(drawn, flags.json);
+  if (!flags.grid.empty() && !flags.count &&
+      drawn.message().find("params.count") != std::string::npos)
+    std::fputs(fmt::format("note: --grid {} asks for {} images\n", Printable(flags.grid),
+                           request->generation.count.value_or(1))
+                   .c_str(),
+               stderr);
+  return code;
 }
 
 ExitCode Watch(const client::Client& client, const std::string& request_id, uint64_t after_sequence,

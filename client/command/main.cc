@@ -459,6 +459,35 @@ std::string UnknownOption(const CLI::App& app, const std::string& given) {
                      close.empty() ? "" : fmt::format("; did you mean --{}?", close));
 }
 
+/// "Could not convert: --steps = 1.5", with what the option takes.
+std::string NotConverted(const CLI::App& app, const std::string& what) {
+  const size_t begin = what.find(": "), equals = what.find(" = ");
+  if (begin == std::string::npos || equals == std::string::npos || equals < begin) return what;
+  const std::string name = what.substr(begin + 2, equals - begin - 2);
+  const std::string value = what.substr(equals + 3);
+  const CLI::Option* option = nullptr;
+  for (const CLI::App* at = CommandOf(app); at != nullptr && option == nullptr;
+       at = at->get_parent())
+    option = at->get_option_no_throw(name);
+  const std::string type = option == nullptr ? "" : option->get_type_name();
+  if (!type.starts_with("INT") && !type.starts_with("UINT"))
+    return fmt::format("{}: {} is not a number; use one", name, value);
+  const bool whole = value.find_first_not_of("+-0123456789") == std::string::npos;
+  return whole ? fmt::format("{}: {} is too {}; use a {} whole number", name, value,
+                             value[0] == '-' ? "small" : "large",
+                             value[0] == '-' ? "larger" : "smaller")
+               : fmt::format("{}: {} is not a whole number; use one", name, value);
+}
+
+/// "--steps: At Most 1 required but received 2" in plain words.
+std::string Repeated(const std::string& what) {
+  constexpr std::string_view kOnce = ": At Most 1 required but received ";
+  const size_t at = what.find(kOnce);
+  if (at == std::string::npos) return what;
+  return fmt::format("{} is given {} times; give it once", what.substr(0, at),
+                     what.substr(at + kOnce.size()));
+}
+
 /// What is wrong with the command line. Of a word that is no command CLI11 says only that one is
 /// required; of an unknown option, whatever else it did not expect.
 std::string Explained(const CLI::App& app, const CLI::Error& error) {
@@ -470,6 +499,8 @@ std::string Explained(const CLI::App& app, const CLI::Error& error) {
   // CLI11 names this error after the command, so its exit code tells what it is.
   const bool is_extra = error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError);
   if (is_extra && is_unknown) return UnknownOption(app, *option);
+  if (error.get_name() == "ConversionError") return NotConverted(app, error.what());
+  if (error.get_name() == "ArgumentMismatch") return Repeated(error.what());
   if (error.get_name() != "RequiredError") return error.what();
   std::vector<std::string> names;
   for (const CLI::App* each : ShownCommands(*CommandOf(app))) names.push_back(each->get_name());

@@ -197,8 +197,10 @@ std::string Describe(const absl::Status& status) {
   std::string text;
   std::set<std::string> lines;
   for (const client::FieldViolation& violation : details.field_violations) {
+    // "the image is neither …" is a sentence of its own.
+    const char* const colon = violation.description.starts_with("the ") ? ":" : "";
     const std::string line =
-        fmt::format("error: {} {}\n", Printable(FlagOf(violation.field)),
+        fmt::format("error: {}{} {}\n", Printable(FlagOf(violation.field)), colon,
                     Printable(WithFlags(violation.description, /*names=*/true)));
     // --size 33 is a wrong width and a wrong height.
     if (lines.insert(line).second) text += line;

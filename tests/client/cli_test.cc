@@ -339,6 +339,13 @@ TEST_F(CliTest, RawNoiseTakesTheShapeOfTheModel) {
   const auto wrong = Run({"generate", "--noise", Path("noise.bin"), "-o", Path("x.png")});
   EXPECT_EQ(wrong.exit_code, 2);
   EXPECT_THAT(wrong.err, HasSubstr("has 2048 bytes; use 1024: float32 [1, 16, 16, 1]"));
+  // Which the server alone knows if it is that of a picture.
+  ASSERT_TRUE(WriteFile(Path("picture.png"), "a picture").ok());
+  std::vector<std::string> edit = {"generate", "-n", "2", "--noise", Path("noise.bin"),
+                                   "--init-image", Path("picture.png"), "-o", Path("x.png")};
+  EXPECT_THAT(Run(edit).err, HasSubstr("--noise has the size of the images"));
+  edit.insert(edit.end(), {"--size", "16"});
+  EXPECT_EQ(Run(edit).exit_code, 0);
 }
 
 TEST_F(CliTest, NamesOfClassesFindTheOnlyModelThatReadsThem) {
@@ -538,6 +545,12 @@ TEST_F(CliTest, UsageErrorsNameTheFlagAndTheValue) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> wrong = {
       {{"generate", "--timeout", "nan"}, "--timeout: nan is not a finite number"},
       {{"generate", "--guidance", "inf"}, "--guidance: inf is not a finite number"},
+      {{"generate", "--steps", "1.5"}, "--steps: 1.5 is not a whole number; use one"},
+      {{"generate", "--steps", "many"}, "--steps: many is not a whole number; use one"},
+      {{"generate", "--steps", "99999999999"},
+       "--steps: 99999999999 is too large; use a smaller whole number"},
+      {{"generate", "--guidance", "high"}, "--guidance: high is not a number; use one"},
+      {{"generate", "--steps", "1", "--steps", "2"}, "--steps is given 2 times; give it once"},
       {{"generate", "--count="}, "--count: the value is empty; use a number"},
       {{"health", "--wait", "nan"}, "--wait: nan is not a finite number"},
       {{"jobs", "list", "--limit", "0"}, "--limit: Value 0 not in range 1 to 2147483647"},

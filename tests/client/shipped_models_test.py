@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import urllib.error
+import urllib.request
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../..")
 sys.path.insert(0, os.path.join(ROOT, "tests/server"))
@@ -24,7 +26,8 @@ SERVER = CLIENT = None
 class ShippedModelsTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        cls.server = Running(SERVER, "--device", "cpu", "--models", os.path.join(ROOT, "models"))
+        cls.server = Running(SERVER, "--device", "cpu", "--models", os.path.join(ROOT, "models"),
+                             http_listen="127.0.0.1:0")  # fmt: skip
         cls.addClassCleanup(cls.server.__exit__)
         cls.server.wait_for("serving")
 
@@ -51,6 +54,21 @@ class ShippedModelsTest(unittest.TestCase):
 
     def test_a_label_is_for_digits(self):
         self.assert_draws("mnist-32", 32, "--labels", "7")
+
+    def test_openai_api_needs_a_prompt_for_a_model_that_reads_one(self):
+        def draw(**fields):
+            body = json.dumps({"model": "emoji-64", "denoised": {"steps": 1}, **fields}).encode()
+            url = self.server.wait_for("listening")["http"] + "/v1/images/generations"
+            try:
+                with urllib.request.urlopen(urllib.request.Request(url, body), timeout=120) as reply:
+                    return reply.status, ""
+            except urllib.error.HTTPError as error:
+                return error.code, json.load(error)["error"]["message"]
+
+        missing = (400, 'prompt: is missing; give a text, "" for an empty one')
+        self.assertEqual(draw(), missing)
+        self.assertEqual(draw(prompt=None), missing)
+        self.assertEqual(draw(prompt=""), (200, ""))
 
     def test_neither_needs_a_name(self):
         said = self.generate()
