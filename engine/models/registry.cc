@@ -73,8 +73,8 @@ absl::StatusOr<const Class*> Find(const Class (&classes)[N], const ModelDirector
     if (component.class_name == known.name) return &known;
     names += fmt::format("{}{}", names.empty() ? "" : ", ", known.name);
   }
-  return InvalidArgument("{}: component '{}' is a {}, which is not supported; use one of {}",
-                         directory.root, name, component.class_name, names);
+  return InvalidArgument("{}: component '{}' is of class {}, which is not supported; use {}{}",
+                         directory.root, name, component.class_name, N > 1 ? "one of " : "", names);
 }
 
 }  // namespace

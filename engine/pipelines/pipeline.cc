@@ -46,7 +46,7 @@ absl::Status CheckComponents(const ModelDirectory& directory, bool reads_text) {
   for (const auto& [name, component] : directory.components)
     if (!known.contains(name))
       return InvalidArgument(
-          "{}: component '{}' is a {}, which is not supported beside a {}; remove it from "
+          "{}: component '{}' is of class {}, which is not supported beside {}; remove it from "
           "model_index.json, or correct the class of 'unet' there",
           directory.root, name, component.class_name, directory.unet().class_name);
   return absl::OkStatus();
@@ -199,7 +199,8 @@ class Loader {
     DENOISED_ASSIGN_OR_RETURN(const CodecClass* const codec_class, FindCodec(directory_, name));
     if (!codec_class->small)
       return InvalidArgument(
-          "{}: component '{}' is a {}, which is too slow for previews; use an AutoencoderTiny",
+          "{}: component '{}' is of class {}, which is too slow for previews; use an "
+          "AutoencoderTiny",
           directory_.root, name, component.class_name);
     DENOISED_ASSIGN_OR_RETURN(pipeline_.preview_codec, LoadCodecOf(name));
     const CodecTraits &own = pipeline_.codec->traits(), &tiny = pipeline_.preview_codec->traits();

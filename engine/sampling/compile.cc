@@ -21,6 +21,12 @@ std::string NamesOf(const std::vector<Value>& values) {
   return names;
 }
 
+/// "use native", or "use one of ddim, tcd"
+template <typename Value>
+std::string UseOneOf(const std::vector<Value>& values) {
+  return (values.size() == 1 ? "use " : "use one of ") + NamesOf(values);
+}
+
 template <typename Value>
 bool Contains(const std::vector<Value>& values, Value value) {
   return std::find(values.begin(), values.end(), value) != values.end();
@@ -119,19 +125,19 @@ class Compilation {
     std::vector<Sampler> others = config_.samplers();
     std::erase_if(others, [&](Sampler sampler) { return !reads(TraitsOf(sampler)); });
     return fmt::format("has no effect on {}; leave it unset{}{}", Name(request_.sampler),
-                       others.empty() ? "" : ", or use one of ", NamesOf(others));
+                       others.empty() ? "" : ", or ", others.empty() ? "" : UseOneOf(others));
   }
 
   void ResolveSampler() {
     request_.sampler = params_.sampler.value_or(fields_.default_sampler);
     const Sampler sampler = request_.sampler;
     if (!Contains(config_.samplers(), sampler))
-      Violate("sampler", fmt::format("{} cannot sample this {} model; use one of {}", Name(sampler),
-                                     Name(fields_.training), NamesOf(config_.samplers())));
+      Violate("sampler", fmt::format("{} cannot sample this {} model; {}", Name(sampler),
+                                     Name(fields_.training), UseOneOf(config_.samplers())));
     request_.schedule = params_.schedule.value_or(DefaultSchedule(fields_, sampler));
     if (!Contains(config_.schedules(sampler), request_.schedule))
-      Violate("schedule", fmt::format("{} is not for {}; use one of {}", Name(request_.schedule),
-                                      Name(sampler), NamesOf(config_.schedules(sampler))));
+      Violate("schedule", fmt::format("{} is not for {}; {}", Name(request_.schedule),
+                                      Name(sampler), UseOneOf(config_.schedules(sampler))));
     const SamplerTraits& traits = TraitsOf(sampler);
     request_.stochastic = traits.sde == SolvesSde::kAlways ||
                           (traits.sde == SolvesSde::kAsConfigured && fields_.stochastic);
