@@ -371,11 +371,12 @@ class Translator {
       spec.width = width_ = static_cast<int>(width);
       spec.height = height_ = static_cast<int>(height);
     } else if (!given_too_large) {  // else the engine says so
-      Violate(wide || (own_width && !high) ? "params.width" : "params.height",
-              "is not set, and init_image has {}×{} pixels, which are too many; give width and "
-              "height: multiples of {} up to {}, and at most {} pixels in all",
-              picture_width, picture_height, model_.size_multiple, model_.max_edge,
-              limits_.max_image_pixels);
+      Violate(
+          wide || (own_width && !high) ? "params.width" : "params.height",
+          "is not set, and init_image is {}×{} pixels, too large for this model; give width and "
+          "height: multiples of {} up to {}, and at most {} pixels in all",
+          picture_width, picture_height, model_.size_multiple, model_.max_edge,
+          limits_.max_image_pixels);
     }
   }
 

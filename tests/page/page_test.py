@@ -442,6 +442,24 @@ class PageTest(unittest.TestCase):
         self.assertEqual(b.js("return document.querySelector('.veil').style.maskImage"), mask)
         self.assertEqual(b.problems(), [])
 
+    def test_pictures_have_the_size_of_the_one_they_start_from(self):
+        b = self.browser
+        self.choose("words")
+        first = "return document.getElementById('form').elements.size.options[0].textContent"
+        native = b.js(first)
+        # The second one is larger than the model draws: its proportions are left.
+        for edge, drawn in ((24, 24), (1000, int(native.split()[0]))):
+            self.drop(noise(edge))
+            b.wait(f"document.querySelector('.started img')?.naturalWidth === {edge}")
+            self.assertEqual(b.js(first), "as the picture")
+            b.draw(prompt="a cat", count=1, steps=2, seed=1)
+            b.wait_for_state("done")
+            picture, = b.pictures()
+            self.assertEqual([int.from_bytes(picture[at:at + 4], "big") for at in (16, 20)], [drawn, drawn])
+            b.click("Remove", ".started")
+            self.assertEqual(b.js(first), native)
+        self.assertEqual(b.problems(), [])
+
     def test_photos_start_as_they_are_seen(self):
         """The page and the server agree on the size of a photo that is stored on its side."""
         b = self.browser

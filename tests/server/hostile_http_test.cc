@@ -163,15 +163,18 @@ TEST_F(HostileHttpTest, PicturesAreMeasuredBeforeTheyAreUnpacked) {
   config_.limits.max_init_pixels = 1 << 20;
   Start();
   ExpectServing();
+  // The size is not the picture's, which the model would not draw.
   const auto ask = [&](const std::string& file) {
     return Ask("POST", "/v1/generate",
-               R"({"params": {"init_image": {"encoded": ")" + Encode64(file) + "\"}}}");
+               R"({"params": {"width": 32, "height": 32, "init_image": {"encoded": ")" +
+                   Encode64(file) + "\"}}}");
   };
   const auto edit = [&](const std::string& file) {
-    return Ask(
-        "POST", "/v1/images/edits",
-        "--b\r\nContent-Disposition: form-data; name=\"image\"\r\n\r\n" + file + "\r\n--b--\r\n",
-        {{"Content-Type", "multipart/form-data; boundary=b"}});
+    return Ask("POST", "/v1/images/edits",
+               "--b\r\nContent-Disposition: form-data; name=\"size\"\r\n\r\n32x32\r\n"
+               "--b\r\nContent-Disposition: form-data; name=\"image\"\r\n\r\n" +
+                   file + "\r\n--b--\r\n",
+               {{"Content-Type", "multipart/form-data; boundary=b"}});
   };
   const int64_t before = ResidentBytes();
   // 100 million pixels in 100 KB; two billion in none.

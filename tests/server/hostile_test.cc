@@ -291,6 +291,8 @@ TEST_F(HostileTest, PicturesAreMeasuredBeforeTheyAreUnpacked) {
   const auto ask = [&](const std::string& file) {
     v1::GenerateRequest request;
     request.mutable_params()->mutable_init_image()->set_encoded(file);
+    request.mutable_params()->set_width(32);  // not the picture's
+    request.mutable_params()->set_height(32);
     return Generate(request);
   };
   const int64_t before = ResidentBytes();

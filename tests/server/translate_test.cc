@@ -358,7 +358,7 @@ TEST(TranslateTest, EffectiveUploadsMustBeSentAgain) {
   again.clear_height();
   again.clear_steps();
   EXPECT_THAT(Translated(again).fields(),
-              ElementsAre("params.initial_noise.data", "params.init_image"));
+              ElementsAre("params.init_image", "params.initial_noise.data"));
 }
 
 TEST(TranslateTest, PreviewsNameTheirDecoder) {
@@ -775,10 +775,10 @@ TEST(TranslateTest, AnInitImageSaysHowLargeTheImagesAre) {
       "; give width and height: multiples of 4 up to 40, and at most 4096 pixels in all";
   EXPECT_EQ(
       drawn(20, 44, nothing),
-      "params.width is not set, and init_image has 44×20 pixels, which are too many" + remedy);
-  EXPECT_EQ(
-      drawn(44, 20, nothing),
-      "params.height is not set, and init_image has 20×44 pixels, which are too many" + remedy);
+      "params.width is not set, and init_image is 44×20 pixels, too large for this model" + remedy);
+  EXPECT_EQ(drawn(44, 20, nothing),
+            "params.height is not set, and init_image is 20×44 pixels, too large for this model" +
+                remedy);
   EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(32); }).substr(0, 23),
             "params.width is not set");
   EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(0); }),
