@@ -68,9 +68,6 @@ TEST_F(CliTest, SeveralSeedsAreOneForEachImage) {
   EXPECT_EQ(result.exit_code, 0) << result.err;
   EXPECT_THAT(result.out, StartsWith(Path("9.png") + "  seed 9  label 3\n" + Path("2.png") +
                                      "  seed 2  label 3\n"));
-  const auto same = Run({"generate", "-l", "3", "--seed", "9,9", "-o", Path("{seed}.png")});
-  EXPECT_THAT(same.out, StartsWith(Path("9-0.png") + "  seed 9  label 3\n" + Path("9-1.png") +
-                                   "  seed 9  label 3\n"));
   const auto refused = Run({"generate", "-n", "3", "--seed", "9,2", "-o", Path("x-{index}.png")});
   EXPECT_EQ(refused.exit_code, 2);
   EXPECT_THAT(refused.err, HasSubstr("--seed names 2 seeds for 3 images"));
@@ -82,6 +79,12 @@ TEST_F(CliTest, SeveralSeedsAreOneForEachImage) {
     }
   }
   EXPECT_EQ(server_.requests().size(), 1u);
+}
+
+TEST_F(CliTest, ImagesOfOneSeedGetFilesOfTheirOwn) {
+  const auto same = Run({"generate", "-l", "3", "--seed", "9,9", "-o", Path("{seed}.png")});
+  EXPECT_THAT(same.out, StartsWith(Path("9-0.png") + "  seed 9  label 3\n" + Path("9-1.png") +
+                                   "  seed 9  label 3\n"));
 }
 
 TEST_F(CliTest, AFlagWithNothingBehindItsEqualsSignIsEmpty) {
@@ -341,8 +344,9 @@ TEST_F(CliTest, RawNoiseTakesTheShapeOfTheModel) {
   EXPECT_THAT(wrong.err, HasSubstr("has 2048 bytes; use 1024: float32 [1, 16, 16, 1]"));
   // Which the server alone knows if it is that of a picture.
   ASSERT_TRUE(WriteFile(Path("picture.png"), "a picture").ok());
-  std::vector<std::string> edit = {"generate", "-n", "2", "--noise", Path("noise.bin"),
-                                   "--init-image", Path("picture.png"), "-o", Path("x.png")};
+  std::vector<std::string> edit = {
+      "generate",          "-n", "2",          "--noise", Path("noise.bin"), "--init-image",
+      Path("picture.png"), "-o", Path("x.png")};
   EXPECT_THAT(Run(edit).err, HasSubstr("--noise has the size of the images"));
   edit.insert(edit.end(), {"--size", "16"});
   EXPECT_EQ(Run(edit).exit_code, 0);

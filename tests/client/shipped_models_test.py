@@ -59,8 +59,9 @@ class ShippedModelsTest(unittest.TestCase):
         def draw(**fields):
             body = json.dumps({"model": "emoji-64", "denoised": {"steps": 1}, **fields}).encode()
             url = self.server.wait_for("listening")["http"] + "/v1/images/generations"
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
             try:
-                with urllib.request.urlopen(urllib.request.Request(url, body), timeout=120) as reply:
+                with urllib.request.urlopen(request, timeout=120) as reply:
                     return reply.status, ""
             except urllib.error.HTTPError as error:
                 return error.code, json.load(error)["error"]["message"]
