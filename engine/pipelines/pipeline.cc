@@ -14,6 +14,9 @@ namespace {
 
 using Component = ModelDirectory::Component;
 
+/// The parts that may turn latents into pixels.
+constexpr const char* kCodecs[] = {"vae", "vqvae"};
+
 /// Every component must have a part in drawing.
 absl::Status CheckComponents(const ModelDirectory& directory, bool reads_text) {
   std::set<std::string> known = {"unet", "vae", "vqvae", ModelDirectory::kTinyVae};
@@ -77,6 +80,11 @@ std::string ClassesThatRead(ImageInput input) {
   return names;
 }
 
+bool HasCodec(const ModelDirectory& directory) {
+  return std::any_of(std::begin(kCodecs), std::end(kCodecs),
+                     [&](const char* name) { return directory.components.contains(name); });
+}
+
 }  // namespace
 
 absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
@@ -105,7 +113,8 @@ absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
   CorrectOldConfigs(&directory);
   DENOISED_ASSIGN_OR_RETURN(
       SchedulerConfig scheduler,
-      SchedulerConfig::Parse(*directory.scheduler_config, directory.scheduler_config_file));
+      SchedulerConfig::Parse(*directory.scheduler_config, directory.scheduler_config_file,
+                             /*latents=*/HasCodec(directory)));
   PipelineFiles files{.directory = std::move(directory), .scheduler = std::move(scheduler)};
   files.precision = files.directory.precision;
   files.defaults.steps = TraitsOf(files.scheduler.default_sampler()).default_steps;
@@ -130,7 +139,7 @@ class Loader {
 
   absl::StatusOr<Pipeline> Load() {
     DENOISED_RETURN_IF_ERROR(LoadTextEncoders());
-    for (const char* name : {"vae", "vqvae"})
+    for (const char* name : kCodecs)
       if (directory_.components.contains(name)) {
         DENOISED_ASSIGN_OR_RETURN(pipeline_.codec, LoadCodecOf(name));
       }

@@ -85,7 +85,10 @@ struct ParamViolation {
 class SchedulerConfig {
  public:
   /// InvalidArgument names a class or field that is not supported. `file` appears in messages.
-  static absl::StatusOr<SchedulerConfig> Parse(const nlohmann::json& config, std::string file);
+  /// `latents`: the states are latents, which have no bounds. x0 is then clipped only if the config
+  /// says so, or its own class does by default.
+  static absl::StatusOr<SchedulerConfig> Parse(const nlohmann::json& config, std::string file,
+                                               bool latents = false);
 
   /// The config's own class and spacing: the defaults of a request.
   Sampler default_sampler() const;

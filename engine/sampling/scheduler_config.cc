@@ -191,8 +191,12 @@ void ReadSpacing(ConfigReader& config, Fields* fields) {
                     "and use_lu_lambdas");
 }
 
-void ReadClipping(ConfigReader& config, Fields* fields) {
+void ReadClipping(ConfigReader& config, bool latents, Fields* fields) {
   config.Read("clip_sample", &fields->clip_sample);
+  // The file of a class that does not clip has no reason to forbid it. DDIM and DDPM would clip all
+  // the same if a request names them, and ruin latents.
+  if (latents && !fields->clip_sample && !TraitsOf(fields->default_sampler).clips_samples)
+    fields->clip_sample = false;
   config.Read("clip_sample_range", &fields->clip_sample_range);
   if (!(fields->clip_sample_range > 0))
     config.Complain("clip_sample_range", "use a number above 0");
@@ -314,8 +318,8 @@ void ReadSamplers(ConfigReader& config, Fields* fields) {
 
 }  // namespace
 
-absl::StatusOr<SchedulerConfig> SchedulerConfig::Parse(const nlohmann::json& json,
-                                                       std::string file) {
+absl::StatusOr<SchedulerConfig> SchedulerConfig::Parse(const nlohmann::json& json, std::string file,
+                                                       bool latents) {
   if (!json.is_object())
     return InvalidArgument("{}: expected a JSON object with a _class_name", file);
   auto fields = std::make_shared<Fields>();
@@ -324,7 +328,7 @@ absl::StatusOr<SchedulerConfig> SchedulerConfig::Parse(const nlohmann::json& jso
   ReadTraining(config, fields.get());
   ReadSigmas(config, fields.get());
   ReadSpacing(config, fields.get());
-  ReadClipping(config, fields.get());
+  ReadClipping(config, latents, fields.get());
   ReadAlgorithm(config, fields.get());
   ReadSolvers(config, fields.get());
   ReadSaSolver(config, fields.get());

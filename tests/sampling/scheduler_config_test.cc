@@ -96,6 +96,45 @@ TEST(SchedulerConfigTest, ReadsWhatTheClassDoesNotSay) {
   EXPECT_EQ(ParseWith("DDIMScheduler", {{"timesteps", 500}})->max_steps(Sampler::kDdim), 500);
 }
 
+// DDIM and DDPM clip by default, whatever class the file has; latents have no bounds.
+TEST(SchedulerConfigTest, ClipsLatentsOnlyIfTheFileOrItsClassSaysSo) {
+  struct Case {
+    const char* class_name;
+    json fields;
+    bool pixels, latents;  // whether x0 is clipped
+  };
+  const Case cases[] = {
+      {"DDIMScheduler", {}, true, true},
+      {"DDPMScheduler", {}, true, true},
+      {"DDIMScheduler", {{"clip_sample", false}}, false, false},
+      {"DPMSolverMultistepScheduler", {}, true, false},
+      {"UniPCMultistepScheduler", {}, true, false},
+      {"DEISMultistepScheduler", {}, true, false},
+      {"EulerDiscreteScheduler", {}, true, false},
+      {"PNDMScheduler", {}, true, false},
+      // These have the field, and do not clip by default.
+      {"HeunDiscreteScheduler", {}, true, false},
+      {"LCMScheduler", {}, true, false},
+      // A file may have a field that its class does not read.
+      {"EulerDiscreteScheduler", {{"clip_sample", true}}, true, true},
+      {"EulerDiscreteScheduler", {{"clip_sample", false}}, false, false},
+      {"EulerDiscreteScheduler", {{"clip_sample", nullptr}}, false, false},
+  };
+  for (const auto& [class_name, fields, pixels, latents] : cases)
+    for (const Sampler sampler : {Sampler::kDdim, Sampler::kDdpm}) {
+      SCOPED_TRACE(fmt::format("{} {} {}", class_name, fields.dump(), Name(sampler)));
+      json config = fields.is_null() ? json::object() : fields;
+      config["_class_name"] = class_name;
+      for (const bool of_latents : {false, true}) {
+        const auto parsed = SchedulerConfig::Parse(config, "scheduler_config.json", of_latents);
+        ASSERT_TRUE(parsed.ok()) << parsed.status();
+        const auto plan = parsed->Compile({.sampler = sampler, .steps = 2});
+        ASSERT_TRUE(plan.ok()) << plan.status();
+        EXPECT_EQ(plan->evaluations[0].clip > 0, of_latents ? latents : pixels) << of_latents;
+      }
+    }
+}
+
 TEST(SchedulerConfigTest, OffersWhatTheModelCanRun) {
   const auto edm = ParseWith("EDMEulerScheduler");
   for (const Sampler sampler :
