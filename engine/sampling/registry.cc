@@ -66,7 +66,7 @@ constexpr SamplerTraits kSamplers[] = {
      .class_name = "KDPM2AncestralDiscreteScheduler",
      .compile = CompileKdpm2, .also_edm = true, .betas = kLatentBetas, .rounds_karras = true},
     {.sampler = Sampler::kTcd, .name = "tcd", .class_name = "TCDScheduler",
-     .compile = CompileTcd, .betas = kScaledLatentBetas, .levels = Levels::kDistilled, .eta = 0.3},
+     .compile = CompileTcd, .betas = kScaledLatentBetas, .levels = Levels::kDistilled, .eta = 0},
     {.sampler = Sampler::kDpmSolverSinglestep, .name = "dpm_solver_singlestep",
      .class_name = "DPMSolverSinglestepScheduler",
      .compile = CompileDpmSolverSinglestep, .has_steps_offset = false, .levels = Levels::kSolver,
