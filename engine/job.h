@@ -121,7 +121,7 @@ struct JobSpec {
   SizeConditions sizes;                  // for models that read them
   int clip_skip = 0;                     // of the prompts: text encoder layers left out at the end
   int max_chunks = 0;                    // of each text; 0: as many as the model allows
-  std::optional<double> guidance_scale;  // ≤ 1: no unconditional row
+  std::optional<double> guidance_scale;  // ≤ 1: no unconditional row, unless an input
   /// Towards the init image, for models with ImageTraits::guidance; ≥ 1, where 1 is none.
   std::optional<double> image_guidance_scale;
   std::optional<double> guidance_rescale;  // in [0, 1]; see SamplerOps::MeasureOutputs()

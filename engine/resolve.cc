@@ -255,13 +255,14 @@ class Resolver {
     if (!spec_.guidance_scale) spec_.guidance_scale = model_.default_guidance_scale;
     double& scale = *spec_.guidance_scale;
     if (!(scale >= 0 && scale <= kMaxGuidanceScale)) {
-      Violate("guidance_scale", "is {}; use 0 to {}, where 1 and below mean none", scale,
-              kMaxGuidanceScale);
+      Violate("guidance_scale", "is {}; use 0 to {}{}", scale, kMaxGuidanceScale,
+              model_.guidance_input ? "" : ", where 1 and below mean none");
     } else if (scale > 1 && !model_.guidance && !model_.guidance_input) {
       Violate("guidance_scale", "is {}, but model '{}' has no unconditional class; use 1", scale,
               model_.name);
     }
-    if (!(scale > 1)) scale = 1;
+    // As an input it has a meaning below 1, too.
+    if (!(scale >= (model_.guidance_input ? 0 : 1))) scale = 1;
     job_.guided = scale > 1 && model_.guidance;
     ImageGuidance();
     if (spec_.guidance_rescale) {

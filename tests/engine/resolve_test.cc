@@ -54,6 +54,23 @@ std::vector<std::string> Violated(const ModelInfo& model, const JobSpec& spec) {
   return fields;
 }
 
+TEST(Resolve, AScaleBelowOneIsNoneUnlessTheModelReadsIt) {
+  const auto resolved = [](const ModelInfo& model, double scale) {
+    EffectiveJob job;
+    std::vector<FieldViolation> violations;
+    ResolveJob(model, {.model = "digits", .guidance_scale = scale}, &job, &violations);
+    EXPECT_EQ(job.guided, scale > 1 && model.guidance);
+    return *job.spec.guidance_scale;
+  };
+  ModelInfo model = Digits();
+  EXPECT_EQ(resolved(model, 0.4), 1);
+  EXPECT_EQ(resolved(model, 1.4), 1.4);
+  model.guidance = false;
+  model.guidance_input = true;
+  for (const double scale : {0.0, 0.4, 1.0, 8.5}) EXPECT_EQ(resolved(model, scale), scale);
+  EXPECT_EQ(resolved(model, -1), 1) << "is refused";
+}
+
 TEST(Resolve, AnIntervalOfGuidanceThatIsEmptyHasARemedy) {
   JobSpec spec{.model = "digits", .guidance_scale = 2};
   spec.guidance_start = spec.guidance_stop = 0.5;
