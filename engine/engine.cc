@@ -225,20 +225,22 @@ absl::Status DeviceEngine::Open(const std::string& name, const std::string& dire
   return info.error;
 }
 
-/// Why the model's own sampler cannot do `steps` steps, or empty.
-std::string WrongWithSteps(const SchedulerConfig& scheduler, int steps, int max_evaluations) {
-  const SamplerParams params{.steps = steps};
+/// What keeps the model's own sampler from `steps` steps, if anything. Unless its field is "steps",
+/// it is the sampler itself that cannot do them.
+std::optional<ParamViolation> WrongWithSteps(const SchedulerConfig& scheduler, int steps,
+                                             int max_evaluations) {
   std::vector<ParamViolation> wrong;
-  const auto plan = scheduler.Compile(params, &wrong);
+  const auto plan = scheduler.Compile({.steps = steps}, &wrong);
   if (!plan.ok()) {
     const auto of_steps = std::find_if(wrong.begin(), wrong.end(),
                                        [](const auto& each) { return each.field == "steps"; });
-    return (of_steps == wrong.end() ? wrong.front() : *of_steps).description;
+    return of_steps == wrong.end() ? wrong.front() : *of_steps;
   }
   const int evaluations = static_cast<int>(plan->evaluations.size());
-  if (evaluations <= max_evaluations) return "";
-  return fmt::format("is {}, which takes {} evaluations; at most {} are allowed", steps,
-                     evaluations, max_evaluations);
+  if (evaluations <= max_evaluations) return std::nullopt;
+  return ParamViolation{
+      "steps", fmt::format("is {}, which takes {} evaluations; at most {} are allowed", steps,
+                           evaluations, max_evaluations)};
 }
 
 /// How many steps the default sampler takes. With steps_offset the last few would need timesteps
@@ -259,12 +261,8 @@ absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations
   const int most = scheduler.max_steps(scheduler.default_sampler());
   const int wanted =
       directory.default_steps ? directory.default_steps : std::min(files.defaults.steps, most);
-  const std::string wrong = WrongWithSteps(scheduler, wanted, max_evaluations);
-  if (wrong.empty()) return wanted;
-  const auto can_do = [&](int count) {
-    const auto plan = scheduler.Compile({.steps = count});
-    return plan.ok() && static_cast<int>(plan->evaluations.size()) <= max_evaluations;
-  };
+  const auto wrong = WrongWithSteps(scheduler, wanted, max_evaluations);
+  if (!wrong) return wanted;
   int steps = std::min({wanted, most, max_evaluations});  // each takes an evaluation or more
   // Counting down compiles a plan each time, so it begins near the end.
   if (const auto plan = scheduler.Compile({.steps = steps}); plan.ok()) {
@@ -272,9 +270,14 @@ absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations
     steps = static_cast<int>(
         std::min<int64_t>(steps, int64_t{steps} * max_evaluations / evaluations + 1));
   }
-  while (steps > 0 && !can_do(steps)) --steps;
-  // The sampler itself is at fault: a request may name another, if one can.
-  if (steps == 0) {
+  std::optional<ParamViolation> left = wrong;
+  while (left && left->field == "steps" && steps > 0) {
+    left = WrongWithSteps(scheduler, steps, max_evaluations);
+    if (left) --steps;
+  }
+  // The sampler itself is at fault: a request may name another, or another order, if one can. A
+  // single step would often pass, but draw nothing.
+  if (left) {
     const std::vector<Sampler> samplers = scheduler.samplers();
     if (std::any_of(samplers.begin(), samplers.end(), [&](Sampler sampler) {
           const int most_of = scheduler.max_steps(sampler);
@@ -290,7 +293,7 @@ absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations
   if (directory.default_steps == 0) return steps;
   return InvalidArgument(
       "{}/model_index.json, _denoised: field 'default_steps' {}; set it to {}, or leave it out",
-      directory.root, wrong, steps);
+      directory.root, wrong->description, steps);
 }
 
 absl::Status DeviceEngine::Load(const std::string& path, std::optional<Precision> precision,

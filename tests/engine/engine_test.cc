@@ -960,6 +960,46 @@ TEST_F(BadModel, DefaultStepsAreThoseThatTheSamplerCanDo) {
   }
 }
 
+// Its requests may name another sampler, and those that do not are told what is wrong. A default of
+// one step would pass, but draw nothing.
+TEST_F(BadModel, ASamplerAtFaultIsNotBlamedOnTheSteps) {
+  struct Fault {
+    const char* name;
+    nlohmann::json fields;
+    const char* field;
+    const char* remedy;
+  };
+  const Fault faults[] = {
+      {"UniPCMultistepScheduler", {{"lower_order_final", false}}, "solver_order", "use 1"},
+      {"DDIMScheduler",
+       {{"rescale_betas_zero_snr", true}, {"timestep_spacing", "linspace"}},
+       "sampler",
+       "use euler"}};
+  for (const auto& [name, fields, field, remedy] : faults)
+    for (const int steps : {0, 2, 2000}) {
+      SCOPED_TRACE(fmt::format("{} {}", name, steps));
+      nlohmann::json config = fields, ours = {{"null_class", 10}};
+      config["_class_name"] = name;
+      if (steps) ours["default_steps"] = steps;
+      SetField(kIndex, "scheduler", {"diffusers", name});
+      SetField(kIndex, "_denoised", ours);
+      std::ofstream(root_ / kScheduler) << config.dump();
+      const std::string model = fmt::format("{}{}", name, steps);
+      const absl::Status opened = engine_->Open(model, root_);
+      ASSERT_TRUE(opened.ok()) << opened;
+      EXPECT_EQ(engine_->Find(model)->default_steps, steps == 0 ? 50 : std::min(steps, 1000));
+      std::vector<FieldViolation> violations;
+      EXPECT_TRUE(engine_->Resolve({.model = model}, &violations).ok());
+      ASSERT_EQ(violations.size(), 1u);
+      EXPECT_EQ(violations[0].field, field);
+      EXPECT_THAT(violations[0].description, HasSubstr(remedy));
+      JobSpec other{.model = model};
+      other.sampler.sampler = Sampler::kEuler;
+      EXPECT_TRUE(engine_->Resolve(other, &violations).ok());
+      EXPECT_TRUE(violations.empty());
+    }
+}
+
 TEST_F(BadModel, AGoodModelLoadsAfterABadOne) {
   SetField(kUnet, "norm_eps", -1);
   EXPECT_THAT(Refusal(), HasSubstr("norm_eps"));
