@@ -379,7 +379,8 @@ TEST(PromptReader, PoolsTheTokenThatTheEncoderNames) {
   EXPECT_EQ(pooled(1 << 19), 0) << "no such token";
 }
 
-/// As `prompt_2 or prompt` and `negative_prompt_2 or negative_prompt` of diffusers.
+/// As `prompt_2 or prompt` and `negative_prompt_2 or negative_prompt` of diffusers, where these are
+/// single texts.
 TEST(PromptReader, AnEmptySecondTextIsTheFirst) {
   const auto files = PipelineFiles::Read(DENOISED_SOURCE_DIR "/tests/models/latent/sdxl");
   ASSERT_TRUE(files.ok()) << files.status();
@@ -401,6 +402,8 @@ TEST(PromptReader, AnEmptySecondTextIsTheFirst) {
   const TokenizedPrompt blurry = negative({.negative = "blurry"});
   EXPECT_EQ(negative({.negative = "blurry", .negative_2 = ""}), blurry);
   EXPECT_NE(negative({.negative = "blurry", .negative_2 = "x"}), blurry);
+  const TokenizedPrompt space = negative({.negative = "blurry", .negative_2 = " "});
+  EXPECT_EQ(space.ids[1], negative({.negative = ""}).ids[1]) << "as an empty text";
   EXPECT_TRUE(negative({.negative_2 = ""}).ids.empty()) << "zeros";
   EXPECT_FALSE(negative({.negative = ""}).ids.empty());
   EXPECT_TRUE(violations.empty());

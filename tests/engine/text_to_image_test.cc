@@ -112,6 +112,10 @@ constexpr GoldenRun kRuns[] = {
     {"sdxl_turbo", "run_4_steps", "euler_ancestral"},
 };
 
+/// An empty second text that is an entry of a list, as in the goldens, is an empty one to
+/// diffusers; a single one is the first text, and so it is in a TextPrompt. Spaces have no tokens.
+std::string SecondText(const std::string& text) { return text.empty() ? " " : text; }
+
 struct Target {
   const char* name;
   EngineOptions options;
@@ -149,8 +153,9 @@ absl::StatusOr<double> ErrorOf(const GoldenRun& run, const EngineOptions& option
       TextPrompt& prompt = spec.prompts.emplace_back();
       prompt.text = call["prompt"][i];
       if (call.contains("negative_prompt")) prompt.negative = call["negative_prompt"][i];
-      if (call.contains("prompt_2")) prompt.text_2 = call["prompt_2"][i];
-      if (call.contains("negative_prompt_2")) prompt.negative_2 = call["negative_prompt_2"][i];
+      if (call.contains("prompt_2")) prompt.text_2 = SecondText(call["prompt_2"][i]);
+      if (call.contains("negative_prompt_2"))
+        prompt.negative_2 = SecondText(call["negative_prompt_2"][i]);
     }
   spec.clip_skip = call.value("clip_skip", 0);
   spec.max_chunks = call.value("chunks", 0);
