@@ -345,38 +345,40 @@ class Translator {
     }
   }
 
-  /// The size of the request from that of its init image.
+  /// The size of the request from that of its init image. One that is larger than the model draws
+  /// is scaled down; if one side is given, the other keeps the picture's proportions.
   void PicturesSize(int64_t picture_height, int64_t picture_width) {
     if (!size_ok_) return;
     JobSpec& spec = result_.spec;
-    const bool own_width = !params_.has_width(), own_height = !params_.has_height();
-    const auto whole = [&](int64_t pixels) {
-      return std::max<int64_t>(pixels / model_.size_multiple, 1) * model_.size_multiple;
+    const auto picture_y = static_cast<double>(picture_height),
+               picture_x = static_cast<double>(picture_width);
+    const double scale =
+        params_.has_width() ? spec.width / picture_x
+        : params_.has_height()
+            ? spec.height / picture_y
+            : std::min({1.0, model_.max_edge / picture_x, model_.max_edge / picture_y,
+                        std::sqrt(limits_.max_image_pixels / (picture_x * picture_y))});
+    const auto scaled = [&](double pixels) {
+      constexpr double kRounding = 1e-9;  // of the scale
+      const auto whole =
+          static_cast<int64_t>(pixels * scale / model_.size_multiple * (1 + kRounding));
+      return std::max<int64_t>(whole, 1) * model_.size_multiple;
     };
-    // If one is given, the other keeps the picture's proportions.
-    int64_t width = spec.width, height = spec.height;
-    if (own_width && own_height) {
-      width = whole(picture_width);
-      height = whole(picture_height);
-    } else if (own_width) {
-      width = whole(height * picture_width / picture_height);
+    const int64_t width = params_.has_width() ? spec.width : scaled(picture_x);
+    const int64_t height = params_.has_height() ? spec.height : scaled(picture_y);
+    if (std::max(spec.width, spec.height) > model_.max_edge) {
+      size_ok_ = false;  // the engine says so
+    } else if (std::max(width, height) > model_.max_edge ||
+               width * height > limits_.max_image_pixels) {
+      size_ok_ = false;
+      Violate(params_.has_width() ? "params.height" : "params.width",
+              "is not set, and the proportions of init_image make it {}; give it: a multiple of {} "
+              "up to {}, and at most {} pixels in all",
+              params_.has_width() ? height : width, model_.size_multiple, model_.max_edge,
+              limits_.max_image_pixels);
     } else {
-      height = whole(width * picture_height / picture_width);
-    }
-    const bool wide = own_width && width > model_.max_edge;
-    const bool high = own_height && height > model_.max_edge;
-    const bool given_too_large = std::max(spec.width, spec.height) > model_.max_edge;
-    size_ok_ = !wide && !high && !given_too_large && width * height <= limits_.max_image_pixels;
-    if (size_ok_) {
       spec.width = width_ = static_cast<int>(width);
       spec.height = height_ = static_cast<int>(height);
-    } else if (!given_too_large) {  // else the engine says so
-      Violate(
-          wide || (own_width && !high) ? "params.width" : "params.height",
-          "is not set, and init_image is {}×{} pixels, too large for this model; give width and "
-          "height: multiples of {} up to {}, and at most {} pixels in all",
-          picture_width, picture_height, model_.size_multiple, model_.max_edge,
-          limits_.max_image_pixels);
     }
   }
 

@@ -771,16 +771,12 @@ TEST(TranslateTest, AnInitImageSaysHowLargeTheImagesAre) {
   EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_width(12); }), "8x12");
   EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(12); }), "12x16");
   EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(12), p->set_width(40); }), "12x40");
-  const std::string remedy =
-      "; give width and height: multiples of 4 up to 40, and at most 4096 pixels in all";
-  EXPECT_EQ(
-      drawn(20, 44, nothing),
-      "params.width is not set, and init_image is 44×20 pixels, too large for this model" + remedy);
-  EXPECT_EQ(drawn(44, 20, nothing),
-            "params.height is not set, and init_image is 20×44 pixels, too large for this model" +
-                remedy);
-  EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(32); }).substr(0, 23),
-            "params.width is not set");
+  // A larger picture is scaled down.
+  EXPECT_EQ(drawn(20, 44, nothing), "16x40");
+  EXPECT_EQ(drawn(88, 40, nothing), "40x16");
+  EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(32); }),
+            "params.width is not set, and the proportions of init_image make it 48; give it: a "
+            "multiple of 4 up to 40, and at most 4096 pixels in all");
   EXPECT_EQ(drawn(20, 30, [](Params p) { p->set_height(0); }),
             "params.height is 0; use at least 1");
   // The engine names the edge that is given and too large.
@@ -788,6 +784,7 @@ TEST(TranslateTest, AnInitImageSaysHowLargeTheImagesAre) {
   model.max_edge = 4096;
   EXPECT_EQ(drawn(2, 2, [](Params p) { p->set_width(80); }).substr(0, 24),
             "params.height is not set");
+  EXPECT_EQ(drawn(80, 80, nothing), "64x64") << "4096 pixels";
   // With a mask it is the model's own, as in diffusers' pipelines for inpainting.
   EXPECT_EQ(
       drawn(20, 30, [&](Params p) { *p->mutable_mask()->mutable_tensor() = picture(20, 30); }),

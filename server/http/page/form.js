@@ -373,12 +373,6 @@ export class Form {
       params.height = Number(values.height) || model.defaults.height;
     } else if (values.size) {
       [params.width, params.height] = values.size.split("x").map(Number);
-    } else if (this.start && !this.mask) {
-      // The server takes the picture's own size, and refuses one that the model cannot draw.
-      const {width, height} = this.start, {max_edge: edge, max_pixels: most} = model.limits;
-      if (Math.max(width, height) > (edge || Infinity) || width * height > Number(most || Infinity)) {
-        [params.width, params.height] = this.fit(width, height);
-      }
     }
     if (values.prompt !== undefined) {
       const condition = {text: values.prompt};
