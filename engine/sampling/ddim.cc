@@ -15,10 +15,11 @@ StepPlan CompileDdim(const SchedulerConfig::Fields& fields, const Request& reque
   if (request.from_image()) plan.StartFromImage(LevelAt(fields, timesteps[first]));
 
   for (int i = first; i < request.steps; ++i) {
-    const Level now = LevelAt(fields, timesteps[i]);
+    const NoiseLevel now = LevelAt(fields, timesteps[i]);
     const int target = timesteps[i] - stride;
-    const Level next = target >= 0 ? LevelAt(fields, target)
-                                   : FinalLevel(fields, fields.set_alpha_to_one.value_or(true));
+    const NoiseLevel next = target >= 0
+                                ? LevelAt(fields, target)
+                                : FinalLevel(fields, fields.set_alpha_to_one.value_or(true));
     const double ratio = now.alpha / next.alpha;
     const double variance = next.sigma * next.sigma / (now.sigma * now.sigma) * (1 - ratio * ratio);
     const double noise = request.eta * std::sqrt(variance);

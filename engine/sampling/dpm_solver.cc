@@ -22,7 +22,7 @@ StepPlan CompileDpmSolver(const SchedulerConfig::Fields& fields, const Request& 
     const Combination d0 = fields.data_prediction ? x0 : plan.Epsilon();
     plan.Keep(0, d0);
     plan.Keep(1, Register(0));
-    const Level from = path.At(i), to = path.At(i + 1);
+    const NoiseLevel from = path.At(i), to = path.At(i + 1);
     const double h = to.lambda() - from.lambda();
     if (h == 0) {  // does not move: final_sigmas_type "sigma_min" after Karras' spacing
       plan.Next(X());

@@ -34,7 +34,7 @@ StepPlan CompileDpmSolverSinglestep(const SchedulerConfig::Fields& fields, const
     plan.Keep(kOlder, Register(kNewest));
     plan.Keep(kStart, start);
 
-    const Level from = path.At(i - order + 1), to = path.At(i + 1);
+    const NoiseLevel from = path.At(i - order + 1), to = path.At(i + 1);
     const double h = to.lambda() - from.lambda();
     if (h == 0) {  // does not move: final_sigmas_type "sigma_min" after Karras' spacing
       plan.Next(start);

@@ -8,8 +8,8 @@ namespace {
 
 /// DPM-Solver++ predicts the image, over a step of h in λ: arXiv 2211.01095, with the paper's
 /// SDE-DPM-Solver++ as its stochastic form.
-DpmUpdate DataUpdate(const Level& from, const Level& to, double h, int order, bool stochastic,
-                     bool heun) {
+DpmUpdate DataUpdate(const NoiseLevel& from, const NoiseLevel& to, double h, int order,
+                     bool stochastic, bool heun) {
   const double ratio = to.sigma / from.sigma;
   // The stochastic solver integrates over twice the λ and returns what it added as noise.
   const double span = stochastic ? 2 * h : h;
@@ -25,8 +25,8 @@ DpmUpdate DataUpdate(const Level& from, const Level& to, double h, int order, bo
 }
 
 /// DPM-Solver predicts the noise: arXiv 2206.00927, section 3.
-DpmUpdate NoiseUpdate(const Level& from, const Level& to, double h, int order, bool stochastic,
-                      bool heun) {
+DpmUpdate NoiseUpdate(const NoiseLevel& from, const NoiseLevel& to, double h, int order,
+                      bool stochastic, bool heun) {
   const double phi_1 = std::expm1(h), twice = stochastic ? 2 : 1;
   DpmUpdate update = {to.alpha / from.alpha, -twice * to.sigma * phi_1, 0, 0,
                       stochastic ? to.sigma * std::sqrt(std::expm1(2 * h)) : 0};
@@ -38,7 +38,7 @@ DpmUpdate NoiseUpdate(const Level& from, const Level& to, double h, int order, b
 
 }  // namespace
 
-DpmUpdate DpmUpdateOf(const Level& from, const Level& to, int order, bool data_prediction,
+DpmUpdate DpmUpdateOf(const NoiseLevel& from, const NoiseLevel& to, int order, bool data_prediction,
                       bool stochastic, bool heun) {
   const double h = to.lambda() - from.lambda();
   return data_prediction ? DataUpdate(from, to, h, order, stochastic, heun)

@@ -15,7 +15,7 @@ struct DpmUpdate {
 
 /// The update of `order` 1 to 3 over the step from `from` to `to`. `data_prediction`: DPM-Solver++,
 /// else DPM-Solver. `heun`: solver_type "heun", else "midpoint".
-DpmUpdate DpmUpdateOf(const Level& from, const Level& to, int order, bool data_prediction,
+DpmUpdate DpmUpdateOf(const NoiseLevel& from, const NoiseLevel& to, int order, bool data_prediction,
                       bool stochastic, bool heun);
 
 }  // namespace denoised

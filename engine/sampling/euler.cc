@@ -12,7 +12,7 @@ StepPlan CompileEuler(const SchedulerConfig::Fields& fields, const Request& requ
   plan.ChurnStart(path.Churned(first, request.churn, fields).added);
 
   for (int i = first; i < path.steps(); ++i) {
-    const Level level = path.Churned(i, request.churn, fields).level;
+    const NoiseLevel level = path.Churned(i, request.churn, fields).level;
     plan.Evaluate(i - first, level);
     plan.Next(X() + (path.sigmas[i + 1] - level.sigma) * plan.Epsilon() +
               path.Churned(i + 1, request.churn, fields).added * Noise());

@@ -13,7 +13,7 @@ StepPlan CompileHeun(const SchedulerConfig::Fields& fields, const Request& reque
   plan.ChurnStart(path.Churned(first, request.churn, fields).added);
 
   for (int i = first; i < steps; ++i) {
-    const Level level = path.Churned(i, request.churn, fields).level;
+    const NoiseLevel level = path.Churned(i, request.churn, fields).level;
     const double next = path.sigmas[i + 1], length = next - level.sigma;
     Combination x0 = plan.Evaluate(i - first, level);
     const Combination slope = 1 / level.sigma * (X() - x0);

@@ -24,7 +24,7 @@ StepPlan CompileLcm(const SchedulerConfig::Fields& fields, const Request& reques
     if (i + 1 == request.steps) {
       plan.Next(denoised);
     } else {
-      const Level next = LevelAt(fields, timesteps[i + 1]);
+      const NoiseLevel next = LevelAt(fields, timesteps[i + 1]);
       plan.Next(next.alpha * denoised + next.sigma * Noise());
     }
   }

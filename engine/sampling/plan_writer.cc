@@ -7,7 +7,7 @@
 
 namespace denoised {
 
-Preconditioning PreconditioningAt(const Level& level, const SchedulerConfig::Fields& fields) {
+Preconditioning PreconditioningAt(const NoiseLevel& level, const SchedulerConfig::Fields& fields) {
   const double alpha = level.alpha, sigma = level.sigma;
   const double data = fields.sigma_data, data_norm = std::hypot(sigma, data);
   switch (fields.training) {
@@ -50,7 +50,7 @@ void PlanWriter::StartFromNoise(double scale) {
   plan_.initial_noise_scale = scale;
 }
 
-void PlanWriter::StartFromImage(const Level& level) {
+void PlanWriter::StartFromImage(const NoiseLevel& level) {
   plan_.initial_source_scale = level.alpha;
   plan_.initial_shift = 0;
   plan_.initial_noise_scale = level.sigma;
@@ -58,7 +58,7 @@ void PlanWriter::StartFromImage(const Level& level) {
 
 void PlanWriter::ChurnStart(double scale) { plan_.initial_churn_scale = scale; }
 
-Combination PlanWriter::Evaluate(int step, const Level& level) {
+Combination PlanWriter::Evaluate(int step, const NoiseLevel& level) {
   level_ = level;
   if (!plan_.evaluations.empty()) {
     plan_.evaluations.back().known_image = level.alpha;

@@ -10,7 +10,7 @@ namespace denoised {
 
 /// A noise level in a sampler's own scale: x = alpha·x0 + sigma·noise. Samplers of Ho et al. keep
 /// alpha² + sigma² = 1, those that count in σ keep alpha = 1.
-struct Level {
+struct NoiseLevel {
   double alpha = 1;
   double sigma = 0;
   /// The model's condition: the timestep, or EDM's c_noise.
@@ -25,7 +25,7 @@ struct Level {
 struct Preconditioning {
   double input_scale, x0_from_x, x0_from_model, input_shift = 0;
 };
-Preconditioning PreconditioningAt(const Level& level, const SchedulerConfig::Fields& fields);
+Preconditioning PreconditioningAt(const NoiseLevel& level, const SchedulerConfig::Fields& fields);
 
 /// Writes a StepPlan, one evaluation after the other:
 ///
@@ -41,12 +41,12 @@ class PlanWriter {
 
   /// The state before the first evaluation, drawn from noise or from an image at a noise level.
   void StartFromNoise(double scale);
-  void StartFromImage(const Level& level);
+  void StartFromImage(const NoiseLevel& level);
   /// Noise that the churn of the first evaluation adds.
   void ChurnStart(double scale);
 
   /// Appends an evaluation of `step` (0-based) at `level`; returns the predicted x0.
-  Combination Evaluate(int step, const Level& level);
+  Combination Evaluate(int step, const NoiseLevel& level);
   /// The noise in x as the model sees it: x0 as predicted, before clipping.
   Combination Epsilon() const;
   void Next(const Combination& x);
@@ -63,7 +63,7 @@ class PlanWriter {
 
   const SchedulerConfig::Fields& fields_;
   double clip_;
-  Level level_;
+  NoiseLevel level_;
   StepPlan plan_;
 };
 

@@ -18,8 +18,8 @@ struct PndmWriter {
 
   /// Transfers `x` from one timestep to another along `output`: arXiv 2202.09778, equation 9.
   Combination Transfer(const Combination& x, int from, int to, const Combination& output) const {
-    const Level now = LevelAt(fields, std::min(from, fields.train_timesteps - 1));
-    const Level next =
+    const NoiseLevel now = LevelAt(fields, std::min(from, fields.train_timesteps - 1));
+    const NoiseLevel next =
         to >= 0 ? LevelAt(fields, to) : FinalLevel(fields, fields.set_alpha_to_one.value_or(false));
     const Combination epsilon =
         fields.prediction == Prediction::kV ? now.alpha * output + now.sigma * x : output;

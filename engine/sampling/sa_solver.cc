@@ -75,7 +75,7 @@ class AdamsStep {
 
  private:
   const SigmaPath& path_;
-  Level now_, next_;
+  NoiseLevel now_, next_;
   double tau2_, h_;
   bool data_;
 };

@@ -6,8 +6,8 @@
 namespace denoised {
 namespace {
 
-/// Level k of `count` whose logarithms are evenly spaced, as the predictor counts them. The image
-/// is below the lowest.
+/// Level k of `count` whose logarithms are evenly spaced, as the predictor counts them. The
+/// image is below the lowest.
 double DiscreteSigma(const SchedulerConfig::Fields& fields, int k, int count) {
   if (k < 0) return 0;
   const double ratio = *fields.sigma_max / *fields.sigma_min;

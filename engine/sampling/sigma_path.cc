@@ -11,6 +11,9 @@ namespace {
 
 using Fields = SchedulerConfig::Fields;
 
+/// Of NoiseSchedule::kKarras; EDM and consistency models have a field for theirs.
+constexpr double kKarrasRho = 7;
+
 std::vector<double> SpacedSigmas(NoiseSchedule schedule, double min, double max, double rho,
                                  int count) {
   switch (schedule) {
@@ -37,7 +40,6 @@ SigmaPath EdmPath(const Fields& fields, const Request& request) {
 
 /// FlowMatchEulerDiscreteScheduler: σ in [0, 1], evenly spaced, then shifted towards noise.
 SigmaPath FlowPath(const Fields& fields, const Request& request) {
-  constexpr double kKarrasRho = 7;
   const auto shifted = [&](double sigma) {
     return fields.shift * sigma / (1 + (fields.shift - 1) * sigma);
   };
@@ -86,7 +88,6 @@ SigmaPath ScorePath(const Fields& fields, const Request& request) {
 
 /// Euler, Euler ancestral, LMS, Heun, KDPM2 and DPM++ SDE of diffusers.
 SigmaPath DiscretePath(const Fields& fields, const Request& request) {
-  constexpr double kKarrasRho = 7;
   const std::vector<double>& training = fields.sigmas;
   const SamplerTraits& traits = TraitsOf(request.sampler);
   const TimestepSpacing spacing = SpacingOf(fields, request.sampler);
@@ -138,7 +139,6 @@ std::vector<double> SolverTimesteps(const Fields& fields, const Request& request
 }
 
 SigmaPath SolverPath(const Fields& fields, const Request& request) {
-  constexpr double kKarrasRho = 7;
   const std::vector<double>& training = fields.sigmas;
   const SamplerTraits& traits = TraitsOf(request.sampler);
   SigmaPath path;
@@ -178,7 +178,7 @@ double ConditionAt(double sigma, const Fields& fields) {
   return TimestepOfSigma(sigma, fields.log_sigmas);
 }
 
-Level SigmaPath::At(int i) const {
+NoiseLevel SigmaPath::At(int i) const {
   const double condition = i < steps() ? conditions[i] : 0;
   if (scale == Scale::kOne) return {1, sigmas[i], condition};
   if (scale == Scale::kInterpolating) return {1 - sigmas[i], sigmas[i], condition};
@@ -187,7 +187,7 @@ Level SigmaPath::At(int i) const {
 }
 
 SigmaPath::ChurnedLevel SigmaPath::Churned(int i, const Churn& churn, const Fields& fields) const {
-  const Level level = At(i);
+  const NoiseLevel level = At(i);
   if (i >= steps() || churn.amount == 0) return {level, 0};
   const double sigma = level.sigma, count = static_cast<double>(sigmas.size()) - 1;
   const bool within = churn.min <= sigma && sigma <= churn.max;

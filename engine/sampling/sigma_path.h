@@ -21,12 +21,12 @@ struct SigmaPath {
 
   int steps() const { return static_cast<int>(conditions.size()); }
   /// Level i in the sampler's scale.
-  Level At(int i) const;
+  NoiseLevel At(int i) const;
 
-  /// Level i (alpha 1) after churn raised it, and the scale of the noise that raises it. The step
-  /// before adds that noise at its end, so that the model sees the result. None at the end.
+  /// Level i (alpha 1) after churn raised it, and the scale of the noise that raises it. The
+  /// step before adds that noise at its end, so that the model sees the result. None at the end.
   struct ChurnedLevel {
-    Level level;
+    NoiseLevel level;
     double added = 0;
   };
   ChurnedLevel Churned(int i, const Churn& churn, const SchedulerConfig::Fields& fields) const;

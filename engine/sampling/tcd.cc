@@ -16,8 +16,8 @@ StepPlan CompileTcd(const SchedulerConfig::Fields& fields, const Request& reques
   for (int i = first; i < request.steps; ++i) {
     const bool last = i + 1 == request.steps;
     const int target = last ? 0 : timesteps[i + 1];
-    const Level next = LevelAt(fields, target);
-    const Level down = LevelAt(fields, static_cast<int>((1 - request.eta) * target));
+    const NoiseLevel next = LevelAt(fields, target);
+    const NoiseLevel down = LevelAt(fields, static_cast<int>((1 - request.eta) * target));
 
     const Combination x0 = plan.Evaluate(i - first, LevelAt(fields, timesteps[i]));
     const double kept = last ? 1 : next.alpha / down.alpha;

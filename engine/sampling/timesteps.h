@@ -9,14 +9,14 @@
 namespace denoised {
 
 /// The level of training timestep `t`.
-inline Level LevelAt(const SchedulerConfig::Fields& fields, int t) {
+inline NoiseLevel LevelAt(const SchedulerConfig::Fields& fields, int t) {
   const double alpha_cumprod = fields.alphas_cumprod[t];
   return {std::sqrt(alpha_cumprod), std::sqrt(1 - alpha_cumprod), static_cast<double>(t)};
 }
 
 /// The level that the last step reaches: the image, or what is left at timestep 0.
-inline Level FinalLevel(const SchedulerConfig::Fields& fields, bool alpha_to_one) {
-  return alpha_to_one ? Level{1, 0, 0} : LevelAt(fields, 0);
+inline NoiseLevel FinalLevel(const SchedulerConfig::Fields& fields, bool alpha_to_one) {
+  return alpha_to_one ? NoiseLevel{1, 0, 0} : LevelAt(fields, 0);
 }
 
 /// The request's whole timesteps, descending.

@@ -83,7 +83,7 @@ class UniStep {
   }
 
   const SigmaPath& path_;
-  Level now_, next_;
+  NoiseLevel now_, next_;
   bool data_;
   double h_, signed_h_, b_h_;  // h as data or noise prediction counts it, and the paper's B(h)
 };
