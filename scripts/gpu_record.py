@@ -32,7 +32,7 @@ TRAINER_CASES = {
                  "RunTest.test_kill_at_any_moment_and_resume",
                  "RunTest.test_kill_one_of_two_ranks_and_resume_both",
                  "RunTest.test_ranks_have_the_bits_of_one",
-                 "RunTest.test_sigterm_finishes_the_step_and_saves",
+                 "RunTest.test_a_signal_finishes_the_step_and_saves",
                  "RunTest.test_a_checkpoint_that_is_cut_off_is_passed_over",
                  "RunTest.test_a_run_that_diverges_ends_with_a_message",
                  "RunTest.test_pictures_on_disk_and_augmented_ones_have_the_same_bits"],

@@ -60,7 +60,8 @@ sys.exit("failed" in [cases[name] for name in mine])
 SANITIZER = """#!{python}
 import subprocess, sys
 at = sys.argv.index("--error-exitcode")
-ran = subprocess.run(sys.argv[at + 2:], stdout=subprocess.PIPE, text=True)
+command = [each for each in sys.argv[at + 2:] if not each.startswith("--report")]
+ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
 status, bad = ran.returncode, "Bad" in ran.stdout
 print("========= COMPUTE-SANITIZER\\n========= Invalid __global__ write" if bad else "")
 sys.exit(int(sys.argv[at + 1]) if bad else status)
