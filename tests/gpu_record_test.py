@@ -169,6 +169,18 @@ class GpuRecordTest(unittest.TestCase):
             for each in cases:
                 self.assertIn(f"def {each.split('.')[1]}(self)", text)
 
+    def test_shards_take_gpus_in_turn(self):
+        self.script("bin/nvidia-smi", "#!/bin/sh\necho 'NVIDIA H200, 580.1'\necho 'NVIDIA H200, 580.1'\n")
+        self.program("backend_test", {f"Cuda/Fine.Case/{i}": "passed" for i in range(4)} |
+                     {"Cuda/Slow.TakesNoMoreMemory/0": "passed"})
+        program = self.root / "build/cuda/tests/backend/backend_test"
+        program.write_text(program.read_text().replace(
+            "mine = ", "note('gpu ' + os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))\nmine = "))
+        self.run_test_gpu()
+        ran = (self.root / "ran").read_text().splitlines()
+        self.assertEqual(sorted(line for line in ran if line.startswith("gpu")),
+                         ["gpu 0", "gpu 0", "gpu 1", "gpu 1", "gpu all"])
+
     def test_disabled_cases_did_not_pass(self):
         self.program("backend_test", {"Cuda/Fine.Case/0": "passed", "Cuda/Off.DISABLED_Case/0": "disabled"})
         record = self.run_test_gpu()
