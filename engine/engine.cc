@@ -243,12 +243,11 @@ std::optional<ParamViolation> WrongWithSteps(const SchedulerConfig& scheduler, i
                            evaluations, max_evaluations)};
 }
 
-/// How many steps the default sampler takes. With steps_offset the last few would need timesteps
-/// beyond those of the training.
+/// How many steps the default sampler takes. With steps_offset the last ones would need timesteps
+/// beyond those of the training. What fails does so before its evaluations are compiled.
 int MostSteps(const SchedulerConfig& scheduler) {
-  constexpr int kTries = 64;
   const int most = scheduler.max_steps(scheduler.default_sampler());
-  for (int steps = most; steps > std::max(0, most - kTries); --steps)
+  for (int steps = most; steps > 0; --steps)
     if (scheduler.Compile({.steps = steps}).ok()) return steps;
   return most;
 }

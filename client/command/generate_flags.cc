@@ -111,9 +111,8 @@ void AddSamplingFlags(CLI::App& command, GenerateFlags& flags) {
   command.add_option(
       "--guidance-stop", flags.guidance_stop,
       "Stop guidance after this fraction of the steps; steps after it are cheaper. Default: 1");
-  command.add_option(
-      "--eta", flags.eta,
-      "Noise added by ddim and tcd, from 0 (none) to 1. Default: 0 for ddim, 0.3 for tcd");
+  command.add_option("--eta", flags.eta,
+                     "Noise added by ddim and tcd, from 0 (none) to 1. Default: 0");
   command.add_option("--churn", flags.churn,
                      "Noise added by euler, heun and edm_euler (s_churn). Default: 0, none");
   command.add_option("--churn-min", flags.churn_min,

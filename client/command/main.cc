@@ -472,7 +472,9 @@ std::string NotConverted(const CLI::App& app, const std::string& what) {
   const std::string type = option == nullptr ? "" : option->get_type_name();
   if (!type.starts_with("INT") && !type.starts_with("UINT"))
     return fmt::format("{}: {} is not a number; use one", name, value);
-  const bool whole = value.find_first_not_of("+-0123456789") == std::string::npos;
+  const size_t digits = value.find_first_of("+-") == 0 ? 1 : 0;
+  const bool whole =
+      value.size() > digits && value.find_first_not_of("0123456789", digits) == std::string::npos;
   return whole ? fmt::format("{}: {} is too {}; use a {} whole number", name, value,
                              value[0] == '-' ? "small" : "large",
                              value[0] == '-' ? "larger" : "smaller")

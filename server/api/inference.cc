@@ -520,11 +520,8 @@ class RequestReader {
     const int64_t width = params.has_width() ? params.width() : model_.width;
     const int64_t height = params.has_height() ? params.height() : model_.height;
     if (std::min(width, height) < 1 || std::max(width, height) > model_.max_edge) return;
-    // An init image's own size is known when it is decoded: no larger than this.
-    const bool own = TakesPicturesSize(params, model_);
-    const int64_t pixels = own ? std::min<int64_t>(int64_t{model_.max_edge} * model_.max_edge,
-                                                   limits_.max_image_pixels)
-                               : width * height;
+    // An init image's own size is known when it is decoded. Until then it counts as the model's.
+    const int64_t pixels = width * height;
     const int64_t bytes = 2 * pixels * model_.channels;
     if (bytes > limits_.max_reply_bytes / std::max<int64_t>(batch_, 1)) {
       Violate("outputs",

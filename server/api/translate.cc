@@ -83,6 +83,13 @@ struct Range {
 /// into.
 constexpr Range kSamples{-1e4f, 1e4f};
 
+/// Whether the init image says how large the images are, at least along one edge. As in diffusers:
+/// its pipelines for inpainting alone draw the model's native size.
+bool TakesPicturesSize(const v1::GenerationParams& params, const ModelInfo& model) {
+  return params.has_init_image() && model.images.init && !params.has_mask() &&
+         !(params.has_width() && params.has_height());
+}
+
 /// One request on its way to a JobSpec; collects every violation.
 class Translator {
  public:
@@ -763,11 +770,6 @@ void SetSizes(const SizeConditions& sizes, v1::SizeConditions* to) {
 }
 
 }  // namespace
-
-bool TakesPicturesSize(const v1::GenerationParams& params, const ModelInfo& model) {
-  return params.has_init_image() && model.images.init && !params.has_mask() &&
-         !(params.has_width() && params.has_height());
-}
 
 Priority ReadPriority(const v1::GenerationParams& params) {
   return FromWire(params.priority()).value_or(Priority::kNormal);

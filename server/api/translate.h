@@ -37,10 +37,6 @@ Translation Translate(const v1::GenerationParams& params, const v1::PreviewOptio
                       const RequestLimits& limits, MemoryBudget* memory,
                       std::vector<FieldViolation>* violations);
 
-/// Whether the init image says how large the images are, at least along one edge. As in diffusers:
-/// its pipelines for inpainting alone draw the model's native size.
-bool TakesPicturesSize(const v1::GenerationParams& params, const ModelInfo& model);
-
 /// The priority of a request; normal if it is unset or unknown.
 Priority ReadPriority(const v1::GenerationParams& params);
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <map>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -83,9 +84,11 @@ TEST(RealPipelineOnAGpu, BitsDoNotDependOnCompany) {
   for (size_t i = 0; i < specs.size(); ++i) {
     const auto alone = Submit(*engine, specs[i]);
     ASSERT_TRUE(alone->Wait().ok()) << alone->Wait();
-    ASSERT_EQ(alone->images().size(), static_cast<size_t>(specs[i].count));
-    for (const auto& [index, image] : alone->images()) {
-      const std::vector<float>& other = together[i]->images().at(index);
+    const std::map<int, std::vector<float>> images = alone->images(),
+                                            others = together[i]->images();
+    ASSERT_EQ(images.size(), static_cast<size_t>(specs[i].count));
+    for (const auto& [index, image] : images) {
+      const std::vector<float>& other = others.at(index);
       ASSERT_EQ(image.size(), other.size());
       EXPECT_EQ(std::memcmp(image.data(), other.data(), image.size() * sizeof(float)), 0)
           << "request " << i << ", image " << index;
