@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -363,8 +362,7 @@ class Translator {
         params_.has_width() ? spec.width / picture_x
         : params_.has_height()
             ? spec.height / picture_y
-            : std::min({1.0, model_.max_edge / picture_x, model_.max_edge / picture_y,
-                        std::sqrt(limits_.max_image_pixels / (picture_x * picture_y))});
+            : std::min({1.0, model_.max_edge / picture_x, model_.max_edge / picture_y});
     const auto scaled = [&](double pixels) {
       constexpr double kRounding = 1e-9;  // of the scale
       const auto whole =
