@@ -89,9 +89,9 @@ absl::Status ModelDirectory::ParseIndex(const json& json_index, const std::strin
     reader.Ignore({field.c_str()});  // other fields configure the Python pipeline
   }
   if (!components.contains("unet"))
-    reader.Complain("unet",
-                    "expected [\"diffusers\", \"<class>\"]: only pipelines around a UNet are "
-                    "supported");
+    reader.Complain("unet", json_index.contains("unet")
+                                ? "expected [\"diffusers\", \"<class>\"]"
+                                : "missing: only pipelines around a UNet are supported");
   if (json_index.contains("scheduler") && ComponentClass(json_index["scheduler"]).empty())
     reader.Complain("scheduler", "expected [\"diffusers\", \"<class>\"]");
   reader.Read("_class_name", &pipeline_class);

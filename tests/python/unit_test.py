@@ -283,7 +283,7 @@ class RequestTest(unittest.TestCase):
         self.assertEqual(self.params(request_id="a").seed, 0xAF63DC4C8601EC8C)
 
     def test_what_survives_has_an_id(self):
-        self.assertRegex(self.params(survives=True).request_id, "^[0-9a-f]{16}$")
+        self.assertRegex(self.params(survives=True).request_id, "^[0-9a-f]{32}$")
         self.assertEqual(self.params().request_id, "")
 
     def test_wrong_values_are_refused_before_the_call(self):
