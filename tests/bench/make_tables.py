@@ -9,8 +9,8 @@ the difference, if the page is not what the figures make of it. Whether a row re
 decided by unrounded ratios of the peer's time over denoised's, for the peer that is the fastest: the
 median over the rounds, and four in five rounds. Device, commit, date and versions come from the figures too.
 
-Beside its commit stands whether the folders of what was measured have changed since, by git. --check
-skips that where the history is not there.
+Beside its commit stands which folders of what was measured have changed since, by git, when the page
+was written. --check leaves that out: each commit may change them.
 
 Several runs may share a table: models.json, models-2.json, models-3.json. Each row is then taken from
 the newest of the runs that say most of it: that measured most peers, and searched for the fastest.
@@ -1419,7 +1419,7 @@ ELSEWHERE = {"speed", "http", "event-streams", "train-cpu", "train-curves", "tra
 SERVED = ("headline", "digits", "start", "serving", "pipelines", "http", "event-streams", "page")
 TRAINED = ("train", "train-cpu", "train-run")
 COMMITS = re.compile(r"^(\*\S.*?\bcommit )([0-9a-f]{7,40}(?: and [0-9a-f]{7,40})*)", re.MULTILINE)
-AGES = re.compile(r"(?<=[0-9a-f]) \((?:[a-z/, ]+ (?:un)?changed since|not in this history)\)")
+AGES = re.compile(r"(?<=[0-9a-f]) \((?:[a-z/, ]+ changed since|not in this history)\)")
 
 
 def folders_of(name):
@@ -1450,9 +1450,7 @@ def age(commits, folders):
     if any(None in each for each in found.values()):
         return " (not in this history)"
     changed = [f"{folder}/" for folder in folders if any(found[folder])]
-    if changed:
-        return f" ({' and '.join(changed)} changed since)"
-    return f" ({' and '.join(f'{folder}/' for folder in folders)} unchanged since)"
+    return f" ({' and '.join(changed)} changed since)" if changed else ""
 
 
 def aged(lines, name):
@@ -1503,8 +1501,8 @@ def main():
         print("without the history of git, ages of commits are left out", file=sys.stderr)
     for path, text in texts.items():
         new = made(text, args.data)
-        if args.check and not has_history():
-            text = AGES.sub("", text)
+        if args.check:
+            text, new = AGES.sub("", text), AGES.sub("", new)
         if text == new:
             continue
         if not args.check:
