@@ -86,10 +86,9 @@ TEST(ValidateTest, SamplerMustSuitTheModel) {
                 ElementsAre(Violation("sampler", "use one of euler, ")));
   EXPECT_THAT(With(kDdpm, Sampler::kEdmEuler, &SamplerParams::strength, 1.0),
               ElementsAre(Violation("sampler", "use one of ddpm, ")));
-  EXPECT_THAT(
-      With({{"_class_name", "FlowMatchEulerDiscreteScheduler"}}, Sampler::kEuler,
-           &SamplerParams::strength, 1.0),
-      ElementsAre(Violation("sampler", "flow matching model; use flow_match_euler")));
+  EXPECT_THAT(With({{"_class_name", "FlowMatchEulerDiscreteScheduler"}}, Sampler::kEuler,
+                   &SamplerParams::strength, 1.0),
+              ElementsAre(Violation("sampler", "flow matching model; use flow_match_euler")));
   EXPECT_THAT(With({{"_class_name", "CMStochasticIterativeScheduler"}}, Sampler::kLcm,
                    &SamplerParams::strength, 1.0),
               ElementsAre(Violation("sampler", "consistency model; use consistency")));
