@@ -243,15 +243,6 @@ std::optional<ParamViolation> WrongWithSteps(const SchedulerConfig& scheduler, i
                            evaluations, max_evaluations)};
 }
 
-/// How many steps the default sampler takes. With steps_offset the last ones would need timesteps
-/// beyond those of the training. What fails does so before its evaluations are compiled.
-int MostSteps(const SchedulerConfig& scheduler) {
-  const int most = scheduler.max_steps(scheduler.default_sampler());
-  for (int steps = most; steps > 0; --steps)
-    if (scheduler.Compile({.steps = steps}).ok()) return steps;
-  return most;
-}
-
 /// Steps of a request that names neither sampler nor steps. They must be valid, since the client
 /// did not choose them. This may compile many plans, so no device waits for it.
 absl::StatusOr<int> DefaultSteps(const PipelineFiles& files, int max_evaluations) {
@@ -542,7 +533,7 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
   info->default_schedule = scheduler.default_schedule();
   info->samplers = scheduler.samplers();
   info->schedules = scheduler.schedules(info->default_sampler);
-  info->max_steps = MostSteps(scheduler);
+  info->max_steps = scheduler.max_steps(info->default_sampler, info->default_schedule);
   info->default_steps = files.defaults.steps;
   info->default_guidance_scale =
       info->guidance || info->guidance_input

@@ -207,18 +207,14 @@ class Compilation {
       if (auto violation = traits.check(fields_, request_))
         return violations.push_back(*std::move(violation));
     }
-    if (fields_.training == Training::kBetas && !distilled) CheckLeadingTimesteps();
+    CheckLeadingTimesteps();
     if (violations.empty() && traits.walks_sigmas()) CheckSigmasDescend();
   }
 
   void CheckLeadingTimesteps() {
-    if (SpacingOf(fields_, request_.sampler) != TimestepSpacing::kLeading) return;
-    const bool solver = TraitsOf(request_.sampler).levels == Levels::kSolver;
-    if (solver && request_.schedule != NoiseSchedule::kNative) return;
     const int trained = fields_.train_timesteps;
     const auto highest = [&](int steps) {
-      const int points = steps + solver;
-      return (points - 1) * (trained / points) + fields_.steps_offset;
+      return HighestTimestep(fields_, request_.sampler, request_.schedule, steps);
     };
     if (highest(request_.steps) < trained) return;
     int fewer = request_.steps - 1;

@@ -138,6 +138,16 @@ TimestepSpacing SpacingOf(const Fields& fields, Sampler sampler) {
                                                                 : TimestepSpacing::kLeading);
 }
 
+int HighestTimestep(const Fields& fields, Sampler sampler, NoiseSchedule schedule, int steps) {
+  const Levels levels = TraitsOf(sampler).levels;
+  if (fields.training != Training::kBetas || levels == Levels::kDistilled) return -1;
+  if (SpacingOf(fields, sampler) != TimestepSpacing::kLeading) return -1;
+  const bool solver = levels == Levels::kSolver;
+  if (solver && schedule != NoiseSchedule::kNative) return -1;
+  const int points = steps + solver;
+  return (points - 1) * (fields.train_timesteps / points) + fields.steps_offset;
+}
+
 std::string_view Name(Sampler sampler) { return TraitsOf(sampler).name; }
 
 std::optional<Sampler> SamplerFromName(std::string_view name) {

@@ -88,5 +88,8 @@ const SamplerTraits* FindSchedulerClass(std::string_view class_name);
 NoiseSchedule DefaultSchedule(const SchedulerConfig::Fields& fields, Sampler sampler);
 /// How training timesteps are spaced, by the same rule.
 TimestepSpacing SpacingOf(const SchedulerConfig::Fields& fields, Sampler sampler);
+/// The first of so many leading timesteps, which may lie beyond the training's; −1 of others.
+int HighestTimestep(const SchedulerConfig::Fields& fields, Sampler sampler, NoiseSchedule schedule,
+                    int steps);
 
 }  // namespace denoised

@@ -100,6 +100,8 @@ class SchedulerConfig {
   /// Most steps that a plan may have: num_train_timesteps, or 1000 for EDM; no more than
   /// original_inference_steps for LCM and TCD.
   int max_steps(Sampler sampler) const;
+  /// The same with timesteps that exist: with steps_offset the first may lie beyond the training's.
+  int max_steps(Sampler sampler, NoiseSchedule schedule) const;
   /// The model must output twice the channels: mean and variance.
   bool learns_variance() const;
   /// Plans have NoiseScale::kNormRatio.

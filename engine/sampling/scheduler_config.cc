@@ -369,6 +369,14 @@ int SchedulerConfig::max_steps(Sampler sampler) const {
   return distilled ? std::min(steps, fields_->original_inference_steps) : steps;
 }
 
+int SchedulerConfig::max_steps(Sampler sampler, NoiseSchedule schedule) const {
+  int steps = max_steps(sampler);
+  while (steps > 1 &&
+         HighestTimestep(*fields_, sampler, schedule, steps) >= fields_->train_timesteps)
+    --steps;
+  return steps;
+}
+
 bool SchedulerConfig::measures_outputs() const {
   return fields_->training == Training::kScore && fields_->correct_steps > 0;
 }

@@ -94,6 +94,11 @@ TEST(SchedulerConfigTest, ReadsWhatTheClassDoesNotSay) {
             4000);
   // The name of diffusers 0.0.4.
   EXPECT_EQ(ParseWith("DDIMScheduler", {{"timesteps", 500}})->max_steps(Sampler::kDdim), 500);
+  // The first of n leading steps is at n - 1 + steps_offset, of 0 to 999.
+  const auto offset = ParseWith("DDIMScheduler", {{"steps_offset", 100}});
+  EXPECT_EQ(offset->max_steps(Sampler::kDdim, NoiseSchedule::kNative), 900);
+  EXPECT_TRUE(offset->Compile({.steps = 900}).ok());
+  EXPECT_FALSE(offset->Compile({.steps = 901}).ok());
 }
 
 // DDIM and DDPM clip by default, whatever class the file has; latents have no bounds.
