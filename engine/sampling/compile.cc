@@ -160,10 +160,9 @@ class Compilation {
     const Sampler sampler = request_.sampler;
     const SamplerTraits& traits = TraitsOf(sampler);
     request_.steps = params_.steps;
-    const int most = config_.max_steps(sampler);
-    if (params_.steps < 1 || params_.steps > most)
-      Violate("steps",
-              fmt::format("is {}; use 1 to {} with {}", params_.steps, most, Name(sampler)));
+    if (params_.steps < 1 || params_.steps > config_.max_steps(sampler))
+      Violate("steps", fmt::format("is {}; use 1 to {} with {}", params_.steps,
+                                   config_.max_steps(sampler, request_.schedule), Name(sampler)));
     request_.strength = params_.strength;
     if (!(params_.strength > 0 && params_.strength <= 1))
       Violate("strength", fmt::format("is {}; use a number above 0 and up to 1", params_.strength));

@@ -75,6 +75,7 @@ TEST(ValidateTest, Steps) {
   offset["steps_offset"] = 1;
   EXPECT_THAT(Violations(offset, Steps(1000)), ElementsAre(Violation("steps", "use at most 999")));
   EXPECT_THAT(Violations(offset, Steps(999)), IsEmpty());
+  EXPECT_THAT(Violations(offset, Steps(1001)), ElementsAre(Violation("steps", "use 1 to 999")));
   EXPECT_THAT(Violations({{"_class_name", "DPMSolverMultistepScheduler"}}, Steps(1000)),
               ElementsAre(Violation("steps", "share a noise level")));
 }
