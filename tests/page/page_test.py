@@ -389,6 +389,16 @@ class PageTest(unittest.TestCase):
         b.wait("document.querySelector('.veil')")
         b.draw()
         self.assertEqual(list(drawn()[1:]), with_start)
+        # A side that is not typed follows the picture, which is square.
+        b.js("""const {elements} = document.getElementById("form");
+            for (const [name, value] of [["size", "own"], ["width", 24]]) {
+              elements[name].value = value;
+              elements[name].dispatchEvent(new Event("change", {bubbles: true}));
+            }""")
+        self.drop(noise(40))
+        b.draw(seed=3)
+        _, params, _ = drawn()
+        self.assertEqual((params["width"], params["height"]), (24, 24))
         # The later one counts, although the picture of the one before is still being decoded.
         b.js("""
             const {decode} = Image.prototype;

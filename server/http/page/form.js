@@ -192,6 +192,17 @@ export class Form {
       Math.max(multiple, Math.round(n * scale / multiple) * multiple)));
   }
 
+  /** The size that was typed. A side that was not follows the start picture, or is the model's. */
+  ownSize({width, height}) {
+    const {limits, defaults} = this.model, multiple = limits.size_multiple || 1;
+    const picture = this.mask ? null : this.start;
+    if (picture && !width && !height) return {};
+    const scale = picture && (width / picture.width || height / picture.height);
+    const side = (typed, name) => Number(typed) || (picture
+      ? Math.max(multiple, Math.floor(picture[name] * scale / multiple) * multiple) : defaults[name]);
+    return {width: side(width, "width"), height: side(height, "height")};
+  }
+
   /** What a request without a size draws. */
   unsetSize() {
     const {width, height} = this.model.defaults;
@@ -369,8 +380,7 @@ export class Form {
     if (values.noise_schedule) params.noise_schedule = values.noise_schedule;
     if (values["output.format"] !== "IMAGE_FORMAT_PNG") params.output = {format: values["output.format"]};
     if (values.size === "own") {
-      params.width = Number(values.width) || model.defaults.width;
-      params.height = Number(values.height) || model.defaults.height;
+      Object.assign(params, this.ownSize(values));
     } else if (values.size) {
       [params.width, params.height] = values.size.split("x").map(Number);
     }
