@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // How far a model's images in bf16 and fp8 are from those in fp32, on one device.
 //
-//   precision-errors --model=DIR --calibrations=DIR [--images=N] [--layers] [--scales] [--save=DIR]
-//                    [--device=cpu|cuda]
+//   precision-errors --model=DIR --calibrations=DIR [--images=N] [--prompts=FILE] [--layers]
+//                    [--scales] [--save=DIR] [--device=cpu|cuda]
 //
 // Calibrates the model on the CPU into --calibrations, which must exist, draws N images with seeds
 // that the calibration did not use on --device (default: cpu), and prints a JSON object: ‖image −
-// fp32's‖ / ‖fp32's‖ over all images by precision. --layers also gives the error with each layer
+// fp32's‖ / ‖fp32's‖ over all images by precision. --prompts has a prompt in each line, which the
+// images take in turn, for models that read text. --layers also gives the error with each layer
 // alone in e4m3, --scales that with other scales than the calibration's, from an eighth of them to
 // sixteen times. --save writes the images as bytes, one .npy for each precision, and labels.npy,
-// for tests/reference/classify.py.
+// for tests/reference/classify.py and judge_emoji.py.
 
 #include <cmath>
 #include <cstdio>
@@ -28,13 +29,13 @@ namespace {
 struct Options {
   std::string model, calibrations, save, device = "cpu";
   int images = 16;
+  std::vector<std::string> prompts = {
+      "a green tree",       "a smiling face",   "a yellow car", "two cats",
+      "a house by the sea", "a slice of pizza", "a rocket",     "rain"};
   bool layers = false, scales = false;
 };
 
 constexpr uint64_t kSeed = 100000;
-constexpr const char* kPrompts[] = {
-    "a green tree",       "a smiling face",   "a yellow car", "two cats",
-    "a house by the sea", "a slice of pizza", "a rocket",     "rain"};
 
 struct Drawn {
   std::vector<float> pixels;
@@ -59,7 +60,7 @@ absl::StatusOr<Drawn> Draw(const Options& options, DType dtype, Precision precis
   JobSpec spec{.model = "model", .seed = kSeed, .count = options.images};
   for (int i = 0; i < spec.count; ++i) {
     if (model->num_classes > 0) drawn.labels.push_back(i % model->num_classes);
-    if (model->text) spec.prompts.push_back({.text = kPrompts[i % std::size(kPrompts)]});
+    if (model->text) spec.prompts.push_back({.text = options.prompts[i % options.prompts.size()]});
   }
   spec.class_labels = drawn.labels;
   if (model->images.required) {
@@ -172,12 +173,16 @@ int Main(int argc, char** argv) {
       *to = flag.substr(std::strlen(name));
       return true;
     };
-    std::string images;
+    std::string images, prompts;
     if (value("--model=", &options.model) || value("--calibrations=", &options.calibrations) ||
         value("--save=", &options.save) || value("--device=", &options.device))
       continue;
     if (value("--images=", &images)) {
       options.images = std::atoi(images.c_str());
+    } else if (value("--prompts=", &prompts)) {
+      std::ifstream lines(prompts);
+      options.prompts.clear();
+      for (std::string line; std::getline(lines, line);) options.prompts.push_back(line);
     } else if (flag == "--layers") {
       options.layers = true;
     } else if (flag == "--scales") {
@@ -187,8 +192,11 @@ int Main(int argc, char** argv) {
       return 2;
     }
   }
-  if (options.model.empty() || options.calibrations.empty() || options.images < 1) {
-    std::fprintf(stderr, "--model and --calibrations are needed, and --images of at least 1\n");
+  if (options.model.empty() || options.calibrations.empty() || options.images < 1 ||
+      options.prompts.empty()) {
+    std::fprintf(stderr,
+                 "--model and --calibrations are needed, --images of at least 1, and a line in the "
+                 "file of --prompts\n");
     return 2;
   }
   const absl::Status status = Run(options);

@@ -4,12 +4,17 @@
 usage:
     judge_emoji.py train    --data FOLDER --model models/emoji-64 --judge FILE
     judge_emoji.py evaluate --data FOLDER --model models/emoji-64 --judge FILE [--out figures.json]
+    judge_emoji.py captions --data FOLDER --out captions.txt
+    judge_emoji.py evaluate ... --drawn bf16=FILE.npy fp8=FILE.npy
 FOLDER holds Noto Emoji (emoji.py); --model has at least the tokenizer.
 
 train: a dual encoder of pictures and captions, trained by contrast on all pictures, the held-out ones
 too. It takes a minute of GPU.
 evaluate: retrieval among 100 captions, of real and of drawn pictures; writes grid.png, seen.png and
 held_out.png into --model. Seconds of GPU for each setting, minutes of CPU.
+captions: the captions of these pictures, a line each, for precision-errors --prompts.
+--drawn: judges pictures that precision-errors saved, image i of caption i, in turn, instead of
+drawing any.
 """
 
 import argparse
@@ -199,17 +204,47 @@ def grid(images, columns):
     return Image.fromarray(np.concatenate(rows, 0))
 
 
+def retrieval_sets(rows):
+    """The pictures whose captions are chosen among, by whether the generator has seen them."""
+    seen, unseen = emoji.split(rows)
+    return {"seen": emoji.sample_of(seen, RETRIEVAL), "held out": emoji.sample_of(unseen, RETRIEVAL)}
+
+
+def write_captions(args, device):
+    sets = retrieval_sets(emoji.load(args.data)[1])
+    args.out.write_text("".join(f"{row.name}\n" for chosen in sets.values() for row in chosen))
+
+
+def judge_drawn(args, judge, tokenizer, sets, device):
+    """The figures of --drawn, over all seeds together."""
+    figures = {}
+    for name, _, file in (each.partition("=") for each in args.drawn):
+        of_all = np.load(file)
+        seeds = of_all.reshape(-1, sum(map(len, sets.values())), *of_all.shape[1:])
+        figures[name], first = {"pictures of a caption": len(seeds)}, 0
+        for part, chosen in sets.items():
+            names = [row.name for row in chosen]
+            scores = [retrieval(judge, tokenizer, seed[first : first + len(names)], names, device)
+                      for seed in seeds]  # fmt: skip
+            figures[name][part] = sum(scores) / len(scores)
+            first += len(names)
+    return figures
+
+
 def evaluate(args, device):
     images, rows = emoji.load(args.data)
-    seen, unseen = emoji.split(rows)
     tokenizer = CLIPTokenizer.from_pretrained(args.model / "tokenizer")
     judge = Judge(len(tokenizer))
     judge.load_state_dict({k: v.float() for k, v in load_file(args.judge).items()})
     judge = judge.to(device).eval()
+    sets = retrieval_sets(rows)
+    if args.drawn:
+        text = json.dumps(judge_drawn(args, judge, tokenizer, sets, device), indent=2)
+        if args.out:
+            args.out.write_text(text + "\n")
+        return print(text)
     pipeline = open_pipeline(args.model, device)
     figures = {"captions": RETRIEVAL, "real": {}, "decoded": {}, "drawn": []}
-    sets = {name: emoji.sample_of(part, RETRIEVAL)
-            for name, part in (("seen", seen), ("held out", unseen))}  # fmt: skip
     for name, chosen in sets.items():
         real = images[[row.index for row in chosen]]
         names = [row.name for row in chosen]
@@ -242,15 +277,18 @@ def numbers(kind):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("stage", choices=["train", "evaluate"])
+    parser.add_argument("stage", choices=["train", "evaluate", "captions"])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True, help="the pipeline directory")
+    parser.add_argument("--model", type=Path, default=Path("models/emoji-64"), help="the pipeline directory")
     parser.add_argument("--judge", type=Path, default=Path("out/emoji_judge.safetensors"))
     parser.add_argument("--minutes", type=float, default=0.8, help="of training steps")
     parser.add_argument("--steps", type=numbers(int), default=[DEFAULT_STEPS])
     parser.add_argument("--guidance", type=numbers(float), default=[DEFAULT_GUIDANCE, 3.0])
-    parser.add_argument("--out", type=Path, help="a file for the figures")
+    parser.add_argument("--drawn", nargs="+", default=[], metavar="NAME=FILE.npy")
+    parser.add_argument("--out", type=Path, help="a file for the figures or captions")
     args = parser.parse_args()
+    if args.stage == "captions" and not args.out:
+        parser.error("captions needs --out")
     warnings.filterwarnings("ignore", category=FutureWarning)
 
     torch.manual_seed(0)
@@ -258,7 +296,8 @@ def main():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start = time.time()
-    {"train": train_judge, "evaluate": evaluate}[args.stage](args, device)
+    stages = {"train": train_judge, "evaluate": evaluate, "captions": write_captions}
+    stages[args.stage](args, device)
     print(json.dumps({"stage": args.stage, "whole_seconds": round(time.time() - start, 1)}))
 
 
