@@ -14,10 +14,10 @@ namespace {
 class TriangleTaps {
  public:
   /// Scaling `from` positions to `to`, at the output position `i`.
-  TriangleTaps(int from, int to, int i) {
-    const double scale = static_cast<double>(from) / to;
+  TriangleTaps(int from, int64_t to, int64_t i) {
+    const double scale = static_cast<double>(from) / static_cast<double>(to);
     support_ = std::max(scale, 1.0);
-    centre_ = (i + 0.5) * scale;
+    centre_ = (static_cast<double>(i) + 0.5) * scale;
     first_ = std::max(0, static_cast<int>(std::floor(centre_ - support_)));
     last_ = std::min(from - 1, static_cast<int>(std::ceil(centre_ + support_)));
     for (int j = first_; j <= last_; ++j) sum_ += Height(j);
@@ -35,23 +35,39 @@ class TriangleTaps {
   int first_, last_;
 };
 
-/// Filters the middle dimension of [outer, from, inner].
-Tensor FilterMiddle(const Tensor& in, int64_t outer, int from, int to, int64_t inner) {
+/// One direction of ResizePart: `from` positions are scaled to `to`, of which `count` are computed,
+/// from `first` on.
+struct Direction {
+  int from;
+  int64_t to, first;
+  int count;
+
+  TriangleTaps Taps(int i) const { return {from, to, first + i}; }
+  /// The source positions that these read.
+  int source_first() const { return Taps(0).first(); }
+  int source_count() const { return Taps(count - 1).last() + 1 - source_first(); }
+};
+
+/// Filters the middle dimension of [outer, direction.source_count(), inner]. `stride` is that of
+/// the middle dimension, `outer_stride` that of the outer one, in floats; inner elements are
+/// adjacent.
+Tensor FilterMiddle(const float* source, int64_t outer_stride, int64_t stride, int64_t outer,
+                    const Direction& direction, int64_t inner) {
+  const int to = direction.count, source_first = direction.source_first();
   Tensor out = Tensor::Host({outer, to, inner}, DType::kF32);
-  const float* source = in.as<float>();
   float* target = out.as<float>();
   std::fill_n(target, out.elements(), 0.0f);
   // The weights of a long line would take more memory than the image: only a part is kept at once.
   std::array<float, 1024> weights;
   for (int i = 0; i < to; ++i) {
-    const TriangleTaps taps(from, to, i);
+    const TriangleTaps taps = direction.Taps(i);
     for (int begin = taps.first(); begin <= taps.last();) {
       const int size = std::min<int>(weights.size(), taps.last() - begin + 1);
       for (int t = 0; t < size; ++t) weights[t] = taps.Weight(begin + t);
       for (int64_t o = 0; o < outer; ++o) {
         float* row = target + (o * to + i) * inner;
         for (int t = 0; t < size; ++t) {
-          const float* from_row = source + (o * from + begin + t) * inner;
+          const float* from_row = source + o * outer_stride + (begin + t - source_first) * stride;
           for (int64_t c = 0; c < inner; ++c) row[c] += weights[t] * from_row[c];
         }
       }
@@ -139,19 +155,31 @@ std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels) {
 // pixels that the image does not have, and may need far more memory between its two passes than
 // both images.
 Tensor Resize(const Tensor& image, int height, int width) {
-  const int from_height = static_cast<int>(image.dim(0));
-  const int from_width = static_cast<int>(image.dim(1));
-  if (from_height == height && from_width == width) return image;
+  return ResizePart(image, height, width, 0, 0, height, width);
+}
+
+Tensor ResizePart(const Tensor& image, int64_t full_height, int64_t full_width, int64_t top,
+                  int64_t left, int height, int width) {
+  const Direction rows{static_cast<int>(image.dim(0)), full_height, top, height};
+  const Direction columns{static_cast<int>(image.dim(1)), full_width, left, width};
+  if (rows.from == full_height && columns.from == full_width && height == full_height &&
+      width == full_width)
+    return image;
   const int64_t channels = image.dim(2);
+  const int64_t row = columns.from * channels, source_width = columns.source_count();
+  const float* const source =
+      image.as<float>() + rows.source_first() * row + columns.source_first() * channels;
   // The image between the two passes must not be large if neither the source nor the result is. It
-  // would be if a line of 2^24 pixels became as wide as it is long.
-  if (int64_t{from_height} * width <= int64_t{height} * from_width) {
-    const Tensor wide = FilterMiddle(image, from_height, from_width, width, channels);
-    return FilterMiddle(wide, 1, from_height, height, width * channels)
+  // would be if a line of 2^24 pixels became as wide as it is long. All parts have the same order.
+  if (rows.from * full_width <= full_height * columns.from) {
+    const Tensor wide = FilterMiddle(source, row, channels, rows.source_count(), columns, channels);
+    return FilterMiddle(wide.as<float>(), 0, width * channels, 1, rows, width * channels)
         .Reshape({height, width, channels});
   }
-  const Tensor high = FilterMiddle(image, 1, from_height, height, from_width * channels);
-  return FilterMiddle(high, height, from_width, width, channels).Reshape({height, width, channels});
+  const Tensor high = FilterMiddle(source, 0, row, 1, rows, source_width * channels);
+  return FilterMiddle(high.as<float>(), source_width * channels, channels, height, columns,
+                      channels)
+      .Reshape({height, width, channels});
 }
 
 Tensor FitWithin(const Tensor& image, int max_edge) {

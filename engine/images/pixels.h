@@ -53,6 +53,11 @@ std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels);
 /// down so that every source pixel counts. Written by hand: pixels.cc says why no library does it.
 Tensor Resize(const Tensor& image, int height, int width);
 
+/// Of Resize(image, full_height, full_width), the part [height, width, C] that begins at `top` and
+/// `left`, with the same bits. Takes memory for what this part depends on, not for the whole.
+Tensor ResizePart(const Tensor& image, int64_t full_height, int64_t full_width, int64_t top,
+                  int64_t left, int height, int width);
+
 /// `image` itself if no edge exceeds `max_edge`; otherwise scaled down with its aspect kept.
 Tensor FitWithin(const Tensor& image, int max_edge);
 

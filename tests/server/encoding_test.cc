@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <thread>
@@ -92,6 +93,29 @@ TEST(PixelsTest, ResizeOfALongLineTakesNoMemoryForItsWeights) {
   Tensor resized;
   EXPECT_LT(PeakGrowth([&] { resized = Resize(line, 1, 32); }), 16 << 20);
   for (const float value : resized.span<float>()) EXPECT_NEAR(value, 0.25, 1e-3);
+}
+
+TEST(PixelsTest, APartOfAResizedImageHasTheBitsOfTheWhole) {
+  Tensor image = Tensor::Host({23, 9, 3}, DType::kF32);
+  std::mt19937 random(7);
+  for (float& value : image.span<float>())
+    value = std::uniform_real_distribution<float>(-1, 1)(random);
+  for (const auto& [full_height, full_width] :
+       {std::pair{46, 18}, {11, 4}, {30, 5}, {10, 20}, {23, 9}, {23, 4}}) {
+    const Tensor whole = Resize(image, full_height, full_width);
+    for (const auto& [top, left, height, width] :
+         {std::tuple{0, 0, full_height, full_width}, {3, 1, 5, 2}, {full_height - 1, 0, 1, 3}}) {
+      const Tensor part = ResizePart(image, full_height, full_width, top, left, height, width);
+      ASSERT_EQ(part.shape(), (Shape{height, width, 3}));
+      for (int y = 0; y < height; ++y) {
+        const float* const expected =
+            whole.as<float>() + ((top + y) * full_width + left) * int64_t{3};
+        EXPECT_EQ(
+            std::memcmp(part.as<float>() + y * width * 3, expected, width * 3 * sizeof(float)), 0)
+            << full_height << "×" << full_width << ", row " << top + y;
+      }
+    }
+  }
 }
 
 TEST(PixelsTest, FitWithinKeepsAspect) {

@@ -14,6 +14,7 @@
 #include "engine/images/formats.h"
 #include "engine/images/jpeg.h"
 #include "engine/images/webp.h"
+#include "tests/server/peak_memory.h"
 #include "trainer/data/archive.h"
 #include "trainer/data/arrays.h"
 #include "trainer/data/pictures.h"
@@ -340,6 +341,29 @@ TEST_F(DataTest, PicturesAreScaledCroppedOrPadded) {
   EXPECT_EQ(pixel(2, 1), 0);
   EXPECT_EQ(pixel(1, 2), 0);
   EXPECT_EQ(pixel(4, 3), 0);
+}
+
+TEST_F(DataTest, ThinPicturesTakeNoMoreMemoryThanOthers) {
+  // Scaled to cover, they would be 64 × 3,840,000 pixels and reverse; in the middle, white begins.
+  constexpr int kLong = 60'000;
+  for (const bool tall : {true, false}) {
+    Pixels thin{tall ? 1 : kLong, tall ? kLong : 1, 1, std::vector<uint8_t>(kLong)};
+    std::fill_n(thin.samples.begin() + kLong / 2, kLong / 2, uint8_t{255});
+    Write("x/a.png", *EncodePng(thin, {}));
+    PictureOptions options = Options(64);
+    options.parallel_for = OneByOne;  // without the memory of threads
+    absl::StatusOr<Pictures> pictures;
+    const int64_t grown = PeakGrowth([&] { pictures = ReadPictures(folder_, "", options); });
+    ASSERT_TRUE(pictures.ok()) << pictures.status();
+    EXPECT_LT(grown, 16 << 20);  // 983 MB when the whole was scaled
+    const auto* const bytes = pictures->dataset.images.as<uint8_t>();
+    const auto at = [&](int along) { return bytes[tall ? along * 64 : along]; };
+    EXPECT_LT(at(0), 5);  // the middles of a black and a white pixel
+    EXPECT_NEAR(at(31), 127, 3);
+    EXPECT_NEAR(at(32), 128, 3);
+    EXPECT_GT(at(63), 250);
+    EXPECT_EQ(at(20), bytes[tall ? 20 * 64 + 63 : 63 * 64 + 20]);
+  }
 }
 
 TEST_F(DataTest, ZipStoredAndDeflated) {

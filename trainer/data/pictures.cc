@@ -86,13 +86,16 @@ void Fit(Tensor image, const PictureOptions& options, uint8_t* to) {
   const int64_t h = image.dim(0), w = image.dim(1), channels = image.dim(2);
   const bool inside = options.pad && h <= options.height && w <= options.width;
   if (!inside && (h != options.height || w != options.width)) {
-    // Scaled until it covers, so that only one direction is cropped.
+    // Scaled until it covers, so that only one direction is cropped. Of a thin picture, what is
+    // cropped may be millions of times as large as what is left.
     const double scale = std::max(static_cast<double>(options.height) / static_cast<double>(h),
                                   static_cast<double>(options.width) / static_cast<double>(w));
     const auto scaled = [&](int64_t extent, int least) {
-      return std::max(least, static_cast<int>(std::lround(static_cast<double>(extent) * scale)));
+      return std::max<int64_t>(least, std::llround(static_cast<double>(extent) * scale));
     };
-    image = Resize(image, scaled(h, options.height), scaled(w, options.width));
+    const int64_t height = scaled(h, options.height), width = scaled(w, options.width);
+    image = ResizePart(image, height, width, (height - options.height) / 2,
+                       (width - options.width) / 2, options.height, options.width);
   }
   const std::vector<uint8_t> bytes = ToBytes(image);
   const int64_t from_height = image.dim(0), from_width = image.dim(1);
