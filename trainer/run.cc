@@ -178,6 +178,7 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
   options.width = static_cast<int>(config_.canvas != 0 ? config_.canvas : picture[1]);
   options.pad = config_.pad;
   options.stop = &stop;
+  if (first()) options.note = [](const std::string& what) { Say("{}", what); };
   if (const auto* const pixels = std::get_if<UNet2DConfig>(&config_.network)) {
     options.wants_labels = pixels->condition == ClassCondition::kLabel;
     options.wants_vectors =

@@ -212,6 +212,76 @@ TEST_F(DataTest, WeightsOfMetadata) {
   }
 }
 
+TEST_F(DataTest, MetadataThatContradictsItselfIsRefused) {
+  for (const char* const name : {"a.png", "b.png"}) Write(name, Png(2, 10));
+  const auto refused = [&](const std::string& first, const std::string& second,
+                           const std::string& what) {
+    Write("metadata.jsonl", R"({"file_name": "a.png", )" + first +
+                                "}\n"
+                                R"({"file_name": "b.png", "label": "dog"})"
+                                "\n"
+                                R"({"file_name": "./a.png", )" +
+                                second + "}\n");
+    ExpectRefused(folder_, "", what);
+  };
+  refused(R"("label": "cat")", R"("label": "dog")",
+          R"(metadata.jsonl, line 3: the label of a.png is "dog", but in line 1 it is "cat")");
+  refused(R"("label": "cat", "weight": 2)", R"("label": "cat", "weight": 3)",
+          "metadata.jsonl, line 3: the weight of a.png is 3, but in line 1 it is 2; remove one");
+  Write("metadata.jsonl", R"({"file_name": "a.png", "label": "cat", "text": "one"})"
+                          "\n"
+                          R"({"file_name": "b.png", "label": "dog"})"
+                          "\n"
+                          R"({"file_name": "a.png", "label": "cat", "text": "two"})");
+  const auto pictures = ReadPictures(folder_, "", Options(2));
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->dataset.labels, ElementsAre(0, 1));
+
+  const auto zip = [&](const std::string& label) {
+    return Write("set.zip",
+                 Zip({{"a.png", Png(2, 7)},
+                      {"dataset.json", R"({"labels": [["a.png", 4], ["a.png", )" + label + "]]}"}},
+                     true));
+  };
+  ExpectRefused(zip("5"), "",
+                R"(set.zip/dataset.json: ["a.png",5]: the file has another label before)");
+  EXPECT_TRUE(ReadPictures(zip("4"), "", Options(2)).ok());
+}
+
+TEST_F(DataTest, UnknownFieldsOfMetadataAreNamedOnce) {
+  for (const char* const name : {"cats/a.png", "dogs/b.png"}) Write(name, Png(2, 10));
+  Write("metadata.jsonl", R"({"file_name": "cats/a.png", "lable": 3, "wieght": 2, "text": "a"})"
+                          "\n"
+                          R"({"file_name": "dogs/b.png", "lable": 4, "weight": 2})");
+  PictureOptions options = Options(2);
+  std::vector<std::string> notes;
+  options.note = [&](const std::string& what) { notes.push_back(what); };
+  ASSERT_TRUE(ReadPictures(folder_, "", options).ok());
+  ASSERT_EQ(notes.size(), 1u);
+  EXPECT_THAT(notes[0],
+              HasSubstr(R"(metadata.jsonl: unknown fields are ignored: "lable" (lines: 2), )"
+                        R"("wieght" (lines: 1); use file_name, label, text or weight)"));
+}
+
+TEST_F(DataTest, FoldersNameClassesWhereMetadataHasNoLabel) {
+  for (const char* const name : {"ants/b.png", "cats/a.png"}) Write(name, Png(2, 10));
+  Write("metadata.jsonl", R"({"file_name": "cats/a.png", "weight": 2})");
+  PictureOptions options = Options(2);
+  const auto pictures = ReadPictures(folder_, "", options);
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->class_names, ElementsAre("ants", "cats"));
+  EXPECT_THAT(pictures->dataset.labels, ElementsAre(0, 1));
+  EXPECT_THAT(pictures->dataset.weights, ElementsAre(1, 2));
+  // A network without classes has trained without these labels, and its runs can be resumed.
+  options.wants_labels = false;
+  EXPECT_TRUE(ReadPictures(folder_, "", options)->dataset.labels.empty());
+  Write("stray.png", Png(2, 10));
+  ExpectRefused(folder_, "",
+                "stray.png: it has no label in metadata.jsonl, and is in no folder of a class");
+  Write("metadata.jsonl", R"({"file_name": "cats/a.png", "label": "cat"})");
+  ExpectRefused(folder_, "", "ants/b.png: it has no label in metadata.jsonl\n");
+}
+
 TEST_F(DataTest, ClassVectorsOfMetadataZipAndArrays) {
   PictureOptions options = Options(2);
   options.wants_labels = false;

@@ -28,13 +28,14 @@ namespace fs = std::filesystem;
 constexpr int64_t kMaxPixels = int64_t{1} << 28;
 constexpr int32_t kMaxLabel = 1 << 24;
 constexpr size_t kMaxVector = 1 << 16;
-/// Bad files that an error names.
+/// Files or fields that a message names.
 constexpr size_t kMaxNamed = 20;
 
 /// What a file says of a picture's class: a number, or a list of them.
 struct Label {
   int32_t number = -1;
   std::vector<float> vector;
+  bool operator==(const Label&) const = default;
 };
 using Labels = std::map<std::string, Label>;
 
@@ -165,9 +166,18 @@ absl::Status DecodeOne(const Candidate& candidate, const PictureOptions& options
   return absl::OkStatus();
 }
 
-/// Decodes all candidates.
+/// Joins the first of them, and counts the rest.
+std::string Listed(const std::vector<std::string>& texts, const std::string& between) {
+  const size_t named = std::min(texts.size(), kMaxNamed);
+  std::string list = fmt::format(
+      "{}", fmt::join(texts.begin(), texts.begin() + static_cast<std::ptrdiff_t>(named), between));
+  if (named < texts.size()) list += fmt::format("{}and {} more", between, texts.size() - named);
+  return list;
+}
+
+/// Decodes all candidates. `no_label` is what is wrong with one that has none.
 absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candidate>& candidates,
-                                const PictureOptions& options) {
+                                const std::string& no_label, const PictureOptions& options) {
   if (candidates.empty())
     return NotFound("{}: has no PNG, JPEG or WebP pictures; check the path", path);
   Pictures pictures;
@@ -203,7 +213,7 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
     const absl::Status& status = decoded[i % kBlock];
     std::string what;  // is wrong with it
     if (labels && !candidate.label) {
-      what = candidate.name + ": it has no label";
+      what = fmt::format("{}: {}", candidate.name, no_label);
     } else if (options.wants_vectors && count > 0 &&
                candidate.label->vector.size() != vector_size) {
       what = fmt::format("{}: its label has {} numbers, and those of others {}", candidate.name,
@@ -234,12 +244,9 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
   if (!bad.empty() && !options.skip_bad) {
     if (bad.size() == 1)
       return InvalidArgument("{}. Remove it, or pass --skip-bad-files", bad.front());
-    const size_t named = std::min(bad.size(), kMaxNamed);
     return InvalidArgument(
-        "{}: {} of {} pictures cannot be used. Remove them, or pass --skip-bad-files:\n  {}{}",
-        path, bad.size(), candidates.size(),
-        fmt::join(bad.begin(), bad.begin() + static_cast<std::ptrdiff_t>(named), "\n  "),
-        named < bad.size() ? fmt::format("\n  and {} more", bad.size() - named) : "");
+        "{}: {} of {} pictures cannot be used. Remove them, or pass --skip-bad-files:\n  {}", path,
+        bad.size(), candidates.size(), Listed(bad, "\n  "));
   }
   if (count == 0)
     return InvalidArgument("{}: none of its {} pictures can be read; the first: {}", path,
@@ -295,13 +302,23 @@ void Number(const std::map<std::string, std::vector<std::string>>& files_of_name
       (*labels)[file].number = static_cast<int32_t>(number);
 }
 
-/// Labels, all files that have a line, and the weights of those pictures that have one.
-absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
-                                    std::vector<std::string>* names, std::set<std::string>* files,
-                                    std::map<std::string, double>* weights) {
-  DENOISED_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
+/// What metadata.jsonl says.
+struct Metadata {
   Labels labels;
+  std::vector<std::string> names;  // of classes
+  std::set<std::string> files;     // all that have a line
+  std::map<std::string, double> weights;
+};
+
+absl::StatusOr<Metadata> ReadMetadata(const fs::path& file, const PictureOptions& options) {
+  DENOISED_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
+  const bool vectors = options.wants_vectors;
+  Metadata metadata;
+  Labels& labels = metadata.labels;
   std::map<std::string, std::vector<std::string>> files_of_name;
+  std::map<std::string, int> unknown;  // fields, and in how many lines
+  // By file and field: the first line that says it, and what.
+  std::map<std::pair<std::string, std::string>, std::pair<int, nlohmann::json>> said;
   int line_number = 0;
   for (const std::string& line : LinesOf(text)) {
     ++line_number;
@@ -309,13 +326,28 @@ absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
     DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json,
                               ParseMetadataLine(line, file.string(), line_number));
     const std::string name = PictureName(json["file_name"]);
-    files->insert(name);
+    metadata.files.insert(name);
+    for (const auto& item : json.items()) {
+      const std::string& field = item.key();
+      if (field == "file_name" || field == "text") continue;
+      if (field != "label" && field != "weight") {
+        ++unknown[field];
+        continue;
+      }
+      const auto [first, is_new] =
+          said.try_emplace({name, field}, std::pair{line_number, item.value()});
+      const auto& [first_line, value] = first->second;
+      if (!is_new && value != item.value())
+        return InvalidArgument(
+            "{}, line {}: the {} of {} is {}, but in line {} it is {}; remove one", file.string(),
+            line_number, field, name, item.value().dump(), first_line, value.dump());
+    }
     if (json.contains("weight")) {
       const nlohmann::json& weight = json["weight"];
       if (!weight.is_number() || !(weight >= 0) || !std::isfinite(weight.get<double>()))
         return InvalidArgument("{}, line {}: weight {} is not a finite number of at least 0",
                                file.string(), line_number, weight.dump());
-      (*weights)[name] = weight;
+      metadata.weights[name] = weight;
     }
     if (!json.contains("label")) continue;
     if (json["label"].is_string() && !vectors) {
@@ -327,11 +359,19 @@ absl::StatusOr<Labels> ReadMetadata(const fs::path& file, bool vectors,
                              json["label"].dump(), LabelKind(vectors));
     }
   }
+  std::vector<std::string> fields;
+  fields.reserve(unknown.size());
+  for (const auto& [field, lines] : unknown)
+    fields.push_back(fmt::format("\"{}\" (lines: {})", field, lines));
+  if (options.note && !fields.empty())
+    options.note(fmt::format(
+        "warning: {}: unknown fields are ignored: {}; use file_name, label, text or weight",
+        file.string(), Listed(fields, ", ")));
   if (!labels.empty() && !files_of_name.empty())
     return InvalidArgument("{}: some labels are names and some are numbers; use one kind",
                            file.string());
-  Number(files_of_name, names, &labels);
-  return labels;
+  Number(files_of_name, &metadata.names, &labels);
+  return metadata;
 }
 
 absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOptions& options) {
@@ -350,26 +390,29 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
   }
   if (error) return NotFound("{}: cannot be read: {}", path, error.message());
 
-  std::vector<std::string> names;
-  std::map<std::string, double> weights;
-  Labels labels;
-  const fs::path metadata = fs::path(path) / "metadata.jsonl";
-  if (fs::exists(metadata)) {
+  Metadata metadata;
+  const fs::path lines = fs::path(path) / "metadata.jsonl";
+  const bool has_lines = fs::exists(lines);
+  if (has_lines) {
+    DENOISED_ASSIGN_OR_RETURN(metadata, ReadMetadata(lines, options));
     // A file that has a line and is not there cannot be read.
-    DENOISED_ASSIGN_OR_RETURN(
-        labels, ReadMetadata(metadata, options.wants_vectors, &names, &files, &weights));
+    files.insert(metadata.files.begin(), metadata.files.end());
   } else if (options.wants_vectors) {
     return InvalidArgument(
         "{}: has no metadata.jsonl: the network reads class vectors, so each picture needs a line "
         "{{\"file_name\": …, \"label\": [numbers]}}",
         path);
-  } else {
+  }
+  std::string no_label = "it has no label in metadata.jsonl";
+  if (!has_lines || (metadata.labels.empty() && options.wants_labels)) {
     // Not in the order of whole paths, in which "cat-small/a.png" comes before "cat/a.png".
     std::map<std::string, std::vector<std::string>> files_of_folder;
     for (const std::string& file : files)
       if (const size_t slash = file.find('/'); slash != std::string::npos)
         files_of_folder[file.substr(0, slash)].push_back(file);
-    Number(files_of_folder, &names, &labels);
+    Number(files_of_folder, &metadata.names, &metadata.labels);
+    no_label = has_lines ? "it has no label in metadata.jsonl, and is in no folder of a class"
+                         : "it has no label: it is in no folder of a class";
   }
   std::vector<Candidate> candidates;
   for (const std::string& file : files) {
@@ -379,14 +422,14 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
                         .label = {},
                         .read = [whole] { return ReadFile(whole); },
                         .bytes = 0};
-    if (const auto found = labels.find(file); found != labels.end())
+    if (const auto found = metadata.labels.find(file); found != metadata.labels.end())
       candidate.label = found->second;
-    if (const auto found = weights.find(file); found != weights.end())
+    if (const auto found = metadata.weights.find(file); found != metadata.weights.end())
       candidate.weight = found->second;
     candidates.push_back(std::move(candidate));
   }
-  DENOISED_ASSIGN_OR_RETURN(Pictures pictures, Decode(path, candidates, options));
-  if (!pictures.dataset.labels.empty()) pictures.class_names = std::move(names);
+  DENOISED_ASSIGN_OR_RETURN(Pictures pictures, Decode(path, candidates, no_label, options));
+  if (!pictures.dataset.labels.empty()) pictures.class_names = std::move(metadata.names);
   return pictures;
 }
 
@@ -408,7 +451,9 @@ absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& 
       if (!label)
         return InvalidArgument("{}/dataset.json: {} is not [file, label], the label {}", path,
                                pair.dump(), LabelKind(options.wants_vectors));
-      labels[pair[0]] = *label;
+      if (!(labels.try_emplace(pair[0], *label).first->second == *label))
+        return InvalidArgument("{}/dataset.json: {}: the file has another label before; remove one",
+                               path, pair.dump());
     }
   }
   std::vector<const ZipArchive::Entry*> entries;
@@ -439,7 +484,7 @@ absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& 
                                                 name);
                               },
                           .bytes = 0});
-  return Decode(path, candidates, options);
+  return Decode(path, candidates, "it has no label in dataset.json", options);
 }
 
 absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,

@@ -25,6 +25,8 @@ struct PictureOptions {
   bool skip_bad = false;       // otherwise bad files are an error, which names the first ones
   /// What else is wrong with a picture of a folder, by its path below the folder; or "".
   std::function<std::string(const std::string& file)> refuse;
+  /// Called with what the user should know, also if an error follows; or null.
+  std::function<void(const std::string& what)> note;
   /// What takes more bytes than this is kept in a file below `scratch`, which has no name
   /// (Dataset::on_disk).
   size_t memory = SIZE_MAX;
@@ -46,7 +48,7 @@ struct Pictures {
 /// Reads all pictures of `path` into uint8 once:
 ///
 ///   a folder   PNG, JPEG and WebP files below it, in the order of their names. Labels: of
-///              metadata.jsonl ({"file_name": "a.png", "label": 3}) if there is one, else each
+///              metadata.jsonl ({"file_name": "a.png", "label": 3}) if it has any, else each
 ///              folder right below is a class, in the order of their names. "weight": 0.5 in
 ///              metadata.jsonl is how often a picture is drawn, 1 where it is not said
 ///   .zip       the same files; labels of dataset.json ({"labels": [["a.png", 3], …]}), as EDM's
