@@ -24,7 +24,8 @@ using training::ObjectiveOptions;
 using training::RateSchedule;
 
 /// The fields of --config as arguments, without those that the command line sets itself.
-absl::StatusOr<std::vector<std::string>> ArgumentsOf(const nlohmann::json& config,
+absl::StatusOr<std::vector<std::string>> ArgumentsOf(const CLI::App& app,
+                                                     const nlohmann::json& config,
                                                      const std::string& file,
                                                      const std::vector<std::string>& given,
                                                      nlohmann::json* network) {
@@ -45,7 +46,14 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const nlohmann::json& confi
       *network = value;
       continue;
     }
-    for (const nlohmann::json& one : value.is_array() ? value : nlohmann::json::array({value})) {
+    const CLI::Option* const option = app.get_option_no_throw(flag);
+    const bool repeats =
+        option != nullptr && option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll;
+    if (repeats && value.is_array() && value.empty())
+      return InvalidArgument(
+          "{}: field '{}' is an empty list; give a value, or leave the field out", file, field);
+    const bool list = repeats && value.is_array();
+    for (const nlohmann::json& one : list ? value : nlohmann::json::array({value})) {
       const std::optional<std::string> text = FlagText(one);
       if (!text)
         return InvalidArgument("{}: field '{}' is {}; use a string, a number, true or false", file,
@@ -765,7 +773,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
     DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json, ReadJsonFile(flags.config_file));
     DENOISED_ASSIGN_OR_RETURN(
         std::vector<std::string> arguments,
-        ArgumentsOf(json, flags.config_file, given, &flags.config.network_json));
+        ArgumentsOf(app, json, flags.config_file, given, &flags.config.network_json));
     arguments.insert(arguments.end(), given.begin(), given.end());
     flags.averages.clear();
     flags.config.prompts.clear();

@@ -1033,6 +1033,18 @@ class RunTest(unittest.TestCase):
         config.write_text('{"steps": 3, "batch": 16, "steps": 4}')
         said = self.train("c", rc=2, steps=None, config=config)
         self.assertIn(f'{config}: has "steps" twice; give it once', said)
+        for field, value, message in [
+            ("steps", [3, 4], "field 'steps' is [3,4]; use a string, a number, true or false"),
+            ("steps", [3], "field 'steps' is [3]; use"),
+            ("flip", [True, False], "field 'flip' is [true,false]; use"),
+            ("network", [NETWORK], "field 'network' is [{"),
+            ("average", ["decay:0.9", ["power:0.1"]], "field 'average' is [\"power:0.1\"]; use"),
+            ("average", [], "field 'average' is an empty list; give a value, or leave the field out"),
+            ("class-name", [], "field 'class-name' is an empty list"),
+        ]:
+            config.write_text(json.dumps({field: value}))
+            said = self.train("c", rc=2, config=config, steps=None, network=None)
+            self.assertIn(f"{config}: {message}", said)
         for flag in ("config", "help", "version"):
             config.write_text(json.dumps({flag: "other.json"}))
             said = self.train("c", rc=2, config=config)
