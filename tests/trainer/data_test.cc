@@ -120,6 +120,44 @@ TEST_F(DataTest, FolderLabelsAreFoldersInOrderOfTheirNames) {
   EXPECT_EQ(pictures->dataset.images.as<uint8_t>()[4], 10);
 }
 
+TEST_F(DataTest, HiddenPicturesAreLeftOutAndNamed) {
+  for (const char* const name :
+       {"cats/a.png", "cats/.ipynb_checkpoints/a-checkpoint.png", "cats/._a.png", "dogs/b.png",
+        ".thumbnails/cats/a.png", "__MACOSX/cats/a.png"})
+    Write(name, Png(2, 10));
+  Write(".DS_Store", "no picture");
+  fs::create_directory_symlink("..", folder_ / ".thumbnails/circle");
+  PictureOptions options = Options(2);
+  std::string note;
+  options.note = [&](const std::string& what) { note += what; };
+  auto pictures = ReadPictures(folder_, "", options);
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->files, ElementsAre("cats/a.png", "dogs/b.png"));
+  EXPECT_THAT(pictures->class_names, ElementsAre("cats", "dogs"));
+  EXPECT_EQ(note, folder_.string() +
+                      ": hidden files and folders are left out (4): .thumbnails, __MACOSX, "
+                      "cats/._a.png, cats/.ipynb_checkpoints");
+  // What has a line is meant.
+  Write("metadata.jsonl", R"({"file_name": "cats/._a.png"})");
+  EXPECT_THAT(ReadPictures(folder_, "", options)->files,
+              ElementsAre("cats/._a.png", "cats/a.png", "dogs/b.png"));
+  // A hidden folder that is itself asked for.
+  fs::remove(folder_ / ".thumbnails/circle");
+  EXPECT_THAT(ReadPictures(folder_ / ".thumbnails", "", options)->files, ElementsAre("cats/a.png"));
+
+  note.clear();
+  const std::string zip =
+      Write("set.zip", Zip({{"00/a.png", Png(2, 5)},
+                            {"__MACOSX/00/._a.png", "x"},
+                            {".b/c.png", Png(2, 7)},
+                            {"dataset.json", R"({"labels": [["00/a.png", 4], [".b/c.png", 0]]})"}},
+                           true));
+  pictures = ReadPictures(zip, "", options);
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->dataset.labels, ElementsAre(0, 4));
+  EXPECT_EQ(note, zip + ": hidden files and folders are left out (1): __MACOSX/00/._a.png");
+}
+
 TEST_F(DataTest, PicturesDoNotDependOnTheOrderInWhichTheyAreDecoded) {
   for (int i = 0; i < 90; ++i)
     Write(fmt::format("{}/{:02}.png", i % 3, i), Png(2 + i % 5, static_cast<uint8_t>(i)));

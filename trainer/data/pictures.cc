@@ -82,6 +82,12 @@ bool IsPicture(std::string name) {
   return false;
 }
 
+/// What editors and systems keep beside pictures: ".ipynb_checkpoints", "._a.png", "__MACOSX". It
+/// is read only where metadata.jsonl or dataset.json names it.
+bool IsHidden(const std::string& name) {
+  return (name.starts_with('.') && name != "." && name != "..") || name == "__MACOSX";
+}
+
 /// `image` F32 [H, W, C] of any size as uint8 [height, width, C] at `to`.
 void Fit(Tensor image, const PictureOptions& options, uint8_t* to) {
   const int64_t h = image.dim(0), w = image.dim(1), channels = image.dim(2);
@@ -374,21 +380,36 @@ absl::StatusOr<Metadata> ReadMetadata(const fs::path& file, const PictureOptions
   return metadata;
 }
 
+void NoteHidden(const std::string& path, const std::set<std::string>& hidden,
+                const PictureOptions& options) {
+  if (options.note && !hidden.empty())
+    options.note(fmt::format("{}: hidden files and folders are left out ({}): {}", path,
+                             hidden.size(), Listed({hidden.begin(), hidden.end()}, ", ")));
+}
+
 absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOptions& options) {
-  std::set<std::string> files;  // relative
+  std::set<std::string> files, hidden;  // relative
   std::error_code error;
   fs::recursive_directory_iterator walk(path, fs::directory_options::follow_directory_symlink,
                                         error);
   for (; !error && walk != fs::recursive_directory_iterator(); walk.increment(error)) {
+    const std::string file = walk->path().lexically_relative(path).generic_string();
+    const std::string name = walk->path().filename();
+    if (IsHidden(name)) {
+      walk.disable_recursion_pending();
+      std::error_code ignored;
+      if (IsPicture(name) || walk->is_directory(ignored)) hidden.insert(file);
+      continue;
+    }
     // A link to a file that is gone is a picture that cannot be read; links in a circle have no
     // end.
     const fs::file_type type = walk->status(error).type();
     if (type == fs::file_type::none) break;
-    if ((type == fs::file_type::regular || type == fs::file_type::not_found) &&
-        IsPicture(walk->path().filename()))
-      files.insert(walk->path().lexically_relative(path).generic_string());
+    if ((type == fs::file_type::regular || type == fs::file_type::not_found) && IsPicture(name))
+      files.insert(file);
   }
   if (error) return NotFound("{}: cannot be read: {}", path, error.message());
+  NoteHidden(path, hidden, options);
 
   Metadata metadata;
   const fs::path lines = fs::path(path) / "metadata.jsonl";
@@ -457,8 +478,17 @@ absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& 
     }
   }
   std::vector<const ZipArchive::Entry*> entries;
-  for (const ZipArchive::Entry& entry : archive.entries())
-    if (IsPicture(entry.name)) entries.push_back(&entry);
+  std::set<std::string> hidden;
+  for (const ZipArchive::Entry& entry : archive.entries()) {
+    if (!IsPicture(entry.name)) continue;
+    const fs::path name(entry.name);
+    if (labels.count(entry.name) == 0 &&
+        std::any_of(name.begin(), name.end(), [](const fs::path& part) { return IsHidden(part); }))
+      hidden.insert(entry.name);
+    else
+      entries.push_back(&entry);
+  }
+  NoteHidden(path, hidden, options);
   std::sort(entries.begin(), entries.end(),
             [](const auto* a, const auto* b) { return a->name < b->name; });
   std::vector<Candidate> candidates;
