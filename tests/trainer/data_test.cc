@@ -430,6 +430,33 @@ TEST_F(DataTest, JpegAndWebpAreRead) {
   for (const uint8_t value : pictures->dataset.images.span<uint8_t>()) EXPECT_NEAR(value, 200, 3);
 }
 
+TEST_F(DataTest, EveryNameOfJpegIsReadAndOtherFormatsAreCounted) {
+  const std::string jpeg = *EncodeJpeg({16, 16, 1, std::vector<uint8_t>(16 * 16, 200)}, 95);
+  for (const char* const name : {"a.jpg", "b.jpeg", "c.jpe", "d.JFIF"})
+    Write(std::string("x/") + name, jpeg);
+  for (const char* const name : {"a.bmp", "b.BMP", "c.gif", "d.avif", ".e.gif", "notes.txt"})
+    Write(std::string("x/") + name, "?");
+  PictureOptions options = Options(8);
+  std::string note;
+  options.note = [&](const std::string& what) { note += what; };
+  auto pictures = ReadPictures(folder_ / "x", "", options);
+  EXPECT_THAT(std::string(pictures.status().message()), HasSubstr("in no folder of a class"));
+  options.wants_labels = false;
+  note.clear();
+  pictures = ReadPictures(folder_ / "x", "", options);
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->files, ElementsAre("a.jpg", "b.jpeg", "c.jpe", "d.JFIF"));
+  const std::string expected =
+      "pictures of other formats are left out: .avif (1), .bmp (2), .gif (1); convert them to PNG, "
+      "JPEG or WebP";
+  EXPECT_EQ(note, "warning: " + (folder_ / "x").string() + ": " + expected);
+  // Also where there is nothing else.
+  note.clear();
+  ExpectRefused(Write("none.zip", Zip({{"a.bmp", "x"}}, false)), "", "no PNG, JPEG or WebP");
+  EXPECT_FALSE(ReadPictures(folder_ / "none.zip", "", options).ok());
+  EXPECT_THAT(note, HasSubstr("none.zip: pictures of other formats are left out: .bmp (1)"));
+}
+
 TEST_F(DataTest, PicturesAreScaledCroppedOrPadded) {
   // 4 wide, 2 high: black, white, white, black columns.
   Pixels wide{4, 2, 1, {0, 255, 255, 0, 0, 255, 255, 0}};

@@ -72,14 +72,25 @@ class DecodingMemory {
   int64_t used_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-bool IsPicture(std::string name) {
-  std::transform(name.begin(), name.end(), name.begin(),
+/// ".png" of "a.PNG".
+std::string Extension(const std::string& name) {
+  std::string extension = fs::path(name).extension();
+  std::transform(extension.begin(), extension.end(), extension.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  for (const char* const ending : {".png", ".jpg", ".jpeg", ".webp"})
-    if (name.size() > std::strlen(ending) &&
-        name.compare(name.size() - std::strlen(ending), std::string::npos, ending) == 0)
-      return true;
-  return false;
+  return extension;
+}
+
+bool IsPicture(const std::string& name) {
+  static const std::set<std::string> kRead = {".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp"};
+  return kRead.count(Extension(name)) > 0;
+}
+
+/// A picture in a format that is not read.
+bool IsOtherPicture(const std::string& name) {
+  static const std::set<std::string> kOther = {".avif", ".bmp", ".gif", ".heic", ".heif",
+                                               ".jp2",  ".jxl", ".pbm", ".pgm",  ".pnm",
+                                               ".ppm",  ".tga", ".tif", ".tiff"};
+  return kOther.count(Extension(name)) > 0;
 }
 
 /// What editors and systems keep beside pictures: ".ipynb_checkpoints", "._a.png", "__MACOSX". It
@@ -380,15 +391,30 @@ absl::StatusOr<Metadata> ReadMetadata(const fs::path& file, const PictureOptions
   return metadata;
 }
 
-void NoteHidden(const std::string& path, const std::set<std::string>& hidden,
-                const PictureOptions& options) {
-  if (options.note && !hidden.empty())
-    options.note(fmt::format("{}: hidden files and folders are left out ({}): {}", path,
-                             hidden.size(), Listed({hidden.begin(), hidden.end()}, ", ")));
-}
+/// Files that are no pictures for the trainer, though they may be some.
+struct LeftOut {
+  std::set<std::string> hidden;       // by name
+  std::map<std::string, int> others;  // by extension
+
+  void Note(const std::string& path, const PictureOptions& options) const {
+    if (!options.note) return;
+    if (!hidden.empty())
+      options.note(fmt::format("{}: hidden files and folders are left out ({}): {}", path,
+                               hidden.size(), Listed({hidden.begin(), hidden.end()}, ", ")));
+    std::vector<std::string> formats;
+    for (const auto& [extension, count] : others)
+      formats.push_back(fmt::format("{} ({})", extension, count));
+    if (!formats.empty())
+      options.note(
+          fmt::format("warning: {}: pictures of other formats are left out: {}; convert "
+                      "them to PNG, JPEG or WebP",
+                      path, fmt::join(formats, ", ")));
+  }
+};
 
 absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOptions& options) {
-  std::set<std::string> files, hidden;  // relative
+  std::set<std::string> files;  // relative
+  LeftOut left_out;
   std::error_code error;
   fs::recursive_directory_iterator walk(path, fs::directory_options::follow_directory_symlink,
                                         error);
@@ -398,18 +424,18 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
     if (IsHidden(name)) {
       walk.disable_recursion_pending();
       std::error_code ignored;
-      if (IsPicture(name) || walk->is_directory(ignored)) hidden.insert(file);
+      if (IsPicture(name) || walk->is_directory(ignored)) left_out.hidden.insert(file);
       continue;
     }
     // A link to a file that is gone is a picture that cannot be read; links in a circle have no
     // end.
     const fs::file_type type = walk->status(error).type();
     if (type == fs::file_type::none) break;
-    if ((type == fs::file_type::regular || type == fs::file_type::not_found) && IsPicture(name))
-      files.insert(file);
+    if (type != fs::file_type::regular && type != fs::file_type::not_found) continue;
+    if (IsPicture(name)) files.insert(file);
+    if (IsOtherPicture(name)) ++left_out.others[Extension(name)];
   }
   if (error) return NotFound("{}: cannot be read: {}", path, error.message());
-  NoteHidden(path, hidden, options);
 
   Metadata metadata;
   const fs::path lines = fs::path(path) / "metadata.jsonl";
@@ -424,6 +450,8 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
         "{{\"file_name\": …, \"label\": [numbers]}}",
         path);
   }
+  for (const std::string& file : metadata.files) left_out.hidden.erase(file);
+  left_out.Note(path, options);
   std::string no_label = "it has no label in metadata.jsonl";
   if (!has_lines || (metadata.labels.empty() && options.wants_labels)) {
     // Not in the order of whole paths, in which "cat-small/a.png" comes before "cat/a.png".
@@ -478,17 +506,17 @@ absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& 
     }
   }
   std::vector<const ZipArchive::Entry*> entries;
-  std::set<std::string> hidden;
+  LeftOut left_out;
   for (const ZipArchive::Entry& entry : archive.entries()) {
-    if (!IsPicture(entry.name)) continue;
     const fs::path name(entry.name);
-    if (labels.count(entry.name) == 0 &&
-        std::any_of(name.begin(), name.end(), [](const fs::path& part) { return IsHidden(part); }))
-      hidden.insert(entry.name);
-    else
-      entries.push_back(&entry);
+    const bool hidden =
+        labels.count(entry.name) == 0 &&
+        std::any_of(name.begin(), name.end(), [](const fs::path& part) { return IsHidden(part); });
+    if (IsPicture(entry.name) && hidden) left_out.hidden.insert(entry.name);
+    if (IsPicture(entry.name) && !hidden) entries.push_back(&entry);
+    if (IsOtherPicture(entry.name) && !hidden) ++left_out.others[Extension(entry.name)];
   }
-  NoteHidden(path, hidden, options);
+  left_out.Note(path, options);
   std::sort(entries.begin(), entries.end(),
             [](const auto* a, const auto* b) { return a->name < b->name; });
   std::vector<Candidate> candidates;

@@ -47,8 +47,9 @@ struct Pictures {
 
 /// Reads all pictures of `path` into uint8 once:
 ///
-///   a folder   PNG, JPEG and WebP files below it, in the order of their names, without those that
-///              are hidden (".x", "__MACOSX") and have no line in metadata.jsonl. Labels: of
+///   a folder   .png, .jpg, .jpeg, .jpe, .jfif and .webp files below it, in the order of their
+///              names, without those that are hidden (".x", "__MACOSX") and have no line in
+///              metadata.jsonl. Labels: of
 ///              metadata.jsonl ({"file_name": "a.png", "label": 3}) if it has any, else each
 ///              folder right below is a class, in the order of their names. "weight": 0.5 in
 ///              metadata.jsonl is how often a picture is drawn, 1 where it is not said
