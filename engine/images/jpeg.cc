@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/images/exif.h"
+
 namespace denoised {
 namespace {
 
@@ -26,34 +28,6 @@ constexpr int kMaxEdge = 65500;  // libjpeg's JPEG_MAX_DIMENSION
 constexpr int kMaxScans = 64;
 
 unsigned Byte(std::string_view text, size_t at) { return static_cast<unsigned char>(text[at]); }
-
-/// The Orientation of EXIF in the content of an APP1 segment, 1 to 8; 1, upright, where there is
-/// none. By hand: TurboJPEG does not hand out segments, and libexif unpacks all other tags too,
-/// those of camera makers among them.
-int ReadOrientation(std::string_view segment) {
-  constexpr std::string_view kExif("Exif\0\0", 6);
-  constexpr size_t kEntryBytes = 12;
-  constexpr unsigned kOrientation = 0x0112, kShort = 3;
-  if (segment.substr(0, kExif.size()) != kExif) return 1;
-  const std::string_view tiff = segment.substr(kExif.size());
-  const bool little_endian = tiff.substr(0, 2) == "II";
-  const auto number = [&](size_t at, size_t size) {
-    unsigned value = 0;
-    if (at + size > tiff.size()) return value;
-    for (size_t i = 0; i < size; ++i) {
-      value = value << 8 | Byte(tiff, at + (little_endian ? size - 1 - i : i));
-    }
-    return value;
-  };
-  const size_t directory = number(4, 4), entries = number(directory, 2);
-  for (size_t i = 0; i < entries; ++i) {
-    const size_t entry = directory + 2 + i * kEntryBytes;
-    if (number(entry, 2) != kOrientation || number(entry + 2, 2) != kShort) continue;
-    const unsigned value = number(entry + 8, 2);
-    return value >= 1 && value <= 8 ? static_cast<int>(value) : 1;
-  }
-  return 1;
-}
 
 struct Segments {
   int scans = 0;
@@ -76,8 +50,9 @@ Segments ReadSegments(std::string_view file) {
     } else {
       const size_t size = size_t{Byte(file, at + 2)} * 256 + Byte(file, at + 3);
       if (marker == kSos) ++segments.scans;
-      if (marker == kApp1 && size > 2 && segments.orientation == 1) {
-        segments.orientation = ReadOrientation(file.substr(at + 4, size - 2));
+      const std::string_view content = file.substr(at + 4, size > 2 ? size - 2 : 0);
+      if (marker == kApp1 && content.starts_with(kExifPrefix) && segments.orientation == 1) {
+        segments.orientation = ReadOrientation(content);
       }
       at += 2 + size;
     }
@@ -161,29 +136,6 @@ absl::StatusOr<std::string> Join(const std::vector<absl::StatusOr<Encoded>>& fil
   }
   joined.append("\xff\xd9");
   return joined;
-}
-
-/// The picture as it is to be seen.
-Pixels Upright(Pixels stored, int orientation) {
-  if (orientation == 1) return stored;
-  const bool turned = orientation >= 5;  // what is stored as rows are columns
-  const bool from_right =
-      orientation == 2 || orientation == 3 || orientation == 7 || orientation == 8;
-  const bool from_bottom =
-      orientation == 3 || orientation == 4 || orientation == 6 || orientation == 7;
-  Pixels seen{turned ? stored.height : stored.width, turned ? stored.width : stored.height,
-              stored.channels, std::vector<uint8_t>(stored.samples.size())};
-  uint8_t* out = seen.samples.data();
-  for (int y = 0; y < seen.height; ++y) {
-    for (int x = 0; x < seen.width; ++x) {
-      int row = turned ? x : y, column = turned ? y : x;
-      if (from_bottom) row = stored.height - 1 - row;
-      if (from_right) column = stored.width - 1 - column;
-      const size_t at = (size_t(row) * stored.width + column) * stored.channels;
-      out = std::copy_n(stored.samples.data() + at, stored.channels, out);
-    }
-  }
-  return seen;
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include <memory>
 
 #include "engine/core/each_isa.h"
+#include "engine/images/exif.h"
 
 // Files are read by spng, which is strict about damage and bounds what texts and profiles unpack
 // to. They are written by hand, compressed and summed by ISA-L. No library for PNG does so: spng
@@ -211,6 +212,13 @@ absl::StatusOr<std::vector<uint8_t>> Unpack(spng_ctx* context, int format) {
   return samples;
 }
 
+/// After Unpack: EXIF may follow the picture.
+int OrientationOf(spng_ctx* context) {
+  spng_exif exif{};
+  if (spng_get_exif(context, &exif) != 0) return 1;
+  return ReadOrientation({exif.data, exif.length});
+}
+
 }  // namespace
 
 absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& texts,
@@ -266,13 +274,14 @@ absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
       static_cast<int>(png.header.width), static_cast<int>(png.header.height), grey ? 1 : 3, {}};
   if (png.transparent) {
     pixels.samples = OverWhite(samples, pixels.channels);
+    samples = std::vector<uint8_t>();  // before Upright takes as much again
   } else if (grey && !one) {
     pixels.samples.resize(samples.size() / 3);
     for (size_t i = 0; i < pixels.samples.size(); ++i) pixels.samples[i] = samples[3 * i];
   } else {
     pixels.samples = std::move(samples);
   }
-  return pixels;
+  return Upright(std::move(pixels), OrientationOf(png.context.get()));
 }
 
 absl::StatusOr<Pixels> DecodePngTransparency(std::string_view file, int64_t max_pixels,
@@ -288,7 +297,7 @@ absl::StatusOr<Pixels> DecodePngTransparency(std::string_view file, int64_t max_
   for (size_t i = 0; i < pixels.samples.size(); ++i) {
     pixels.samples[i] = static_cast<uint8_t>(255 - rgba[4 * i + 3]);
   }
-  return pixels;
+  return Upright(std::move(pixels), OrientationOf(png.context.get()));
 }
 
 }  // namespace denoised

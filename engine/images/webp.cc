@@ -4,7 +4,32 @@
 #include <webp/decode.h>
 #include <webp/encode.h>
 
+#include "engine/images/exif.h"
+
 namespace denoised {
+namespace {
+
+/// The EXIF of a file, a RIFF container as the WebP specification has it; empty if there is none.
+/// By hand: libwebp itself hands out no chunks.
+std::string_view ExifOf(std::string_view file) {
+  constexpr size_t kFileHeader = 12, kChunkHeader = 8, kFlags = 20;
+  constexpr unsigned char kHasExif = 0x08;
+  if (file.size() <= kFlags || file.substr(kFileHeader, 4) != "VP8X" ||
+      (static_cast<unsigned char>(file[kFlags]) & kHasExif) == 0) {
+    return {};
+  }
+  for (size_t at = kFileHeader; at + kChunkHeader <= file.size();) {
+    size_t size = 0;
+    for (size_t i = 0; i < 4; ++i) {
+      size |= size_t{static_cast<unsigned char>(file[at + 4 + i])} << 8 * i;
+    }
+    if (file.substr(at, 4) == "EXIF") return file.substr(at + kChunkHeader, size);
+    at += kChunkHeader + size + size % 2;
+  }
+  return {};
+}
+
+}  // namespace
 
 absl::StatusOr<std::string> EncodeWebp(const Pixels& pixels, int quality) {
   std::vector<uint8_t> rgb;
@@ -44,7 +69,9 @@ absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels,
       nullptr) {
     return InvalidArgument("the WebP is damaged; send an intact file");
   }
-  return Pixels{features.width, features.height, 3, OverWhite(rgba, 3)};
+  Pixels pixels{features.width, features.height, 3, OverWhite(rgba, 3)};
+  rgba = std::vector<uint8_t>();  // before Upright takes as much again
+  return Upright(std::move(pixels), ReadOrientation(ExifOf(file)));
 }
 
 }  // namespace denoised

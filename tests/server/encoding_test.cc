@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <spng.h>
+#include <webp/decode.h>
+#include <zlib.h>
 
 #include <cmath>
 #include <cstdlib>
@@ -491,9 +493,35 @@ std::string Exif(uint32_t orientation, bool little_endian = false) {
          std::string(1, '\0') + number(0x0112, 2) + number(3, 2) + number(1, 4) +
          number(orientation, 2) + number(0, 2) + number(0, 4);
 }
-std::string WithSegment(const std::string& jpeg, const std::string& content) {
-  return jpeg.substr(0, 2) + "\xff\xe1" + BigEndian(static_cast<uint32_t>(content.size() + 2), 2) +
-         content + jpeg.substr(2);
+std::string PngChunk(const std::string& type, const std::string& data) {
+  const std::string summed = type + data;
+  const auto sum =
+      crc32(0, reinterpret_cast<const Bytef*>(summed.data()), static_cast<uInt>(summed.size()));
+  return BigEndian(static_cast<uint32_t>(data.size()), 4) + summed +
+         BigEndian(static_cast<uint32_t>(sum), 4);
+}
+/// A file of EncodeFile with the content of Exif(). PNG has it without the prefix.
+std::string WithExif(const std::string& file, FileFormat format, const std::string& content) {
+  const auto size = static_cast<uint32_t>(content.size());
+  if (format == FileFormat::kPng) {
+    constexpr size_t kHeader = 8 + 12 + 13;  // signature and IHDR
+    return file.substr(0, kHeader) + PngChunk("eXIf", content.substr(std::min<size_t>(6, size))) +
+           file.substr(kHeader);
+  }
+  if (format == FileFormat::kJpeg)
+    return file.substr(0, 2) + "\xff\xe1" + BigEndian(size + 2, 2) + content + file.substr(2);
+  const auto features = [&] {
+    WebPBitstreamFeatures found;
+    EXPECT_EQ(WebPGetFeatures(reinterpret_cast<const uint8_t*>(file.data()), file.size(), &found),
+              VP8_STATUS_OK);
+    return found;
+  }();
+  const std::string chunks = "WEBPVP8X" + LittleEndian(10, 4) + LittleEndian(8, 4) +
+                             LittleEndian(static_cast<uint32_t>(features.width - 1), 3) +
+                             LittleEndian(static_cast<uint32_t>(features.height - 1), 3) +
+                             file.substr(12) + "EXIF" + LittleEndian(size, 4) + content +
+                             std::string(size % 2, '\0');
+  return "RIFF" + LittleEndian(static_cast<uint32_t>(chunks.size()), 4) + chunks;
 }
 
 // Bands of 128 rows, or 384 of a grey picture, are joined by restarts of the scan, which are
@@ -557,7 +585,9 @@ TEST(JpegTest, AnEdgeHas16Bits) {
   }
 }
 
-TEST(JpegTest, PhotosAreTurnedAsTheirExifSays) {
+class ExifTest : public ::testing::TestWithParam<FileFormat> {};
+
+TEST_P(ExifTest, PhotosAreTurnedAsItSays) {
   // Dark at the left and bright at the right in red, darker at the top than at the bottom in green.
   constexpr int kWidth = 48, kHeight = 32;
   Pixels picture{kWidth, kHeight, 3, {}};
@@ -568,7 +598,7 @@ TEST(JpegTest, PhotosAreTurnedAsTheirExifSays) {
                               static_cast<uint8_t>(127 * y / (kHeight - 1)), 0});
     }
   }
-  const auto file = EncodeJpeg(picture, 100);
+  const auto file = EncodeFile(FromPixels(picture, 3), GetParam(), 100, {});
   ASSERT_TRUE(file.ok());
   const auto stored = DecodeFile(*file, kPlenty);
   ASSERT_TRUE(stored.ok());
@@ -592,7 +622,8 @@ TEST(JpegTest, PhotosAreTurnedAsTheirExifSays) {
         Case{5, {0, 0}, {0, 1}, {1, 0}}, Case{6, {1, 0}, {1, 1}, {0, 0}},
         Case{7, {1, 1}, {1, 0}, {0, 1}}, Case{8, {0, 1}, {0, 0}, {1, 1}}}) {
     for (const bool little_endian : {false, true}) {
-      const auto seen = DecodeFile(WithSegment(*file, Exif(orientation, little_endian)), kPlenty);
+      const auto seen =
+          DecodeFile(WithExif(*file, GetParam(), Exif(orientation, little_endian)), kPlenty);
       ASSERT_TRUE(seen.ok()) << seen.status();
       EXPECT_EQ(seen->width, orientation < 5 ? kWidth : kHeight) << orientation;
       EXPECT_EQ(seen->height, orientation < 5 ? kHeight : kWidth) << orientation;
@@ -612,10 +643,47 @@ TEST(JpegTest, PhotosAreTurnedAsTheirExifSays) {
                                      whole.substr(0, 14) + "\xff\xff" + whole.substr(16, 12)};
   for (size_t size = 0; size < 38; ++size) others.push_back(whole.substr(0, size));
   for (const std::string& content : others) {
-    const auto seen = DecodeFile(WithSegment(*file, content), kPlenty);
+    if (GetParam() == FileFormat::kPng && content.size() <= 6) continue;  // spng refuses empty ones
+    const auto seen = DecodeFile(WithExif(*file, GetParam(), content), kPlenty);
     ASSERT_TRUE(seen.ok()) << seen.status();
     EXPECT_EQ(seen->samples, stored->samples);
   }
+}
+INSTANTIATE_TEST_SUITE_P(All, ExifTest,
+                         ::testing::Values(FileFormat::kPng, FileFormat::kJpeg, FileFormat::kWebp));
+
+TEST(PngTest, TransparencyIsTurnedLikeThePicture) {
+  // Two pixels, the left one transparent; with EXIF before the picture and behind it.
+  const std::string ihdr = BigEndian(2, 4) + BigEndian(1, 4) + std::string("\x08\x04\0\0\0", 5);
+  const std::string row("\0\x40\0\x80\xff", 5);
+  const std::string idat =
+      std::string("\x78\x01\x01\x05\0\xfa\xff", 7) + row +
+      BigEndian(static_cast<uint32_t>(adler32(1, reinterpret_cast<const Bytef*>(row.data()), 5)),
+                4);
+  const std::string exif = PngChunk("eXIf", Exif(6).substr(6));
+  for (const bool before : {true, false}) {
+    const std::string file = "\x89PNG\r\n\x1a\n" + PngChunk("IHDR", ihdr) + (before ? exif : "") +
+                             PngChunk("IDAT", idat) + (before ? "" : exif) + PngChunk("IEND", "");
+    const auto picture = DecodePng(file, kPlenty),
+               transparency = DecodePngTransparency(file, kPlenty);
+    ASSERT_TRUE(picture.ok()) << picture.status();
+    ASSERT_TRUE(transparency.ok()) << transparency.status();
+    for (const Pixels* const pixels : {&*picture, &*transparency}) {
+      EXPECT_EQ(pixels->width, 1);
+      EXPECT_EQ(pixels->height, 2);
+    }
+    EXPECT_EQ(picture->samples, (std::vector<uint8_t>{255, 0x80}));
+    EXPECT_EQ(transparency->samples, (std::vector<uint8_t>{255, 0}));
+  }
+}
+
+TEST(WebpTest, ExifThatTheHeaderDoesNotAnnounceIsNone) {
+  const auto file = EncodeFile(Gradient(24, 40, 3), FileFormat::kWebp, 90, {});
+  ASSERT_TRUE(file.ok());
+  std::string turned = WithExif(*file, FileFormat::kWebp, Exif(6));
+  EXPECT_EQ(DecodeFile(turned, kPlenty)->width, 24);
+  turned[20] = 0;
+  EXPECT_EQ(DecodeFile(turned, kPlenty)->width, 40);
 }
 
 TEST(FormatsTest, RefusesWhatIsNoImage) {

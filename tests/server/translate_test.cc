@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "engine/images/formats.h"
 #include "server/api/inference.h"
 #include "server/jobs/job_request.h"
@@ -681,6 +682,26 @@ TEST(TranslateTest, AMaskIsScaledWithItsImage) {
   outcome = Translated(params);
   ASSERT_THAT(outcome.fields(), ElementsAre());
   EXPECT_NEAR(outcome.translation.spec.mask.as<float>()[5], 1, 1e-5);
+}
+
+TEST(TranslateTest, AnInitImageAndItsMaskAreTurnedAsTheirExifSays) {
+  // A PNG of two pixels, the left one transparent, with the orientation 6: it is to be at the top.
+  const std::string file = absl::HexStringToBytes(
+      "89504e470d0a1a0a0000000d49484452000000020000000108040000005e2bb7010000001a655849664d4d00"
+      "2a00000008000101120003000000010006000000000000d6674b690000000d49444154789c6338c0d0f01f00"
+      "0504024025de98440000000049454e44ae426082");
+  v1::GenerationParams params;
+  params.mutable_init_image()->set_encoded(file);
+  params.mutable_mask()->set_transparency(file);
+  const Outcome outcome = Translated(params);
+  ASSERT_THAT(outcome.fields(), ElementsAre());
+  const JobSpec& spec = outcome.translation.spec;
+  for (int x = 0; x < 8; ++x) {
+    EXPECT_NEAR(spec.init_image.as<float>()[x], 1, 1e-5);
+    EXPECT_LT(spec.init_image.as<float>()[7 * 8 + x], 0.1);
+    EXPECT_EQ(spec.mask.as<float>()[3 * 8 + x], 1);
+    EXPECT_EQ(spec.mask.as<float>()[4 * 8 + x], 0);
+  }
 }
 
 TEST(TranslateTest, AModelThatStartsFromNoiseHasNoStrength) {
