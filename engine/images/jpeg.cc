@@ -18,7 +18,7 @@ using Codec = std::unique_ptr<void, int (*)(tjhandle)>;
 Codec Own(tjhandle codec) { return {codec, tjDestroy}; }
 
 absl::Status Damaged(const Codec& codec) {
-  return InvalidArgument("the JPEG cannot be read: {}; send an intact RGB or grey file",
+  return InvalidArgument("the JPEG cannot be read: {}; use an intact RGB or grey file",
                          tjGetErrorStr2(codec.get()));
 }
 
@@ -175,7 +175,7 @@ absl::StatusOr<Pixels> DecodeJpeg(std::string_view file, int64_t max_pixels,
     return Damaged(codec);
   }
   if (colours == TJCS_CMYK || colours == TJCS_YCCK) {
-    return InvalidArgument("the JPEG is CMYK; send an RGB or grey file");
+    return InvalidArgument("the JPEG is CMYK; convert it to RGB or grey");
   }
   const Segments segments = ReadSegments(file);
   if (segments.scans > kMaxScans) {

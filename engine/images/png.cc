@@ -164,7 +164,7 @@ void AppendText(const std::string& keyword, const std::string& text, std::string
 Context NewContext() { return {spng_ctx_new(0), spng_ctx_free}; }
 
 absl::Status Damaged(int error) {
-  return InvalidArgument("the PNG cannot be read: {}; send an intact file", spng_strerror(error));
+  return InvalidArgument("the PNG cannot be read: {}; use an intact file", spng_strerror(error));
 }
 
 /// A file whose header was read and whose size was checked. `file` must outlive it.

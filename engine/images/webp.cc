@@ -55,10 +55,10 @@ absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels,
   const auto* data = reinterpret_cast<const uint8_t*>(file.data());
   WebPBitstreamFeatures features;
   if (WebPGetFeatures(data, file.size(), &features) != VP8_STATUS_OK) {
-    return InvalidArgument("the WebP cannot be read; send an intact file");
+    return InvalidArgument("the WebP cannot be read; use an intact file");
   }
   if (features.has_animation) {
-    return InvalidArgument("the WebP is animated; send a single picture");
+    return InvalidArgument("the WebP is animated; use a single picture");
   }
   const int64_t count = int64_t{features.width} * features.height;
   // RGBA, then RGB, and within libwebp the frame as YUV or, when it is lossless, as 32 bits.
@@ -67,7 +67,7 @@ absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels,
   std::vector<uint8_t> rgba(count * 4);
   if (WebPDecodeRGBAInto(data, file.size(), rgba.data(), rgba.size(), features.width * 4) ==
       nullptr) {
-    return InvalidArgument("the WebP is damaged; send an intact file");
+    return InvalidArgument("the WebP is damaged; use an intact file");
   }
   Pixels pixels{features.width, features.height, 3, OverWhite(rgba, 3)};
   rgba = std::vector<uint8_t>();  // before Upright takes as much again

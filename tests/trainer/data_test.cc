@@ -603,7 +603,7 @@ TEST_F(DataTest, SkippedFilesAreNamedAndCounted) {
   Write("x/c.png", Png(2, 3).substr(0, 50));
   PictureOptions options = Options(2);
   ExpectRefused(folder_, "",
-                "2 of 3 pictures cannot be used. Remove them, or pass --skip-bad-files");
+                "2 of 3 pictures cannot be used. Correct or remove them, or pass --skip-bad-files");
   ExpectRefused(folder_, "", "b.png");
   ExpectRefused(folder_, "", "c.png");
   options.skip_bad = true;
@@ -615,6 +615,21 @@ TEST_F(DataTest, SkippedFilesAreNamedAndCounted) {
   fs::remove(folder_ / "x/a.png");
   const auto none = ReadPictures(folder_, "", options);
   EXPECT_THAT(std::string(none.status().message()), HasSubstr("none of its 2 pictures"));
+}
+
+TEST_F(DataTest, MessagesDoNotSpeakOfRequests) {
+  // The decoders are the server's, too.
+  const std::string jpeg = *EncodeJpeg({2, 2, 1, std::vector<uint8_t>(4)}, 90);
+  for (const std::string& bytes :
+       {std::string(), std::string("x"), Png(2, 3).substr(0, 50), jpeg.substr(0, 40),
+        jpeg.substr(0, jpeg.size() - 2), std::string("RIFF\x08\0\0\0WEBPVP8 ", 16)}) {
+    Write("x/a.png", bytes);
+    const std::string said(ReadPictures(folder_, "", Options(2)).status().message());
+    EXPECT_THAT(said, testing::MatchesRegex(
+                          ".*a.png: .*; (use|convert) .*\\. Correct or remove it, or pass "
+                          "--skip-bad-files"));
+    EXPECT_THAT(said, testing::Not(HasSubstr("send")));
+  }
 }
 
 TEST_F(DataTest, TheFirstBadFilesAreNamedAndAllCounted) {

@@ -664,6 +664,10 @@ class RunTest(unittest.TestCase):
         self.assertIn("skipped " + str(bad), said)
         self.assertIn("1 skipped", said)
         bad.unlink()
+        shutil.copy(REPOSITORY / "tests/fuzz/corpus/image/cmyk_jpeg", self.data / "down/cmyk.jpg")
+        self.assertIn("cmyk.jpg: the JPEG is CMYK; convert it to RGB or grey. Correct or remove it, or pass "
+                      "--skip-bad-files", self.train("b", rc=2))  # fmt: skip
+        (self.data / "down/cmyk.jpg").unlink()
         (self.data / "stray.png").write_bytes(png(lambda x, y: 9))
         said = self.train("b", rc=2)
         self.assertIn("stray.png: it has no label", said)

@@ -260,10 +260,11 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
   const std::vector<std::string>& bad = pictures.bad;
   if (!bad.empty() && !options.skip_bad) {
     if (bad.size() == 1)
-      return InvalidArgument("{}. Remove it, or pass --skip-bad-files", bad.front());
+      return InvalidArgument("{}. Correct or remove it, or pass --skip-bad-files", bad.front());
     return InvalidArgument(
-        "{}: {} of {} pictures cannot be used. Remove them, or pass --skip-bad-files:\n  {}", path,
-        bad.size(), candidates.size(), Listed(bad, "\n  "));
+        "{}: {} of {} pictures cannot be used. Correct or remove them, or pass --skip-bad-files:\n "
+        " {}",
+        path, bad.size(), candidates.size(), Listed(bad, "\n  "));
   }
   if (count == 0)
     return InvalidArgument("{}: none of its {} pictures can be read; the first: {}", path,
