@@ -45,6 +45,8 @@ absl::StatusOr<training::ObjectiveOptions> ObjectiveOf(const nlohmann::json& con
   reader.Read("beta_end", &objective.beta_end);
   reader.Read("prediction_type", &prediction);
   // A bad value is named here by its field: later, messages name flags, which a pipeline refuses.
+  if (!training::BetaScheduleFromName(objective.beta_schedule))
+    reader.Complain("beta_schedule", fmt::format("use {}", training::kBetaScheduleNames));
   reader.CheckRange("num_train_timesteps", objective.timesteps, 1, training::kMaxTimesteps);
   if (!(objective.beta_start > 0 && objective.beta_start <= objective.beta_end &&
         objective.beta_end < 1))

@@ -17,17 +17,6 @@ constexpr std::pair<Kind, const char*> kNames[] = {
     {Kind::kEdm, "edm"}, {Kind::kEpsilon, "epsilon"}, {Kind::kV, "v"},
     {Kind::kX0, "x0"},   {Kind::kFlow, "flow"},       {Kind::kScore, "score"}};
 
-absl::StatusOr<BetaSchedule> ScheduleOf(const ObjectiveOptions& options) {
-  for (const auto& [name, schedule] :
-       {std::pair{"linear", BetaSchedule::kLinear},
-        std::pair{"scaled_linear", BetaSchedule::kScaledLinear},
-        std::pair{"squaredcos_cap_v2", BetaSchedule::kSquaredCosCapV2}})
-    if (options.beta_schedule == name) return schedule;
-  return InvalidArgument(
-      "--beta-schedule is \"{}\"; use linear, scaled_linear or squaredcos_cap_v2",
-      options.beta_schedule);
-}
-
 }  // namespace
 
 bool IsDdpm(Kind kind) { return kind == Kind::kEpsilon || kind == Kind::kV || kind == Kind::kX0; }
@@ -35,6 +24,15 @@ bool IsDdpm(Kind kind) { return kind == Kind::kEpsilon || kind == Kind::kV || ki
 std::optional<Kind> ObjectiveFromName(const std::string& name) {
   for (const auto& [kind, its_name] : kNames)
     if (name == its_name) return kind;
+  return std::nullopt;
+}
+
+std::optional<BetaSchedule> BetaScheduleFromName(const std::string& name) {
+  for (const auto& [each, schedule] :
+       {std::pair{"linear", BetaSchedule::kLinear},
+        std::pair{"scaled_linear", BetaSchedule::kScaledLinear},
+        std::pair{"squaredcos_cap_v2", BetaSchedule::kSquaredCosCapV2}})
+    if (name == each) return schedule;
   return std::nullopt;
 }
 
@@ -91,8 +89,11 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
   if (!(options.beta_start > 0 && options.beta_start <= options.beta_end && options.beta_end < 1))
     return InvalidArgument("--beta-start is {} and --beta-end {}; use 0 < start ≤ end < 1",
                            options.beta_start, options.beta_end);
-  DENOISED_ASSIGN_OR_RETURN(const BetaSchedule schedule, ScheduleOf(options));
-  objective.betas_ = Betas(schedule, options.beta_start, options.beta_end, options.timesteps);
+  const std::optional<BetaSchedule> schedule = BetaScheduleFromName(options.beta_schedule);
+  if (!schedule)
+    return InvalidArgument("--beta-schedule is \"{}\"; use {}", options.beta_schedule,
+                           kBetaScheduleNames);
+  objective.betas_ = Betas(*schedule, options.beta_start, options.beta_end, options.timesteps);
   objective.alphas_cumprod_ = AlphasCumprod(objective.betas_);
   return objective;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/core/status.h"
+#include "engine/sampling/noise_levels.h"
 #include "engine/training/backend.h"
 
 namespace denoised::training {
@@ -46,6 +47,8 @@ struct ObjectiveOptions {
 bool IsDdpm(ObjectiveOptions::Kind kind);
 std::optional<ObjectiveOptions::Kind> ObjectiveFromName(const std::string& name);
 const char* Name(ObjectiveOptions::Kind kind);
+std::optional<BetaSchedule> BetaScheduleFromName(const std::string& name);
+inline constexpr char kBetaScheduleNames[] = "linear, scaled_linear or squaredcos_cap_v2";
 
 /// As many as the server accepts in a scheduler's config.
 constexpr int kMaxTimesteps = 100'000;

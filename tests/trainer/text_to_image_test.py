@@ -363,11 +363,15 @@ class TextToImageTest(unittest.TestCase):
                                    ("scheduler", "num_train_timesteps", "500"),
                                    ("scheduler", "num_train_timesteps", 0),
                                    ("scheduler", "beta_start", 0.5),
+                                   ("scheduler", "beta_schedule", "sigmoid"),
                                    ("unet", "cross_attention_dim", 24)]:  # fmt: skip
             file = pipeline / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
             before = file.read_text()
             file.write_text(json.dumps({**json.loads(before), field: value}))
-            self.assertIn(field, self.train("refused", rc=2, pipeline=pipeline))
+            said = self.train("refused", rc=2, pipeline=pipeline)
+            self.assertIn(field, said)
+            if part == "scheduler":  # which has the field, not a flag
+                self.assertIn(str(file), said)
             file.write_text(before)
         self.metadata.write_text('{"file_name": "0.png"}\n')
         self.assertIn('0.png: has no caption. Give it "text" in metadata.jsonl, or a .txt of its name if '
