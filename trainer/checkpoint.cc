@@ -280,7 +280,10 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
   std::error_code error;
   if (!fs::is_directory(directory, error))
-    return NotFound("{}: there is no such checkpoint", directory);
+    return NotFound(
+        "{}: there is no such checkpoint; pass --resume latest, or a folder such as "
+        "run/checkpoints/step-000001000",
+        directory);
   if (!IsThere(directory + "/run.json") && !IsThere(directory + "/DONE"))
     return NotFound(
         "{}: is not the folder of a checkpoint, such as run/checkpoints/step-000001000; or pass "

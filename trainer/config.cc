@@ -47,8 +47,16 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const CLI::App& app,
       continue;
     }
     const CLI::Option* const option = app.get_option_no_throw(flag);
-    const bool repeats =
-        option != nullptr && option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll;
+    if (option == nullptr) {
+      std::string meant = field;
+      std::replace(meant.begin(), meant.end(), '_', '-');
+      const bool known = app.get_option_no_throw("--" + meant) != nullptr;
+      return InvalidArgument(
+          "{}: unknown field '{}'; {}", file, field,
+          known ? fmt::format("write '{}'", meant)
+                : "the fields are the names of the flags, without --. See denoise-train --help");
+    }
+    const bool repeats = option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll;
     if (repeats && value.is_array() && value.empty())
       return InvalidArgument(
           "{}: field '{}' is an empty list; give a value, or leave the field out", file, field);
@@ -82,7 +90,9 @@ absl::StatusOr<AverageOptions> ParseAverage(const std::string& text) {
   const std::string number = colon == std::string::npos ? "" : text.substr(colon + 1);
   average.value = std::strtod(number.c_str(), &end);
   if (number.empty() || *end != '\0')
-    return InvalidArgument("--average: \"{}\" has no number after the colon", text);
+    return InvalidArgument("--average: \"{}\" needs a number after a colon, such as {}:{}{}", text,
+                           kind, kind == "power" ? "0.05" : "0.999",
+                           number.empty() ? "" : fmt::format("; \"{}\" is none", number));
   if (const absl::Status status = average.Check(); !status.ok())
     return Annotate(status, "--average");
   return average;

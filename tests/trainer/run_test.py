@@ -1030,8 +1030,14 @@ class RunTest(unittest.TestCase):
             said = self.train(f"empty{len(metrics)}", steps=None, config=config, **metrics)
             self.assertIn("step 3/3", said)
             self.assertNotIn("metrics on port", said)
-        config.write_text('{"stepps": 3}')
-        self.assertIn("stepps", self.train("c", rc=2, config=config))
+        for field, message in [
+            ("stepps", "the fields are the names of the flags, without --. See denoise-train --help"),
+            ("learning_rate", "write 'learning-rate'"),
+            ("keep_norms", "write 'keep-norms'"),
+        ]:
+            config.write_text(json.dumps({field: 3}))
+            said = self.train("c", rc=2, config=config)
+            self.assertIn(f"{config}: unknown field '{field}'; {message}", said)
         config.write_text('{"steps": 3.0, "warmup-steps": 1e0}')
         self.assertIn("saved step 3", self.train("floats", steps=None, config=config))
         config.write_text('{"steps": 3, "batch": 16, "steps": 4}')
@@ -1068,10 +1074,15 @@ class RunTest(unittest.TestCase):
              "reach --learning-rate; use at most 12"),
             ({"dtype": "bf16"}, "the CPU trains in fp32"),
             ({"average": "ema:0.9"}, "--average"),
+            ({"average": "decay:0.9ab"}, '--average: "decay:0.9ab" needs a number after a colon, such as '
+             'decay:0.999; "0.9ab" is none'),
+            ({"average": "power:"}, '--average: "power:" needs a number after a colon, such as power:0.05'),
+            ({"average": "warmup"}, '--average: "warmup" needs a number after a colon, such as warmup:0.999'),
             ({"average": "decay:1.5"}, "1.5"),
             ({"config": self.averages("decay:0.9", "power:0.1", "decay:0.90")},
              "--average: decay:0.90 is given twice, and both would be written to one folder; give it once"),
-            ({"resume": self.root / "none"}, "no such checkpoint"),
+            ({"resume": self.root / "none"},
+             "none: there is no such checkpoint; pass --resume latest, or a folder such as"),
             ({"null-class": 7}, "--null-class is 7; use 0 to 2"),
             ({"null-class": -2}, "--null-class is -2; use 0 to 2"),
             ({"timesteps": 0, "objective": "flow"}, "--timesteps is 0; use 1 to 100000"),
