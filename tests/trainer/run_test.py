@@ -49,6 +49,16 @@ def png(pixel, edge=8):
             + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))  # fmt: skip
 
 
+def chunks(data, kind):
+    """(offset, bytes of content) of the chunks of a PNG of this kind."""
+    at = 8
+    while at < len(data):
+        (size,) = struct.unpack(">I", data[at:at + 4])
+        if data[at + 4:at + 8] == kind:
+            yield at, size
+        at += 12 + size
+
+
 class RunTest(unittest.TestCase):
     def setUp(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -129,6 +139,52 @@ class RunTest(unittest.TestCase):
         self.assertEqual(index["_denoised"]["null_class"], 2)
         self.train("d", seed=1)
         self.assertNotEqual(self.state("a"), self.state("d"))
+
+    def test_grids_are_drawn_from_fixed_seeds(self):
+        grids = []
+        for output, seed in (("a", 0), ("b", 0), ("c", 1)):
+            self.train(output, steps=8, **{"checkpoint-steps": 8, "sample-steps": 4, "seed": seed})
+            grids.append([(self.root / output / f"samples/step-{step:09}.png").read_bytes() for step in (4, 8)])
+        self.assertEqual(grids[0], grids[1])
+        self.assertNotEqual(grids[0][0], grids[0][1])  # the network learned
+        self.assertNotEqual(grids[0][1], grids[2][1])
+        grid = grids[0][1]
+        pixels = zlib.decompress(b"".join(grid[at + 8:at + 8 + size] for at, size in chunks(grid, b"IDAT")))
+        self.assertGreater(len(set(pixels)), 16)  # no flat picture
+
+    def test_the_progress_line_and_the_log(self):
+        said = self.train("a", steps=3)
+        lines = [line for line in said.splitlines() if " images/s " in line]
+        self.assertEqual(len(lines), 3, said)
+        number = r"\d[\d.]*(?:e[+-]\d+)?"
+        for step, line in enumerate(lines, 1):
+            self.assertRegex(line, rf"step {step}/3  {16 * step} images  loss {number}  gradient norm {number}  "
+                             rf"learning rate {number}  {number} images/s  .*FLOP/s.*  \S+ left$")
+        log = [json.loads(line) for line in (self.root / "a/log.jsonl").read_text().splitlines()]
+        self.assertEqual([entry["images"] for entry in log], [16, 32, 48])
+        for entry in log:
+            self.assertEqual(set(entry), {"step", "images", "loss", "gradient_norm", "rate", "images_per_second",
+                                          "skipped"})
+            self.assertEqual((entry["rate"], entry["skipped"]), (2e-3, 0))
+            self.assertGreater(min(entry["loss"], entry["gradient_norm"], entry["images_per_second"]), 0)
+
+    def test_the_tutorial(self):
+        """The first block of docs/training.md, with smaller numbers."""
+        block = (REPOSITORY / "docs/training.md").read_text().split("```")[1].strip()
+        lines = block.replace("\\\n", " ").splitlines()
+        commands = [line for line in lines if line.startswith("train")]
+        self.assertEqual(len(commands), 3, block)
+        (self.root / "network.json").write_text(json.dumps(NETWORK | {"in_channels": 3, "out_channels": 3}))
+        fewer = f" --steps 2 --batch 16 --warmup-steps 1 --sample-steps 1 --device {DEVICE or 'cpu'}"
+        script = [commands[0].replace("build/release/trainer/denoise-train", str(Path(PROGRAM).resolve())),
+                  *(command.split("#")[0] + fewer for command in commands[1:])]
+        done = subprocess.run(["bash", "-ec", "\n".join(script)], cwd=self.root, capture_output=True, text=True,
+                              timeout=120)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("MiB", done.stdout + done.stderr)  # of --dry-run
+        index = json.loads((self.root / "run/model/model_index.json").read_text())
+        self.assertEqual(index["id2label"], {"0": "across", "1": "down"})
+        self.assertTrue((self.root / "run/samples/step-000000002.png").exists())
 
     def kill(self, processes, victim, ready):
         """Kills one of these (SIGKILL) when ready(lines of the first) is true. What the first said."""

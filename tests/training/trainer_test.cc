@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <functional>
 #include <thread>
 
 #include "engine/core/config_reader.h"
@@ -405,6 +406,70 @@ TEST(Trainer, WeightsChooseThePicturesAndKeepTheBits) {
   ExpectSameBits(whole, train(options, weighted, 4));
   for (const Trained& run : TrainOnRanks(2, "cpu", TinyConfig(), Options(), weighted, 4))
     ExpectSameBits(whole, run);
+}
+
+/// Stripes() after what(pixels of 10×10) of each picture.
+Dataset ChangedStripes(const std::function<void(uint8_t*)>& what) {
+  Dataset dataset = Stripes();
+  for (int i = 0; i < 21; ++i) what(dataset.images.as<uint8_t>() + i * 100);
+  return dataset;
+}
+
+/// With the stripes and other numbers of Options().
+Trained TrainOn(const Dataset& dataset, const TrainerOptions& options) {
+  return Train(On{}, options, 3, *NewSoleExchange(), nullptr, TinyConfig(), dataset);
+}
+
+TEST(Trainer, DroppedClassesAreTheNullClass) {
+  TrainerOptions options = Options();
+  options.class_dropout = 1;
+  const Trained dropped = TrainOn(Stripes(), options);
+  options.class_dropout = 0;
+  Dataset null = Stripes();
+  null.labels.assign(21, options.null_class);
+  ExpectSameBits(dropped, TrainOn(null, options));
+  const Trained labelled = TrainOn(Stripes(), options);
+  EXPECT_NE(labelled.reports[0].loss, dropped.reports[0].loss);
+  // A share of the samples: neither all nor none.
+  options.class_dropout = 0.5;
+  const double some = TrainOn(Stripes(), options).reports[0].loss;
+  EXPECT_NE(some, labelled.reports[0].loss);
+  EXPECT_NE(some, dropped.reports[0].loss);
+}
+
+TEST(Trainer, SomeSamplesAreMirrored) {
+  const auto mirror = [](uint8_t* picture) {
+    for (int y = 0; y < 10; ++y) std::reverse(picture + 10 * y, picture + 10 * y + 10);
+  };
+  // A canvas as large as a sample, so that a picture has one crop.
+  UNet2DConfig config = TinyConfig();
+  config.sample_height = config.sample_width = 10;
+  const auto train = [&](const Dataset& dataset, bool flip) {
+    TrainerOptions options = Options();
+    options.flip = flip;
+    return Train(On{}, options, 3, *NewSoleExchange(), nullptr, config, dataset);
+  };
+  const double mirrored = train(Stripes(), true).reports[0].loss;
+  EXPECT_NE(mirrored, train(Stripes(), false).reports[0].loss);
+  EXPECT_NE(mirrored, train(ChangedStripes(mirror), false).reports[0].loss) << "all are";
+  const Dataset symmetric = ChangedStripes([](uint8_t* picture) {
+    for (int p = 0; p < 100; ++p)
+      if (p % 10 >= 5) picture[p] = picture[p / 10 * 10 + 9 - p % 10];
+  });
+  ExpectSameBits(train(symmetric, true), train(symmetric, false));
+}
+
+TEST(Trainer, CropsReachEveryEdgeOfTheCanvas) {
+  TrainerOptions options = Options();
+  options.flip = false;
+  const double loss = TrainOn(Stripes(), options).reports[0].loss;
+  for (const auto& [name, first, step] :
+       {std::tuple{"top", 0, 1}, {"bottom", 90, 1}, {"left", 0, 10}, {"right", 9, 10}}) {
+    const Dataset changed = ChangedStripes([&](uint8_t* picture) {
+      for (int i = 0; i < 10; ++i) picture[first + i * step] ^= 255;
+    });
+    EXPECT_NE(TrainOn(changed, options).reports[0].loss, loss) << name;
+  }
 }
 
 TEST(Trainer, PrefetchedPicturesHaveTheBitsOfResidentOnes) {
@@ -903,8 +968,10 @@ TEST(Objective, TargetsMeanTheImage) {
       if (kind == Kind::kEdm) {
         // D = c_skip·x/c_in + c_out·F with σ from c_noise.
         const double sigma = std::exp(4.0 * row.condition), data = 0.5;
-        const double root = std::hypot(sigma, data);
-        image = data * data / (root * root) * (x * root) + sigma * data / root * f;
+        const double root = std::hypot(sigma, data), out = sigma * data / root;
+        image = data * data / (root * root) * (x * root) + out * f;
+        const double lambda = root * root / std::pow(sigma * data, 2);  // weight of D's error
+        EXPECT_NEAR(row.weight, lambda * out * out, 1e-6);
       } else if (kind == Kind::kEpsilon) {
         image = (x - row.noise * f) / row.signal;
       } else if (kind == Kind::kV) {
@@ -921,6 +988,23 @@ TEST(Objective, TargetsMeanTheImage) {
       EXPECT_NEAR(image, y, 2e-4 / row.signal) << Name(kind);
     }
   }
+}
+
+TEST(Objective, EdmsNoiseLevelsAreLogNormal) {
+  const auto objective = Objective::Make({.log_sigma_mean = -0.7, .log_sigma_deviation = 1.5});
+  ASSERT_TRUE(objective.ok()) << objective.status();
+  constexpr int kSamples = 10000;
+  double sum = 0, squares = 0;
+  for (uint32_t sample = 0; sample < kSamples; ++sample) {
+    SampleRow row;
+    objective->Plan(1, sample / 100, sample % 100, &row);
+    const double log_sigma = 4.0 * row.condition;
+    sum += log_sigma, squares += log_sigma * log_sigma;
+  }
+  const double mean = sum / kSamples, deviation = std::sqrt(squares / kSamples - mean * mean);
+  // Four standard errors: 1.5 / √10000 and 1.5 / √20000.
+  EXPECT_NEAR(mean, -0.7, 0.06);
+  EXPECT_NEAR(deviation, 1.5, 0.043);
 }
 
 /// With all steps, the server's DDPM sampler reads v as the loss does.
