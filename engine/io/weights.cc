@@ -130,6 +130,29 @@ bool IsFloat(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
 }
 
+/// Layers of attention, and their names before diffusers 0.18.
+constexpr std::pair<std::string_view, std::string_view> kOldNames[] = {
+    {"to_q", "query"}, {"to_k", "key"}, {"to_v", "value"}, {"to_out.0", "proj_attn"}};
+
+/// The name that a tensor of an attention layer had then; of other tensors, its own.
+std::string OldName(std::string name) {
+  const size_t dot = name.rfind('.');
+  if (dot == std::string::npos) return name;
+  const std::string_view layer = std::string_view(name).substr(0, dot);
+  for (const auto& [now, before] : kOldNames) {
+    const size_t begin = dot - std::min(dot, now.size());
+    if (!layer.ends_with(now) || (begin > 0 && name[begin - 1] != '.')) continue;
+    return name.replace(begin, now.size(), before);
+  }
+  return name;
+}
+
+/// The tensor of this name, or else of the old one.
+auto Find(const Safetensors& file, const std::string& name) {
+  const auto found = file.tensors().find(name);
+  return found != file.tensors().end() ? found : file.tensors().find(OldName(name));
+}
+
 }  // namespace
 
 Weights::Weights(Safetensors tensors, std::string file)
@@ -160,7 +183,7 @@ Weights Weights::operator/(int index) const { return *this / std::to_string(inde
 const std::string& Weights::file() const { return state_->file; }
 
 bool Weights::Has(std::string_view name) const {
-  return state_->tensors.tensors().count(Full(name)) > 0;
+  return Find(state_->tensors, Full(name)) != state_->tensors.tensors().end();
 }
 
 void Weights::Ignore(std::string_view name) const { state_->used.insert(Full(name)); }
@@ -180,9 +203,8 @@ absl::StatusOr<Tensor> Weights::GetOptional(std::string_view name, const Shape& 
     if (!state_->drawn) return Zeros(shape);
     return SyntheticTensor(*state_->synthetic_seed, Full(name), shape);
   }
-  const auto& tensors = state_->tensors.tensors();
-  const auto found = tensors.find(Full(name));
-  if (found == tensors.end()) return Tensor();
+  const auto found = Find(state_->tensors, Full(name));
+  if (found == state_->tensors.tensors().end()) return Tensor();
   const Tensor& tensor = found->second;
   if (tensor.shape() != shape)
     return InvalidArgument(

@@ -25,6 +25,10 @@ using LoadProgress = std::function<void(LoadPart next)>;
 ///   Weights conv = unet / "down_blocks" / 0 / "resnets" / 1 / "conv1";
 ///   DENOISED_ASSIGN_OR_RETURN(Tensor weight, conv.Get("weight", {64, 32, 3, 3}));
 ///
+/// Attention layers may have the names of checkpoints before diffusers 0.18 in the file (query,
+/// key, value, proj_attn): who asks for to_q, to_k, to_v or to_out.0 gets these if there is no
+/// other.
+///
 /// Copies share the record of what was read. Not thread-safe.
 class Weights {
  public:

@@ -23,17 +23,12 @@ absl::StatusOr<Attention> Attention::Load(NetworkOps& ops, const Weights& weight
                               GroupNorm::Load(ops, weights / "group_norm", options.channels,
                                               *options.groups, options.eps));
   }
-  const bool old_names = weights.Has("query.weight");
   const int channels = options.channels, inner = attention.heads_ * options.head_dim;
-  DENOISED_ASSIGN_OR_RETURN(attention.qkv_,
-                            Linear::LoadFused(ops,
-                                              {weights / (old_names ? "query" : "to_q"),
-                                               weights / (old_names ? "key" : "to_k"),
-                                               weights / (old_names ? "value" : "to_v")},
-                                              channels, {inner, inner, inner}, Products::kOfModel));
   DENOISED_ASSIGN_OR_RETURN(
-      attention.out_, Linear::Load(ops, weights / (old_names ? "proj_attn" : "to_out.0"), inner,
-                                   channels, Products::kOfModel));
+      attention.qkv_, Linear::LoadFused(ops, {weights / "to_q", weights / "to_k", weights / "to_v"},
+                                        channels, {inner, inner, inner}, Products::kOfModel));
+  DENOISED_ASSIGN_OR_RETURN(
+      attention.out_, Linear::Load(ops, weights / "to_out.0", inner, channels, Products::kOfModel));
   return attention;
 }
 

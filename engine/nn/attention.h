@@ -16,8 +16,7 @@ struct AttentionOptions {
 };
 
 /// diffusers' Attention as its UNet2DModel uses it: group norm, self-attention over all pixels,
-/// residual, division by output_scale_factor. Reads today's names (to_q, to_k, to_v, to_out.0) and
-/// those of checkpoints before diffusers 0.18 (query, key, value, proj_attn).
+/// residual, division by output_scale_factor.
 class Attention {
  public:
   static absl::StatusOr<Attention> Load(NetworkOps& ops, const Weights& weights,

@@ -49,6 +49,39 @@ TEST_F(WeightsTest, PrefixesMirrorCheckpointNames) {
   EXPECT_EQ(weight->ToFloats().size(), 6u);
 }
 
+/// Those of diffusers' AttentionBlock, before 0.18.
+TEST_F(WeightsTest, OldNamesOfAttentionStandForNewOnes) {
+  const auto open = [&](const std::vector<std::string>& names) {
+    std::map<std::string, Tensor> tensors;
+    float value = 0;
+    for (const std::string& name : names) {
+      ++value;
+      tensors[name] = Tensor::HostF32({1}, {&value, 1});
+    }
+    const std::string path = directory_ / "attention.safetensors";
+    EXPECT_TRUE(WriteSafetensors(path, tensors, {}).ok());
+    return Weights(*Safetensors::Open(path), path);
+  };
+  const auto value_of = [](const Weights& weights, const std::string& name) {
+    const auto tensor = weights.Get(name, {1});
+    return tensor.ok() ? tensor->ToFloats()[0] : -1;
+  };
+  const Weights old = open({"mid.0.query.weight", "mid.0.key.bias", "mid.0.value.weight",
+                            "mid.0.proj_attn.bias", "my_query.weight"});
+  EXPECT_TRUE((old / "mid" / 0 / "to_q").Has("weight"));
+  EXPECT_EQ(value_of(old / "mid" / 0 / "to_q", "weight"), 1);
+  EXPECT_EQ(value_of(old, "mid.0.to_k.bias"), 2);
+  EXPECT_EQ(value_of(old / "mid" / 0, "to_v.weight"), 3);
+  EXPECT_EQ(value_of(old, "mid.0.to_out.0.bias"), 4);
+  EXPECT_FALSE(old.Has("mid.0.to_q.bias"));
+  EXPECT_FALSE(old.Has("my_to_q.weight"));
+  EXPECT_THAT(std::string(old.CheckAllUsed().message()),
+              AllOf(HasSubstr("my_query"), Not(HasSubstr("mid.0"))));
+  const Weights both = open({"query.weight", "to_q.weight"});
+  EXPECT_EQ(value_of(both, "to_q.weight"), 2);
+  EXPECT_FALSE(both.CheckAllUsed().ok());
+}
+
 TEST_F(WeightsTest, FingerprintsDifferByNameShapeAndValue) {
   const auto of = [&](const std::string& name, const Shape& shape, float last) {
     const float values[] = {1, 2, last};
