@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "engine/core/config_reader.h"
 #include "engine/text/clip_tokenizer.h"
 #include "engine/text/unicode.h"
 #include "engine/training/latents.h"
@@ -17,57 +16,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kTextTable = "text_model.embeddings.token_embedding.weight";
-
-/// What a scheduler's config says of the noise that a network is trained with.
-absl::StatusOr<training::ObjectiveOptions> ObjectiveOf(const nlohmann::json& config,
-                                                       const std::string& file) {
-  const std::string name = config.value("_class_name", "");
-  if (name.find("FlowMatch") != std::string::npos || name.rfind("EDM", 0) == 0 ||
-      name.rfind("LCM", 0) == 0)
-    return InvalidArgument(
-        "{}: {} does not say how to train; use a DDPM schedule, such as DDIMScheduler or "
-        "DPMSolverMultistepScheduler",
-        file, name);
-  for (const auto& [field, plain] : {std::pair{"rescale_betas_zero_snr", nlohmann::json(false)},
-                                     std::pair{"trained_betas", nlohmann::json()},
-                                     std::pair{"use_flow_sigmas", nlohmann::json(false)}})
-    if (config.contains(field) && config[field] != plain && !config[field].is_null())
-      return InvalidArgument("{}: {} is {}, which cannot be trained; use {}", file, field,
-                             config[field].dump(), plain.dump());
-  training::ObjectiveOptions objective;
-  ConfigReader reader(config, file);
-  // The defaults of diffusers' schedulers.
-  objective.beta_end = 0.02;
-  std::string prediction = "epsilon";
-  reader.Read("num_train_timesteps", &objective.timesteps);
-  reader.Read("beta_schedule", &objective.beta_schedule);
-  reader.Read("beta_start", &objective.beta_start);
-  reader.Read("beta_end", &objective.beta_end);
-  reader.Read("prediction_type", &prediction);
-  // A bad value is named here by its field: later, messages name flags, which a pipeline refuses.
-  if (!training::BetaScheduleFromName(objective.beta_schedule))
-    reader.Complain("beta_schedule", fmt::format("use {}", training::kBetaScheduleNames));
-  reader.CheckRange("num_train_timesteps", objective.timesteps, 1, training::kMaxTimesteps);
-  if (!(objective.beta_start > 0 && objective.beta_start <= objective.beta_end &&
-        objective.beta_end < 1))
-    reader.Complain("beta_start", fmt::format("use 0 < beta_start ≤ beta_end < 1; beta_end is {}",
-                                              objective.beta_end));
-  // The others say how to sample.
-  for (const auto& item : config.items()) reader.Ignore({item.key().c_str()});
-  DENOISED_RETURN_IF_ERROR(reader.Finish());
-  using Kind = training::ObjectiveOptions::Kind;
-  if (prediction == "epsilon") {
-    objective.kind = Kind::kEpsilon;
-  } else if (prediction == "v_prediction") {
-    objective.kind = Kind::kV;
-  } else if (prediction == "sample") {
-    objective.kind = Kind::kX0;
-  } else {
-    return InvalidArgument("{}: prediction_type is \"{}\"; use epsilon, v_prediction or sample",
-                           file, prediction);
-  }
-  return objective;
-}
 
 /// The trained parameters below a prefix, by the rest of their names.
 std::map<std::string, Tensor> Below(const std::string& prefix,
@@ -139,8 +87,14 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory) 
                                                 from.components.at("text_encoder").class_name));
   DENOISED_ASSIGN_OR_RETURN(parts.vae,
                             AutoencoderKLConfig::Parse(parts.config("vae"), file("vae")));
+  const std::string& schedule = from.scheduler_config_file;
   DENOISED_ASSIGN_OR_RETURN(parts.objective,
-                            ObjectiveOf(*from.scheduler_config, from.scheduler_config_file));
+                            training::ObjectiveOfScheduler(*from.scheduler_config, schedule));
+  if (!training::IsDdpm(parts.objective.kind))
+    return InvalidArgument(
+        "{}: field '_class_name' is {}, but text to image is trained with DDPM's noise; use the "
+        "scheduler that the pipeline was trained with, such as DDIMScheduler",
+        schedule, (*from.scheduler_config)["_class_name"].dump());
   const nlohmann::json dropout = parts.config("unet").value("dropout", nlohmann::json());
   if (dropout.is_number() && dropout != 0)
     return InvalidArgument("{}: dropout is {}, which cannot be trained with; use 0", file("unet"),

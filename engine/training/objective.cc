@@ -5,7 +5,8 @@
 #include <cmath>
 #include <numbers>
 
-#include "engine/sampling/noise_levels.h"
+#include "engine/core/config_reader.h"
+#include "engine/sampling/registry.h"
 #include "engine/training/random.h"
 
 namespace denoised::training {
@@ -17,6 +18,49 @@ constexpr std::pair<Kind, const char*> kNames[] = {
     {Kind::kEdm, "edm"}, {Kind::kEpsilon, "epsilon"}, {Kind::kV, "v"},
     {Kind::kX0, "x0"},   {Kind::kFlow, "flow"},       {Kind::kScore, "score"}};
 
+constexpr std::pair<BetaSchedule, const char*> kSchedules[] = {
+    {BetaSchedule::kLinear, "linear"},
+    {BetaSchedule::kScaledLinear, "scaled_linear"},
+    {BetaSchedule::kSquaredCosCapV2, "squaredcos_cap_v2"}};
+constexpr const char* kUseSchedule = "use linear, scaled_linear or squaredcos_cap_v2";
+
+std::optional<BetaSchedule> ScheduleFromName(const std::string& name) {
+  for (const auto& [schedule, its_name] : kSchedules)
+    if (name == its_name) return schedule;
+  return std::nullopt;
+}
+
+constexpr std::pair<Kind, const char*> kPredictions[] = {
+    {Kind::kEpsilon, "epsilon"}, {Kind::kV, "v_prediction"}, {Kind::kX0, "sample"}};
+
+/// Betas, and what the network predicts.
+void ReadDdpm(const SamplerTraits& traits, ConfigReader& reader, ObjectiveOptions* options) {
+  // Fields that say another schedule than the betas do.
+  reader.Refuse("rescale_betas_zero_snr", false);
+  reader.Refuse("trained_betas", nullptr);
+  reader.Refuse("use_flow_sigmas", false);
+  options->beta_start = traits.betas.start;
+  options->beta_end = traits.betas.end;
+  for (const auto& [schedule, name] : kSchedules)
+    if (schedule == traits.betas.schedule) options->beta_schedule = name;
+  reader.Read("beta_schedule", &options->beta_schedule);
+  reader.Read("beta_start", &options->beta_start);
+  reader.Read("beta_end", &options->beta_end);
+  if (!ScheduleFromName(options->beta_schedule)) reader.Complain("beta_schedule", kUseSchedule);
+  if (!(options->beta_start > 0 && options->beta_start <= options->beta_end &&
+        options->beta_end < 1))
+    reader.Complain("beta_start", fmt::format("use 0 < beta_start ≤ beta_end < 1; beta_end is {}",
+                                              options->beta_end));
+  std::string prediction = "epsilon";
+  reader.Read("prediction_type", &prediction);
+  for (const auto& [kind, name] : kPredictions)
+    if (prediction == name) {
+      options->kind = kind;
+      return;
+    }
+  reader.Complain("prediction_type", "use epsilon, v_prediction or sample");
+}
+
 }  // namespace
 
 bool IsDdpm(Kind kind) { return kind == Kind::kEpsilon || kind == Kind::kV || kind == Kind::kX0; }
@@ -27,19 +71,47 @@ std::optional<Kind> ObjectiveFromName(const std::string& name) {
   return std::nullopt;
 }
 
-std::optional<BetaSchedule> BetaScheduleFromName(const std::string& name) {
-  for (const auto& [each, schedule] :
-       {std::pair{"linear", BetaSchedule::kLinear},
-        std::pair{"scaled_linear", BetaSchedule::kScaledLinear},
-        std::pair{"squaredcos_cap_v2", BetaSchedule::kSquaredCosCapV2}})
-    if (name == each) return schedule;
-  return std::nullopt;
-}
-
 const char* Name(Kind kind) {
   for (const auto& [each, name] : kNames)
     if (each == kind) return name;
   return "";
+}
+
+absl::StatusOr<ObjectiveOptions> ObjectiveOfScheduler(const nlohmann::json& config,
+                                                      const std::string& file) {
+  ConfigReader reader(config, file);
+  // The others say how to sample.
+  for (const auto& item : config.items()) reader.Ignore({item.key().c_str()});
+  std::string name;
+  reader.Read("_class_name", &name);
+  const SamplerTraits* const traits = FindSchedulerClass(name);
+  ObjectiveOptions options;
+  if (traits == nullptr || traits->levels == Levels::kDistilled ||
+      traits->training == Training::kConsistency) {
+    reader.Complain("_class_name",
+                    "does not say how to train; use a DDPM schedule, such as DDIMScheduler or "
+                    "DPMSolverMultistepScheduler");
+  } else if (traits->training == Training::kEdm) {
+    options.kind = Kind::kEdm;
+    reader.Refuse("prediction_type", "epsilon");
+    reader.Read("sigma_data", &options.sigma_data);
+    reader.Read("sigma_min", &options.sigma_min);
+    reader.Read("sigma_max", &options.sigma_max);
+  } else if (traits->training == Training::kScore) {
+    options.kind = Kind::kScore;
+    options.score_sigma_max = 1348;  // the default of diffusers' class
+    reader.Read("sigma_min", &options.score_sigma_min);
+    reader.Read("sigma_max", &options.score_sigma_max);
+  } else {
+    options.timesteps = traits->train_timesteps;
+    reader.Read("timesteps", &options.timesteps);  // before diffusers 0.1
+    reader.Read("num_train_timesteps", &options.timesteps);
+    reader.CheckRange("num_train_timesteps", options.timesteps, 1, kMaxTimesteps);
+    options.kind = Kind::kFlow;
+    if (traits->training == Training::kBetas) ReadDdpm(*traits, reader, &options);
+  }
+  DENOISED_RETURN_IF_ERROR(reader.Finish());
+  return options;
 }
 
 absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
@@ -89,10 +161,9 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
   if (!(options.beta_start > 0 && options.beta_start <= options.beta_end && options.beta_end < 1))
     return InvalidArgument("--beta-start is {} and --beta-end {}; use 0 < start ≤ end < 1",
                            options.beta_start, options.beta_end);
-  const std::optional<BetaSchedule> schedule = BetaScheduleFromName(options.beta_schedule);
+  const std::optional<BetaSchedule> schedule = ScheduleFromName(options.beta_schedule);
   if (!schedule)
-    return InvalidArgument("--beta-schedule is \"{}\"; use {}", options.beta_schedule,
-                           kBetaScheduleNames);
+    return InvalidArgument("--beta-schedule is \"{}\"; {}", options.beta_schedule, kUseSchedule);
   objective.betas_ = Betas(*schedule, options.beta_start, options.beta_end, options.timesteps);
   objective.alphas_cumprod_ = AlphasCumprod(objective.betas_);
   return objective;
@@ -208,9 +279,9 @@ nlohmann::json Objective::SchedulerConfig() const {
             {"sigma_max", options_.score_sigma_max},
             {"sigma_min", options_.score_sigma_min},
             {"snr", 0.15}};
-  const char* const prediction = options_.kind == Kind::kEpsilon ? "epsilon"
-                                 : options_.kind == Kind::kV     ? "v_prediction"
-                                                                 : "sample";
+  const char* prediction = "";
+  for (const auto& [kind, name] : kPredictions)
+    if (kind == options_.kind) prediction = name;
   nlohmann::json config = {{"beta_start", options_.beta_start},
                            {"beta_end", options_.beta_end},
                            {"beta_schedule", options_.beta_schedule},

@@ -47,8 +47,11 @@ struct ObjectiveOptions {
 bool IsDdpm(ObjectiveOptions::Kind kind);
 std::optional<ObjectiveOptions::Kind> ObjectiveFromName(const std::string& name);
 const char* Name(ObjectiveOptions::Kind kind);
-std::optional<BetaSchedule> BetaScheduleFromName(const std::string& name);
-inline constexpr char kBetaScheduleNames[] = "linear, scaled_linear or squaredcos_cap_v2";
+
+/// How the networks that this scheduler_config.json samples are trained. InvalidArgument names
+/// `file`, the field, its value and the remedy.
+absl::StatusOr<ObjectiveOptions> ObjectiveOfScheduler(const nlohmann::json& config,
+                                                      const std::string& file);
 
 /// As many as the server accepts in a scheduler's config.
 constexpr int kMaxTimesteps = 100'000;

@@ -1007,6 +1007,47 @@ TEST(Objective, EdmsNoiseLevelsAreLogNormal) {
   EXPECT_NEAR(deviation, 1.5, 0.043);
 }
 
+TEST(Objective, IsReadFromAScheduler) {
+  using Kind = ObjectiveOptions::Kind;
+  ObjectiveOptions options;
+  options.timesteps = 40;
+  options.sigma_data = 0.7;
+  options.score_sigma_max = 9;
+  options.beta_schedule = "scaled_linear";
+  options.beta_end = 0.012;
+  for (const Kind kind :
+       {Kind::kEdm, Kind::kEpsilon, Kind::kV, Kind::kX0, Kind::kFlow, Kind::kScore}) {
+    options.kind = kind;
+    const nlohmann::json config = Objective::Make(options)->SchedulerConfig();
+    const auto read = ObjectiveOfScheduler(config, "scheduler");
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(read->kind, kind);
+    EXPECT_EQ(Objective::Make(*read)->SchedulerConfig(), config);
+  }
+}
+
+/// As diffusers' classes and the server take fields that a file leaves out.
+TEST(Objective, BetasThatASchedulerLeavesOutAreItsClasss) {
+  for (const auto& [name, start, end] :
+       {std::tuple{"DDIMScheduler", 0.0001, 0.02},
+        std::tuple{"DPMSolverMultistepScheduler", 0.0001, 0.02},
+        std::tuple{"HeunDiscreteScheduler", 0.00085, 0.012},
+        std::tuple{"KDPM2DiscreteScheduler", 0.00085, 0.012},
+        std::tuple{"KDPM2AncestralDiscreteScheduler", 0.00085, 0.012},
+        std::tuple{"DPMSolverSDEScheduler", 0.00085, 0.012}}) {
+    const auto read = ObjectiveOfScheduler({{"_class_name", name}}, "scheduler");
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(read->kind, ObjectiveOptions::Kind::kEpsilon) << name;
+    EXPECT_EQ(read->beta_start, start) << name;
+    EXPECT_EQ(read->beta_end, end) << name;
+    EXPECT_EQ(read->beta_schedule, "linear") << name;
+    const auto given = ObjectiveOfScheduler(
+        {{"_class_name", name}, {"beta_start", 0.001}, {"beta_end", 0.03}}, "scheduler");
+    EXPECT_EQ(given->beta_start, 0.001) << name;
+    EXPECT_EQ(given->beta_end, 0.03) << name;
+  }
+}
+
 /// With all steps, the server's DDPM sampler reads v as the loss does.
 TEST(Objective, ALearnedVarianceIsWhatServingDrawsFrom) {
   using Kind = ObjectiveOptions::Kind;
