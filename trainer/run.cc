@@ -61,6 +61,9 @@ std::string Duration(double seconds) {
   return fmt::format("{}s", s);
 }
 
+/// Of a StableDiffusionPipeline that names no default.
+constexpr int kPipelineSteps = 50;
+
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
 
@@ -578,7 +581,17 @@ int Session::DefaultSteps() const {
 
 /// Whether the server can draw with the noise levels that the network learns.
 absl::Status Session::CheckSchedule() const {
-  if (config_.pipeline) return absl::OkStatus();
+  if (config_.pipeline) {
+    const ModelDirectory& from = config_.pipeline->directory;
+    const int steps = config_.default_steps > 0 ? config_.default_steps
+                      : from.default_steps > 0  ? from.default_steps
+                                                : kPipelineSteps;
+    const auto plan = config_.pipeline->scheduler.Compile({.steps = steps});
+    if (plan.ok()) return absl::OkStatus();
+    return InvalidArgument(
+        "{}: the server could not draw with it in {} steps ({}); change it, or set --default-steps",
+        from.scheduler_config_file, steps, std::string(plan.status().message()));
+  }
   DENOISED_ASSIGN_OR_RETURN(const training::Objective objective,
                             training::Objective::Make(config_.trainer.objective));
   DENOISED_ASSIGN_OR_RETURN(

@@ -87,7 +87,10 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory) 
                                                 from.components.at("text_encoder").class_name));
   DENOISED_ASSIGN_OR_RETURN(parts.vae,
                             AutoencoderKLConfig::Parse(parts.config("vae"), file("vae")));
+  // What the server refuses, it would refuse in the model, too.
   const std::string& schedule = from.scheduler_config_file;
+  DENOISED_ASSIGN_OR_RETURN(
+      parts.scheduler, SchedulerConfig::Parse(*from.scheduler_config, schedule, /*latents=*/true));
   DENOISED_ASSIGN_OR_RETURN(parts.objective,
                             training::ObjectiveOfScheduler(*from.scheduler_config, schedule));
   if (!training::IsDdpm(parts.objective.kind))
@@ -95,6 +98,11 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory) 
         "{}: field '_class_name' is {}, but text to image is trained with DDPM's noise; use the "
         "scheduler that the pipeline was trained with, such as DDIMScheduler",
         schedule, (*from.scheduler_config)["_class_name"].dump());
+  if (parts.scheduler.learns_variance())
+    return InvalidArgument(
+        "{}: field 'variance_type' is {}, but text to image learns no variance; use "
+        "\"fixed_small\"",
+        schedule, (*from.scheduler_config)["variance_type"].dump());
   const nlohmann::json dropout = parts.config("unet").value("dropout", nlohmann::json());
   if (dropout.is_number() && dropout != 0)
     return InvalidArgument("{}: dropout is {}, which cannot be trained with; use 0", file("unet"),

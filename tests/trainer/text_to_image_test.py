@@ -399,6 +399,31 @@ class TextToImageTest(unittest.TestCase):
             if part == "scheduler":  # which has the field, not a flag
                 self.assertIn(str(file), said)
             file.write_text(before)
+        # What no DDPM trains, or the server could not draw with.
+        index, scheduler = pipeline / "model_index.json", pipeline / "scheduler/scheduler_config.json"
+        whole, betas = json.loads(index.read_text()), json.loads(scheduler.read_text())
+        for name, fields, message in [
+            ("UnCLIPScheduler", {}, "field '_class_name' is \"UnCLIPScheduler\": not supported"),
+            ("ScoreSdeVeScheduler", {}, "text to image is trained with DDPM's noise"),
+            ("FlowMatchEulerDiscreteScheduler", {}, "text to image is trained with DDPM's noise"),
+            ("CMStochasticIterativeScheduler", {}, "does not say how to train"),
+            ("LCMScheduler", {}, "does not say how to train"),
+            ("TCDScheduler", {}, "does not say how to train"),
+            ("DDPMScheduler", {"variance_type": "learned_range"}, "field 'variance_type' is \"learned_range\""),
+            ("DDIMScheduler", {"beta_schedule": "sigmoid"}, "field 'beta_schedule' is \"sigmoid\": use linear"),
+            ("DDIMScheduler", {"thresholding": True}, "field 'thresholding' is true"),
+            ("DDIMScheduler", {"num_train_timesteps": 40}, "could not draw with it in 50 steps"),
+        ]:  # fmt: skip
+            with self.subTest(scheduler=name, fields=fields):
+                index.write_text(json.dumps({**whole, "scheduler": ["diffusers", name]}))
+                scheduler.write_text(json.dumps({**betas, "_class_name": name, **fields}))
+                for stage in ("vae", "diffusion"):
+                    said = self.train("refused", rc=2, pipeline=pipeline, stage=stage)
+                    self.assertIn(f"{scheduler}: ", said)
+                    self.assertIn(message, said)
+                    self.assertNotIn("read in", said)
+        index.write_text(json.dumps(whole))
+        scheduler.write_text(json.dumps(betas))
         self.metadata.write_text('{"file_name": "0.png"}\n')
         self.assertIn('0.png: has no caption. Give it "text" in metadata.jsonl, or a .txt of its name if '
                       "there is no metadata.jsonl", self.train("broken", rc=2))  # fmt: skip
