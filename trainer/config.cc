@@ -240,6 +240,94 @@ absl::Status ReadNetwork(const std::string& path, RunConfig* config) {
   return absl::OkStatus();
 }
 
+/// The fields by which the same weights would compute something else: those whose value in the
+/// start's config changes what `parse` reads of ours.
+template <typename Parse>
+absl::Status CheckStartConfig(const nlohmann::json& ours, const nlohmann::json& starts,
+                              const std::string& file, const std::string& remedy,
+                              const Parse& parse) {
+  const auto own = parse(ours);
+  nlohmann::json fields = ours;
+  fields.update(starts);
+  std::string differences;
+  for (const auto& item : fields.items()) {
+    const std::string& field = item.key();
+    const nlohmann::json ours_is = ours.value(field, nlohmann::json()),
+                         start_is = starts.value(field, nlohmann::json());
+    nlohmann::json changed = ours;
+    if (starts.contains(field)) {
+      changed[field] = start_is;
+    } else {
+      changed.erase(field);
+    }
+    if (ours_is == start_is || parse(changed) == own) continue;
+    differences += fmt::format("{}{} is {} and was {}", differences.empty() ? "" : "; ", field,
+                               ours_is.dump(), start_is.dump());
+  }
+  if (differences.empty()) return absl::OkStatus();
+  return InvalidArgument(
+      "--init-from: with {} its weights would not compute what they learned: {}. Use the same, {}",
+      file, differences, remedy);
+}
+
+/// What the directory of --init-from says of its weights. The noise that no flag chooses is what
+/// its scheduler says.
+absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
+  if (config->init_from.empty() || (config->pipeline && config->stage == Stage::kAutoencoder))
+    return absl::OkStatus();
+  const absl::StatusOr<ModelDirectory> start = ModelDirectory::Read(config->init_from);
+  if (absl::IsNotFound(start.status())) return absl::OkStatus();  // it may have weights alone
+  if (!start.ok()) return Annotate(start.status(), "--init-from");
+  if (config->pipeline) {
+    DENOISED_RETURN_IF_ERROR(
+        CheckStartConfig(config->pipeline->config("unet"), start->unet().config,
+                         config->pipeline->directory.unet().config_file, "or choose another start",
+                         [](const nlohmann::json& json) -> std::optional<UNet2DConditionConfig> {
+                           auto parsed = UNet2DConditionConfig::Parse(json, "");
+                           if (!parsed.ok()) return std::nullopt;
+                           parsed->sample_height = parsed->sample_width = 0;  // of the pictures
+                           return *std::move(parsed);
+                         }));
+  } else {
+    DENOISED_RETURN_IF_ERROR(CheckStartConfig(
+        config->network_json, start->unet().config, "this --network", "or leave --network out",
+        [](const nlohmann::json& json) -> std::optional<UNet2DConfig> {
+          auto parsed = UNet2DConfig::Parse(json, "");
+          if (!parsed.ok()) return std::nullopt;
+          parsed->sample_height = parsed->sample_width = 0;
+          return *std::move(parsed);
+        }));
+  }
+  if (!start->scheduler_config) return absl::OkStatus();
+  const absl::StatusOr<ObjectiveOptions> objective =
+      training::ObjectiveOfScheduler(*start->scheduler_config, start->scheduler_config_file);
+  const bool chosen = config->pipeline || app.count("--objective") > 0;
+  if (!objective.ok() && chosen) return absl::OkStatus();
+  if (!objective.ok())
+    return InvalidArgument("--init-from: {}; or choose an --objective",
+                           std::string(objective.status().message()));
+  config->start = *objective;
+  if (config->pipeline) return absl::OkStatus();
+  ObjectiveOptions& own = config->trainer.objective;
+  if (!chosen) own.kind = objective->kind;
+  if (own.kind != objective->kind &&
+      !(training::IsDdpm(own.kind) && training::IsDdpm(objective->kind)))
+    return absl::OkStatus();
+  const auto take = [&](const char* flag, auto ObjectiveOptions::*field) {
+    if (app.count(flag) == 0) own.*field = (*objective).*field;
+  };
+  take("--timesteps", &ObjectiveOptions::timesteps);
+  take("--beta-schedule", &ObjectiveOptions::beta_schedule);
+  take("--beta-start", &ObjectiveOptions::beta_start);
+  take("--beta-end", &ObjectiveOptions::beta_end);
+  take("--sigma-data", &ObjectiveOptions::sigma_data);
+  take("--sigma-min", &ObjectiveOptions::score_sigma_min);
+  take("--sigma-max", &ObjectiveOptions::score_sigma_max);
+  own.sigma_min = objective->sigma_min;  // of EDM's sampler
+  own.sigma_max = objective->sigma_max;
+  return absl::OkStatus();
+}
+
 /// CLI11 wraps negative and too large numbers.
 CLI::Validator Seed() {
   return CLI::Validator(
@@ -315,11 +403,13 @@ void AddModelFlags(CLI::App& app, Flags* flags) {
                  "Stage vae: weight of the edge loss (differences of neighbouring pixels)")
       ->type_name(kNotNegative);
   app.add_option("--init-from", config.init_from,
-                 "Start from the weights of this diffusers directory");
+                 "Start from the weights of this diffusers directory. Settings of noise that no "
+                 "flag gives are those of its scheduler_config.json");
   app.add_option(
       "--objective", flags->objective,
       "What the network learns to predict: edm (Karras et al. 2022), DDPM's epsilon, v or "
-      "x0, flow (flow matching), or score (Song et al. 2021; for NCSN++)");
+      "x0, flow (flow matching), or score (Song et al. 2021; for NCSN++). Default with "
+      "--init-from: as its scheduler_config.json says");
   app.add_option("--sigma-data", t.objective.sigma_data, "EDM: standard deviation of the pictures")
       ->type_name(In(1e-3, 1e3));
   app.add_option("--log-sigma-mean", t.objective.log_sigma_mean, "EDM: mean of ln sigma")
@@ -637,6 +727,7 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
           "--canvas is {}, but latents are computed once: stage diffusion cannot crop at random",
           config.canvas);
   }
+  DENOISED_RETURN_IF_ERROR(ReadStart(app, &config));
   const Shape picture = config.picture();
   if (picture[0] == 0)
     return InvalidArgument("sample_size is missing or 0 in the network's config; set it");

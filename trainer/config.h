@@ -18,8 +18,9 @@ namespace denoised::trainer {
 struct RunConfig {
   std::string data, labels;
   std::string output;
-  std::string init_from;        // a diffusers directory whose weights are the first
-  nlohmann::json network_json;  // a UNet2DModel's config.json
+  std::string init_from;  // a diffusers directory whose weights are the first
+  std::optional<training::ObjectiveOptions> start;  // as its scheduler samples them, if it has one
+  nlohmann::json network_json;                      // a UNet2DModel's config.json
   training::NetworkConfig network;
   training::TrainerOptions trainer;
   std::optional<PipelineParts> pipeline;  // a run of a StableDiffusionPipeline

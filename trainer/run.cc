@@ -134,6 +134,7 @@ class Session {
   absl::Status OpenOutput();
   absl::Status DryRun();
   absl::Status LoadFirstWeights();
+  void SayFirstWeights() const;
   absl::Status Begin();
   absl::Status Prepare(const std::atomic<bool>& stop);
   absl::Status Resume();
@@ -378,6 +379,47 @@ absl::Status Session::LoadFirstWeights() {
   return trainer_->LoadWeights(Weights(std::move(tensors), weights));
 }
 
+/// Where the weights come from, and whether they learned the same noise.
+void Session::SayFirstWeights() const {
+  const std::string& from = config_.init_from;
+  if (config_.pipeline) {
+    const bool text_alone = from.empty() && !config_.pipeline->network.train_text;
+    const char* const parts = config_.stage == Stage::kAutoencoder ? "vae"
+                              : text_alone                         ? "unet"
+                                                                   : "unet, text_encoder";
+    Say("{}: {}", parts,
+        from.empty() ? "random weights (--init-from starts from a pipeline's)"
+                     : "weights of " + from);
+    if (text_alone && text_to_image())
+      Say("text_encoder: weights of {}, not trained", config_.pipeline->directory.root);
+  }
+  if (from.empty()) return;
+  const training::ObjectiveOptions& own = config_.trainer.objective;
+  if (!config_.start) {
+    if (!config_.pipeline)
+      Say("--init-from {}: no scheduler_config.json says how it was trained; the objective is {}",
+          from, Name(own.kind));
+    return;
+  }
+  const auto scheduler_of = [](const training::ObjectiveOptions& options) {
+    const auto objective = training::Objective::Make(options);
+    return objective.ok() ? objective->SchedulerConfig() : nlohmann::json::object();
+  };
+  training::ObjectiveOptions start = *config_.start;
+  start.learned_variance = own.learned_variance;  // of the network
+  const std::string differences =
+      Differences(scheduler_of(start), scheduler_of(own), "{} was {} and is {}");
+  if (start.kind != own.kind) {
+    Say("--init-from {}: trained for the objective {}, and this run is for {}", from,
+        Name(start.kind), Name(own.kind));
+  } else if (!differences.empty()) {
+    Say("--init-from {}: trained with other noise: {}", from, differences);
+  } else if (!config_.pipeline) {
+    Say("--init-from {}: objective {} and noise as in its scheduler_config.json", from,
+        Name(own.kind));
+  }
+}
+
 absl::Status Session::OpenOutput() {
   std::error_code error;
   fs::create_directories(config_.output, error);
@@ -449,6 +491,7 @@ absl::Status Session::Begin() {
   SayLost(events.status());
   if (events.ok()) events_.emplace(*std::move(events));
   if (step_ >= config_.trainer.steps) return absl::OkStatus();
+  if (step_ == 0) SayFirstWeights();
   const std::string ranks =
       config_.ranks == 1 ? "1 rank"
                          : fmt::format("{} ranks over {}", config_.ranks, chosen.description);

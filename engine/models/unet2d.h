@@ -51,6 +51,7 @@ struct UNet2DConfig {
 
   /// Refuses, by name, what cannot be honoured. `file` appears in messages.
   static absl::StatusOr<UNet2DConfig> Parse(const nlohmann::json& config, const std::string& file);
+  bool operator==(const UNet2DConfig&) const = default;
 };
 
 /// What a block type of the config stands for, as Parse() accepted it.

@@ -46,6 +46,7 @@ struct UNet2DConditionConfig {
   /// `file` appears in messages.
   static absl::StatusOr<UNet2DConditionConfig> Parse(const nlohmann::json& config,
                                                      const std::string& file);
+  bool operator==(const UNet2DConditionConfig&) const = default;
 };
 
 /// diffusers' UNet2DConditionModel. `pooled_features` of the text encoder that pools, 0 if none

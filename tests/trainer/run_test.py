@@ -694,6 +694,59 @@ class RunTest(unittest.TestCase):
         said = self.train("a", rc=2, env={"TMPDIR": str(self.root / "none")}, **{"dry-run": "true"})
         self.assertIn("set TMPDIR", said)
 
+    def test_a_start_says_how_it_was_trained(self):
+        betas = {"beta-schedule": "scaled_linear", "beta-start": 0.00085, "beta-end": 0.012}
+        self.train("v", objective="v", timesteps=500, **betas)
+        start, again = self.root / "v/model", {"steps": 2, "network": None, "init-from": self.root / "v/model"}
+        scheduler = json.loads((start / "scheduler/scheduler_config.json").read_text())
+
+        def trained(output, **flags):
+            said = self.train(output, **again, **flags)
+            return said, json.loads((self.root / output / "model/scheduler/scheduler_config.json").read_text())
+
+        said, written = trained("same")
+        self.assertEqual(written, scheduler)
+        self.assertIn(f"--init-from {start}: objective v and noise as in its scheduler_config.json", said)
+        self.train("by hand", **again, objective="v", timesteps=500, **betas)
+        self.assertEqual(self.state("same", 2), self.state("by hand", 2))
+        said, written = trained("epsilon", objective="epsilon", **{"beta-end": 0.02})
+        self.assertEqual(written, {**scheduler, "prediction_type": "epsilon", "beta_end": 0.02})
+        self.assertIn("trained for the objective v, and this run is for epsilon", said)
+        said, _ = trained("other betas", **{"beta-schedule": "linear"})
+        self.assertIn('trained with other noise: beta_schedule was "scaled_linear" and is "linear"', said)
+        said, written = trained("edm", objective="edm", **{"sigma-data": 0.6})
+        self.assertEqual(written["_class_name"], "EDMDPMSolverMultistepScheduler")
+        self.assertIn("trained for the objective v, and this run is for edm", said)
+        again["init-from"] = self.root / "edm/model"
+        self.assertEqual(trained("edm again")[1]["sigma_data"], 0.6)
+        # The folder of the network alone has no scheduler.
+        again["init-from"] = start / "unet"
+        self.assertIn("no scheduler_config.json says how it was trained; the objective is edm", trained("unet")[0])
+        # One that does not say how to train.
+        file = start / "scheduler/scheduler_config.json"
+        file.write_text('{"_class_name": "CMStochasticIterativeScheduler"}')
+        index = json.loads((start / "model_index.json").read_text())
+        index["scheduler"] = ["diffusers", "CMStochasticIterativeScheduler"]
+        (start / "model_index.json").write_text(json.dumps(index))
+        again["init-from"] = start
+        said = self.train("refused", rc=2, **again)
+        self.assertIn(f"--init-from: {file}: field '_class_name' is \"CMStochasticIterativeScheduler\"", said)
+        self.assertIn("or choose an --objective", said)
+        trained("chosen", objective="epsilon")
+
+    def test_a_start_of_another_function_is_refused(self):
+        self.train("a")
+        start = self.root / "a/model"
+        for field, value, was in [("norm_eps", 1e-3, None), ("attention_head_dim", 4, 8), ("act_fn", "relu", None),
+                                  ("flip_sin_to_cos", False, None)]:  # fmt: skip
+            (self.root / "other.json").write_text(json.dumps({**NETWORK, field: value}))
+            said = self.train("b", rc=2, network=self.root / "other.json", **{"init-from": start})
+            self.assertIn(f"{field} is {json.dumps(value)} and was {json.dumps(was)}. Use the same, or leave", said)
+        # Without another function.
+        (self.root / "other.json").write_text(json.dumps({
+            **NETWORK, "norm_eps": 1e-5, "act_fn": "silu", "dropout": 0.2, "sample_size": 16}))  # fmt: skip
+        self.train("b", network=self.root / "other.json", **{"init-from": start})
+
     def test_a_run_that_diverges_ends_with_a_message(self):
         said = self.train("a", rc=1, **{
             "learning-rate": 1000, "max-skipped": 3, "steps": 200, "clip": 0,

@@ -121,7 +121,37 @@ class TextToImageTest(unittest.TestCase):
                 for k, v in tensors(folder / part / f"{name}.safetensors").items()}  # fmt: skip
             self.assertEqual(shapes(trained), shapes(PIPELINE))
         # Such a directory is one to train on.
-        self.train("more", pipeline=trained, steps=3, **{"init-from": trained})
+        said = self.train("more", pipeline=trained, steps=3, **{"init-from": trained})
+        self.assertIn(f"unet, text_encoder: weights of {trained}\n", said)
+        self.assertNotIn("trained with", said)
+
+    def test_says_where_weights_come_from(self):
+        random = "random weights (--init-from starts from a pipeline's)\n"
+        said = self.train("a", steps=1)
+        self.assertIn(f"unet, text_encoder: {random}", said)
+        self.assertNotIn("weights", self.train("a", steps=2, resume="latest"))
+        said = self.train("b", steps=1, **{"freeze-text": "true"})
+        self.assertIn(f"\nunet: {random}text_encoder: weights of {PIPELINE}, not trained\n", said)
+        self.assertIn(f"\nvae: {random}", self.train("c", steps=1, stage="vae"))
+        said = self.train("d", steps=1, stage="vae", **{"init-from": PIPELINE})
+        self.assertIn(f"\nvae: weights of {PIPELINE}\n", said)
+        other = self.root / "other"
+        shutil.copytree(PIPELINE, other)
+        for part, field, value in [("scheduler", "prediction_type", "epsilon"), ("scheduler", "beta_end", 0.02),
+                                   ("unet", "norm_eps", 1e-3)]:  # fmt: skip
+            file = other / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
+            before = json.loads(file.read_text())
+            file.write_text(json.dumps({**before, field: value}))
+            flags = {"steps": 1, "init-from": other}
+            if part == "unet":
+                said = self.train("e", rc=2, **flags)
+                self.assertIn(f"{field} is {before[field]} and was {value}", said)
+            elif field == "prediction_type":
+                self.assertIn("trained for the objective epsilon, and this run is for v", self.train("e", **flags))
+            else:
+                said = self.train("f", **flags)
+                self.assertIn(f"trained with other noise: {field} was {value} and is {before[field]}", said)
+            file.write_text(json.dumps(before))
 
     def test_attention_names_of_2022(self):
         old = PIPELINE.parent / "sd1"
