@@ -737,11 +737,7 @@ absl::Status Session::WriteModels(const TrainerState& state) {
       pipeline.index["_denoised"]["default_steps"] = config_.default_steps;
     if (config_.default_guidance_scale)
       pipeline.index["_denoised"]["default_guidance_scale"] = *config_.default_guidance_scale;
-    if (config_.half) {
-      pipeline.dtype = DType::kF16;
-      for (Pipeline::Part& part : pipeline.parts)
-        if (part.config.contains("dtype")) part.config["dtype"] = "float16";
-    }
+    if (config_.half) pipeline.dtype = DType::kF16;
     DENOISED_RETURN_IF_ERROR(WritePipeline(SnapshotDirectory(i), pipeline));
   }
   wrote_models_ = true;

@@ -237,6 +237,8 @@ absl::StatusOr<Pipeline> MakeSnapshot(const PipelineParts& parts, Stage stage,
     pipeline.parts = {{"vae", config, "diffusion_pytorch_model", weights}};
   } else {
     nlohmann::json text = parts.config("text_encoder");
+    // Of the computation, also if the file is fp16: transformers would load the encoder in half,
+    // and diffusers the UNet beside it in float32.
     text.erase("torch_dtype");
     text["dtype"] = "float32";
     pipeline.parts = {

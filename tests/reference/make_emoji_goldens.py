@@ -78,8 +78,11 @@ def main():
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "emoji-64")
     parser.add_argument("--output", type=Path, default=ROOT / "tests" / "models" / "emoji")
     args = parser.parse_args()
+    # As it is: its files are float16, and all parts compute in float32.
     pipeline = diffusers.StableDiffusionPipeline.from_pretrained(
-        args.model, torch_dtype=torch.float32, safety_checker=None, feature_extractor=None)  # fmt: skip
+        args.model, safety_checker=None, feature_extractor=None)  # fmt: skip
+    for part in (pipeline.text_encoder, pipeline.unet, pipeline.vae):
+        assert part.dtype == torch.float32, f"{type(part).__name__} is {part.dtype}"
     ours = json.loads((args.model / "model_index.json").read_text())["_denoised"]
     size = pipeline.unet.config.sample_size
     noise = torch.randn(len(PROMPTS), 4, size, size, generator=torch.Generator().manual_seed(29))

@@ -378,6 +378,10 @@ class TextToImageTest(unittest.TestCase):
                      "config": REPOSITORY / "models/emoji-64" / file, "dry-run": "true",
                      "pipeline": REPOSITORY / "models/emoji-64", "batch": 1, "chunks": 1}  # fmt: skip
             self.assertIn("hours", self.train("dry", **flags))
+        # diffusers loads the other parts in float32, whatever their files have.
+        for model in (self.root / "train.json/model", REPOSITORY / "models/emoji-64"):
+            text = json.loads((model / "text_encoder/config.json").read_text())
+            self.assertEqual(text.get("dtype"), "float32", model)
         defaults = json.loads((self.root / "train.json/model/model_index.json").read_text())
         shipped = json.loads((REPOSITORY / "models/emoji-64/model_index.json").read_text())
         self.assertEqual(defaults["_denoised"], shipped["_denoised"])
