@@ -84,7 +84,7 @@ absl::StatusOr<AverageOptions> ParseAverage(const std::string& text) {
     average.kind = AverageOptions::Kind::kPower;
   } else {
     return InvalidArgument(
-        "--average: \"{}\" is not decay:D, warmup:D or power:WIDTH, such as decay:0.999", text);
+        "--average: \"{}\" is not warmup:D, decay:D or power:WIDTH, such as warmup:0.999", text);
   }
   char* end = nullptr;
   const std::string number = colon == std::string::npos ? "" : text.substr(colon + 1);
@@ -462,10 +462,10 @@ void AddStepFlags(CLI::App& app, Flags* flags) {
   app.add_option("--weight-decay", t.weight_decay, "Weight decay of AdamW")->type_name(In(0, 1e3));
   app.add_option("--clip", t.clip, "Clip the gradient to this global norm; 0: no clipping")
       ->type_name(In(0, 1e9));
-  app.add_option(
-         "--average", flags->averages,
-         "Moving average of the weights: decay:0.999, warmup:0.9999 (diffusers) or power:0.05 "
-         "(EDM2). May be repeated; the first is written to model/. Default: decay:0.999")
+  app.add_option("--average", flags->averages,
+                 "Moving average of the weights: warmup:0.999 (diffusers), decay:0.999 or "
+                 "power:0.05 (EDM2). "
+                 "May be repeated; the first is written to model/. Default: warmup:0.999")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
   app.add_option("--dropout", flags->dropout,

@@ -27,7 +27,7 @@ struct AverageOptions {
     kDecay,   // w̄ ← d·w̄ + (1 − d)·w
     kWarmup,  // the same with d = min(value, 1 − (1 + n)^−0.75), diffusers' EMAModel
     kPower    // d = (1 − 1/t)^(γ + 1) of relative width `value` (EDM2)
-  } kind = Kind::kDecay;
+  } kind = Kind::kWarmup;
   double value = 0.999;
 
   /// The name of its folder: "decay_0.999", "power_0.05".

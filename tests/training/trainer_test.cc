@@ -949,6 +949,15 @@ TEST(Trainer, AveragesAreWhatTheirFormulasSay) {
   }
 }
 
+/// It holds nothing of the initial weights: a short run's model would be these for the most part.
+TEST(Trainer, TheDefaultAverageWarmsUp) {
+  const std::vector<AverageOptions> averages = TrainerOptions().averages;
+  ASSERT_EQ(averages.size(), 1u);
+  EXPECT_EQ(averages[0].Name(), "warmup_0.999");
+  EXPECT_EQ(averages[0].DecayAt(1), 0);
+  EXPECT_EQ(averages[0].DecayAt(1'000'000), 0.999);
+}
+
 /// The network output that `row`'s target stands for, turned back into an image.
 TEST(Objective, TargetsMeanTheImage) {
   using Kind = ObjectiveOptions::Kind;
