@@ -342,6 +342,11 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
     DENOISED_RETURN_IF_ERROR(WriteFileWhole(directory + "/scheduler/scheduler_config.json",
                                             pipeline.scheduler.dump(2) + "\n"));
   }
+  for (const std::string& folder : pipeline.removed) {
+    std::error_code error;
+    fs::remove_all(directory + "/" + folder, error);
+    if (error) return Refused(directory + "/" + folder, error.value());
+  }
   for (const std::string& folder : pipeline.copied)
     DENOISED_RETURN_IF_ERROR(CopyFolder(
         folder, directory + "/" + fs::path(folder).filename().string(), pipeline.replaces_copied));

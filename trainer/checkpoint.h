@@ -3,6 +3,7 @@
 
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "engine/core/status.h"
@@ -50,6 +51,7 @@ struct Pipeline {
   std::vector<Part> parts;
   std::vector<std::string> copied;  // folders that are copied as they are, under their own names
   bool replaces_copied = true;      // else what was copied once is kept
+  std::set<std::string> removed;    // folders of an earlier run that must not stay
   DType dtype = DType::kF32;        // of the weights in the files: kF32 or kF16, to nearest
 };
 

@@ -390,6 +390,10 @@ void Session::SayFirstWeights() const {
     Say("{}: {}", parts,
         from.empty() ? "random weights (--init-from starts from a pipeline's)"
                      : "weights of " + from);
+    if (!text_to_image() &&
+        config_.pipeline->directory.components.contains(ModelDirectory::kTinyVae))
+      Say("{} is left out of the model: it decodes the latents of another autoencoder",
+          ModelDirectory::kTinyVae);
     if (text_alone && text_to_image())
       Say("text_encoder: weights of {}, not trained", config_.pipeline->directory.root);
   }

@@ -26,12 +26,13 @@ std::map<std::string, Tensor> Below(const std::string& prefix,
   return below;
 }
 
-/// Sets what a snapshot copies: everything that is not one of its parts.
+/// Sets what a snapshot copies: everything that is not one of its parts, and not to be removed.
 void CopyOthers(const ModelDirectory& from, Pipeline* pipeline) {
   pipeline->index = from.index;
   // The scheduler's file is copied: diffusers writes infinities, which the parsed JSON cannot hold.
   pipeline->copied = {fs::path(from.scheduler_config_file).parent_path().string()};
   for (const auto& item : from.components) {
+    if (pipeline->removed.contains(item.first)) continue;
     const bool written =
         std::any_of(pipeline->parts.begin(), pipeline->parts.end(),
                     [&](const Pipeline::Part& part) { return part.folder == item.first; });
@@ -39,10 +40,12 @@ void CopyOthers(const ModelDirectory& from, Pipeline* pipeline) {
   }
   // Components that only diffusers reads, such as a safety checker. Where the folder is missing,
   // diffusers would refuse an index that names it.
+  for (const std::string& part : pipeline->removed) pipeline->index.erase(part);
   for (const auto& item : from.index.items()) {
     const nlohmann::json& value = item.value();
-    if (item.key() == "scheduler" || from.components.count(item.key()) > 0 || !value.is_array() ||
-        value.size() != 2 || !value[1].is_string())
+    if (pipeline->removed.contains(item.key()) || item.key() == "scheduler" ||
+        from.components.count(item.key()) > 0 || !value.is_array() || value.size() != 2 ||
+        !value[1].is_string())
       continue;
     const fs::path folder = fs::path(from.root) / item.key();
     std::error_code error;
@@ -235,6 +238,7 @@ absl::StatusOr<Pipeline> MakeSnapshot(const PipelineParts& parts, Stage stage,
     config["scaling_factor"] = 1.0;
     config["shift_factor"] = config["latents_mean"] = config["latents_std"] = nullptr;
     pipeline.parts = {{"vae", config, "diffusion_pytorch_model", weights}};
+    pipeline.removed = {ModelDirectory::kTinyVae};  // decodes the latents before this stage
   } else {
     nlohmann::json text = parts.config("text_encoder");
     // Of the computation, also if the file is fp16: transformers would load the encoder in half,
