@@ -128,6 +128,7 @@ class Session {
   absl::Status EncodePictures(const std::atomic<bool>& stop);
   int DefaultSteps() const;
   absl::Status CheckSchedule() const;
+  const char* PixelPipelineClass() const;
   absl::StatusOr<Pipeline> PixelPipeline(const std::map<std::string, Tensor>& weights) const;
   Tensor SomePictures() const;
   absl::Status OpenBackend();
@@ -654,6 +655,23 @@ absl::Status Session::CheckSchedule() const {
           : "--beta-start, --beta-end, --beta-schedule, --timesteps");
 }
 
+/// diffusers' pipeline of a pixel network; the base class where it has none: for classes, and for
+/// the schedulers of edm and flow.
+const char* Session::PixelPipelineClass() const {
+  using Kind = training::ObjectiveOptions::Kind;
+  const training::ObjectiveOptions& objective = config_.trainer.objective;
+  const auto& network = std::get<UNet2DConfig>(config_.network);
+  if (network.condition == ClassCondition::kNone) {
+    // It draws squares of three channels alone.
+    if (objective.kind == Kind::kScore && network.in_channels == 3 &&
+        config_.network_json["sample_size"].is_number())
+      return "ScoreSdeVePipeline";
+    if (training::IsDdpm(objective.kind))
+      return objective.learned_variance ? "DDPMPipeline" : "DDIMPipeline";
+  }
+  return "DiffusionPipeline";
+}
+
 absl::StatusOr<Pipeline> Session::PixelPipeline(
     const std::map<std::string, Tensor>& weights) const {
   Pipeline pipeline;
@@ -665,7 +683,7 @@ absl::StatusOr<Pipeline> Session::PixelPipeline(
   pipeline.scheduler = objective.SchedulerConfig();
   nlohmann::json ours = {{"default_steps", DefaultSteps()}};
   if (config_.trainer.class_dropout > 0) ours["null_class"] = config_.trainer.null_class;
-  pipeline.index = {{"_class_name", "DiffusionPipeline"},
+  pipeline.index = {{"_class_name", PixelPipelineClass()},
                     {"unet", {"diffusers", "UNet2DModel"}},
                     {"scheduler", {"diffusers", pipeline.scheduler["_class_name"]}},
                     {"_denoised", ours}};

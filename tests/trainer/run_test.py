@@ -947,6 +947,31 @@ class RunTest(unittest.TestCase):
         header = (self.root / "a/samples/step-000000012.png").read_bytes()[:24]
         self.assertEqual(struct.unpack(">II", header[16:]), (8, 8))
 
+    def test_without_classes_the_model_is_a_pipeline_of_diffusers(self):
+        plain = {**NETWORK, "num_class_embeds": None}
+        colour = {**plain, "in_channels": 3, "out_channels": 3}
+        score = {"objective": "score", "sigma-max": 5}
+        fourier = {"time_embedding_type": "fourier"}
+        for pipeline, network, flags in [
+            ("DDIMPipeline", plain, {"objective": "v"}),
+            ("DDPMPipeline", {**plain, "out_channels": 2}, {"objective": "epsilon"}),
+            ("ScoreSdeVePipeline", {**colour, **fourier}, score),
+            ("DiffusionPipeline", {**plain, **fourier}, score),  # that one draws three channels
+            ("DiffusionPipeline", {**colour, **fourier, "sample_size": [8, 16]}, score),
+            ("DiffusionPipeline", plain, {"objective": "edm"}),
+            ("DiffusionPipeline", plain, {"objective": "flow"}),
+            ("DiffusionPipeline", {**NETWORK, "num_class_embeds": 2}, {"objective": "v"}),
+        ]:  # fmt: skip
+            with self.subTest(pipeline=pipeline, flags=flags):
+                output = self.root / "plain"
+                shutil.rmtree(output, ignore_errors=True)
+                (self.root / "plain.json").write_text(json.dumps(network))
+                said = self.train(output, steps=1, network=self.root / "plain.json", **flags, **{
+                    "class-dropout": None, "sample-steps": 1, "sample-count": 1, "default-steps": 5})  # fmt: skip
+                self.assertIn("drew", said)  # the engine takes either
+                index = json.loads((output / "model/model_index.json").read_text())
+                self.assertEqual(index["_class_name"], pipeline)
+
     def test_a_learned_variance_is_drawn_from(self):
         (self.root / "variance.json").write_text(json.dumps({**NETWORK, "out_channels": 2}))
         flags = {"network": self.root / "variance.json", "objective": "epsilon", "timesteps": 60,
