@@ -181,7 +181,7 @@ absl::Status ReadPipeline(const std::string& directory, const std::string& stage
   } else if (stage != "diffusion") {
     return InvalidArgument("--stage is \"{}\"; use vae, then diffusion", stage);
   }
-  DENOISED_ASSIGN_OR_RETURN(PipelineParts parts, PipelineParts::Read(directory));
+  DENOISED_ASSIGN_OR_RETURN(PipelineParts parts, PipelineParts::Read(directory, config->stage));
   for (const auto& [flag, value] :
        {std::pair{"--kl-weight", kl}, std::pair{"--edge-weight", edges}})
     if (!(value >= 0 && std::isfinite(value)))

@@ -59,7 +59,7 @@ void CopyOthers(const ModelDirectory& from, Pipeline* pipeline) {
 
 }  // namespace
 
-absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory) {
+absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory, Stage stage) {
   PipelineParts parts;
   DENOISED_ASSIGN_OR_RETURN(parts.directory, ModelDirectory::Read(directory));
   const ModelDirectory& from = parts.directory;
@@ -90,6 +90,16 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory) 
                                                 from.components.at("text_encoder").class_name));
   DENOISED_ASSIGN_OR_RETURN(parts.vae,
                             AutoencoderKLConfig::Parse(parts.config("vae"), file("vae")));
+  // SDXL's pipelines alone read these of diffusers'. Stage vae writes null.
+  if (const AutoencoderKLConfig& vae = parts.vae; stage == Stage::kDiffusion)
+    for (const auto& [field, used] : {std::pair{"shift_factor", vae.shift_factor != 0},
+                                      std::pair{"latents_mean", !vae.latents_mean.empty()},
+                                      std::pair{"latents_std", !vae.latents_std.empty()}})
+      if (used)
+        return InvalidArgument(
+            "{}: field '{}' is {}, which diffusers' StableDiffusionPipeline ignores; use null, or "
+            "run stage vae first",
+            file("vae"), field, parts.config("vae")[field].dump());
   // What the server refuses, it would refuse in the model, too.
   const std::string& schedule = from.scheduler_config_file;
   DENOISED_ASSIGN_OR_RETURN(

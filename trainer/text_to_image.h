@@ -31,7 +31,7 @@ struct PipelineParts {
 
   /// Reads the configs; weights may be absent. Every part must have a folder of its own.
   /// InvalidArgument and NotFound name the file, the field and the remedy.
-  static absl::StatusOr<PipelineParts> Read(const std::string& directory);
+  static absl::StatusOr<PipelineParts> Read(const std::string& directory, Stage stage);
 
   const nlohmann::json& config(const std::string& part) const {
     return directory.components.at(part).config;

@@ -440,6 +440,18 @@ class TextToImageTest(unittest.TestCase):
             if part == "scheduler":  # which has the field, not a flag
                 self.assertIn(str(file), said)
             file.write_text(before)
+        # diffusers' pipeline would not undo them.
+        file = pipeline / "vae/config.json"
+        before = json.loads(file.read_text())
+        for field, value in [("shift_factor", 0.1), ("latents_mean", [0, 0, 0, 1.0])]:
+            file.write_text(json.dumps({**before, field: value, "latents_std": [1, 1, 1, 2.0]}
+                                       if field == "latents_mean" else {**before, field: value}))
+            said = self.train("refused", rc=2, pipeline=pipeline)
+            self.assertIn(f"{file}: field '{field}' is {json.dumps(value, separators=(',', ':'))}, which diffusers'", said)
+            self.assertIn("use null, or run stage vae first", said)
+            self.train(f"vae {field}", stage="vae", steps=1, pipeline=pipeline)
+            self.train(f"run {field}", steps=1, pipeline=self.root / f"vae {field}/model")
+        file.write_text(json.dumps(before))
         # What no DDPM trains, or the server could not draw with.
         index, scheduler = pipeline / "model_index.json", pipeline / "scheduler/scheduler_config.json"
         whole, betas = json.loads(index.read_text()), json.loads(scheduler.read_text())
