@@ -35,6 +35,7 @@
 #include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/mma.cuh"
+#include "engine/backend/cuda/pipeline_sm90.cuh"
 #include "engine/backend/cuda/tensor_map.h"
 
 namespace denoised::cuda {

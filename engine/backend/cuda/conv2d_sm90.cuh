@@ -309,20 +309,19 @@ template <typename T, bool kDoubled>
 struct Cta {
   unsigned char* ring;     // [kStages]: the pixels of a step, then its weights
   unsigned char* staging;  // [kGroups][kBoxes]
-  uint64_t *full, *empty;  // [kStages]
-  uint64_t* order;         // [kGroups]; ping-pong: this consumer may multiply
-  uint64_t* ready;         // [kGroups]: EpilogueBuffer::ready
-  uint64_t* filled;        // [kGroups][kBoxes]
-  int shared, rank;        // CTAs of the cluster; this one
+  Pipeline<T::kStages> pipeline;
+  uint64_t* order;   // [kGroups]; ping-pong: this consumer may multiply
+  uint64_t* ready;   // [kGroups]: EpilogueBuffer::ready
+  uint64_t* filled;  // [kGroups][kBoxes]
+  int shared, rank;  // CTAs of the cluster; this one
   int tiles, first_tile, stride;
   bool scatters;  // EpilogueBuffer::scatters
 
   __device__ Cta(const Params& params, unsigned char* memory)
       : ring(memory),
         staging(ring + T::kStages * T::kStageBytes),
-        full(reinterpret_cast<uint64_t*>(staging + T::kStagingBytes)),
-        empty(full + T::kStages),
-        order(empty + T::kStages),
+        pipeline(reinterpret_cast<uint64_t*>(staging + T::kStagingBytes)),
+        order(pipeline.End()),
         ready(order + T::kGroups),
         filled(ready + T::kGroups),
         shared(params.shared),
@@ -347,10 +346,7 @@ struct Cta {
 
   /// Called by one thread.
   __device__ void InitBarriers() const {
-    for (int stage = 0; stage < T::kStages; ++stage) {
-      InitBarrier(&full[stage], 1);
-      InitBarrier(&empty[stage], T::kGroups / T::kTilesInFlight * shared);
-    }
+    pipeline.Init(T::kGroups / T::kTilesInFlight * shared);
     for (int i = 0; i < T::kGroups; ++i) {
       InitBarrier(&order[i], 4);  // a lane of each warp
       InitBarrier(&ready[i], scatters ? 32 : 1);
@@ -371,7 +367,7 @@ struct Producer {
   int early = 0;  // stages whose weights LoadEarly() has loaded
 
   __device__ void LoadWeights(const TileAt& tile, const Step& step, int stage) const {
-    LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.full[stage], tile.n0,
+    LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.pipeline.full[stage], tile.n0,
                      tile.phase, cta.shared, params.part, cta.rank);
   }
   __device__ TileAt TileOf(int index) const {
@@ -396,7 +392,7 @@ struct Producer {
     const int steps = StepsOf<F::kDoubled>(params, cta.first_tile);
     Step at = Begin(tile);
     for (; early < min(T::kStages, steps); ++early) {
-      ArriveExpectTx(&cta.full[early], T::kStageBytes);
+      ArriveExpectTx(&cta.pipeline.full[early], T::kStageBytes);
       LoadWeights(tile, at, early);
       Advance(tile, at);
     }
@@ -410,11 +406,11 @@ struct Producer {
       const StartAt start = params.grid.flat ? StartAt() : StartOf(params.grid, tile.m0);
       Step at = Begin(tile);
       for (int step = 0; step < steps; ++step) {
-        uint64_t* const full = &cta.full[state.stage];
+        uint64_t* const full = &cta.pipeline.full[state.stage];
         if (early > 0) {
           --early;
         } else {
-          Wait(&cta.empty[state.stage], state.EmptyParity());
+          cta.pipeline.ProducerAcquire(state);
           ArriveExpectTx(full, T::kStageBytes);
           LoadWeights(tile, at, state.stage);
         }
@@ -424,6 +420,38 @@ struct Producer {
       }
     }
     ReleaseDependents();
+  }
+};
+
+/// A consumer's operands: the pixels and weights of a stage.
+template <typename T, typename F>
+struct Operands {
+  struct Used {
+    int stage = -1;
+  };
+
+  const Cta<T, F::kDoubled>& cta;
+  int group;
+  PipelineState<T::kStages> state;
+
+  __device__ void Wait() const { cta.pipeline.ConsumerWait(state); }
+  __device__ uint64_t Weight() const { return MatrixDescriptor(cta.Weights(state.stage)); }
+  __device__ uint64_t Input() const {
+    return MatrixDescriptor(cta.Inputs(state.stage) + cta.FirstPixel(group) * kStepBytes);
+  }
+  __device__ static constexpr int NextSubtile() { return 64 * kStepBytes >> 4; }
+  __device__ static constexpr bool IsHalf() { return false; }
+  __device__ Used Advance() {
+    const Used used{state.stage};
+    // state.Advance(), in a form for which ptxas compares once instead of twice.
+    const bool wraps = used.stage == T::kStages - 1;
+    state = {wraps ? 0 : used.stage + 1, state.round + wraps};
+    return used;
+  }
+  /// A thread for each CTA that shares the stage tells it that the stage is free.
+  __device__ void Release(Used used) const {
+    if (used.stage >= 0 && threadIdx.x % 128 < cta.shared)
+      cta.pipeline.ConsumerRelease(used.stage, threadIdx.x % 128);
   }
 };
 
@@ -437,10 +465,6 @@ struct Consumer {
   const Cta<T, F::kDoubled>& cta;
   int group;
 
-  /// A thread for each CTA that shares the stage tells it that the stage is free.
-  __device__ void Release(int stage) const {
-    if (threadIdx.x % 128 < cta.shared) ArriveAt(&cta.empty[stage], threadIdx.x % 128);
-  }
   __device__ void AddPerImage(const TileAt& tile, Accumulators& sums) const {
     if (F::kEnding != Ending::kAny || params.add.data == nullptr) return;
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
@@ -449,58 +473,26 @@ struct Consumer {
       AddToTile(conv, params, tile.m0 + cta.FirstPixel(group) + i * 64 + row, tile.n0, sums[i]);
     }
   }
-  /// Starts the products of a stage, four steps of 32 bytes along k.
-  template <typename Multiply>
-  __device__ void MultiplyStage(int stage, const Multiply& multiply) const {
-    WgmmaFence();
-    const uint64_t weight = MatrixDescriptor(cta.Weights(stage));
-    const uint64_t input = MatrixDescriptor(cta.Inputs(stage) + cta.FirstPixel(group) * kStepBytes);
-#pragma unroll
-    for (int k = 0; k < kStepBytes / 32; ++k) {
-#pragma unroll
-      for (int i = 0; i < T::kRows; ++i) {
-        multiply(i, k, input + 2 * k + i * (64 * kStepBytes >> 4), weight + 2 * k);
-      }
-    }
-    WgmmaCommit();
-  }
-
-  /// The main loop, of split `split` of k: some of the tile's steps. Accumulators start with the
-  /// bias, or zero.
+  /// Split `split` of k: some of the tile's steps. Accumulators start with the bias, or zero.
   __device__ void Multiply(const TileAt& tile, int steps, int split, bool is_last, int tiles_done,
-                           PipelineState<T::kStages>& state, Accumulators& accumulators) const {
+                           Operands<T, F>& operands, Accumulators& accumulators) const {
 #pragma unroll
     for (int i = 0; i < T::kRows; ++i) {
       InitAccumulators(split == 0 ? params.bias : nullptr, tile.n0, accumulators[i]);
     }
-    int previous = -1;
-#pragma unroll
-    for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
     WaitForPredecessors();
     // An mbarrier distinguishes two phases only, so a consumer must not wait for a stage that is a
     // whole round ahead.
     if (T::kPingPong && split == 0) Wait(&cta.order[group], (tiles_done + group + 1) & 1);
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      Wait(&cta.full[state.stage], state.FullParity());
-      MultiplyStage(state.stage, [&](int i, int, uint64_t input, uint64_t weight) {
-        Wgmma(accumulators[i], input, weight);
-      });
-      WgmmaWait<1>();  // for the previous step
-      if (previous >= 0) Release(previous);
-      previous = state.stage;
-      state.Advance();
-    }
-    if (T::kPingPong && is_last && threadIdx.x % 32 == 0) Arrive(&cta.order[1 - group]);
-    WgmmaWait<0>();
-#pragma unroll
-    for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
-    Release(previous);
+    Mainloop<Element::kBf16, FirstMma::kAdds>(
+        operands, steps, true, accumulators, [](int) {},
+        [&] {
+          if (T::kPingPong && is_last && threadIdx.x % 32 == 0) Arrive(&cta.order[1 - group]);
+        });
   }
 
-  /// The main loop in e4m3. The tensor cores overwrite `accumulators` in each run of kE4m3Run
-  /// steps, and `total` adds these sums in fp32: see docs/kernels.md.
-  __device__ void MultiplyE4m3(const TileAt& tile, PipelineState<T::kStages>& state,
+  /// All of k in e4m3, in runs. The other consumer multiplies while this one adds.
+  __device__ void MultiplyE4m3(const TileAt& tile, Operands<T, F>& operands,
                                Accumulators& accumulators, Accumulators& total) const {
 #pragma unroll
     for (int i = 0; i < T::kRows; ++i) {
@@ -512,24 +504,10 @@ struct Consumer {
     const int steps = params.depth.steps.value;
 #pragma unroll 1
     for (int first = 0; first < steps; first += kE4m3Run) {
-      const int count = min(kE4m3Run, steps - first);
-      int previous = -1;
-#pragma unroll 1
-      for (int step = 0; step < count; ++step) {
-        Wait(&cta.full[state.stage], state.FullParity());
-        MultiplyStage(state.stage, [&](int i, int k, uint64_t input, uint64_t weight) {
-          WgmmaE4m3(accumulators[i], input, weight, k > 0 || step > 0);
-        });
-        WgmmaWait<1>();  // for the previous step
-        if (previous >= 0) Release(previous);
-        previous = state.stage;
-        state.Advance();
-      }
-      WgmmaWait<0>();  // the other consumer multiplies while this one adds
-      Release(previous);
+      Mainloop<Element::kE4m3x2, FirstMma::kAsTold>(
+          operands, min(kE4m3Run, steps - first), false, accumulators, [](int) {}, [] {});
 #pragma unroll
       for (int i = 0; i < T::kRows; ++i) {
-        PinAccumulators(accumulators[i]);
 #pragma unroll
         for (int j = 0; j < T::kAccumulators; ++j) total[i][j] += accumulators[i][j];
       }
@@ -571,20 +549,20 @@ struct Consumer {
          index += T::kTilesInFlight * cta.stride, ++tiles_done) {
       const TileAt tile = TileOf<T, F::kDoubled>(params, index, cta.rank);
       const int steps = StepsOf<F::kDoubled>(params, index);
-      auto state = PipelineState<T::kStages>::After(position);
+      Operands<T, F> operands{cta, group, PipelineState<T::kStages>::After(position)};
       position += steps;
       if (T::kPingPong) position += StepsOf<F::kDoubled>(params, index + cta.stride);
       Accumulators accumulators;
       if constexpr (T::kE4m3) {
         Accumulators total;
-        MultiplyE4m3(tile, state, accumulators, total);
+        MultiplyE4m3(tile, operands, accumulators, total);
         AddPerImage(tile, total);
         Finish(tile, tiles_done, total);
       } else if constexpr (F::kSplitK) {
         Accumulators total;
         for (int split = 0; split < splits; ++split) {
           Multiply(tile, FirstStep(params, split + 1) - FirstStep(params, split), split,
-                   split == splits - 1, tiles_done, state, accumulators);
+                   split == splits - 1, tiles_done, operands, accumulators);
           if (split == 0) AddPerImage(tile, accumulators);
 #pragma unroll
           for (int i = 0; i < T::kRows; ++i) {
@@ -596,7 +574,7 @@ struct Consumer {
         }
         Finish(tile, tiles_done, total);
       } else {
-        Multiply(tile, steps, 0, true, tiles_done, state, accumulators);
+        Multiply(tile, steps, 0, true, tiles_done, operands, accumulators);
         AddPerImage(tile, accumulators);
         Finish(tile, tiles_done, accumulators);
       }

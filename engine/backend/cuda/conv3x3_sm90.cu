@@ -160,10 +160,9 @@ struct Cta {
   unsigned char* ring;        // [kStages]: the weights of a step
   unsigned char* staging;     // [2][kBuffers][kBoxes]
   float4* partials_received;
-  uint64_t *full, *empty;      // [kStages]
-  uint64_t* halo_tile_full;    // [kSlots]
+  Pipeline<T::kStages> pipeline;
+  Pipeline<Slots::kSlots> halo_pipeline;
   uint64_t* halo_tile_normal;  // [kWindowed]: normalised
-  uint64_t* halo_tile_empty;   // [kSlots]
   uint64_t* order;             // [2]: this consumer may multiply
   uint64_t* staged;  // [2][kBuffers]: the epilogue's buffer is free and holds the residual
   uint64_t* received;
@@ -179,12 +178,10 @@ struct Cta {
         ring(halo_tiles + Slots::kBytes),
         staging(ring + T::kStages * T::kStageBytes),
         partials_received(reinterpret_cast<float4*>(staging + T::kStagingBytes)),
-        full(reinterpret_cast<uint64_t*>(staging + T::kStagingBytes + T::kReceivedBytes)),
-        empty(full + T::kStages),
-        halo_tile_full(empty + T::kStages),
-        halo_tile_normal(halo_tile_full + Slots::kSlots),
-        halo_tile_empty(halo_tile_normal + Slots::kWindowed),
-        order(halo_tile_empty + Slots::kSlots),
+        pipeline(reinterpret_cast<uint64_t*>(staging + T::kStagingBytes + T::kReceivedBytes)),
+        halo_pipeline(pipeline.End()),
+        halo_tile_normal(halo_pipeline.End()),
+        order(halo_tile_normal + Slots::kWindowed),
         staged(order + 2),
         received(staged + 2 * T::kBuffers),
         rank(static_cast<int>(ClusterRank())),
@@ -209,14 +206,8 @@ struct Cta {
 
   /// Called by one thread.
   __device__ void InitBarriers() const {
-    for (int stage = 0; stage < T::kStages; ++stage) {
-      InitBarrier(&full[stage], 1);
-      InitBarrier(&empty[stage], (T::kPingPong ? 1 : 2) * kShared);
-    }
-    for (int slot = 0; slot < Slots::kSlots; ++slot) {
-      InitBarrier(&halo_tile_full[slot], 1);
-      InitBarrier(&halo_tile_empty[slot], T::kPingPong ? 1 : 2);
-    }
+    pipeline.Init((T::kPingPong ? 1 : 2) * kShared);
+    halo_pipeline.Init(T::kPingPong ? 1 : 2);
     for (int slot = 0; slot < Slots::kWindowed; ++slot) {
       InitBarrier(&halo_tile_normal[slot], T::kTransformers);
     }
@@ -260,19 +251,19 @@ struct Producer {
   const C& cta;
 
   __device__ void LoadWeights(int n0, const typename C::Step& step, int stage) const {
-    ArriveExpectTx(&cta.full[stage], T::kStageBytes);
-    LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.full[stage], n0, /*phase=*/0,
-                     C::kShared, T::kN / C::kShared, cta.rank);
+    ArriveExpectTx(&cta.pipeline.full[stage], T::kStageBytes);
+    LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.pipeline.full[stage], n0,
+                     /*phase=*/0, C::kShared, T::kN / C::kShared, cta.rank);
   }
   template <bool kOf>
   __device__ void LoadNext(Next& at) const {
     const int end = kOf ? cta.end_of_shortcut : cta.end_chunk;
     if (at.index >= cta.tiles || (kSplitOverCluster && at.chunk == end)) return;
     const int around = kOf ? 0 : 1;
-    Wait(&cta.halo_tile_empty[at.slot], (at.round & 1) ^ 1);
-    ArriveExpectTx(&cta.halo_tile_full[at.slot], kOf ? kShortcutSlot : params.halo_tile_bytes);
+    Wait(&cta.halo_pipeline.empty[at.slot], (at.round & 1) ^ 1);
+    ArriveExpectTx(&cta.halo_pipeline.full[at.slot], kOf ? kShortcutSlot : params.halo_tile_bytes);
     const ChunkAt from = kOf ? ChunkOf(params.shortcut, at.chunk) : ChunkOf(params, at.chunk);
-    TmaLoad(cta.HaloTile(at.slot), from.map, &cta.halo_tile_full[at.slot], from.channel,
+    TmaLoad(cta.HaloTile(at.slot), from.map, &cta.halo_pipeline.full[at.slot], from.channel,
             at.tile.x - around, at.tile.y - around, at.tile.image);
     if (++at.slot == (kOf ? Slots::kSlots : Slots::kWindowed)) {
       at.slot = kOf ? Slots::kWindowed : 0, ++at.round;
@@ -318,7 +309,7 @@ struct Producer {
       const int n0 = cta.Tile(index).n0;
 #pragma unroll 1
       for (; step < cta.steps; ++step) {
-        Wait(&cta.empty[state.stage], state.EmptyParity());
+        cta.pipeline.ProducerAcquire(state);
         LoadWeights(n0, at, state.stage);
         if (kShortcut) {
           replace_used();
@@ -361,7 +352,7 @@ __device__ inline void NormaliseHaloTiles(const Conv2dLaunch& conv, const Params
           LoadEight(from, factor);
           LoadEight(from + channels, offset);
         }
-        if (i == 0) Wait(&cta.halo_tile_full[state.stage], state.FullParity());
+        if (i == 0) Wait(&cta.halo_pipeline.full[state.stage], state.FullParity());
         if (!exists) continue;
         Normalise<T::kTransformers / 8>(cta.HaloTile(state.stage), i * params.subtile_pixel, thread,
                                         inside, factor, offset);
@@ -372,6 +363,87 @@ __device__ inline void NormaliseHaloTiles(const Conv2dLaunch& conv, const Params
     }
   }
 }
+
+/// A consumer's operands: the halo tile from the pixel of a tap on, and a stage's weights. A step
+/// of the shortcut has a halo tile of its own.
+template <typename T, bool kShortcut, bool kSplitOverCluster>
+struct Operands {
+  using C = Cta<T, kShortcut, kSplitOverCluster>;
+  using Slots = typename C::Slots;
+  struct Used {
+    int stage = -1, slot = -1;  // slot: of a halo tile whose last step this was
+  };
+
+  const Conv2dLaunch& conv;
+  const Params& params;
+  const C& cta;
+  const int group;
+  uint64_t* const halo_tile_ready = cta.normalises ? cta.halo_tile_normal : cta.halo_pipeline.full;
+
+  const int steps = params.depth.steps.value;
+
+  int shortcut_at = 0;  // halo tiles of the shortcut, counted over all of this CTA's
+  PipelineState<T::kStages> state;
+  PipelineState<Slots::kWindowed> halo_tile;
+  int chunk, tap, tap_x, tap_pixel, due;
+
+  /// To a tile's first step. The positions are counted over all of this CTA's.
+  __device__ void Begin(int step_at, int halo_tile_at) {
+    state = PipelineState<T::kStages>::After(step_at);
+    halo_tile = PipelineState<Slots::kWindowed>::After(halo_tile_at);
+    chunk = cta.begin.chunk, tap = cta.begin.tap, tap_x = tap % 3;
+    tap_pixel = tap / 3 * params.pitch.value + tap_x;
+    due = cta.begin.due;
+  }
+  __device__ bool IsOfShortcut() const { return kShortcut && due >= steps; }
+  __device__ int ShortcutSlot() const { return Slots::kWindowed + shortcut_at % 2; }
+  __device__ void WaitForHaloTile() const {
+    cuda::Wait(&halo_tile_ready[halo_tile.stage], halo_tile.FullParity());
+  }
+  __device__ void Wait() const {
+    if (IsOfShortcut()) {
+      cuda::Wait(&cta.halo_pipeline.full[ShortcutSlot()], shortcut_at / 2 & 1);
+    } else if (tap == 0) {
+      WaitForHaloTile();
+    }
+    cta.pipeline.ConsumerWait(state);
+  }
+  __device__ uint64_t Weight() const { return MatrixDescriptor(cta.Weights(state.stage)); }
+  __device__ uint64_t Input() const {
+    const bool of_shortcut = IsOfShortcut();
+    const int pitch = of_shortcut ? params.shortcut_pitch : params.pitch.value;
+    const int subtile_pixel = of_shortcut ? params.shortcut_subtile_pixel : params.subtile_pixel;
+    const int pixel = (of_shortcut ? 0 : tap_pixel) + (T::kPingPong ? 0 : group * subtile_pixel);
+    return HaloTileDescriptor(cta.HaloTile(of_shortcut ? ShortcutSlot() : halo_tile.stage), pitch) +
+           (pixel * kStepBytes >> 4);
+  }
+  __device__ int NextSubtile() const { return params.subtile_pixel * kStepBytes >> 4; }
+  /// Without channels for it, the second half of a chunk is zero.
+  __device__ bool IsHalf() const { return T::kE4m3 && conv.channels - chunk * kStep <= kStep / 2; }
+  __device__ Used Advance() {
+    const bool of_shortcut = IsOfShortcut();
+    const int slot = of_shortcut ? ShortcutSlot() : tap == kTaps - 1 ? halo_tile.stage : -1;
+    const Used used{state.stage, slot};
+    due += params.depth.shortcut;
+    if (of_shortcut) {
+      due -= steps, ++shortcut_at;
+    } else {
+      ++tap, ++tap_x, ++tap_pixel;
+      if (tap_x == 3) tap_x = 0, tap_pixel += params.pitch.value - 3;
+      if (slot >= 0) {
+        tap = tap_x = tap_pixel = 0, ++chunk;
+        halo_tile.Advance();
+      }
+    }
+    state.Advance();
+    return used;
+  }
+  __device__ void Release(Used used) const {
+    if (used.stage >= 0 && threadIdx.x % 128 < C::kShared)
+      cta.pipeline.ConsumerRelease(used.stage, kSplitOverCluster ? cta.rank : threadIdx.x % 128);
+    if (used.slot >= 0 && threadIdx.x % 128 == 0) cta.halo_pipeline.ConsumerRelease(used.slot);
+  }
+};
 
 /// A consumer warpgroup: multiplies taps of halo tiles.
 template <typename T, bool kShortcut, bool kSplitOverCluster>
@@ -386,29 +458,18 @@ struct Consumer {
   const Params& params;
   const C& cta;
   const int group;
-  uint64_t* const halo_tile_ready = cta.normalises ? cta.halo_tile_normal : cta.halo_tile_full;
   const bool leads = threadIdx.x % 128 == 0;
   const bool has_first_run = !kSplitOverCluster || cta.rank == 0,
              finishes = !kSplitOverCluster || group == cta.rank;
   const bool adds = has_first_run && params.add.data != nullptr;
 
-  int shortcut_at = 0;  // halo tiles of the shortcut, counted over all of this CTA's
+  Operands<T, kShortcut, kSplitOverCluster> operands{conv, params, cta, group};
   // Of a tile:
-  PipelineState<T::kStages> state;
-  PipelineState<Slots::kWindowed> halo_tile;
   TileAt tile;
-  int chunk, tap, tap_x, tap_pixel, due;
   int steps_until_pass;
-  int used_stage, used_slot;  // of the previous step, released when its wgmma is done
 
   __device__ void PassOrder() const {
     if (threadIdx.x % 32 == 0) Arrive(&cta.order[1 - group]);
-  }
-  __device__ void ReleaseUsed() const {
-    if (used_stage >= 0 && threadIdx.x % 128 < C::kShared) {
-      ArriveAt(&cta.empty[used_stage], kSplitOverCluster ? cta.rank : threadIdx.x % 128);
-    }
-    if (used_slot >= 0 && leads) Arrive(&cta.halo_tile_empty[used_slot]);
   }
   /// The epilogue's buffer of subtile `row` of this consumer, and where that subtile lies.
   __device__ int Buffer(int row) const { return group * T::kBuffers + row % T::kBuffers; }
@@ -446,98 +507,25 @@ struct Consumer {
     for (int row = 0; row < T::kBuffers; ++row) BeginStaging(row);
   }
 
-  /// The products of the first kSlices · 32 channels of a step.
-  template <int kSlices>
-  __device__ void MultiplyStepE4m3(uint64_t input, uint64_t weight, bool continues,
-                                   float (&sums)[T::kAccumulators]) const {
-    WgmmaFence();
-#pragma unroll
-    for (int k = 0; k < kSlices; ++k)
-      WgmmaE4m3(sums, input + 2 * k, weight + 2 * k, continues || k > 0);
-    WgmmaCommit();
-  }
-
-  /// The main loop, of run `run` of k: a split, or in e4m3 a halo tile. kIsFirst: `accumulators`
-  /// are kept, else overwritten.
+  /// Run `run` of k: a split, or in e4m3 a halo tile. kIsFirst: `accumulators` are kept, else
+  /// overwritten.
   template <bool kIsFirst, int kRows, int kAccumulators>
   __device__ void Multiply(int run, float (&accumulators)[kRows][kAccumulators]) {
     const int steps = params.depth.steps.value;
-#pragma unroll
-    for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
-    bool continues = !T::kE4m3 && run == 0;  // whether to keep the accumulators
     const int count = T::kE4m3            ? kTaps
                       : kSplitOverCluster ? cta.steps
                                           : (steps * (run + 1) >> params.log_splits) -
                                                 (steps * run >> params.log_splits);
-    if (kSplitOverCluster)  // a split may begin inside a halo tile
-      Wait(&halo_tile_ready[halo_tile.stage], halo_tile.FullParity());
-#pragma unroll 1
-    for (int step = 0; step < count; ++step) {
-      const bool of_shortcut = kShortcut && due >= steps;
-      // A step's halo tile is the window's current one or the shortcut's next one.
-      const int shortcut_slot = Slots::kWindowed + shortcut_at % 2;
-      if (of_shortcut) {
-        Wait(&cta.halo_tile_full[shortcut_slot], shortcut_at / 2 & 1);
-      } else if (tap == 0) {
-        Wait(&halo_tile_ready[halo_tile.stage], halo_tile.FullParity());
-      }
-      Wait(&cta.full[state.stage], state.FullParity());
-      const uint64_t weight = MatrixDescriptor(cta.Weights(state.stage));
-      const int pitch = of_shortcut ? params.shortcut_pitch : params.pitch.value;
-      const int subtile_pixel = of_shortcut ? params.shortcut_subtile_pixel : params.subtile_pixel;
-      const int pixel = (of_shortcut ? 0 : tap_pixel) + (T::kPingPong ? 0 : group * subtile_pixel);
-      const uint64_t input =
-          HaloTileDescriptor(cta.HaloTile(of_shortcut ? shortcut_slot : halo_tile.stage), pitch) +
-          (pixel * kStepBytes >> 4);
-      if constexpr (T::kE4m3) {
-        // Without channels for it, the second half of a chunk is zero.
-        if (conv.channels - chunk * kStep > kStep / 2) {
-          MultiplyStepE4m3<4>(input, weight, continues, accumulators[0]);
-        } else {
-          MultiplyStepE4m3<2>(input, weight, continues, accumulators[0]);
-        }
-      } else {
-        WgmmaFence();
-#pragma unroll
-        for (int k = 0; k < kStep / 16; ++k) {
-#pragma unroll
-          for (int i = 0; i < T::kRows; ++i) {
-            const uint64_t subtile = input + 2 * k + i * (params.subtile_pixel * kStepBytes >> 4);
-            if (!kIsFirst && k == 0) {
-              Wgmma(accumulators[i], subtile, weight, continues);
-            } else {
-              Wgmma(accumulators[i], subtile, weight + 2 * k);
-            }
-          }
-        }
-        WgmmaCommit();
-      }
-      continues = true;
-      if (T::kAddsRuns && --steps_until_pass == 0 && group == 0) PassOrder();
-      if (T::kE4m3 && run == 0 && step == kStagingStep) BeginStaging();
-      WgmmaWait<1>();  // for the previous step
-      ReleaseUsed();
-      used_stage = state.stage;
-      due += params.depth.shortcut;
-      used_slot = of_shortcut ? shortcut_slot : tap == kTaps - 1 ? halo_tile.stage : -1;
-      if (of_shortcut) {
-        due -= steps, ++shortcut_at;
-      } else {
-        ++tap, ++tap_x, ++tap_pixel;
-        if (tap_x == 3) tap_x = 0, tap_pixel += params.pitch.value - 3;
-        if (used_slot >= 0) {
-          tap = tap_x = tap_pixel = 0, ++chunk;
-          halo_tile.Advance();
-        }
-      }
-      state.Advance();
-    }
-    if (T::kPingPong) PassOrder();
-    WgmmaWait<0>();
-#pragma unroll
-    for (int i = 0; i < T::kRows; ++i) PinAccumulators(accumulators[i]);
-    ReleaseUsed();
-    used_stage = used_slot = -1;
+    if (kSplitOverCluster) operands.WaitForHaloTile();  // a split may begin inside a halo tile
+    Mainloop<T::kSpec.element, kIsFirst ? FirstMma::kAdds : FirstMma::kAsTold>(
+        operands, count, !T::kE4m3 && run == 0, accumulators,
+        [&](int step) {
+          if (T::kAddsRuns && --steps_until_pass == 0 && group == 0) PassOrder();
+          if (T::kE4m3 && run == 0 && step == kStagingStep) BeginStaging();
+        },
+        [&] {
+          if (T::kPingPong) PassOrder();
+        });
   }
 
   /// With a split for each CTA of the cluster: adds the sums of the other CTA, or sends it these.
@@ -591,17 +579,12 @@ struct Consumer {
     for (int index = cta.first_tile + (T::kPingPong ? group * cta.stride : 0); index < cta.tiles;
          index += kTilesInFlight * cta.stride, ++tiles_done) {
       tile = cta.Tile(index);
-      state = PipelineState<T::kStages>::After(step_at);
-      halo_tile = PipelineState<Slots::kWindowed>::After(halo_tile_at);
+      operands.Begin(step_at, halo_tile_at);
       step_at += kTilesInFlight * params.depth.steps.value;
       halo_tile_at += kTilesInFlight * params.depth.windowed;
-      chunk = cta.begin.chunk, tap = cta.begin.tap, tap_x = tap % 3;
-      tap_pixel = tap / 3 * params.pitch.value + tap_x;
-      due = cta.begin.due;
       steps_until_pass = cta.first_tile + cta.stride < cta.tiles
                              ? T::kLag
                              : 1;  // a single tile has no epilogue to hide
-      used_stage = used_slot = -1;
 
       float total[T::kRows][T::kAccumulators],
           accumulators[T::kRows][T::kAddsRuns ? T::kAccumulators : 1];

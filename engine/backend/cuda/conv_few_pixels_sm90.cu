@@ -232,8 +232,9 @@ template <typename T>
 struct Cta {
   unsigned char* shared;
   unsigned char* ring;  // of stages: the weights of a step, then its inputs unless in halo tiles
-  uint64_t *full, *empty;
-  uint64_t *halo_tile_full, *halo_tile_normal /* normalised */, *halo_tile_empty;
+  Pipeline<T::kStages> pipeline;  // of params.stages stages
+  Pipeline<T::kSlots> halo_pipeline;
+  uint64_t* halo_tile_normal;  // normalised
   uint64_t* received;
   float4* partials_received;
   int rank, log_splits, steps, splits;  // splits: of this CTA
@@ -243,13 +244,11 @@ struct Cta {
   __device__ Cta(const Params& params, unsigned char* shared, int rank)
       : shared(shared),
         ring(shared + T::kAllHaloTileBytes),
-        full(reinterpret_cast<uint64_t*>(ring + params.stages * T::kStageBytes)),
-        empty(full + T::kStages),
-        halo_tile_full(empty + T::kStages),
-        halo_tile_normal(halo_tile_full + T::kSlots),
-        halo_tile_empty(halo_tile_normal + T::kWindowed),
-        received(halo_tile_empty + T::kSlots),
-        partials_received(reinterpret_cast<float4*>(full + T::kBarriers)),
+        pipeline(reinterpret_cast<uint64_t*>(ring + params.stages * T::kStageBytes)),
+        halo_pipeline(pipeline.End()),
+        halo_tile_normal(halo_pipeline.End()),
+        received(halo_tile_normal + T::kWindowed),
+        partials_received(reinterpret_cast<float4*>(pipeline.full + T::kBarriers)),
         rank(rank),
         log_splits(params.log_splits),
         steps(params.depth.steps.value),
@@ -268,14 +267,8 @@ struct Cta {
 template <typename T>
 __device__ inline void InitBarriers(const Cta<T>& cta, const Params& params) {
 #pragma unroll 1
-  for (int stage = 0; stage < params.stages; ++stage) {
-    InitBarrier(&cta.full[stage], 1);
-    InitBarrier(&cta.empty[stage], T::kGroups);
-  }
-  for (int slot = 0; slot < T::kSlots; ++slot) {
-    InitBarrier(&cta.halo_tile_full[slot], 1);
-    InitBarrier(&cta.halo_tile_empty[slot], T::kGroups);
-  }
+  for (int stage = 0; stage < params.stages; ++stage) cta.pipeline.InitStage(stage, T::kGroups);
+  cta.halo_pipeline.Init(T::kGroups);
   for (int slot = 0; slot < T::kWindowed; ++slot) {
     InitBarrier(&cta.halo_tile_normal[slot], T::kTransformers);
   }
@@ -300,12 +293,12 @@ __device__ inline void LoadWeights(const Cta<T>& cta, const Conv2dLaunch& conv,
   int stage = 0, round = 0;
 #pragma unroll 1
   for (int step = cta.first_step; step < cta.end_step; ++step) {
-    Wait(&cta.empty[stage], (round & 1) ^ 1);
+    Wait(&cta.pipeline.empty[stage], (round & 1) ^ 1);
     if (ElectOne()) {
-      ArriveExpectTx(&cta.full[stage], T::kStageBytes);  // of the inputs, too
+      ArriveExpectTx(&cta.pipeline.full[stage], T::kStageBytes);  // of the inputs, too
       const WeightAt from = WeightOf(params, at);
-      TmaLoadWeights(cta.WeightsOf(stage), from.map, &cta.full[stage], from.channel, from.tap,
-                     tile.n0, tile.phase);
+      TmaLoadWeights(cta.WeightsOf(stage), from.map, &cta.pipeline.full[stage], from.channel,
+                     from.tap, tile.n0, tile.phase);
     }
     at.Advance(conv, params);
     if (++stage == params.stages) stage = 0, ++round;
@@ -323,10 +316,10 @@ __device__ inline void LoadBoxes(const Cta<T>& cta, const Conv2dLaunch& conv, co
   WaitForPredecessors();
 #pragma unroll 1
   for (int step = cta.first_step; step < cta.end_step; ++step) {
-    if (round > 0) Wait(&cta.empty[stage], (round & 1) ^ 1);
+    if (round > 0) Wait(&cta.pipeline.empty[stage], (round & 1) ^ 1);
     if (ElectOne()) {
       LoadInputsByTma(cta.InputsOf(stage), params, at, start, tile.m0, tile.phase,
-                      &cta.full[stage]);
+                      &cta.pipeline.full[stage]);
     }
     at.Advance(conv, params);
     if (++stage == params.stages) stage = 0, ++round;
@@ -345,13 +338,13 @@ __device__ inline void LoadHaloTiles(const Cta<T>& cta, const Conv2dLaunch& conv
   // `bytes` and `pitch`: of a group.
   const auto load = [&](int slot, int round, int bytes, int pitch, const ChunkAt& from,
                         int around) {
-    Wait(&cta.halo_tile_empty[slot], (round & 1) ^ 1);
+    Wait(&cta.halo_pipeline.empty[slot], (round & 1) ^ 1);
     if (!ElectOne()) return;
-    ArriveExpectTx(&cta.halo_tile_full[slot], T::kGroups * bytes);
+    ArriveExpectTx(&cta.halo_pipeline.full[slot], T::kGroups * bytes);
 #pragma unroll
     for (int group = 0; group < T::kGroups; ++group) {
       const TileAt& tile = tiles[group];
-      TmaLoad(cta.HaloTileOf(slot) + group * pitch, from.map, &cta.halo_tile_full[slot],
+      TmaLoad(cta.HaloTileOf(slot) + group * pitch, from.map, &cta.halo_pipeline.full[slot],
               from.channel, tile.x - around, tile.y - around, tile.image);
     }
   };
@@ -397,7 +390,7 @@ __device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& co
       LoadEight(from, factor);
       LoadEight(from + channels, offset);
     }
-    Wait(&cta.halo_tile_full[slot], round & 1);
+    Wait(&cta.halo_pipeline.full[slot], round & 1);
     if (has_channels) {
       Normalise<T::kTransformers / 8>(cta.HaloTileOf(slot), 0, thread, inside, factor, offset);
     }
@@ -407,100 +400,109 @@ __device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& co
   }
 }
 
-/// A consumer: multiplies the steps of each split into `accumulators`, and calls finish(split)
-/// after its last one. `halo_tile_ready`: full, or normalised.
-template <typename T, typename Finish>
-__device__ inline void Multiply(const Cta<T>& cta, const Conv2dLaunch& conv, const Params& params,
-                                int group, int thread, uint64_t* halo_tile_ready,
-                                float (&accumulators)[T::kAccumulators], const Finish& finish) {
-  const bool leads = thread == 0;
-  const typename T::Step first(conv, params, cta.first_step);
-  int stage = 0, parity = 0, slot = 0, halo_tile_round = 0, previous = -1;
-  int taps_left = 0, tap_x = 0;
+/// A consumer's operands. With so few outputs, a step is bound by instructions, not by products: so
+/// the next step's descriptors are computed while a step runs.
+template <typename T>
+struct Operands {
+  struct Used {
+    int stage = -1, slot = -1;  // slot: of a halo tile whose last step this was
+  };
+
+  const Cta<T>& cta;
+  const Params& params;
+  const int group;
+  const bool leads;                 // a thread of the group
+  uint64_t* const halo_tile_ready;  // full, or normalised
+
+  int stage = 0, parity = 0, slot = 0, halo_tile_round = 0;
+  int taps_left = 0, tap_x = 0, due = 0, shortcut_at = 0;
   bool new_halo_tile = true;
+  // A step's halo tile is the window's current one or the shortcut's next one.
+  bool of_shortcut = false;
   // Descriptors of stages differ in their lower words alone.
-  const uint64_t first_weight = MatrixDescriptor(cta.WeightsOf(0));
-  uint32_t weight = static_cast<uint32_t>(first_weight);
-  const auto descriptor_of = [&](uint32_t lower) { return first_weight >> 32 << 32 | lower; };
+  const uint64_t first_weight;
+  uint32_t weight;
   uint64_t window = 0, input = 0;  // descriptors of the next step
-  const auto begin_halo_tile = [&](int tap) {
+
+  __device__ Operands(const Cta<T>& cta, const Conv2dLaunch& conv, const Params& params, int group,
+                      bool leads, uint64_t* halo_tile_ready)
+      : cta(cta),
+        params(params),
+        group(group),
+        leads(leads),
+        halo_tile_ready(halo_tile_ready),
+        first_weight(MatrixDescriptor(cta.WeightsOf(0))),
+        weight(static_cast<uint32_t>(first_weight)) {
+    const typename T::Step first(conv, params, cta.first_step);
+    due = first.due;
+    if constexpr (T::kInHaloTiles) BeginHaloTile(first.tap);
+    BeginStep();
+  }
+  __device__ uint64_t DescriptorOf(uint32_t lower) const {
+    return first_weight >> 32 << 32 | lower;
+  }
+  __device__ int ShortcutSlot() const { return T::kWindowed + shortcut_at % 2; }
+  __device__ void BeginHaloTile(int tap) {
     taps_left = kTaps - tap;
     tap_x = tap % 3;
     window = HaloTileDescriptor(cta.HaloTileOf(slot) + group * kHaloTileSlot, kPitch) +
              ((tap / 3 * kPitch + tap_x) * kStepBytes >> 4);
-  };
-  // A step's halo tile is the window's current one or the shortcut's next one.
-  int due = first.due, shortcut_at = 0, used_slot = -1;
-  bool of_shortcut = false;
-  const auto shortcut_slot = [&] { return T::kWindowed + shortcut_at % 2; };
-  const auto begin_step = [&] {
+  }
+  __device__ void BeginStep() {
     if constexpr (T::kInHaloTiles) {
       of_shortcut = T::kShortcut && due >= cta.steps;
-      input = of_shortcut
-                  ? MatrixDescriptor(cta.HaloTileOf(shortcut_slot()) + group * kShortcutSlot)
-                  : window;
+      input = of_shortcut ? MatrixDescriptor(cta.HaloTileOf(ShortcutSlot()) + group * kShortcutSlot)
+                          : window;
     } else {
-      input = descriptor_of(weight + (T::kWeightBytes + group * T::kInputBytes >> 4));
+      input = DescriptorOf(weight + (T::kWeightBytes + group * T::kInputBytes >> 4));
     }
-  };
-  if constexpr (T::kInHaloTiles) begin_halo_tile(first.tap);
-  begin_step();
-#pragma unroll 1
-  for (int split = 0; split < cta.splits; ++split) {
-    const int begin = cta.BeginOf(cta.rank * cta.splits + split);
-    PinAccumulators(accumulators);
-#pragma unroll 1
-    for (int left = cta.BeginOf(cta.rank * cta.splits + split + 1) - begin; left > 0; --left) {
-      if (T::kInHaloTiles && of_shortcut) {
-        Wait(&cta.halo_tile_full[shortcut_slot()], shortcut_at / 2 & 1);
-      } else if (T::kInHaloTiles && new_halo_tile) {
-        Wait(&halo_tile_ready[slot], halo_tile_round & 1);
-      }
-      Wait(&cta.full[stage], parity);
-      WgmmaFence();
-#pragma unroll
-      for (int k = 0; k < kStep / 16; ++k) {
-        Wgmma(accumulators, input + 2 * k, descriptor_of(weight) + 2 * k);
-      }
-      WgmmaCommit();
-      // The next step's descriptors are computed while this step runs: with so few outputs, a step
-      // is bound by instructions, not by products.
-      const int finished = previous, finished_slot = used_slot;
-      previous = stage;
-      weight += T::kStageBytes >> 4;
-      if (++stage == params.stages) {
-        stage = 0, parity ^= 1, weight = static_cast<uint32_t>(first_weight);
-      }
-      if constexpr (T::kInHaloTiles) {
-        if (of_shortcut) {
-          used_slot = shortcut_slot();
-          ++shortcut_at, due -= cta.steps;
-        } else {
-          new_halo_tile = --taps_left == 0;
-          used_slot = new_halo_tile ? slot : -1;
-          if (new_halo_tile) {
-            if (++slot == T::kWindowed) slot = 0, ++halo_tile_round;
-            begin_halo_tile(0);
-          } else {
-            const bool next_line = tap_x == 2;
-            tap_x = next_line ? 0 : tap_x + 1;
-            window += (next_line ? kPitch - 2 : 1) * kStepBytes >> 4;
-          }
-        }
-        due += params.depth.shortcut;
-      }
-      begin_step();
-      WgmmaWait<1>();  // for the previous step
-      if (finished >= 0 && leads) Arrive(&cta.empty[finished]);
-      if (T::kInHaloTiles && finished_slot >= 0 && leads) {
-        Arrive(&cta.halo_tile_empty[finished_slot]);
-      }
-    }
-    WgmmaWait<0>();
-    PinAccumulators(accumulators);
-    finish(split);
   }
-}
+
+  __device__ void Wait() const {
+    if (T::kInHaloTiles && of_shortcut) {
+      cuda::Wait(&cta.halo_pipeline.full[ShortcutSlot()], shortcut_at / 2 & 1);
+    } else if (T::kInHaloTiles && new_halo_tile) {
+      cuda::Wait(&halo_tile_ready[slot], halo_tile_round & 1);
+    }
+    cuda::Wait(&cta.pipeline.full[stage], parity);
+  }
+  __device__ uint64_t Input() const { return input; }
+  __device__ uint64_t Weight() const { return DescriptorOf(weight); }
+  __device__ static constexpr int NextSubtile() { return 0; }  // there is one
+  __device__ static constexpr bool IsHalf() { return false; }
+  __device__ Used Advance() {
+    Used used{stage};
+    weight += T::kStageBytes >> 4;
+    if (++stage == params.stages) {
+      stage = 0, parity ^= 1, weight = static_cast<uint32_t>(first_weight);
+    }
+    if constexpr (T::kInHaloTiles) {
+      if (of_shortcut) {
+        used.slot = ShortcutSlot();
+        ++shortcut_at, due -= cta.steps;
+      } else {
+        --taps_left;
+        new_halo_tile = taps_left == 0;
+        if (taps_left == 0) {
+          used.slot = slot;
+          if (++slot == T::kWindowed) slot = 0, ++halo_tile_round;
+          BeginHaloTile(0);
+        } else {
+          const bool next_line = tap_x == 2;
+          tap_x = next_line ? 0 : tap_x + 1;
+          window += (next_line ? kPitch - 2 : 1) * kStepBytes >> 4;
+        }
+      }
+      due += params.depth.shortcut;
+    }
+    BeginStep();
+    return used;
+  }
+  __device__ void Release(Used used) const {
+    if (used.stage >= 0 && leads) cta.pipeline.ConsumerRelease(used.stage);
+    if (T::kInHaloTiles && used.slot >= 0 && leads) cta.halo_pipeline.ConsumerRelease(used.slot);
+  }
+};
 
 /// Sends a thread's partial sums of a split to the CTAs that own the outputs: [slots, mine,
 /// threads] of four values. `received`: the group's in this CTA.
@@ -670,7 +672,8 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
     }
   }
 
-  float accumulators[T::kAccumulators];
+  float sums[1][T::kAccumulators];
+  float(&accumulators)[T::kAccumulators] = sums[0];
   float total[T::kAccumulators];  // of several splits
   InitAccumulators(rank == 0 ? params.bias : nullptr, tile.n0, accumulators);
   WaitForPredecessors();  // their output is read and overwritten from here on
@@ -689,8 +692,13 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
     }
   }
 
-  uint64_t* const halo_tile_ready = normalises ? cta.halo_tile_normal : cta.halo_tile_full;
-  Multiply(cta, conv, params, group, thread, halo_tile_ready, accumulators, [&](int split) {
+  uint64_t* const halo_tile_ready = normalises ? cta.halo_tile_normal : cta.halo_pipeline.full;
+  Operands<T> operands(cta, conv, params, group, thread == 0, halo_tile_ready);
+#pragma unroll 1
+  for (int split = 0; split < cta.splits; ++split) {
+    const int of_all = rank * cta.splits + split;
+    Mainloop<Element::kBf16, FirstMma::kAdds>(
+        operands, cta.BeginOf(of_all + 1) - cta.BeginOf(of_all), true, sums, [](int) {}, [] {});
     if (adds && split == 0) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) AddPerImage(add[kAdds == 1 ? 0 : h], h, accumulators);
@@ -709,7 +717,7 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
       if (rank > 0 || split == cta.splits - 1)
         SendPartials(cta, params, received, thread, split, total);
     }
-  });
+  }
 
   if (kNormRun == 0) ReleaseDependents();
   if (clustered) WaitForStores(cta.received, 0);

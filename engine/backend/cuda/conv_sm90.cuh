@@ -9,8 +9,8 @@
 #include "engine/backend/cuda/e4m3.cuh"
 #include "engine/backend/cuda/element.cuh"
 #include "engine/backend/cuda/fast_divmod.h"
-#include "engine/backend/cuda/hopper.cuh"
 #include "engine/backend/cuda/implicit_gemm.cuh"
+#include "engine/backend/cuda/mainloop_sm90.cuh"
 #include "engine/backend/cuda/mma.cuh"
 #include "engine/backend/cuda/tensor_map.h"
 
@@ -22,12 +22,6 @@
 /// add in this order and give the same bits.
 
 namespace denoised::cuda {
-
-static_assert(kStep == 64);  // 128 bytes of bf16, the widest swizzle
-constexpr int kStepBytes = kStep * 2;
-/// In e4m3, the steps whose products tensor cores add before their sum is added in fp32. See
-/// docs/kernels.md.
-constexpr int kE4m3Run = 9;
 
 /// Whether a CTA starts with at least as many registers as its threads have after setmaxnreg. If
 /// not, setmaxnreg would wait forever.

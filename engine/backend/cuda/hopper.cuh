@@ -62,28 +62,6 @@ __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-/// A position in a ring of kStages stages in shared memory, each with a barrier `full`, whose phase
-/// ends when it is loaded, and `empty`, whose phase ends when it is released. As CUTLASS's
-/// PipelineState.
-template <int kStages>
-struct PipelineState {
-  int stage = 0, round = 0;
-
-  /// The parity for which a consumer waits at full[stage].
-  __device__ uint32_t FullParity() const { return round & 1; }
-  /// The parity for which the producer waits at empty[stage]: in the first round all are empty.
-  __device__ uint32_t EmptyParity() const { return (round & 1) ^ 1; }
-  /// The state after this many stages from the beginning.
-  __device__ static PipelineState After(int stages) { return {stages % kStages, stages / kStages}; }
-  __device__ void Advance() {
-    if (++stage == kStages) stage = 0, ++round;
-  }
-  __device__ void Advance(int stages) {
-    round += (stage + stages) / kStages;
-    stage = (stage + stages) % kStages;
-  }
-};
-
 // Clusters.
 
 __device__ inline uint32_t ClusterRank() {

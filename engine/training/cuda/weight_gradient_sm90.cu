@@ -41,6 +41,7 @@
 #include "engine/backend/cuda/dependent_launch.h"
 #include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/hopper.cuh"
+#include "engine/backend/cuda/pipeline_sm90.cuh"
 #include "engine/backend/cuda/tensor_map.h"
 #include "engine/training/cuda/launch.h"
 #include "engine/training/cuda/tree_sum.cuh"

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "engine/backend/cuda/conv2d_sm90.h"
+#include "engine/backend/cuda/pipeline_sm90.cuh"
+
+/// The main loop of a consumer warpgroup, one for all convolutions on Hopper (CUTLASS: the
+/// collective mainloop's mma). What differs are the operands, a loader's other end: where the
+/// matrices of a step are in shared memory, and what they keep occupied.
+///
+///   for each step along k   operands.Wait()      until its stage is full
+///                           four wgmmas          32 bytes along k each, for each 64 pixels
+///                           operands.Advance()   to the next step, while this one is multiplied
+///                           WgmmaWait<1>()       until the step before is multiplied
+///                           operands.Release()   the stage of the step before, to the producer
+///   at the end              WgmmaWait<0>()       and release the last stage
+///
+/// Runs. k may be cut into runs: splits in bf16, kE4m3Run steps in e4m3. A run is one call. Tensor
+/// cores add its steps in order, and the caller adds the sums of runs in order, in fp32. The first
+/// MMA of a run may overwrite the accumulators, which saves zeroing them.
+
+namespace denoised::cuda {
+
+static_assert(kStep == 64);  // 128 bytes of bf16, the widest swizzle
+constexpr int kStepBytes = kStep * 2;
+/// In e4m3, the steps whose products tensor cores add before their sum is added in fp32. See
+/// docs/kernels.md.
+constexpr int kE4m3Run = 9;
+
+/// What the first MMA of a run does to the accumulators.
+enum class FirstMma : uint8_t {
+  kAdds,    // adds to them
+  kAsTold,  // adds or overwrites, as an argument says
+};
+
+template <Element kElement, FirstMma kFirst, int kAccumulators>
+__device__ inline void Mma(float (&sums)[kAccumulators], uint64_t input, uint64_t weight,
+                           bool adds) {
+  if constexpr (kElement == Element::kE4m3x2) {
+    WgmmaE4m3(sums, input, weight, adds);
+  } else if constexpr (kFirst == FirstMma::kAsTold) {
+    Wgmma(sums, input, weight, adds);
+  } else {
+    Wgmma(sums, input, weight);
+  }
+}
+
+/// Issues the products of the first kSlices · 32 bytes of a step. The descriptors of a subtile's
+/// input and of the next subtile's differ by `next`.
+template <Element kElement, FirstMma kFirst, int kSlices, int kSubtiles, int kAccumulators>
+__device__ inline void MultiplyStep(uint64_t input, int next, uint64_t weight, bool adds,
+                                    float (&sums)[kSubtiles][kAccumulators]) {
+  WgmmaFence();
+#pragma unroll
+  for (int k = 0; k < kSlices; ++k) {
+#pragma unroll
+    for (int i = 0; i < kSubtiles; ++i) {
+      Mma<kElement, kFirst>(sums[i], input + 2 * k + i * next, weight + 2 * k, adds || k > 0);
+    }
+  }
+  WgmmaCommit();
+}
+
+/// Multiplies a run of `steps` steps for kSubtiles times 64 pixels. `adds`: for FirstMma::kAsTold.
+/// meanwhile(step) is called while a step is multiplied, before_last_wait() when all are issued.
+///
+/// Operands have
+///   Wait(): until the next step's matrices are in shared memory;
+///   Input(), NextSubtile(), Weight(): their descriptors, as for MultiplyStep();
+///   IsHalf(): whether the second half of the step is zero;
+///   Advance(): goes to the next step and returns what this one used;
+///   Release(Used): lets the producer overwrite it; nothing for Used().
+template <Element kElement, FirstMma kFirst, typename Operands, int kSubtiles, int kAccumulators,
+          typename Meanwhile, typename BeforeLastWait>
+__device__ inline void Mainloop(Operands& operands, int steps, bool adds,
+                                float (&sums)[kSubtiles][kAccumulators], const Meanwhile& meanwhile,
+                                const BeforeLastWait& before_last_wait) {
+  constexpr int kSlices = kStepBytes / 32;
+  typename Operands::Used used;
+#pragma unroll
+  for (int i = 0; i < kSubtiles; ++i) PinAccumulators(sums[i]);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    operands.Wait();
+    const uint64_t input = operands.Input(), weight = operands.Weight();
+    const int next = operands.NextSubtile();
+    const bool adds_now = adds || step > 0;
+    if (operands.IsHalf()) {
+      MultiplyStep<kElement, kFirst, kSlices / 2>(input, next, weight, adds_now, sums);
+    } else {
+      MultiplyStep<kElement, kFirst, kSlices>(input, next, weight, adds_now, sums);
+    }
+    meanwhile(step);
+    const auto before = used;
+    used = operands.Advance();
+    WgmmaWait<1>();
+    operands.Release(before);
+  }
+  before_last_wait();
+  WgmmaWait<0>();
+#pragma unroll
+  for (int i = 0; i < kSubtiles; ++i) PinAccumulators(sums[i]);
+  operands.Release(used);
+}
+
+}  // namespace denoised::cuda
