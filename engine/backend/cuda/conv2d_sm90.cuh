@@ -337,6 +337,10 @@ struct Cta {
     return {staging + group * T::kBoxes * T::kBoxBytes, ready + group, filled + group * T::kBoxes,
             scatters};
   }
+  /// A thread for each CTA that shares the stage tells it that the stage is free.
+  __device__ void ReleaseStage(int stage) const {
+    if (threadIdx.x % 128 < shared) pipeline.ConsumerRelease(stage, threadIdx.x % 128);
+  }
   /// The first tile of a consumer; the next is T::kTilesInFlight * stride further.
   __device__ int FirstTile(int group) const {
     return first_tile + (T::kPingPong ? group * stride : 0);
@@ -423,42 +427,11 @@ struct Producer {
   }
 };
 
-/// A consumer's operands: the pixels and weights of a stage.
-template <typename T, typename F>
-struct Operands {
-  struct Used {
-    int stage = -1;
-  };
-
-  const Cta<T, F::kDoubled>& cta;
-  int group;
-  PipelineState<T::kStages> state;
-
-  __device__ void Wait() const { cta.pipeline.ConsumerWait(state); }
-  __device__ uint64_t Weight() const { return MatrixDescriptor(cta.Weights(state.stage)); }
-  __device__ uint64_t Input() const {
-    return MatrixDescriptor(cta.Inputs(state.stage) + cta.FirstPixel(group) * kStepBytes);
-  }
-  __device__ static constexpr int NextSubtile() { return 64 * kStepBytes >> 4; }
-  __device__ static constexpr bool IsHalf() { return false; }
-  __device__ Used Advance() {
-    const Used used{state.stage};
-    // state.Advance(), in a form for which ptxas compares once instead of twice.
-    const bool wraps = used.stage == T::kStages - 1;
-    state = {wraps ? 0 : used.stage + 1, state.round + wraps};
-    return used;
-  }
-  /// A thread for each CTA that shares the stage tells it that the stage is free.
-  __device__ void Release(Used used) const {
-    if (used.stage >= 0 && threadIdx.x % 128 < cta.shared)
-      cta.pipeline.ConsumerRelease(used.stage, threadIdx.x % 128);
-  }
-};
-
 /// A consumer warpgroup: multiplies the stages of its tiles.
 template <typename T, typename F>
 struct Consumer {
   using Accumulators = float[T::kRows][T::kAccumulators];
+  using Operands = Im2colOperands<T, Cta<T, F::kDoubled>>;
 
   const Conv2dLaunch& conv;
   const Params& params;
@@ -475,7 +448,7 @@ struct Consumer {
   }
   /// Split `split` of k: some of the tile's steps. Accumulators start with the bias, or zero.
   __device__ void Multiply(const TileAt& tile, int steps, int split, bool is_last, int tiles_done,
-                           Operands<T, F>& operands, Accumulators& accumulators) const {
+                           Operands& operands, Accumulators& accumulators) const {
 #pragma unroll
     for (int i = 0; i < T::kRows; ++i) {
       InitAccumulators(split == 0 ? params.bias : nullptr, tile.n0, accumulators[i]);
@@ -492,8 +465,8 @@ struct Consumer {
   }
 
   /// All of k in e4m3, in runs. The other consumer multiplies while this one adds.
-  __device__ void MultiplyE4m3(const TileAt& tile, Operands<T, F>& operands,
-                               Accumulators& accumulators, Accumulators& total) const {
+  __device__ void MultiplyE4m3(const TileAt& tile, Operands& operands, Accumulators& accumulators,
+                               Accumulators& total) const {
 #pragma unroll
     for (int i = 0; i < T::kRows; ++i) {
       AnyAccumulators(accumulators[i]);
@@ -549,7 +522,8 @@ struct Consumer {
          index += T::kTilesInFlight * cta.stride, ++tiles_done) {
       const TileAt tile = TileOf<T, F::kDoubled>(params, index, cta.rank);
       const int steps = StepsOf<F::kDoubled>(params, index);
-      Operands<T, F> operands{cta, group, PipelineState<T::kStages>::After(position)};
+      Operands operands(cta, T::kStages, cta.FirstPixel(group) * kStepBytes, T::kInputBytes);
+      operands.at.Set(position);
       position += steps;
       if (T::kPingPong) position += StepsOf<F::kDoubled>(params, index + cta.stride);
       Accumulators accumulators;

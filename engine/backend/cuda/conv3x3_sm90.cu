@@ -203,6 +203,11 @@ struct Cta {
   __device__ unsigned char* Weights(int stage) const { return ring + stage * T::kStageBytes; }
   __device__ unsigned char* HaloTile(int slot) const { return Slots::At(halo_tiles, slot); }
   __device__ TileAt Tile(int index) const { return TileOf<T, kShared>(params, index, rank); }
+  /// A thread for each CTA that shares the stage tells it that the stage is free.
+  __device__ void ReleaseStage(int stage) const {
+    const int thread = threadIdx.x % 128;
+    if (thread < kShared) pipeline.ConsumerRelease(stage, kSplitOverCluster ? rank : thread);
+  }
 
   /// Called by one thread.
   __device__ void InitBarriers() const {
@@ -364,87 +369,6 @@ __device__ inline void NormaliseHaloTiles(const Conv2dLaunch& conv, const Params
   }
 }
 
-/// A consumer's operands: the halo tile from the pixel of a tap on, and a stage's weights. A step
-/// of the shortcut has a halo tile of its own.
-template <typename T, bool kShortcut, bool kSplitOverCluster>
-struct Operands {
-  using C = Cta<T, kShortcut, kSplitOverCluster>;
-  using Slots = typename C::Slots;
-  struct Used {
-    int stage = -1, slot = -1;  // slot: of a halo tile whose last step this was
-  };
-
-  const Conv2dLaunch& conv;
-  const Params& params;
-  const C& cta;
-  const int group;
-  uint64_t* const halo_tile_ready = cta.normalises ? cta.halo_tile_normal : cta.halo_pipeline.full;
-
-  const int steps = params.depth.steps.value;
-
-  int shortcut_at = 0;  // halo tiles of the shortcut, counted over all of this CTA's
-  PipelineState<T::kStages> state;
-  PipelineState<Slots::kWindowed> halo_tile;
-  int chunk, tap, tap_x, tap_pixel, due;
-
-  /// To a tile's first step. The positions are counted over all of this CTA's.
-  __device__ void Begin(int step_at, int halo_tile_at) {
-    state = PipelineState<T::kStages>::After(step_at);
-    halo_tile = PipelineState<Slots::kWindowed>::After(halo_tile_at);
-    chunk = cta.begin.chunk, tap = cta.begin.tap, tap_x = tap % 3;
-    tap_pixel = tap / 3 * params.pitch.value + tap_x;
-    due = cta.begin.due;
-  }
-  __device__ bool IsOfShortcut() const { return kShortcut && due >= steps; }
-  __device__ int ShortcutSlot() const { return Slots::kWindowed + shortcut_at % 2; }
-  __device__ void WaitForHaloTile() const {
-    cuda::Wait(&halo_tile_ready[halo_tile.stage], halo_tile.FullParity());
-  }
-  __device__ void Wait() const {
-    if (IsOfShortcut()) {
-      cuda::Wait(&cta.halo_pipeline.full[ShortcutSlot()], shortcut_at / 2 & 1);
-    } else if (tap == 0) {
-      WaitForHaloTile();
-    }
-    cta.pipeline.ConsumerWait(state);
-  }
-  __device__ uint64_t Weight() const { return MatrixDescriptor(cta.Weights(state.stage)); }
-  __device__ uint64_t Input() const {
-    const bool of_shortcut = IsOfShortcut();
-    const int pitch = of_shortcut ? params.shortcut_pitch : params.pitch.value;
-    const int subtile_pixel = of_shortcut ? params.shortcut_subtile_pixel : params.subtile_pixel;
-    const int pixel = (of_shortcut ? 0 : tap_pixel) + (T::kPingPong ? 0 : group * subtile_pixel);
-    return HaloTileDescriptor(cta.HaloTile(of_shortcut ? ShortcutSlot() : halo_tile.stage), pitch) +
-           (pixel * kStepBytes >> 4);
-  }
-  __device__ int NextSubtile() const { return params.subtile_pixel * kStepBytes >> 4; }
-  /// Without channels for it, the second half of a chunk is zero.
-  __device__ bool IsHalf() const { return T::kE4m3 && conv.channels - chunk * kStep <= kStep / 2; }
-  __device__ Used Advance() {
-    const bool of_shortcut = IsOfShortcut();
-    const int slot = of_shortcut ? ShortcutSlot() : tap == kTaps - 1 ? halo_tile.stage : -1;
-    const Used used{state.stage, slot};
-    due += params.depth.shortcut;
-    if (of_shortcut) {
-      due -= steps, ++shortcut_at;
-    } else {
-      ++tap, ++tap_x, ++tap_pixel;
-      if (tap_x == 3) tap_x = 0, tap_pixel += params.pitch.value - 3;
-      if (slot >= 0) {
-        tap = tap_x = tap_pixel = 0, ++chunk;
-        halo_tile.Advance();
-      }
-    }
-    state.Advance();
-    return used;
-  }
-  __device__ void Release(Used used) const {
-    if (used.stage >= 0 && threadIdx.x % 128 < C::kShared)
-      cta.pipeline.ConsumerRelease(used.stage, kSplitOverCluster ? cta.rank : threadIdx.x % 128);
-    if (used.slot >= 0 && threadIdx.x % 128 == 0) cta.halo_pipeline.ConsumerRelease(used.slot);
-  }
-};
-
 /// A consumer warpgroup: multiplies taps of halo tiles.
 template <typename T, bool kShortcut, bool kSplitOverCluster>
 struct Consumer {
@@ -463,7 +387,15 @@ struct Consumer {
              finishes = !kSplitOverCluster || group == cta.rank;
   const bool adds = has_first_run && params.add.data != nullptr;
 
-  Operands<T, kShortcut, kSplitOverCluster> operands{conv, params, cta, group};
+  HaloTileOperands<T, C, /*kAhead=*/false> operands{
+      conv,
+      params.depth,
+      cta,
+      cta.normalises ? cta.halo_tile_normal : cta.halo_pipeline.full,
+      {params.pitch.value, T::kPingPong ? 0 : group* params.subtile_pixel* kStepBytes},
+      {params.shortcut_pitch, group* params.shortcut_subtile_pixel* kStepBytes},
+      params.subtile_pixel* kStepBytes,
+      {cta.pipeline, T::kStages, cta.ring}};
   // Of a tile:
   TileAt tile;
   int steps_until_pass;
@@ -579,7 +511,7 @@ struct Consumer {
     for (int index = cta.first_tile + (T::kPingPong ? group * cta.stride : 0); index < cta.tiles;
          index += kTilesInFlight * cta.stride, ++tiles_done) {
       tile = cta.Tile(index);
-      operands.Begin(step_at, halo_tile_at);
+      operands.Begin(cta.begin, step_at, halo_tile_at);
       step_at += kTilesInFlight * params.depth.steps.value;
       halo_tile_at += kTilesInFlight * params.depth.windowed;
       steps_until_pass = cta.first_tile + cta.stride < cta.tiles

@@ -33,6 +33,100 @@ __device__ inline uint64_t HaloTileDescriptor(const void* halo_tile, int pitch) 
   return MatrixDescriptor(halo_tile) - kEightRows + (uint64_t(pitch * kStepBytes >> 4) << 32);
 }
 
+/// A consumer's subtiles of a halo tile: pixels per line, bytes before the first subtile.
+struct SubtilesAt {
+  int pitch, first;
+};
+
+/// The operands of a consumer of halo tiles: the halo tile of a step from the pixel of its tap on,
+/// and the stage with the step's weights. `cta` has the rings and releases stages. kAhead: the
+/// descriptor of the next step's pixels is computed while a step is multiplied; where a step has
+/// many outputs, that gains nothing and takes registers.
+template <typename T, typename Cta, bool kAhead>
+struct HaloTileOperands {
+  using Slots = typename Cta::Slots;
+  static constexpr bool kShortcut = Slots::kOfShortcut > 0;
+  struct Used {
+    int stage = -1, slot = -1;  // slot: of a halo tile whose last step this was
+  };
+
+  const Conv2dLaunch& conv;
+  const Depth& depth;
+  const Cta& cta;
+  uint64_t* const halo_tile_ready;  // full, or normalised
+  const SubtilesAt windowed, shortcut;
+  const int next_subtile;  // bytes
+  StageAt<T::kStages, T::kStageBytes> at;
+
+  PipelineState<Slots::kWindowed> halo_tile;
+  int shortcut_at = 0;  // halo tiles of the shortcut, counted over all of this CTA's
+  int chunk, tap, tap_x, tap_pixel, due;
+  uint64_t input;  // kAhead
+
+  /// Begins at `step`. Positions in the rings are counted over all of this CTA's tiles.
+  template <typename Step>
+  __device__ void Begin(const Step& step, int stage_at, int halo_tile_at) {
+    at.Set(stage_at);
+    halo_tile = PipelineState<Slots::kWindowed>::After(halo_tile_at);
+    chunk = step.chunk, due = step.due, tap = step.tap, tap_x = tap % 3;
+    tap_pixel = tap / 3 * windowed.pitch + tap_x;
+    if (kAhead) input = FindInput();
+  }
+  /// A step's halo tile is the window's current one or the shortcut's next one.
+  __device__ bool IsOfShortcut() const { return kShortcut && due >= depth.steps.value; }
+  __device__ int ShortcutSlot() const { return Slots::kWindowed + shortcut_at % 2; }
+  __device__ uint64_t FindInput() const {
+    const bool of_shortcut = IsOfShortcut();
+    const int pitch = of_shortcut ? shortcut.pitch : windowed.pitch;
+    const int first = of_shortcut ? shortcut.first : windowed.first + tap_pixel * kStepBytes;
+    return HaloTileDescriptor(cta.HaloTile(of_shortcut ? ShortcutSlot() : halo_tile.stage), pitch) +
+           (first >> 4);
+  }
+  /// Also called before the first step of a run that may begin inside a halo tile.
+  __device__ void WaitForHaloTile() const {
+    cuda::Wait(&halo_tile_ready[halo_tile.stage], halo_tile.FullParity());
+  }
+
+  __device__ void Wait() const {
+    if (IsOfShortcut()) {
+      cuda::Wait(&cta.halo_pipeline.full[ShortcutSlot()], shortcut_at / 2 & 1);
+    } else if (tap == 0) {
+      WaitForHaloTile();
+    }
+    at.Wait();
+  }
+  __device__ uint64_t Input() const { return kAhead ? input : FindInput(); }
+  __device__ int NextSubtile() const { return next_subtile >> 4; }
+  __device__ uint64_t Weight() const { return at.Descriptor(0); }
+  /// Without channels for it, the second half of a chunk in e4m3 is zero.
+  __device__ bool IsHalf() const {
+    return T::kSpec.element == Element::kE4m3x2 && conv.channels - chunk * kStep <= kStep / 2;
+  }
+  __device__ Used Advance() {
+    const bool of_shortcut = IsOfShortcut();
+    const int slot = of_shortcut ? ShortcutSlot() : tap == kTaps - 1 ? halo_tile.stage : -1;
+    const Used used{at.stage, slot};
+    due += depth.shortcut;
+    if (of_shortcut) {
+      due -= depth.steps.value, ++shortcut_at;
+    } else {
+      ++tap, ++tap_x, ++tap_pixel;
+      if (tap_x == 3) tap_x = 0, tap_pixel += windowed.pitch - 3;
+      if (slot >= 0) {
+        tap = tap_x = tap_pixel = 0, ++chunk;
+        halo_tile.Advance();
+      }
+    }
+    at.Advance();
+    if (kAhead) input = FindInput();
+    return used;
+  }
+  __device__ void Release(Used used) const {
+    if (used.stage >= 0) cta.ReleaseStage(used.stage);
+    if (used.slot >= 0 && threadIdx.x % 128 == 0) cta.halo_pipeline.ConsumerRelease(used.slot);
+  }
+};
+
 /// The pixels that a thread normalises: it takes eight channels of every kPixelStride-th pixel of a
 /// halo tile of at most kPixels. Bit i: the i-th of them lies in the image; the others stay zero.
 /// `pitch`: a constant, or a FastDivmod.

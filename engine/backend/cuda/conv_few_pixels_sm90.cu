@@ -230,6 +230,8 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
 /// A CTA's shared memory, and its steps along k.
 template <typename T>
 struct Cta {
+  using Slots = typename T::P;
+
   unsigned char* shared;
   unsigned char* ring;  // of stages: the weights of a step, then its inputs unless in halo tiles
   Pipeline<T::kStages> pipeline;  // of params.stages stages
@@ -260,7 +262,14 @@ struct Cta {
   __device__ int BeginOf(int split) const { return steps * split >> log_splits; }
   __device__ unsigned char* WeightsOf(int stage) const { return ring + stage * T::kStageBytes; }
   __device__ unsigned char* InputsOf(int stage) const { return WeightsOf(stage) + T::kWeightBytes; }
-  __device__ unsigned char* HaloTileOf(int slot) const { return T::P::At(shared, slot); }
+  __device__ unsigned char* HaloTile(int slot) const { return T::P::At(shared, slot); }
+  /// Whether any of its steps, from `first` to `end`, is of the window.
+  __device__ bool HasWindowed(const typename T::Step& first, const typename T::Step& end) const {
+    return end_step - end.of_shortcut > first_step - first.of_shortcut;
+  }
+  __device__ void ReleaseStage(int stage) const {
+    if (threadIdx.x % kConsumers == 0) pipeline.ConsumerRelease(stage);
+  }
 };
 
 /// One thread: initialises the barriers.
@@ -344,7 +353,7 @@ __device__ inline void LoadHaloTiles(const Cta<T>& cta, const Conv2dLaunch& conv
 #pragma unroll
     for (int group = 0; group < T::kGroups; ++group) {
       const TileAt& tile = tiles[group];
-      TmaLoad(cta.HaloTileOf(slot) + group * pitch, from.map, &cta.halo_pipeline.full[slot],
+      TmaLoad(cta.HaloTile(slot) + group * pitch, from.map, &cta.halo_pipeline.full[slot],
               from.channel, tile.x - around, tile.y - around, tile.image);
     }
   };
@@ -371,8 +380,8 @@ __device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& co
                                        const Params& params, const TileAt& tile, int thread) {
   static_assert(T::kGroups == 1);
   const typename T::Step first(conv, params, cta.first_step), end(conv, params, cta.end_step);
-  const bool has_windowed = cta.end_step - end.of_shortcut > cta.first_step - first.of_shortcut;
-  const int end_chunk = has_windowed ? end.chunk + (end.tap > 0 ? 1 : 0) : first.chunk;
+  const int end_chunk =
+      cta.HasWindowed(first, end) ? end.chunk + (end.tap > 0 ? 1 : 0) : first.chunk;
   const int vector = thread % 8, channels = conv.channels + conv.channels2;
   int slot = 0, round = 0;
   const uint32_t inside = PixelsInside<T::kTransformers / 8, kHaloTilePixels>(
@@ -392,117 +401,13 @@ __device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& co
     }
     Wait(&cta.halo_pipeline.full[slot], round & 1);
     if (has_channels) {
-      Normalise<T::kTransformers / 8>(cta.HaloTileOf(slot), 0, thread, inside, factor, offset);
+      Normalise<T::kTransformers / 8>(cta.HaloTile(slot), 0, thread, inside, factor, offset);
     }
     FenceProxyAsync();  // wgmma reads through the async proxy
     Arrive(&cta.halo_tile_normal[slot]);
     if (++slot == T::kWindowed) slot = 0, ++round;
   }
 }
-
-/// A consumer's operands. With so few outputs, a step is bound by instructions, not by products: so
-/// the next step's descriptors are computed while a step runs.
-template <typename T>
-struct Operands {
-  struct Used {
-    int stage = -1, slot = -1;  // slot: of a halo tile whose last step this was
-  };
-
-  const Cta<T>& cta;
-  const Params& params;
-  const int group;
-  const bool leads;                 // a thread of the group
-  uint64_t* const halo_tile_ready;  // full, or normalised
-
-  int stage = 0, parity = 0, slot = 0, halo_tile_round = 0;
-  int taps_left = 0, tap_x = 0, due = 0, shortcut_at = 0;
-  bool new_halo_tile = true;
-  // A step's halo tile is the window's current one or the shortcut's next one.
-  bool of_shortcut = false;
-  // Descriptors of stages differ in their lower words alone.
-  const uint64_t first_weight;
-  uint32_t weight;
-  uint64_t window = 0, input = 0;  // descriptors of the next step
-
-  __device__ Operands(const Cta<T>& cta, const Conv2dLaunch& conv, const Params& params, int group,
-                      bool leads, uint64_t* halo_tile_ready)
-      : cta(cta),
-        params(params),
-        group(group),
-        leads(leads),
-        halo_tile_ready(halo_tile_ready),
-        first_weight(MatrixDescriptor(cta.WeightsOf(0))),
-        weight(static_cast<uint32_t>(first_weight)) {
-    const typename T::Step first(conv, params, cta.first_step);
-    due = first.due;
-    if constexpr (T::kInHaloTiles) BeginHaloTile(first.tap);
-    BeginStep();
-  }
-  __device__ uint64_t DescriptorOf(uint32_t lower) const {
-    return first_weight >> 32 << 32 | lower;
-  }
-  __device__ int ShortcutSlot() const { return T::kWindowed + shortcut_at % 2; }
-  __device__ void BeginHaloTile(int tap) {
-    taps_left = kTaps - tap;
-    tap_x = tap % 3;
-    window = HaloTileDescriptor(cta.HaloTileOf(slot) + group * kHaloTileSlot, kPitch) +
-             ((tap / 3 * kPitch + tap_x) * kStepBytes >> 4);
-  }
-  __device__ void BeginStep() {
-    if constexpr (T::kInHaloTiles) {
-      of_shortcut = T::kShortcut && due >= cta.steps;
-      input = of_shortcut ? MatrixDescriptor(cta.HaloTileOf(ShortcutSlot()) + group * kShortcutSlot)
-                          : window;
-    } else {
-      input = DescriptorOf(weight + (T::kWeightBytes + group * T::kInputBytes >> 4));
-    }
-  }
-
-  __device__ void Wait() const {
-    if (T::kInHaloTiles && of_shortcut) {
-      cuda::Wait(&cta.halo_pipeline.full[ShortcutSlot()], shortcut_at / 2 & 1);
-    } else if (T::kInHaloTiles && new_halo_tile) {
-      cuda::Wait(&halo_tile_ready[slot], halo_tile_round & 1);
-    }
-    cuda::Wait(&cta.pipeline.full[stage], parity);
-  }
-  __device__ uint64_t Input() const { return input; }
-  __device__ uint64_t Weight() const { return DescriptorOf(weight); }
-  __device__ static constexpr int NextSubtile() { return 0; }  // there is one
-  __device__ static constexpr bool IsHalf() { return false; }
-  __device__ Used Advance() {
-    Used used{stage};
-    weight += T::kStageBytes >> 4;
-    if (++stage == params.stages) {
-      stage = 0, parity ^= 1, weight = static_cast<uint32_t>(first_weight);
-    }
-    if constexpr (T::kInHaloTiles) {
-      if (of_shortcut) {
-        used.slot = ShortcutSlot();
-        ++shortcut_at, due -= cta.steps;
-      } else {
-        --taps_left;
-        new_halo_tile = taps_left == 0;
-        if (taps_left == 0) {
-          used.slot = slot;
-          if (++slot == T::kWindowed) slot = 0, ++halo_tile_round;
-          BeginHaloTile(0);
-        } else {
-          const bool next_line = tap_x == 2;
-          tap_x = next_line ? 0 : tap_x + 1;
-          window += (next_line ? kPitch - 2 : 1) * kStepBytes >> 4;
-        }
-      }
-      due += params.depth.shortcut;
-    }
-    BeginStep();
-    return used;
-  }
-  __device__ void Release(Used used) const {
-    if (used.stage >= 0 && leads) cta.pipeline.ConsumerRelease(used.stage);
-    if (T::kInHaloTiles && used.slot >= 0 && leads) cta.halo_pipeline.ConsumerRelease(used.slot);
-  }
-};
 
 /// Sends a thread's partial sums of a split to the CTAs that own the outputs: [slots, mine,
 /// threads] of four values. `received`: the group's in this CTA.
@@ -610,6 +515,30 @@ struct Outputs {
   }
 };
 
+/// The operands of consumer `group`.
+template <typename T>
+__device__ inline auto OperandsOf(const Cta<T>& cta, const Conv2dLaunch& conv, const Params& params,
+                                  int group, bool normalises) {
+  if constexpr (T::kInHaloTiles) {
+    HaloTileOperands<T, Cta<T>, /*kAhead=*/true> operands{
+        conv,
+        params.depth,
+        cta,
+        normalises ? cta.halo_tile_normal : cta.halo_pipeline.full,
+        {kPitch, group * kHaloTileSlot},
+        {kSubtileEdge, group * kShortcutSlot},
+        0,
+        {cta.pipeline, params.stages, cta.ring}};
+    const typename T::Step first(conv, params, cta.first_step), end(conv, params, cta.end_step);
+    operands.Begin(first, 0, 0);
+    if (cta.HasWindowed(first, end)) operands.WaitForHaloTile();
+    return operands;
+  } else {
+    return Im2colOperands<T, Cta<T>>(cta, params.stages, T::kWeightBytes + group * T::kInputBytes,
+                                     0);
+  }
+}
+
 template <typename T, int kNormRun>
 __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
     FewPixelsKernel(const __grid_constant__ Conv2dLaunch conv,
@@ -692,8 +621,7 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
     }
   }
 
-  uint64_t* const halo_tile_ready = normalises ? cta.halo_tile_normal : cta.halo_pipeline.full;
-  Operands<T> operands(cta, conv, params, group, thread == 0, halo_tile_ready);
+  auto operands = OperandsOf(cta, conv, params, group, normalises);
 #pragma unroll 1
   for (int split = 0; split < cta.splits; ++split) {
     const int of_all = rank * cta.splits + split;

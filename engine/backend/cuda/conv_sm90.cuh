@@ -182,6 +182,36 @@ __device__ inline void LoadWeightsByTma(unsigned char* to, const WeightAt& from,
   }
 }
 
+/// What a consumer multiplies if a stage holds a step's pixels and weights (Mainloop()). A
+/// consumer's part of either begins `input` and `weight` bytes after the stage. `cta` has the ring
+/// of stages and releases them.
+template <typename T, typename Cta>
+struct Im2colOperands {
+  struct Used {
+    int stage = -1;
+  };
+
+  const Cta& cta;
+  int input, weight;
+  StageAt<T::kStages, T::kStageBytes> at;
+
+  __device__ Im2colOperands(const Cta& cta, int stages, int input, int weight)
+      : cta(cta), input(input), weight(weight), at(cta.pipeline, stages, cta.ring) {}
+  __device__ void Wait() const { at.Wait(); }
+  __device__ uint64_t Input() const { return at.Descriptor(input); }
+  __device__ static constexpr int NextSubtile() { return 64 * kStepBytes >> 4; }
+  __device__ uint64_t Weight() const { return at.Descriptor(weight); }
+  __device__ static constexpr bool IsHalf() { return false; }
+  __device__ Used Advance() {
+    const Used used{at.stage};
+    at.Advance();
+    return used;
+  }
+  __device__ void Release(Used used) const {
+    if (used.stage >= 0) cta.ReleaseStage(used.stage);
+  }
+};
+
 /// Prefetches the tensor maps; otherwise TMA would fetch them at their first use. Called by the
 /// producer before its first wait.
 template <bool kShortcut, typename Params>

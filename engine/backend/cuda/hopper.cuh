@@ -253,12 +253,11 @@ __device__ inline void IncreaseRegisters() {
 
 /// Descriptor of a matrix with rows of 128 bytes (64 elements of bf16) in TMA's 128-byte swizzle,
 /// the first at a multiple of 1024 bytes. For each 32 bytes along k (16 elements of bf16), add 2.
+constexpr uint64_t kMatrixDescriptor = uint64_t{1} << 62 |          // 128-byte swizzle
+                                       uint64_t{1024 >> 4} << 32 |  // between groups of 8 rows
+                                       uint64_t{1} << 16;           // unused
 __device__ inline uint64_t MatrixDescriptor(const void* tile) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightRows = uint64_t{1024 >> 4}
-                                  << 32;  // from one group of 8 rows to the next
-  constexpr uint64_t kUnused = uint64_t{1} << 16;
-  return kSwizzle128 | kEightRows | kUnused | ((SharedAddress(tile) & 0x3ffff) >> 4);
+  return kMatrixDescriptor | (SharedAddress(tile) & 0x3ffff) >> 4;
 }
 /// Call before the first product that reads registers or shared memory written by this thread.
 __device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

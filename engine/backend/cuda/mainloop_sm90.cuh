@@ -61,6 +61,37 @@ __device__ inline void MultiplyStep(uint64_t input, int next, uint64_t weight, b
   WgmmaCommit();
 }
 
+/// A consumer's place in a ring of `stages` stages, and the descriptors of what lies there.
+template <int kStages, int kStageBytes>
+struct StageAt {
+  Pipeline<kStages> pipeline;
+  int stages;
+  // Descriptors of stages differ in their lower words alone. `base`: of the first stage, `lower`:
+  // of this one.
+  uint32_t base, lower = base;
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ StageAt(const Pipeline<kStages>& pipeline, int stages, const void* ring)
+      : pipeline(pipeline),
+        stages(stages),
+        base(static_cast<uint32_t>(kMatrixDescriptor) | (SharedAddress(ring) & 0x3ffff) >> 4) {}
+  /// To the stage of a step, which is counted over all of this CTA's.
+  __device__ void Set(int step) {
+    stage = step % stages, parity = step / stages & 1;
+    lower = base + stage * (kStageBytes >> 4);
+  }
+  __device__ void Wait() const { cuda::Wait(&pipeline.full[stage], parity); }
+  /// The matrix `bytes` after the beginning of the stage.
+  __device__ uint64_t Descriptor(int bytes) const {
+    return kMatrixDescriptor >> 32 << 32 | lower + (bytes >> 4);
+  }
+  __device__ void Advance() {
+    lower += kStageBytes >> 4;
+    if (++stage == stages) stage = 0, parity ^= 1, lower -= stages * (kStageBytes >> 4);
+  }
+};
+
 /// Multiplies a run of `steps` steps for kSubtiles times 64 pixels. `adds`: for FirstMma::kAsTold.
 /// meanwhile(step) is called while a step is multiplied, before_last_wait() when all are issued.
 ///
