@@ -35,8 +35,7 @@ struct Tile {
   static constexpr bool kPingPong = kSpec.schedule == Schedule::kPingPong;
   static constexpr bool kSplitK = kSpec.split_k != SplitK::kNone;
   static constexpr bool kE4m3 = kSpec.element == Element::kE4m3x2;
-  static constexpr int kTilesInFlight =
-      kPingPong ? kGroups : 1;  // tiles being computed at one time
+  static constexpr int kTilesInFlight = TileScheduler<kPingPong>::kInFlight;
   static constexpr int kRows = kM / 64 * kTilesInFlight / kGroups;  // 64 pixels each, per consumer
   static constexpr int kAccumulators = kN / 2;                      // per thread and 64 pixels
   static constexpr int kInputBytes = kM * kStepBytes, kWeightBytes = kN * kStepBytes;
@@ -58,6 +57,7 @@ struct Tile {
   static constexpr int kSharedBytes = kStages * kStageBytes + kStagingBytes + kBarriers * 8;
   static_assert(kN % 32 == 0 && kThreads == 128 * (kGroups + 1) && kSharedBytes <= 232448);
   static_assert(HasRegisters(kSpec));
+  static_assert(!kPingPong || kGroups == 2);
   static_assert(!kE4m3 || (!kPingPong && !kSplitK));
 };
 
@@ -95,14 +95,10 @@ using Kernels =
                   Form<Ending::kAny, true>, Form<Ending::kAny, true, true>,
                   Form<Ending::kAny, false, false, true>, Form<Ending::kAny, true, false, true>>;
 
-/// Arguments besides the epilogue's Conv2dLaunch.
-struct Params {
-  CUtensorMap x, x2, weight;
+struct Params : MainloopParams {
   CUtensorMap residual, out;  // if in_boxes
   bool in_boxes = false;      // a tile's outputs are TMA boxes of 64 pixels
   Grid grid;
-  int chunks = 0;  // of x
-  Depth depth;
   int steps[kPhases] = {};       // kDoubled: of a tile of each phase, without zero_taps
   uint32_t zero_taps = 0;        // ConvLayer's
   int shared = 1;                // CTAs of a cluster, neighbours along m, that multicast weights
@@ -114,11 +110,7 @@ struct Params {
   int bands = 0;        // whole bands per phase
   int phase_tiles = 0;  // in clusters
   FastDivmod splits;
-  const float* bias = nullptr;
-  Rows add;                // per image
-  bool add_pairs = false;  // read in pairs of bf16
-  ShortcutParams shortcut;
-  const float* scales = nullptr;  // in e4m3
+  bool add_pairs = false;  // add is read in pairs of bf16
 };
 
 __device__ inline int FirstStep(const Params& params, int split) {
@@ -304,9 +296,9 @@ __device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& p
   }
 }
 
-/// A CTA's shared memory, and its share of the tiles, which are counted in clusters.
+/// A CTA's shared memory (CUTLASS: SharedStorage) and its tiles.
 template <typename T, bool kDoubled>
-struct Cta {
+struct Cta : TileScheduler<T::kPingPong> {
   unsigned char* ring;     // [kStages]: the pixels of a step, then its weights
   unsigned char* staging;  // [kGroups][kBoxes]
   Pipeline<T::kStages> pipeline;
@@ -314,11 +306,13 @@ struct Cta {
   uint64_t* ready;   // [kGroups]: EpilogueBuffer::ready
   uint64_t* filled;  // [kGroups][kBoxes]
   int shared, rank;  // CTAs of the cluster; this one
-  int tiles, first_tile, stride;
-  bool scatters;  // EpilogueBuffer::scatters
+  bool scatters;     // EpilogueBuffer::scatters
 
   __device__ Cta(const Params& params, unsigned char* memory)
-      : ring(memory),
+      : TileScheduler<T::kPingPong>(
+            (kDoubled ? kPhases : 1) * (params.m_tiles / params.shared) * params.n_tiles,
+            params.shared),
+        ring(memory),
         staging(ring + T::kStages * T::kStageBytes),
         pipeline(reinterpret_cast<uint64_t*>(staging + T::kStagingBytes)),
         order(pipeline.End()),
@@ -326,9 +320,6 @@ struct Cta {
         filled(ready + T::kGroups),
         shared(params.shared),
         rank(static_cast<int>(ClusterRank())),
-        tiles((kDoubled ? kPhases : 1) * (params.m_tiles / shared) * params.n_tiles),
-        first_tile(blockIdx.x / shared),
-        stride(gridDim.x / shared),
         scatters(kDoubled && !params.in_boxes) {}
 
   __device__ unsigned char* Inputs(int stage) const { return ring + stage * T::kStageBytes; }
@@ -340,10 +331,6 @@ struct Cta {
   /// A thread for each CTA that shares the stage tells it that the stage is free.
   __device__ void ReleaseStage(int stage) const {
     if (threadIdx.x % 128 < shared) pipeline.ConsumerRelease(stage, threadIdx.x % 128);
-  }
-  /// The first tile of a consumer; the next is T::kTilesInFlight * stride further.
-  __device__ int FirstTile(int group) const {
-    return first_tile + (T::kPingPong ? group * stride : 0);
   }
   /// The first pixel of a consumer's part of its tiles.
   __device__ static int FirstPixel(int group) { return T::kPingPong ? 0 : group * T::kRows * 64; }
@@ -362,7 +349,7 @@ struct Cta {
 
 /// The thread that loads the stages of all tiles.
 template <typename T, typename F>
-struct Producer {
+struct Im2colLoader {
   using Step = StepAt<F::kShortcut>;
 
   const Conv2dLaunch& conv;
@@ -418,7 +405,8 @@ struct Producer {
           ArriveExpectTx(full, T::kStageBytes);
           LoadWeights(tile, at, state.stage);
         }
-        LoadInputsByTma(cta.Inputs(state.stage), params, at, start, tile.m0, tile.phase, full);
+        LoadInputsByTma(cta.Inputs(state.stage), params, params.grid, at, start, tile.m0,
+                        tile.phase, full);
         Advance(tile, at);
         state.Advance();
       }
@@ -519,7 +507,7 @@ struct Consumer {
     int position = T::kPingPong && group == 1 ? StepsOf<F::kDoubled>(params, cta.first_tile) : 0;
     int tiles_done = 0;
     for (int index = cta.FirstTile(group); index < cta.tiles;
-         index += T::kTilesInFlight * cta.stride, ++tiles_done) {
+         index += cta.StrideOfConsumer(), ++tiles_done) {
       const TileAt tile = TileOf<T, F::kDoubled>(params, index, cta.rank);
       const int steps = StepsOf<F::kDoubled>(params, index);
       Operands operands(cta, T::kStages, cta.FirstPixel(group) * kStepBytes, T::kInputBytes);
@@ -568,13 +556,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
   constexpr int kProducerWarp = T::kGroups * 4;
-  Producer<T, F> producer{conv, params, cta};
+  Im2colLoader<T, F> loader{conv, params, cta};
   // ElectOne() is called in each condition: then ptxas knows that one thread runs, and emits no
   // loop over lanes around each copy.
   if (warp == kProducerWarp && ElectOne()) {
     PrefetchTensorMaps<F::kShortcut>(params);
     cta.InitBarriers();
-    if (cta.shared == 1) producer.LoadEarly();
+    if (cta.shared == 1) loader.LoadEarly();
   }
   __syncthreads();
   if (cta.shared > 1) ArriveAtClusterRelaxed();
@@ -583,8 +571,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     DecreaseRegisters<T::kProducerRegisters>();
     if (cta.shared > 1) WaitForCluster();
     if (warp == kProducerWarp && ElectOne()) {
-      if (cta.shared > 1) producer.LoadEarly();
-      producer.Load();
+      if (cta.shared > 1) loader.LoadEarly();
+      loader.Load();
     }
     const int of = warp - kProducerWarp - 1;  // one warp per consumer
     constexpr bool kStores = T::kStaged && F::kEnding != Ending::kGateE4m3;
@@ -592,10 +580,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       WaitForPredecessors();
       if (cta.scatters) {
         ScatterEpilogue<T>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
-                           T::kTilesInFlight * cta.stride, cta.rank, cta.FirstPixel(of));
+                           cta.StrideOfConsumer(), cta.rank, cta.FirstPixel(of));
       } else if (ElectOne()) {
         StoreEpilogue<T, F::kDoubled>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
-                                      T::kTilesInFlight * cta.stride, cta.rank, cta.FirstPixel(of));
+                                      cta.StrideOfConsumer(), cta.rank, cta.FirstPixel(of));
       }
     }
   } else {
@@ -651,18 +639,15 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   if (int64_t{params.phase_tiles} * params.band_tiles.value >> 32 != 0)
     return cudaErrorInvalidValue;
   params.splits = FastDivmod(plan.splits);
-  params.bias = conv.bias;
-  params.scales = conv.scales;
-  params.add = conv.add;
   params.add_pairs = InVectors(conv.add);
 
-  if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   // A tile's pixels are contiguous in the output, and so are the pixels that a shortcut reads.
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
     return EncodeInputs(map, rows, channels, conv, params.grid, params.grid.flat || shortcut,
                         T::kM);
   };
-  CUresult result = EncodeDepth(&params, conv, params.part, encode);
+  if (cudaError_t error = InitMainloop(&params, conv, params.part, encode); error != cudaSuccess)
+    return error;
   params.zero_taps = conv.zero_taps;
   for (int phase = 0; phase < kPhases; ++phase) {
     const int zeros = __builtin_popcount(params.zero_taps >> 4 * phase & 15);
@@ -677,7 +662,8 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
                ? EncodePhases(map, rows, channels, conv, columns)
                : EncodeRows(map, rows, channels, params.grid.pixels, columns, kBoxPixels);
   };
-  if (result == CUDA_SUCCESS && params.in_boxes) {
+  CUresult result = CUDA_SUCCESS;
+  if (params.in_boxes) {
     result = conv.gated ? encode_boxes(&params.out, conv.out, conv.outputs / 2, T::kGatedBox)
                         : encode_boxes(&params.out, conv.out, conv.outputs, T::kBox);
   }

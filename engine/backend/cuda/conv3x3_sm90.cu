@@ -33,10 +33,8 @@
 //
 // Splits and the order of steps along k are those of conv2d_sm90.cu, so the bits are the same.
 
-#include <type_traits>
-
 #include "engine/backend/cuda/conv2d_sm90.h"
-#include "engine/backend/cuda/conv3x3_sm90.cuh"
+#include "engine/backend/cuda/conv_sm90.cuh"
 
 namespace denoised::cuda {
 namespace {
@@ -117,10 +115,8 @@ constexpr bool IsPersistentHaloTile(const HopperTileSpec& spec) {
 using Kernels = HopperKernels<IsPersistentHaloTile, Form<false, false>, Form<true, false>,
                               Form<false, true>, Form<true, true>>;
 
-struct Params {
-  CUtensorMap x, x2, weight, residual, out;
-  int chunks = 0;  // of x
-  Depth depth;
+struct Params : MainloopParams {
+  CUtensorMap residual, out;
   FastDivmod tiles_x, tiles_y;  // per image
   FastDivmod n_tiles;
   int m_tiles = 0;  // a multiple of the CTAs that multicast weights
@@ -130,10 +126,6 @@ struct Params {
   int halo_tile_bytes = 0;
   int shortcut_pitch = 0, shortcut_subtile_pixel = 0;  // of its halo tiles
   int log_splits = 0;
-  const float* bias = nullptr;
-  const float* scales = nullptr;  // in e4m3
-  Rows add;                       // per image
-  ShortcutParams shortcut;
 };
 
 struct TileAt {
@@ -147,9 +139,9 @@ __device__ inline TileAt TileOf(const Params& params, int index, int rank) {
           m % params.tiles_x * 2 * kSubtileEdge, index % params.n_tiles * T::kN};
 }
 
-/// A CTA's shared memory, its share of the tiles, which are counted in clusters, and of k.
+/// A CTA's shared memory (CUTLASS: SharedStorage), its tiles, and its share of k.
 template <typename T, bool kShortcut, bool kSplitOverCluster>
-struct Cta {
+struct Cta : TileScheduler<T::kPingPong> {
   using Slots = HaloTilesOf<kShortcut>;
   using Step = StepAt<kShortcut, kTaps>;
   static constexpr int kShared =
@@ -166,14 +158,15 @@ struct Cta {
   uint64_t* order;             // [2]: this consumer may multiply
   uint64_t* staged;  // [2][kBuffers]: the epilogue's buffer is free and holds the residual
   uint64_t* received;
-  int rank, tiles, first_tile, stride;
+  int rank;
   // Of each of its tiles.
   Step begin;
   int steps, end_chunk, end_of_shortcut;
   bool normalises;
 
   __device__ Cta(const Conv2dLaunch& conv, const Params& params, unsigned char* memory)
-      : params(params),
+      : TileScheduler<T::kPingPong>(params.m_tiles / kShared * params.n_tiles.value, T::kCluster),
+        params(params),
         halo_tiles(memory),
         ring(halo_tiles + Slots::kBytes),
         staging(ring + T::kStages * T::kStageBytes),
@@ -185,9 +178,6 @@ struct Cta {
         staged(order + 2),
         received(staged + 2 * T::kBuffers),
         rank(static_cast<int>(ClusterRank())),
-        tiles(params.m_tiles / kShared * params.n_tiles.value),
-        first_tile(blockIdx.x / T::kCluster),
-        stride(gridDim.x / T::kCluster),
         begin(conv, params, kSplitOverCluster ? params.depth.steps.value * rank >> 1 : 0),
         steps(params.depth.steps.value),
         end_chunk(params.depth.windowed),
@@ -241,7 +231,7 @@ __device__ inline void ReplaceUsed(const Conv2dLaunch& conv, const Params& param
 
 /// The thread that loads halo tiles, and the weights of all steps.
 template <typename T, bool kShortcut, bool kSplitOverCluster>
-struct Producer {
+struct HaloTileLoader {
   using C = Cta<T, kShortcut, kSplitOverCluster>;
   using Slots = typename C::Slots;
   /// The next halo tile of the window, or of the shortcut.
@@ -334,7 +324,6 @@ struct Producer {
 template <typename T, typename C>
 __device__ inline void NormaliseHaloTiles(const Conv2dLaunch& conv, const Params& params,
                                           const C& cta, int thread) {
-  const int vector = thread % 8, channels = conv.channels + conv.channels2;
   WaitForPredecessors();
   PipelineState<C::Slots::kWindowed> state;
   for (int index = cta.first_tile; index < cta.tiles; index += cta.stride) {
@@ -344,19 +333,12 @@ __device__ inline void NormaliseHaloTiles(const Conv2dLaunch& conv, const Params
             conv, params.pitch, thread, tile.y - 1, tile.x - 1);
 #pragma unroll 1
     for (int chunk = cta.begin.chunk; chunk < cta.end_chunk; ++chunk) {
-      const int from_source = (chunk < params.chunks ? chunk : chunk - params.chunks) * kStep;
-      const bool has_channels =
-          from_source + vector * 8 < (chunk < params.chunks ? conv.channels : conv.channels2);
 #pragma unroll 1
       for (int i = 0; i < params.images_at_once; ++i) {
-        const bool exists = has_channels && tile.image + i < conv.images;
         float factor[8], offset[8];
-        if (exists) {
-          const float* const from = conv.input_factors + int64_t{tile.image + i} * 2 * channels +
-                                    ChannelOf(chunk, params.chunks, conv.channels) + vector * 8;
-          LoadEight(from, factor);
-          LoadEight(from + channels, offset);
-        }
+        const bool exists =
+            tile.image + i < conv.images &&
+            LoadFactors(conv, params.chunks, chunk, thread % 8, tile.image + i, factor, offset);
         if (i == 0) Wait(&cta.halo_pipeline.full[state.stage], state.FullParity());
         if (!exists) continue;
         Normalise<T::kTransformers / 8>(cta.HaloTile(state.stage), i * params.subtile_pixel, thread,
@@ -374,7 +356,6 @@ template <typename T, bool kShortcut, bool kSplitOverCluster>
 struct Consumer {
   using C = Cta<T, kShortcut, kSplitOverCluster>;
   using Slots = typename C::Slots;
-  static constexpr int kTilesInFlight = T::kPingPong ? 2 : 1;
   // In e4m3, of a tile's first run: sooner, the previous tile's output is still being stored.
   static constexpr int kStagingStep = 3;
 
@@ -508,12 +489,12 @@ struct Consumer {
     int halo_tile_at = T::kPingPong ? group * params.depth.windowed : 0;
     int tiles_done = 0;
     WaitForPredecessors();  // their output is read and overwritten from here on
-    for (int index = cta.first_tile + (T::kPingPong ? group * cta.stride : 0); index < cta.tiles;
-         index += kTilesInFlight * cta.stride, ++tiles_done) {
+    for (int index = cta.FirstTile(group); index < cta.tiles;
+         index += cta.StrideOfConsumer(), ++tiles_done) {
       tile = cta.Tile(index);
       operands.Begin(cta.begin, step_at, halo_tile_at);
-      step_at += kTilesInFlight * params.depth.steps.value;
-      halo_tile_at += kTilesInFlight * params.depth.windowed;
+      step_at += C::kInFlight * params.depth.steps.value;
+      halo_tile_at += C::kInFlight * params.depth.windowed;
       steps_until_pass = cta.first_tile + cta.stride < cta.tiles
                              ? T::kLag
                              : 1;  // a single tile has no epilogue to hide
@@ -606,7 +587,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     DecreaseRegisters<T::kProducerRegisters>();
     WaitForCluster();
     if (warp == kProducerWarp && ElectOne()) {
-      Producer<T, kShortcut, kSplitOverCluster>{conv, params, cta}.Load();
+      HaloTileLoader<T, kShortcut, kSplitOverCluster>{conv, params, cta}.Load();
     } else if (warp > kProducerWarp && cta.normalises) {
       NormaliseHaloTiles<T>(conv, params, cta, threadIdx.x - (kProducerWarp + 1) * 32);
     }
@@ -648,21 +629,18 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   params.shortcut_subtile_pixel =
       params.images_at_once == 2 ? kSubtileEdge * kSubtileEdge : kSubtileEdge;
   params.halo_tile_bytes = halo_tile_pixels * params.images_at_once * kStepBytes;
-  params.bias = conv.bias;
-  params.scales = conv.scales;
-  params.add = conv.add;
 
-  if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   const auto encode_halo_tile = [&](CUtensorMap* map, const Rows& rows, int channels,
                                     bool shortcut) {
     return EncodeImages(map, rows, channels, conv, kStep, shortcut ? params.shortcut_pitch : pitch,
                         shortcut ? kSubtileEdge : kSubtileEdge + 2, params.images_at_once);
   };
-  CUresult result = EncodeDepth(&params, conv, T::kN / shared, encode_halo_tile);
-  if (result == CUDA_SUCCESS) {
-    result = EncodeImages(&params.out, conv.out, conv.outputs, conv, T::kBox, kSubtileEdge,
-                          kSubtileEdge, 1);
+  if (cudaError_t error = InitMainloop(&params, conv, T::kN / shared, encode_halo_tile);
+      error != cudaSuccess) {
+    return error;
   }
+  CUresult result = EncodeImages(&params.out, conv.out, conv.outputs, conv, T::kBox, kSubtileEdge,
+                                 kSubtileEdge, 1);
   if (result == CUDA_SUCCESS && conv.residual.data != nullptr) {
     result = EncodeImages(&params.residual, conv.residual, conv.outputs, conv, T::kBox,
                           kSubtileEdge, kSubtileEdge, 1);

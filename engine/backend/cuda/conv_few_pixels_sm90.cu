@@ -20,7 +20,7 @@
 // to eight channels, so it can also compute the group norm that comes after (NormaliseOutputs).
 
 #include "engine/backend/cuda/conv2d_sm90.h"
-#include "engine/backend/cuda/conv3x3_sm90.cuh"
+#include "engine/backend/cuda/conv_sm90.cuh"
 #include "engine/backend/cuda/group_norm.cuh"
 
 namespace denoised::cuda {
@@ -73,19 +73,13 @@ template <typename T>
 constexpr int kMostBytesAlone = (T::kOutputs > 64 ? 227 : 190) * 1024;
 constexpr int kManySteps = 12;
 
-struct Params {
-  CUtensorMap x, x2, weight;
-  int chunks = 0;  // of x
-  Depth depth;
+struct Params : MainloopParams {
   Grid grid;
   FastDivmod m_tiles, n_tiles;          // m_tiles: per phase, or of all images
   FastDivmod subtiles_x, subtiles;      // per image, in halo tiles
   int log_splits = 0, log_cluster = 0;  // binary logarithms
   int stages = 0;                       // that fit in shared memory
-  const float* bias = nullptr;
-  Rows add;                      // per image
-  float norm_count_inverse = 0;  // 1 / elements of a group of conv.output_norm
-  ShortcutParams shortcut;
+  float norm_count_inverse = 0;         // 1 / elements of a group of conv.output_norm
 };
 
 /// Number of partial sums that a group receives: one from the first CTA, which adds its splits in
@@ -327,7 +321,7 @@ __device__ inline void LoadBoxes(const Cta<T>& cta, const Conv2dLaunch& conv, co
   for (int step = cta.first_step; step < cta.end_step; ++step) {
     if (round > 0) Wait(&cta.pipeline.empty[stage], (round & 1) ^ 1);
     if (ElectOne()) {
-      LoadInputsByTma(cta.InputsOf(stage), params, at, start, tile.m0, tile.phase,
+      LoadInputsByTma(cta.InputsOf(stage), params, params.grid, at, start, tile.m0, tile.phase,
                       &cta.pipeline.full[stage]);
     }
     at.Advance(conv, params);
@@ -382,23 +376,15 @@ __device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& co
   const typename T::Step first(conv, params, cta.first_step), end(conv, params, cta.end_step);
   const int end_chunk =
       cta.HasWindowed(first, end) ? end.chunk + (end.tap > 0 ? 1 : 0) : first.chunk;
-  const int vector = thread % 8, channels = conv.channels + conv.channels2;
   int slot = 0, round = 0;
   const uint32_t inside = PixelsInside<T::kTransformers / 8, kHaloTilePixels>(
       conv, kPitch, thread, tile.y - 1, tile.x - 1);
   WaitForPredecessors();
 #pragma unroll 1
   for (int chunk = first.chunk; chunk < end_chunk; ++chunk) {
-    const bool from_x = chunk < params.chunks;
-    const int channel = (from_x ? chunk : chunk - params.chunks) * kStep + vector * 8;
-    const bool has_channels = channel < (from_x ? conv.channels : conv.channels2);
     float factor[8], offset[8];
-    if (has_channels) {
-      const float* const from = conv.input_factors + int64_t{tile.image} * 2 * channels +
-                                (from_x ? 0 : conv.channels) + channel;
-      LoadEight(from, factor);
-      LoadEight(from + channels, offset);
-    }
+    const bool has_channels =
+        LoadFactors(conv, params.chunks, chunk, thread % 8, tile.image, factor, offset);
     Wait(&cta.halo_pipeline.full[slot], round & 1);
     if (has_channels) {
       Normalise<T::kTransformers / 8>(cta.HaloTile(slot), 0, thread, inside, factor, offset);
@@ -719,23 +705,19 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
                                         kMostBytesAlone<T>));
   params.stages =
       std::min(T::kStages, ((alone ? kMostBytesAlone<T> : kMostBytes) - others) / T::kStageBytes);
-  params.bias = conv.bias;
-  params.add = conv.add;
   if (norm_run > 0) {
     const int image_pixels = conv.out_height * conv.out_width;
     params.norm_count_inverse = 1.0f / (static_cast<float>(image_pixels) * norm_run);
   }
 
-  if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
     const int edge = shortcut ? kSubtileEdge : kPitch;
     return T::kInHaloTiles ? EncodeImages(map, rows, channels, conv, kStep, edge, edge, 1)
                            : EncodeInputs(map, rows, channels, conv, params.grid,
                                           params.grid.flat || shortcut, T::kSpec.m);
   };
-  const CUresult result = EncodeDepth(&params, conv, T::kOutputs, encode);
-  if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
-
+  if (cudaError_t error = InitMainloop(&params, conv, T::kOutputs, encode); error != cudaSuccess)
+    return error;
   return LaunchDependent(
       kernel,
       {.grid = static_cast<unsigned>(tiles * plan.cluster),
