@@ -214,21 +214,6 @@ struct Cta : TileScheduler<T::kPingPong> {
   }
 };
 
-/// Called when step `used` has freed its stage. If the step was the last of its
-/// halo tile, loads the next one into that slot. Then advances `used`. Waiting for the slot earlier
-/// would delay the loads of weights.
-template <bool kShortcut, typename Params, typename CopyNext, typename CopyNextOfShortcut>
-__device__ inline void ReplaceUsed(const Conv2dLaunch& conv, const Params& params,
-                                   StepAt<kShortcut, kTaps>& used, const CopyNext& copy_next,
-                                   const CopyNextOfShortcut& copy_next_of_shortcut) {
-  if (used.IsOfShortcut(params.depth)) {
-    copy_next_of_shortcut();
-  } else if (used.IsLastTap(params.depth)) {
-    copy_next();
-  }
-  used.Advance(conv, params);
-}
-
 /// The thread that loads halo tiles, and the weights of all steps.
 template <typename T, bool kShortcut, bool kSplitOverCluster>
 struct HaloTileLoader {
@@ -292,10 +277,16 @@ struct HaloTileLoader {
 
     // When this tap's stage is free, the preceding halo tile has been used up.
     constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
-    // With a shortcut the two slots are replaced step by step.
+    // With a shortcut the two slots are replaced step by step: when step `used` has freed its
+    // stage, and was the last of its halo tile. Waiting for the slot earlier would delay weights.
     auto used = cta.begin;
     const auto replace_used = [&] {
-      ReplaceUsed(conv, params, used, load_next, load_next_of_shortcut);
+      if (used.IsOfShortcut(params.depth)) {
+        load_next_of_shortcut();
+      } else if (used.IsLastTap(params.depth)) {
+        load_next();
+      }
+      used.Advance(conv, params);
     };
     PipelineState<T::kStages> state{0, 1};
     int step = T::kStages;
@@ -368,15 +359,16 @@ struct Consumer {
              finishes = !kSplitOverCluster || group == cta.rank;
   const bool adds = has_first_run && params.add.data != nullptr;
 
+  const SubtilesAt windowed = {params.pitch.value,
+                               T::kPingPong ? 0 : group* params.subtile_pixel* kStepBytes};
+  const SubtilesAt of_shortcut = {params.shortcut_pitch,
+                                  group* params.shortcut_subtile_pixel* kStepBytes};
+  const int next_subtile = params.subtile_pixel * kStepBytes;
   HaloTileOperands<T, C, /*kAhead=*/false> operands{
-      conv,
-      params.depth,
-      cta,
-      cta.normalises ? cta.halo_tile_normal : cta.halo_pipeline.full,
-      {params.pitch.value, T::kPingPong ? 0 : group* params.subtile_pixel* kStepBytes},
-      {params.shortcut_pitch, group* params.shortcut_subtile_pixel* kStepBytes},
-      params.subtile_pixel* kStepBytes,
-      {cta.pipeline, T::kStages, cta.ring}};
+      conv,         params.depth,
+      cta,          cta.normalises ? cta.halo_tile_normal : cta.halo_pipeline.full,
+      windowed,     of_shortcut,
+      next_subtile, {cta.pipeline, T::kStages, cta.ring}};
   // Of a tile:
   TileAt tile;
   int steps_until_pass;

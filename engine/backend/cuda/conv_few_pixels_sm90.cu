@@ -287,25 +287,32 @@ __device__ inline void InitBarriers(const Cta<T>& cta, const Params& params) {
 // Producers. A warp elects a thread for each load, not for the loop: what the loop computes then
 // stays in uniform registers, where TMA needs it.
 
+/// Calls load(step, stage) for every step, when its stage is empty.
+template <typename T, typename Load>
+__device__ inline void ForEachStep(const Cta<T>& cta, const Conv2dLaunch& conv,
+                                   const Params& params, const Load& load) {
+  typename T::Step at(conv, params, cta.first_step);
+  int stage = 0, round = 0;
+#pragma unroll 1
+  for (int step = cta.first_step; step < cta.end_step; ++step) {
+    if (round > 0) Wait(&cta.pipeline.empty[stage], (round & 1) ^ 1);
+    if (ElectOne()) load(at, stage);
+    at.Advance(conv, params);
+    if (++stage == params.stages) stage = 0, ++round;
+  }
+}
+
 /// Loads the weights of every step. The first loads, one for each stage, overlap the preceding
 /// kernel, because no kernel writes weights.
 template <typename T>
 __device__ inline void LoadWeights(const Cta<T>& cta, const Conv2dLaunch& conv,
                                    const Params& params, const TileAt& tile) {
-  typename T::Step at(conv, params, cta.first_step);
-  int stage = 0, round = 0;
-#pragma unroll 1
-  for (int step = cta.first_step; step < cta.end_step; ++step) {
-    Wait(&cta.pipeline.empty[stage], (round & 1) ^ 1);
-    if (ElectOne()) {
-      ArriveExpectTx(&cta.pipeline.full[stage], T::kStageBytes);  // of the inputs, too
-      const WeightAt from = WeightOf(params, at);
-      TmaLoadWeights(cta.WeightsOf(stage), from.map, &cta.pipeline.full[stage], from.channel,
-                     from.tap, tile.n0, tile.phase);
-    }
-    at.Advance(conv, params);
-    if (++stage == params.stages) stage = 0, ++round;
-  }
+  ForEachStep(cta, conv, params, [&](const typename T::Step& at, int stage) {
+    uint64_t* const full = &cta.pipeline.full[stage];
+    ArriveExpectTx(full, T::kStageBytes);  // of the inputs, too
+    LoadWeightsByTma(cta.WeightsOf(stage), WeightOf(params, at), full, tile.n0, tile.phase,
+                     /*shared=*/1, 0, 0);
+  });
 }
 
 /// Loads the boxes of every step. `index`: of the CTA's tile.
@@ -313,20 +320,12 @@ template <typename T>
 __device__ inline void LoadBoxes(const Cta<T>& cta, const Conv2dLaunch& conv, const Params& params,
                                  int index) {
   const TileAt tile = TileOf<T>(params, index, 0);
-  typename T::Step at(conv, params, cta.first_step);
   const StartAt start = StartOf(params.grid, tile.m0);
-  int stage = 0, round = 0;
   WaitForPredecessors();
-#pragma unroll 1
-  for (int step = cta.first_step; step < cta.end_step; ++step) {
-    if (round > 0) Wait(&cta.pipeline.empty[stage], (round & 1) ^ 1);
-    if (ElectOne()) {
-      LoadInputsByTma(cta.InputsOf(stage), params, params.grid, at, start, tile.m0, tile.phase,
-                      &cta.pipeline.full[stage]);
-    }
-    at.Advance(conv, params);
-    if (++stage == params.stages) stage = 0, ++round;
-  }
+  ForEachStep(cta, conv, params, [&](const typename T::Step& at, int stage) {
+    LoadInputsByTma(cta.InputsOf(stage), params, params.grid, at, start, tile.m0, tile.phase,
+                    &cta.pipeline.full[stage]);
+  });
 }
 /// Loads halo tiles in the order of the steps that need them.
 template <typename T>
