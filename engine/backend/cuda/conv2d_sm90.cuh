@@ -10,7 +10,7 @@
 /// Policy. Warp-specialised and persistent: a producer warp, and two or three consumer warpgroups.
 /// For each step of 128 bytes along k (64 channels in bf16 under one tap) the producer issues TMA
 /// loads of the tile's pixels (im2col mode, which handles padding, stride and the ends of lines and
-/// images) and of its weights. Consumers multiply the stages into accumulators. With the
+/// images) and of its weights. Consumers multiply the stages (mainloop_sm90.cuh). With the
 /// cooperative schedule they share a tile; with ping-pong each has a tile of its own, so that one
 /// runs its epilogue while the other multiplies. A warp for each consumer stores the epilogue's
 /// output from shared memory; results in e4m3 are stored by the consumers themselves. The CTAs of a
