@@ -467,11 +467,7 @@ struct Consumer {
     for (int first = 0; first < steps; first += kE4m3Run) {
       Mainloop<Element::kE4m3x2, FirstMma::kAsTold>(
           operands, min(kE4m3Run, steps - first), false, accumulators, [](int) {}, [] {});
-#pragma unroll
-      for (int i = 0; i < T::kRows; ++i) {
-#pragma unroll
-        for (int j = 0; j < T::kAccumulators; ++j) total[i][j] += accumulators[i][j];
-      }
+      AddRun(accumulators, /*is_first=*/false, total);
     }
 #pragma unroll
     for (int i = 0; i < T::kRows; ++i)
@@ -526,13 +522,7 @@ struct Consumer {
           Multiply(tile, FirstStep(params, split + 1) - FirstStep(params, split), split,
                    split == splits - 1, tiles_done, operands, accumulators);
           if (split == 0) AddPerImage(tile, accumulators);
-#pragma unroll
-          for (int i = 0; i < T::kRows; ++i) {
-#pragma unroll
-            for (int j = 0; j < T::kAccumulators; ++j) {
-              total[i][j] = split == 0 ? accumulators[i][j] : total[i][j] + accumulators[i][j];
-            }
-          }
+          AddRun(accumulators, split == 0, total);
         }
         Finish(tile, tiles_done, total);
       } else {

@@ -1,37 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 // 3×3 convolution for Hopper from halo tiles, for images of at least a tile: like conv2d_sm90.cu,
 // but the pixels of a CTA tile are loaded into shared memory once for all nine taps and may be
-// normalised there.
+// normalised there. See docs/kernels.md for a picture.
 //
 // Policy. A CTA tile is 16×8 pixels of an image, or 8×8 of two. Its halo tile, these and the pixel
-// around them, 64 channels deep, is one TMA load, which also writes zeros beyond the image. The
-// left operand of a tap is the halo tile read from another pixel on: wgmma takes 8 pixels of each
-// of 8 lines, with any stride between lines. So for each output pixel 1.4 input pixels are loaded,
-// instead of nine.
+// around them, 64 channels deep, is one TMA load, which also writes zeros beyond the image. So for
+// each output pixel 1.4 input pixels are loaded, instead of nine.
 //
 // Fused input norm: if a group norm comes before, seven warps (three in tiles of 160 outputs and
 // more) turn the halo tile into silu(2 · (x · factor + offset)) in place, with the arithmetic of
 // the group norm's kernel. The normalised image is never in global memory.
 //
-//   producer:   halo tile c+1 ─────────▶ halo tile c+2 …  weights of each tap of c ─▶ stages
-//   normalise:           halo tile c+1 in place
-//   consumers:  nine taps of halo tile c
-//
 // The 64-channel chunks of a shortcut have one tap and are not normalised. Their halo tiles have no
 // halo. They have their own slots, because they are interleaved with those that stay for nine taps.
 //
-// In e4m3 a halo tile has 128 channels and its products are a run, whose sum is added in fp32 as a
-// split is (docs/kernels.md). There is no fused norm and no split-K.
+// In e4m3 a halo tile has 128 channels and its products are a run. There is no fused norm and no
+// split-K.
 //
 // Split-K: a consumer adds the accumulators of each later split to those of the first. Two subtiles
 // would not leave enough registers for that, so each of the cooperating consumers has one subtile
 // of the CTA tile. The second starts some steps after the first, so that one adds or runs its
-// epilogue while the other multiplies. Without split-K they may ping-pong.
-//
-// With few tiles and two splits, the two CTAs of a cluster can have one split each. Each finishes
-// one subtile and sends its accumulators of the other.
-//
-// Splits and the order of steps along k are those of conv2d_sm90.cu, so the bits are the same.
+// epilogue while the other multiplies. Without split-K they may ping-pong. With few tiles and two
+// splits, the two CTAs of a cluster can have one split each. Each finishes one subtile and sends
+// its accumulators of the other.
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv_sm90.cuh"
@@ -531,12 +522,10 @@ struct Consumer {
         if constexpr (T::kAddsRuns) {
           Multiply<false>(run, accumulators);
           if (!T::kFirstIsTotal && !T::kE4m3 && run == 0) {
-#pragma unroll
-            for (int j = 0; j < T::kAccumulators; ++j) total[0][j] = accumulators[0][j];
+            AddRun(accumulators, /*is_first=*/true, total);
             add_per_image();
           } else {
-#pragma unroll
-            for (int j = 0; j < T::kAccumulators; ++j) total[0][j] += accumulators[0][j];
+            AddRun(accumulators, /*is_first=*/false, total);
           }
         }
       }

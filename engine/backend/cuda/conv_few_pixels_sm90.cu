@@ -516,7 +516,7 @@ __device__ inline auto OperandsOf(const Cta<T>& cta, const Conv2dLaunch& conv, c
         {cta.pipeline, params.stages, cta.ring}};
     const typename T::Step first(conv, params, cta.first_step), end(conv, params, cta.end_step);
     operands.Begin(first, 0, 0);
-    if (cta.HasWindowed(first, end)) operands.WaitForHaloTile();
+    if (first.tap > 0 && cta.HasWindowed(first, end)) operands.WaitForHaloTile();
     return operands;
   } else {
     return Im2colOperands<T, Cta<T>>(cta, params.stages, T::kWeightBytes + group * T::kInputBytes,

@@ -16,8 +16,8 @@
 ///   at the end              WgmmaWait<0>()       and release the last stage
 ///
 /// Runs. k may be cut into runs: splits in bf16, kE4m3Run steps in e4m3. A run is one call. Tensor
-/// cores add its steps in order, and the caller adds the sums of runs in order, in fp32. The first
-/// MMA of a run may overwrite the accumulators, which saves zeroing them.
+/// cores add its steps in order, and AddRun() the sums of runs in order, in fp32. The first MMA of
+/// a run may overwrite the accumulators, which saves zeroing them.
 
 namespace denoised::cuda {
 
@@ -132,6 +132,19 @@ __device__ inline void Mainloop(Operands& operands, int steps, bool adds,
 #pragma unroll
   for (int i = 0; i < kSubtiles; ++i) PinAccumulators(sums[i]);
   operands.Release(used);
+}
+
+/// Adds the sums of a run to the total of those before. is_first: there are none.
+template <int kSubtiles, int kAccumulators>
+__device__ inline void AddRun(const float (&sums)[kSubtiles][kAccumulators], bool is_first,
+                              float (&total)[kSubtiles][kAccumulators]) {
+#pragma unroll
+  for (int i = 0; i < kSubtiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kAccumulators; ++j) {
+      total[i][j] = is_first ? sums[i][j] : total[i][j] + sums[i][j];
+    }
+  }
 }
 
 }  // namespace denoised::cuda

@@ -32,8 +32,6 @@ struct PipelineState {
 /// The barriers of a ring of at most kStages stages.
 template <int kStages>
 struct Pipeline {
-  static constexpr int kBarriers = 2 * kStages;
-
   uint64_t *full, *empty;  // [kStages]
 
   __device__ explicit Pipeline(uint64_t* barriers) : full(barriers), empty(barriers + kStages) {}
