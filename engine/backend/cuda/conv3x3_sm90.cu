@@ -231,7 +231,7 @@ struct HaloTileLoader {
     const int end = kOf ? cta.end_of_shortcut : cta.end_chunk;
     if (at.index >= cta.tiles || (kSplitOverCluster && at.chunk == end)) return;
     const int around = kOf ? 0 : 1;
-    Wait(&cta.halo_pipeline.empty[at.slot], (at.round & 1) ^ 1);
+    cta.halo_pipeline.ProducerAcquire({at.slot, at.round});
     ArriveExpectTx(&cta.halo_pipeline.full[at.slot], kOf ? kShortcutSlot : params.halo_tile_bytes);
     const ChunkAt from = kOf ? ChunkOf(params.shortcut, at.chunk) : ChunkOf(params, at.chunk);
     TmaLoad(cta.HaloTile(at.slot), from.map, &cta.halo_pipeline.full[at.slot], from.channel,
@@ -321,7 +321,7 @@ __device__ inline void NormaliseHaloTiles(const Conv2dLaunch& conv, const Params
         const bool exists =
             tile.image + i < conv.images &&
             LoadFactors(conv, params.chunks, chunk, thread % 8, tile.image + i, factor, offset);
-        if (i == 0) Wait(&cta.halo_pipeline.full[state.stage], state.FullParity());
+        if (i == 0) cta.halo_pipeline.ConsumerWait(state.stage, state.FullParity());
         if (!exists) continue;
         Normalise<T::kTransformers / 8>(cta.HaloTile(state.stage), i * params.subtile_pixel, thread,
                                         inside, factor, offset);

@@ -295,7 +295,7 @@ __device__ inline void ForEachStep(const Cta<T>& cta, const Conv2dLaunch& conv,
   int stage = 0, round = 0;
 #pragma unroll 1
   for (int step = cta.first_step; step < cta.end_step; ++step) {
-    if (round > 0) Wait(&cta.pipeline.empty[stage], (round & 1) ^ 1);
+    if (round > 0) cta.pipeline.ProducerAcquire({stage, round});
     if (ElectOne()) load(at, stage);
     at.Advance(conv, params);
     if (++stage == params.stages) stage = 0, ++round;
@@ -340,7 +340,7 @@ __device__ inline void LoadHaloTiles(const Cta<T>& cta, const Conv2dLaunch& conv
   // `bytes` and `pitch`: of a group.
   const auto load = [&](int slot, int round, int bytes, int pitch, const ChunkAt& from,
                         int around) {
-    Wait(&cta.halo_pipeline.empty[slot], (round & 1) ^ 1);
+    cta.halo_pipeline.ProducerAcquire({slot, round});
     if (!ElectOne()) return;
     ArriveExpectTx(&cta.halo_pipeline.full[slot], T::kGroups * bytes);
 #pragma unroll
@@ -384,7 +384,7 @@ __device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& co
     float factor[8], offset[8];
     const bool has_channels =
         LoadFactors(conv, params.chunks, chunk, thread % 8, tile.image, factor, offset);
-    Wait(&cta.halo_pipeline.full[slot], round & 1);
+    cta.halo_pipeline.ConsumerWait(slot, round & 1);
     if (has_channels) {
       Normalise<T::kTransformers / 8>(cta.HaloTile(slot), 0, thread, inside, factor, offset);
     }

@@ -249,8 +249,8 @@ struct SubtilesAt {
 
 /// The operands of a consumer of halo tiles: the halo tile of a step from the pixel of its tap on,
 /// and the stage with the step's weights. `cta` has the rings and releases stages. kAhead: the
-/// descriptor of the next step's pixels is computed while a step is multiplied; where a step has
-/// many outputs, that gains nothing and takes registers.
+/// descriptor of the next step's pixels is computed while a step is multiplied, because a step of
+/// few outputs is bound by instructions. That takes registers.
 template <typename T, typename Cta, bool kAhead>
 struct HaloTileOperands {
   using Slots = typename Cta::Slots;
@@ -298,7 +298,7 @@ struct HaloTileOperands {
 
   __device__ void Wait() const {
     if (IsOfShortcut()) {
-      cuda::Wait(&cta.halo_pipeline.full[ShortcutSlot()], shortcut_at / 2 & 1);
+      cta.halo_pipeline.ConsumerWait(ShortcutSlot(), shortcut_at / 2 & 1);
     } else if (tap == 0) {
       WaitForHaloTile();
     }

@@ -81,7 +81,7 @@ struct StageAt {
     stage = step % stages, parity = step / stages & 1;
     lower = base + stage * (kStageBytes >> 4);
   }
-  __device__ void Wait() const { cuda::Wait(&pipeline.full[stage], parity); }
+  __device__ void Wait() const { pipeline.ConsumerWait(stage, parity); }
   /// The matrix `bytes` after the beginning of the stage.
   __device__ uint64_t Descriptor(int bytes) const {
     return kMatrixDescriptor >> 32 << 32 | lower + (bytes >> 4);

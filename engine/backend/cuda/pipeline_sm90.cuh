@@ -45,15 +45,10 @@ struct Pipeline {
     for (int stage = 0; stage < kStages; ++stage) InitStage(stage, consumers);
   }
 
-  // `at`: PipelineState of this ring.
-  template <typename State>
-  __device__ void ProducerAcquire(const State& at) const {
+  __device__ void ProducerAcquire(const PipelineState<kStages>& at) const {
     Wait(&empty[at.stage], at.EmptyParity());
   }
-  template <typename State>
-  __device__ void ConsumerWait(const State& at) const {
-    Wait(&full[at.stage], at.FullParity());
-  }
+  __device__ void ConsumerWait(int stage, uint32_t parity) const { Wait(&full[stage], parity); }
   __device__ void ConsumerRelease(int stage) const { Arrive(&empty[stage]); }
   /// Releases the stage in CTA `rank` of the cluster.
   __device__ void ConsumerRelease(int stage, int rank) const { ArriveAt(&empty[stage], rank); }
