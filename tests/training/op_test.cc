@@ -773,8 +773,8 @@ TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
         Case{128, 64, 4, 32, 32, 1, 1},
         // More tiles than are computed at a time; more chunks than are added side by side.
         Case{640, 768, 16, 8, 8, 1}, Case{64, 64, 32, 8, 8, 1},
-        // All tiles have two chunks an item; so have 33 of 36, and three have one, whose first has
-        // a part of the bias.
+        // Tiles have two chunks an item, but one where they have a part of the bias; of the 16
+        // chunks above they have four.
         Case{640, 768, 2, 8, 8, 1}, Case{192, 760, 8, 16, 16, 1}, Case{192, 760, 16, 12, 14, 2},
         // More items than CTAs, of which some warpgroups have outputs and some have none.
         Case{72, 832, 32, 8, 8, 1, 1},
@@ -866,9 +866,9 @@ TEST_P(LargeOpTest, WeightGradientsOfLinears) {
 
 TEST_P(LargeOpTest, WeightGradientsAddAsATree) {
   constexpr int kChunks = 8;
-  // Of the larger weight, some tiles are computed in pairs of chunks.
+  // Of the larger weights, some tiles are computed in pairs of chunks or, of the last, in fours.
   for (const auto& [size, in, out] :
-       {std::tuple{4, 72, 136}, {8, 72, 136}, {32, 72, 136}, {16, 192, 760}}) {
+       {std::tuple{4, 72, 136}, {8, 72, 136}, {32, 72, 136}, {16, 192, 760}, {8, 640, 768}}) {
     for (const auto& [kernel, stride] : {std::pair{1, 1}, std::pair{3, 1}, std::pair{3, 2}}) {
       SCOPED_TRACE(
           fmt::format("{} to {}, {} pixels, kernel {}, stride {}", in, out, size, kernel, stride));
@@ -942,6 +942,58 @@ TEST_P(LargeOpTest, GroupNorm) {
       if (scaled) results.push_back(backward.dscale_shift);
       return results;
     });
+  }
+}
+
+TEST_P(LargeOpTest, GradientsOfGroupNormsAddAsATree) {
+  constexpr int kChunks = 8, kGroups = 8;
+  // Of one CTA an image, of several, and of the smallest images.
+  for (const auto& [size, channels] : {std::pair{16, 256}, {32, 72}, {4, 64}}) {
+    for (const int chunk : {1, 4, 10}) {
+      SCOPED_TRACE(fmt::format("{} channels, {} pixels, chunks of {}", channels, size, chunk));
+      const int rows = kChunks * chunk;
+      const Shape shape{rows, size, size, channels};
+      const Tensor x = Activations(*cuda_, shape, Normal(shape)),
+                   d = Activations(*cuda_, shape, Normal(shape)), dx = Activations(*cuda_, shape),
+                   statistics = Floats(*cuda_, {rows, kGroups, 2});
+      GroupNormArgs forward{.x = x,
+                            .gamma = Floats(*cuda_, {channels}, Normal({channels})),
+                            .beta = Floats(*cuda_, {channels}, Normal({channels})),
+                            .groups = kGroups,
+                            .activation = Activation::kSilu,
+                            .statistics = statistics,
+                            .out = Activations(*cuda_, shape)};
+      cuda_->GroupNorm(forward);
+      cuda_->SetChunkRows(chunk);
+      using Gradients = std::array<Tensor, 2>;  // of γ and β
+      const auto gradient = [&, channels = channels](int first, int count) {
+        const Gradients of = {Floats(*cuda_, {channels}), Floats(*cuda_, {channels})};
+        GroupNormArgs part = forward;
+        part.x = x.Slice(first * chunk, count * chunk);
+        part.statistics = statistics.Slice(first * chunk, count * chunk);
+        part.out = Tensor();
+        cuda_->GroupNormBackward({.forward = part,
+                                  .dout = d.Slice(first * chunk, count * chunk),
+                                  .dx = dx.Slice(first * chunk, count * chunk),
+                                  .dgamma = of[0],
+                                  .dbeta = of[1]});
+        return of;
+      };
+      const auto expected = gradient(0, kChunks);
+      for (const int pass : {8, 4, 2, 1}) {
+        const std::function<Gradients(int, int)> sum = [&](int first, int count) {
+          if (count == pass) return gradient(first, count);
+          const auto left = sum(first, count / 2), right = sum(first + count / 2, count / 2);
+          for (const size_t i : {0, 1}) cuda_->Accumulate(left[i], right[i]);
+          return left;
+        };
+        const auto sums = sum(0, kChunks);
+        for (const size_t i : {0, 1}) {
+          EXPECT_EQ(OnHost(*cuda_, sums[i]), OnHost(*cuda_, expected[i]))
+              << "passes of " << pass << " chunks, " << (i == 0 ? "gamma" : "beta");
+        }
+      }
+    }
   }
 }
 

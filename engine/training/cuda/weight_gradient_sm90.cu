@@ -26,14 +26,18 @@
 //
 // Sums. A chunk is cut into as many parts as suit a GPU when a pass has eight chunks. The sums of
 // each part go to memory in the layout of the accumulators, so that stores are coalesced.
-// SumPartsKernel adds the parts of a chunk in order and the chunks as a binary tree, and
-// transposes. So the bits depend on the layer's shape and the tree alone. A launch has only some
-// tiles of a large weight, so that these sums do not need much memory (kItems).
+// SumWindowsKernel or SumLinesKernel adds the parts of a chunk in order and the chunks as a binary
+// tree, and transposes. So the bits depend on the layer's shape and the tree alone. A launch has
+// only some tiles of a large weight, so that these sums do not need much memory (kItems). Once
+// added, they are dropped from L2, which would else write them to memory while the next kernel
+// reads its operands.
 //
 // Pairs. A layer of many tiles has few pixels for each of them, and would spend most of its time on
 // these sums. An item of a window may therefore be two neighbouring chunks: the sums of the first
 // wait in shared memory, in the place of five stages, and are added to those of the second, as the
-// tree would. PairedTiles() decides for how many tiles; the bits are the same.
+// tree would. Or it is four: each thread stores its sums of the first pair in the item's place in
+// memory, and adds them to those of the second. PairTiles() decides for how many tiles; the bits
+// are the same.
 
 #include <algorithm>
 #include <type_traits>
@@ -67,10 +71,10 @@ constexpr int kOnesBytes = 16 * kLineBytes;  // the column of ones, as wide as a
 
 enum class Form : uint8_t { kLines, kWindow, kStridedWindow };
 
-/// kChunks: the chunks of an item, 1 or 2.
-template <Form kForm, int kChunks_ = 1>
+/// kInPairs: an item has two or four chunks, else one.
+template <Form kForm, bool kInPairs_ = false>
 struct Tile {
-  static constexpr int kChunks = kChunks_;
+  static constexpr bool kInPairs = kInPairs_;
   static constexpr bool kWindow = kForm != Form::kLines;
   static constexpr int kOutputs = kWindow ? kLine : kGroups * kLine;
   static constexpr int kChannels = kWindow ? kLine : kColumns;
@@ -83,13 +87,13 @@ struct Tile {
   static constexpr int kPlaneBytes = (kStride == 1 ? 15 : 12) * 1024;
   static constexpr int kStageBytes =
       kOutputBytes + (kWindow ? kPlanes * kPlaneBytes : kBlocks * kBlockBytes);
-  static constexpr int kStages = kChunks == 2 ? 3 : kForm == Form::kWindow ? 8 : 4;
+  static constexpr int kStages = kInPairs ? 3 : kForm == Form::kWindow ? 8 : 4;
   static constexpr int kBarriers = 2 * kStages;
   // The operands of a window overlap. compute-sanitizer takes each for 6 KB without gaps. In the
   // last lines of the last stage, they would end 3.5 KB behind it, so the ring is longer. Those of
   // one tap end inside.
   static constexpr int kRingBytes = kStages * kStageBytes + (kForm == Form::kWindow ? 4096 : 0);
-  static constexpr int kEarlierBytes = (kChunks - 1) * kTileVectors * 16;
+  static constexpr int kEarlierBytes = kInPairs ? kTileVectors * 16 : 0;
   static constexpr int kSharedBytes = kRingBytes + kOnesBytes + kEarlierBytes + kBarriers * 8;
   // Estimated clocks of a step, for SplitsOfSteps().
   static constexpr int64_t kStepClocks = kForm == Form::kStridedWindow ? 2000 : 1152;
@@ -101,6 +105,7 @@ struct Params {
   CUtensorMap dout, x[4];                  // x: by plane
   int work = 0;                            // items: parts of all chunks × tiles of the launch
   int first_tile = 0;                      // of the launch
+  int item_chunks = 1;                     // 2 or 4 in pairs
   FastDivmod tiles, output_tiles, splits;  // splits: parts per chunk
   int channel_tiles = 0;
   int outputs = 0, channels = 0;  // of the layer
@@ -113,6 +118,11 @@ struct Params {
   float4* sums = nullptr;      // [part, tile, kVectors, kConsumers]
   float* bias_sums = nullptr;  // [part, output tile, kOutputs], or null
 };
+
+template <typename T>
+__device__ inline int ItemChunks(const Params& params) {
+  return T::kInPairs ? params.item_chunks : 1;
+}
 
 /// A work item.
 struct Item {
@@ -128,7 +138,7 @@ __device__ inline Item ItemOf(const Params& params, int index) {
   // The first channels' tiles, which sum the bias, are the last. They have no pairs of chunks: the
   // code of pairs and bias together would spill.
   item.channel = (params.channel_tiles - 1 - tile / params.output_tiles) * T::kChannels;
-  item.chunk = item.part / params.splits * T::kChunks;
+  item.chunk = item.part / params.splits * ItemChunks<T>(params);
   const int64_t split = item.part % params.splits, steps = params.steps;
   item.begin = static_cast<int>(steps * split / params.splits.value);
   item.end = static_cast<int>(steps * (split + 1) / params.splits.value);
@@ -158,12 +168,13 @@ __device__ inline void Produce(const Params& params, unsigned char* ring, uint64
   WaitForPredecessors();
   for (int index = blockIdx.x; index < params.work; index += gridDim.x) {
     const Item item = ItemOf<T>(params, index);
+    const int end_chunk = item.chunk + ItemChunks<T>(params);
     int step = item.begin, chunk = item.chunk;
     const auto advance = [&] {
       if (++step == item.end) step = item.begin, ++chunk;
     };
 #pragma unroll 1
-    for (; chunk < item.chunk + T::kChunks; advance()) {
+    for (; chunk < end_chunk; advance()) {
       unsigned char* const outputs = ring + state.stage * T::kStageBytes;
       unsigned char* const channels = outputs + T::kOutputBytes;
       uint64_t* const barrier = &full[state.stage];
@@ -186,8 +197,9 @@ __device__ inline void Produce(const Params& params, unsigned char* ring, uint64
         const int of_channels = BlocksOf(item.channel, params.channels);
         ArriveExpectTx(barrier, (of_outputs + of_channels) * kBlockBytes);
         const auto load = [&](unsigned char* to, const CUtensorMap* map, int first, int blocks) {
-          for (int i = 0; i < blocks; ++i)
+          for (int i = 0; i < blocks; ++i) {
             TmaLoad(to + i * kBlockBytes, map, barrier, first + i * kLine, step * kStep, chunk, 0);
+          }
         };
         load(outputs, &params.dout, item.output, of_outputs);
         load(channels, &params.x[0], item.channel, of_channels);
@@ -204,7 +216,7 @@ struct Consumer {
   const Params& params;
   unsigned char* const ring;
   const unsigned char* const ones;
-  float4* const earlier;  // sums of the item's first chunk; each thread's at its index
+  float4* const earlier;  // sums of a pair's first chunk; each thread's at its index
   uint64_t *const full, *const empty;
   const int group;
   PipelineState<T::kStages> state = {};
@@ -298,9 +310,18 @@ struct Consumer {
         : "r"(SharedAddress(vector))
         : "memory");
   }
+  /// The same in global memory. ptxas, which knows how many registers are left, loads many at once.
+  __device__ static void AddStoredVector(const float4* vector, float (&sums)[kSums], int i) {
+    asm volatile(
+        "{\n.reg .f32 a, b, c, d;\nld.global.cg.v4.f32 {a, b, c, d}, [%4];\n"
+        "add.f32 %0, a, %0;\nadd.f32 %1, b, %1;\nadd.f32 %2, c, %2;\nadd.f32 %3, d, %3;\n}"
+        : "+f"(sums[4 * i]), "+f"(sums[4 * i + 1]), "+f"(sums[4 * i + 2]), "+f"(sums[4 * i + 3])
+        : "l"(vector)
+        : "memory");
+  }
 
   __device__ void Run() {
-    WaitForPredecessors();  // SumPartsKernel of the layer before reads the same memory
+    WaitForPredecessors();  // the sums of the layer before are in the same memory
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4;
     for (int index = blockIdx.x; index < params.work; index += gridDim.x) {
       const Item item = ItemOf<T>(params, index);
@@ -311,33 +332,39 @@ struct Consumer {
       const int blocks = T::kWindow ? kBlocks : BlocksOf(item.channel, params.channels);
       const bool sums_bias =
           params.bias_sums != nullptr && item.channel == 0 && (!T::kWindow || group == 0);
+      float4* const to = params.sums + static_cast<int64_t>(index) * kTileVectors + thread;
       float sums[kSums], bias[4];
 #pragma unroll 1
-      for (int chunk = 0; chunk < T::kChunks; ++chunk) {
-        if (T::kChunks == 1 && sums_bias) {
+      for (int chunk = 0; chunk < ItemChunks<T>(params); ++chunk) {
+        if (!T::kInPairs && sums_bias) {
           Multiply<true>(item, sums, bias);
         } else {
           Multiply<false>(item, sums, bias);
         }
-        if (chunk + 1 == T::kChunks) break;
+        if constexpr (T::kInPairs) {
+          if (chunk % 2 == 0) {
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) earlier[i * kConsumers + thread] = VectorOf(sums, i);
-      }
-      if constexpr (T::kChunks == 2) {
+            for (int i = 0; i < kVectors; ++i) earlier[i * kConsumers + thread] = VectorOf(sums, i);
+            continue;
+          }
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) AddVector(&earlier[i * kConsumers + thread], sums, i);
+          for (int i = 0; i < kVectors; ++i) AddVector(&earlier[i * kConsumers + thread], sums, i);
+          if (chunk == 3) {
+#pragma unroll
+            for (int i = 0; i < kVectors; ++i) AddStoredVector(to + i * kConsumers, sums, i);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          if (i / kOctets < blocks) to[i * kConsumers] = VectorOf(sums, i);
+        }
       }
-      if (T::kChunks == 1 && sums_bias && lane % 4 == 0) {
-        float* const to =
+      if (!T::kInPairs && sums_bias && lane % 4 == 0) {
+        float* const bias_to =
             params.bias_sums +
             static_cast<int64_t>(item.part) * params.output_tiles.value * T::kOutputs +
             item.output + (T::kWindow ? 0 : group * kLine) + warp * 16 + lane / 4;
-        to[0] = bias[0], to[8] = bias[2];
-      }
-      float4* const to = params.sums + static_cast<int64_t>(index) * kTileVectors + thread;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        if (i / kOctets < blocks) to[i * kConsumers] = VectorOf(sums, i);
+        bias_to[0] = bias[0], bias_to[8] = bias[2];
       }
     }
   }
@@ -378,15 +405,37 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-/// How SumPartsKernel finds and writes its sums.
+/// How the sums of parts are found and their sum written.
 struct PartSums {
   const float4* sums = nullptr;
   const float* bias_sums = nullptr;
   int first_tile = 0, tiles = 1, chunks = 1, splits = 1, channel_tiles = 1;
   FastDivmod output_tiles;
+  FastDivmod groups, blocks;      // of lines: warpgroups and blocks of columns that a tile may have
   int outputs = 0, channels = 0;  // of the result
   float *out = nullptr, *bias = nullptr;
 };
+
+/// The first output and channel of a tile.
+struct Corner {
+  int output, channel;
+};
+template <typename T>
+__device__ inline Corner CornerOf(const PartSums& parts, int tile_of_launch) {
+  const int tile = parts.first_tile + tile_of_launch;
+  return {tile % parts.output_tiles * T::kOutputs,
+          (parts.channel_tiles - 1 - tile / parts.output_tiles) * T::kChannels};
+}
+/// A warp's vectors of the first part, and their distance to those of the next. octet: of the block
+/// of columns; quarter: of the warpgroup.
+__device__ inline const float4* VectorsOf(const PartSums& parts, int tile_of_launch, int group,
+                                          int block, int octet, int quarter) {
+  return parts.sums + int64_t{tile_of_launch} * kTileVectors +
+         (block * kOctets + octet) * kConsumers + group * 128 + quarter * 32;
+}
+__device__ inline int64_t PartVectors(const PartSums& parts) {
+  return int64_t{parts.tiles} * kTileVectors;
+}
 
 struct Vector {
   float4 v;
@@ -395,74 +444,123 @@ __device__ inline Vector operator+(const Vector& a, const Vector& b) {
   return {{a.v.x + b.v.x, a.v.y + b.v.y, a.v.z + b.v.z, a.v.w + b.v.w}};
 }
 
-/// A block has eight channels of each block of columns of a tile, and of each warpgroup's outputs
-/// 16: a warp for each warpgroup and block of columns.
-constexpr int kSumWarps = 4, kSumThreads = 32 * kGroups * kBlocks;
-// A line of the window's result in shared memory: 8 channels × 9 taps.
+/// Drops a warp's vectors of so many parts from L2 without writing them to memory. The block has
+/// met since they were loaded, and nobody reads them again before they are overwritten.
+__device__ inline void DropVectors(const float4* first, int64_t part_vectors, int parts) {
+  constexpr int kVectorsOfLine = 128 / 16, kCacheLines = 32 / kVectorsOfLine;
+#pragma unroll 2
+  for (int i = threadIdx.x % 32; i < parts * kCacheLines; i += 32) {
+    const float4* const line =
+        first + i / kCacheLines * part_vectors + i % kCacheLines * kVectorsOfLine;
+    asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+  }
+}
+
+/// A block has eight channels of each tap of a tile, and 16 outputs: a warp for each tap.
+constexpr int kSumWarps = 4, kWindowThreads = 32 * kTaps;
+// A line of the result in shared memory: 8 channels × 9 taps.
 constexpr int kResultLine = 8 * kTaps, kResultPitch = kResultLine + 4;
 
 /// kSplits: that are loaded at a time. One split needs few registers, so that more blocks share an
 /// SM.
 template <Form kForm, int kLeaves, int kSplits>
-__global__ void __launch_bounds__(kSumThreads)
-    SumPartsKernel(const __grid_constant__ PartSums parts) {
+__global__ void __launch_bounds__(kWindowThreads)
+    SumWindowsKernel(const __grid_constant__ PartSums parts) {
   using T = Tile<kForm>;
+  __shared__ float results[16 * kResultPitch];
   ReleaseDependents();
   WaitForPredecessors();
   const int quarter = blockIdx.x % kSumWarps, octet = blockIdx.x / kSumWarps % kOctets;
-  const int tile_of_launch = blockIdx.x / (kSumWarps * kOctets);
-  const int tile = parts.first_tile + tile_of_launch;
+  const int tile = blockIdx.x / (kSumWarps * kOctets);
   const int lane = threadIdx.x % 32, group = threadIdx.x / 32 % kGroups;
   const int block = threadIdx.x / (32 * kGroups);
-  const int first_output = tile % parts.output_tiles * T::kOutputs;
-  const int first_channel = (parts.channel_tiles - 1 - tile / parts.output_tiles) * T::kChannels;
-  if (!T::kWindow && (group >= BlocksOf(first_output, parts.outputs) ||
-                      block >= BlocksOf(first_channel, parts.channels)))
-    return;
-
-  const int64_t part_vectors = int64_t{parts.tiles} * kTileVectors;
-  const float4* const from = parts.sums + int64_t{tile_of_launch} * kTileVectors +
-                             (block * kOctets + octet) * kConsumers + group * 128 + quarter * 32 +
-                             lane;
+  const Corner corner = CornerOf<T>(parts, tile);
+  const int64_t part_vectors = PartVectors(parts);
+  const float4* const from = VectorsOf(parts, tile, group, block, octet, quarter);
   const float4 sum =
       SumOfChunks<kLeaves, kSplits, Vector>(parts.chunks, parts.splits, [&](int64_t part) {
-        return Vector{from[part * part_vectors]};
+        return Vector{from[part * part_vectors + lane]};
       }).v;
   const float v[4] = {sum.x, sum.y, sum.z, sum.w};
 
   const int row = lane / 4, column = lane % 4 * 2;  // and row + 8, column + 1
-  if constexpr (T::kWindow) {
-    __shared__ float results[16 * kResultPitch];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      results[(row + i / 2 * 8) * kResultPitch + (column + i % 2) * kTaps + group * 3 + block] =
-          v[i];
-    __syncthreads();
-    const int channel = first_channel + octet * 8;
-    for (int i = threadIdx.x; i < 16 * kResultLine; i += kSumThreads) {
-      const int line = i / kResultLine, at = i % kResultLine;
-      const int output = first_output + quarter * 16 + line;
-      if (output < parts.outputs && channel + at / kTaps < parts.channels)
-        parts.out[(static_cast<int64_t>(output) * parts.channels + channel) * kTaps + at] =
-            results[line * kResultPitch + at];
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int output = first_output + group * kLine + quarter * 16 + row + i / 2 * 8;
-      const int channel = first_channel + block * kLine + octet * 8 + column + i % 2;
-      if (output < parts.outputs && channel < parts.channels)
-        parts.out[static_cast<int64_t>(output) * parts.channels + channel] = v[i];
-    }
+  for (int i = 0; i < 4; ++i)
+    results[(row + i / 2 * 8) * kResultPitch + (column + i % 2) * kTaps + group * 3 + block] = v[i];
+  __syncthreads();
+  const int channel = corner.channel + octet * 8;
+  for (int i = threadIdx.x; i < 16 * kResultLine; i += kWindowThreads) {
+    const int line = i / kResultLine, at = i % kResultLine;
+    const int output = corner.output + quarter * 16 + line;
+    if (output < parts.outputs && channel + at / kTaps < parts.channels)
+      parts.out[(static_cast<int64_t>(output) * parts.channels + channel) * kTaps + at] =
+          results[line * kResultPitch + at];
   }
+  DropVectors(from, part_vectors, parts.chunks * parts.splits);
 
-  if (parts.bias == nullptr || first_channel != 0 || octet != 0 || block > 0) return;
-  const int output = first_output + group * kLine + quarter * 16 + lane;
-  if (lane >= 16 || (T::kWindow && group > 0) || output >= parts.outputs) return;
+  if (parts.bias == nullptr || channel != 0 || threadIdx.x >= 16) return;
+  const int output = corner.output + quarter * 16 + lane;
+  if (output >= parts.outputs) return;
   parts.bias[output] =
       SumOfChunks<kLeaves, kSplits, float>(parts.chunks, parts.splits, [&](int64_t part) {
         return parts.bias_sums[part * parts.output_tiles.value * T::kOutputs + output];
       });
+}
+
+template <int kLeaves>
+constexpr int kShares = std::min(kLeaves, 4);
+/// The same for lines, which have few tiles and many parts. A block has 16 outputs × 8 channels,
+/// and each of its warps the chunks of a subtree. So there are blocks for all SMs, and most of a
+/// warp's loads are in flight together.
+template <int kLeaves, int kSplits>
+__global__ void __launch_bounds__(32 * kShares<kLeaves>)
+    SumLinesKernel(const __grid_constant__ PartSums parts) {
+  using T = Tile<Form::kLines>;
+  constexpr int kCount = kShares<kLeaves>, kOwnLeaves = kLeaves / kCount;
+  __shared__ Vector shares[kCount][32];
+  __shared__ float bias_shares[kCount][16];
+  ReleaseDependents();
+  WaitForPredecessors();
+  const int quarter = blockIdx.x % kSumWarps, octet = blockIdx.x / kSumWarps % kOctets;
+  const int column_block = blockIdx.x / (kSumWarps * kOctets);
+  const int group_of_launch = column_block / parts.blocks, block = column_block % parts.blocks;
+  const int tile = group_of_launch / parts.groups, group = group_of_launch % parts.groups;
+  const int lane = threadIdx.x % 32, share = threadIdx.x / 32;
+  const Corner corner = CornerOf<T>(parts, tile);
+  if (group >= BlocksOf(corner.output, parts.outputs) ||
+      block >= BlocksOf(corner.channel, parts.channels))
+    return;
+
+  const int chunks = parts.chunks / kCount, own_parts = chunks * parts.splits;
+  const int64_t first_part = int64_t{share} * own_parts, part_vectors = PartVectors(parts);
+  const float4* const from =
+      VectorsOf(parts, tile, group, block, octet, quarter) + first_part * part_vectors;
+  shares[share][lane] = SumOfChunks<kOwnLeaves, kSplits, Vector>(
+      chunks, parts.splits, [&](int64_t part) { return Vector{from[part * part_vectors + lane]}; });
+  const int first_output = corner.output + group * kLine + quarter * 16;
+  const int first_channel = corner.channel + block * kLine + octet * 8;
+  const bool has_bias = parts.bias != nullptr && first_channel == 0 && lane < 16 &&
+                        first_output + lane < parts.outputs;
+  if (has_bias)
+    bias_shares[share][lane] =
+        SumOfChunks<kOwnLeaves, kSplits, float>(chunks, parts.splits, [&](int64_t part) {
+          return parts.bias_sums[(first_part + part) * parts.output_tiles.value * T::kOutputs +
+                                 first_output + lane];
+        });
+  __syncthreads();
+  DropVectors(from, part_vectors, own_parts);
+  if (share > 0) return;
+  const float4 sum = SumOf<kCount>([&](int i) { return shares[i][lane]; }).v;
+  const float v[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int output = first_output + lane / 4 + i / 2 * 8;
+    const int channel = first_channel + lane % 4 * 2 + i % 2;
+    if (output < parts.outputs && channel < parts.channels)
+      parts.out[static_cast<int64_t>(output) * parts.channels + channel] = v[i];
+  }
+  if (has_bias)
+    parts.bias[first_output + lane] = SumOf<kCount>([&](int i) { return bias_shares[i][lane]; });
 }
 
 int64_t CountOf(int64_t count, int64_t size) { return (count + size - 1) / size; }
@@ -493,7 +591,8 @@ struct Plan {
   int images_at_once = 1;    // per step
   int splits = 1;            // per chunk
   int64_t parts;             // of all chunks
-  int64_t paired_tiles = 0;  // the first ones: their items are of two chunks
+  int64_t paired_tiles = 0;  // the first ones: their items are of pair_chunks chunks, 2 or 4
+  int pair_chunks = 2;
 
   int64_t tiles() const { return output_tiles * channel_tiles; }
   /// Of a launch whose tiles have so many parts.
@@ -502,7 +601,8 @@ struct Plan {
   }
   int64_t sums() const {  // floats
     const int64_t singles = paired_tiles < tiles() ? parts * launch_tiles(parts) : 0,
-                  pairs = paired_tiles > 0 ? parts / 2 * launch_tiles(parts / 2) : 0;
+                  pair_parts = parts / pair_chunks,
+                  pairs = paired_tiles > 0 ? pair_parts * launch_tiles(pair_parts) : 0;
     return std::max(singles, pairs) * kTileVectors * 4;
   }
 };
@@ -526,24 +626,31 @@ int SplitsOfSteps(int64_t tiles, int64_t steps, int64_t step_clocks) {
   return best;
 }
 
-/// Of `tiles` tiles without splits, how many, and at most `most`, shall have items of two chunks.
-/// Those have half as many sums in memory, but their waves are longer.
-int64_t PairedTiles(int64_t tiles, int64_t most, int64_t chunks, int64_t chunk_clocks) {
-  constexpr int64_t kPairClocks = 2500, kLaunchClocks = 5000;
+/// Of a plan without splits, decides how many tiles, and at most `most`, shall have items of two
+/// or of four chunks. Those have fewer sums in memory, but their waves are longer.
+void PairTiles(int64_t most, int64_t chunks, int64_t chunk_clocks, Plan* plan) {
+  // kLoadClocks: of the sum of a pair that is stored and loaded again; a generous estimate, so that
+  // layers that would hardly gain keep eight stages.
+  constexpr int64_t kPairClocks = 2500, kLoadClocks = 12000, kLaunchClocks = 5000;
   constexpr double kPairSteps = 1.1;  // factor of a step: three stages instead of eight
-  const auto pair_clocks = static_cast<int64_t>(kPairSteps * static_cast<double>(2 * chunk_clocks));
   const auto clocks_of = [&](int64_t launch_tiles, int64_t parts, int64_t item_clocks) {
     if (launch_tiles == 0) return int64_t{0};
     return kLaunchClocks + CountOf(launch_tiles * parts, kMultiprocessors) * item_clocks +
            launch_tiles * parts * kSumClocks / kChunks;
   };
-  int64_t best = 0, least = INT64_MAX;
-  for (int64_t paired = 0; paired <= most; ++paired) {
-    const int64_t clocks = clocks_of(paired, chunks / 2, pair_clocks + kPairClocks + kItemClocks) +
-                           clocks_of(tiles - paired, chunks, chunk_clocks + kItemClocks);
-    if (clocks < least) least = clocks, best = paired;
+  int64_t least = INT64_MAX;
+  for (const int pair_chunks : {2, 4}) {
+    if (chunks % pair_chunks != 0) break;
+    const auto pair_clocks =
+        static_cast<int64_t>(kPairSteps * static_cast<double>(pair_chunks * chunk_clocks)) +
+        pair_chunks / 2 * kPairClocks + (pair_chunks == 4 ? kLoadClocks : 0) + kItemClocks;
+    for (int64_t paired = 0; paired <= most; ++paired) {
+      const int64_t clocks = clocks_of(paired, chunks / pair_chunks, pair_clocks) +
+                             clocks_of(plan->tiles() - paired, chunks, chunk_clocks + kItemClocks);
+      if (clocks < least)
+        least = clocks, plan->paired_tiles = paired, plan->pair_chunks = pair_chunks;
+    }
   }
-  return best;
 }
 
 template <Form kForm>
@@ -563,9 +670,8 @@ Plan PlanOf(const WeightGradientLaunch& launch) {
   plan.splits = SplitsOfSteps(plan.tiles(), plan.steps, T::kStepClocks);
   plan.parts = launch.chunks * plan.splits;
   if (kForm == Form::kWindow && plan.splits == 1 && launch.chunks > 1)
-    plan.paired_tiles =
-        PairedTiles(plan.tiles(), plan.tiles() - (launch.bias ? plan.output_tiles : 0),
-                    launch.chunks, plan.steps * T::kStepClocks);
+    PairTiles(plan.tiles() - (launch.bias ? plan.output_tiles : 0), launch.chunks,
+              plan.steps * T::kStepClocks, &plan);
   return plan;
 }
 
@@ -628,30 +734,51 @@ cudaError_t ParamsOf(const WeightGradientLaunch& launch, const Plan& plan, float
   return cudaSuccess;
 }
 
-template <Form kForm, int kSplits>
-auto SumKernelFor(int64_t chunks) {
-  return chunks >= 8   ? SumPartsKernel<kForm, 8, kSplits>
-         : chunks == 4 ? SumPartsKernel<kForm, 4, kSplits>
-         : chunks == 2 ? SumPartsKernel<kForm, 2, kSplits>
-                       : SumPartsKernel<kForm, 1, kSplits>;
+template <Form kForm, int kLeaves>
+cudaError_t LaunchSums(const PartSums& sums, const Queue& queue) {
+  const auto start = [&](auto kernel, int blocks, int threads) {
+    return LaunchDependent(
+        kernel, {.grid = static_cast<unsigned>(blocks), .block = static_cast<unsigned>(threads)},
+        queue, sums);
+  };
+  const int blocks = sums.tiles * kOctets * kSumWarps;
+  if constexpr (kForm == Form::kLines) {
+    return start(sums.splits > 2 ? SumLinesKernel<kLeaves, 8> : SumLinesKernel<kLeaves, 1>,
+                 blocks * sums.groups.value * sums.blocks.value, 32 * kShares<kLeaves>);
+  } else {
+    return start(
+        sums.splits > 2 ? SumWindowsKernel<kForm, kLeaves, 4> : SumWindowsKernel<kForm, kLeaves, 1>,
+        blocks, kWindowThreads);
+  }
+}
+template <Form kForm>
+cudaError_t LaunchSums(const PartSums& sums, const Queue& queue) {
+  return sums.chunks >= 8   ? LaunchSums<kForm, 8>(sums, queue)
+         : sums.chunks == 4 ? LaunchSums<kForm, 4>(sums, queue)
+         : sums.chunks == 2 ? LaunchSums<kForm, 2>(sums, queue)
+                            : LaunchSums<kForm, 1>(sums, queue);
 }
 
 /// The tiles of the weight from first to `end`, in launches of at most kItems items.
-template <Form kForm, int kItemChunks>
+template <Form kForm, bool kInPairs>
 cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, int64_t first,
                         int64_t end, Params params, const Queue& queue) {
-  using T = Tile<kForm, kItemChunks>;
+  using T = Tile<kForm, kInPairs>;
   if (first == end) return cudaSuccess;
-  const int64_t chunks = launch.chunks / kItemChunks, parts = chunks * plan.splits;
+  params.item_chunks = kInPairs ? plan.pair_chunks : 1;
+  const int64_t chunks = launch.chunks / params.item_chunks, parts = chunks * plan.splits;
   PartSums sums;
   sums.sums = params.sums, sums.bias_sums = params.bias_sums;
   sums.chunks = static_cast<int>(chunks), sums.splits = plan.splits;
   sums.output_tiles = params.output_tiles, sums.channel_tiles = params.channel_tiles;
   sums.outputs = launch.outputs, sums.channels = launch.channels;
+  const auto blocks_of = [](int count) {
+    return std::min<int64_t>(CountOf(count, kLine), kBlocks);
+  };
+  sums.groups = FastDivmod(static_cast<int>(blocks_of(launch.outputs)));
+  sums.blocks = FastDivmod(static_cast<int>(blocks_of(launch.channels)));
   sums.out = launch.out, sums.bias = launch.bias;
   const auto kernel = WeightGradientKernel<T>;
-  const auto sum_kernel =
-      plan.splits > 2 ? SumKernelFor<kForm, 4>(chunks) : SumKernelFor<kForm, 1>(chunks);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes);
   for (int64_t tiles; first < end && error == cudaSuccess; first += tiles) {
@@ -666,11 +793,7 @@ cudaError_t LaunchTiles(const WeightGradientLaunch& launch, const Plan& plan, in
          .block = kThreads,
          .shared_bytes = T::kSharedBytes},
         queue, params);
-    if (error != cudaSuccess) break;
-    error = LaunchDependent(
-        sum_kernel,
-        {.grid = static_cast<unsigned>(tiles * kOctets * kSumWarps), .block = kSumThreads}, queue,
-        sums);
+    if (error == cudaSuccess) error = LaunchSums<kForm>(sums, queue);
   }
   return error;
 }
@@ -682,10 +805,10 @@ cudaError_t LaunchPlan(const WeightGradientLaunch& launch, const Plan& plan, con
   cudaError_t error = ParamsOf<kForm>(launch, plan, bias_sums, &params);
   if constexpr (kForm == Form::kWindow) {
     if (error == cudaSuccess)
-      error = LaunchTiles<kForm, 2>(launch, plan, 0, plan.paired_tiles, params, queue);
+      error = LaunchTiles<kForm, true>(launch, plan, 0, plan.paired_tiles, params, queue);
   }
   if (error == cudaSuccess)
-    error = LaunchTiles<kForm, 1>(launch, plan, plan.paired_tiles, plan.tiles(), params, queue);
+    error = LaunchTiles<kForm, false>(launch, plan, plan.paired_tiles, plan.tiles(), params, queue);
   return error;
 }
 
