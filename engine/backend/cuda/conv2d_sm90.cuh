@@ -59,6 +59,7 @@ struct Tile {
   static_assert(HasRegisters(kSpec));
   static_assert(!kPingPong || kGroups == 2);
   static_assert(!kE4m3 || (!kPingPong && !kSplitK));
+  static_assert(kStaged || (kRows == 1 && kN == 32), "FinishElements()");
 };
 
 /// The layers that a kernel is compiled for. kSplitK: k has several splits. kDoubled: the image is

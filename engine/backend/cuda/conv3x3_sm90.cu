@@ -82,6 +82,8 @@ struct Tile {
   static_assert(kStages <= kTaps && kE4m3Run == kTaps);
   static_assert(kM == 2 * kSubtileEdge * kSubtileEdge && kSpec.kernel.consumers == 2);
   static_assert(kPingPong != kAddsRuns, "the consumers that add runs share a tile");
+  static_assert(kFirstIsTotal || kE4m3 || kSpec.split_k != SplitK::kCluster,
+                "the first run starts with the bias");
   static_assert(kSharedBytes <= 232448 && HasRegisters(kSpec));
 };
 

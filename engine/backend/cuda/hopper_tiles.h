@@ -163,6 +163,23 @@ constexpr HopperTileSpec kTiles[] = {
 // clang-format on
 constexpr int kHopperTiles = std::size(kTiles);
 
+/// Whether the kernels compute all of a tile, and each of its plans has a kernel that ends.
+/// Subtiles are 64 pixels.
+constexpr bool IsSound(const HopperTileSpec& spec) {
+  const bool halo_tiles = spec.loader == Loader::kHaloTile;
+  const int subtiles = spec.m / 64 * (spec.schedule == Schedule::kPingPong ? 2 : 1);
+  return spec.m % 64 == 0 && subtiles % spec.kernel.consumers == 0 &&
+         !(spec.cost.Multicasts() && (halo_tiles || !spec.IsPersistent())) &&
+         (spec.kernel.lag > 0) == (halo_tiles && spec.schedule == Schedule::kCooperative);
+}
+constexpr bool AllAreSound() {
+  for (const HopperTileSpec& spec : kTiles) {
+    if (!IsSound(spec)) return false;
+  }
+  return true;
+}
+static_assert(AllAreSound());
+
 /// The index of a row of kTiles.
 enum class HopperTile : uint8_t {};
 constexpr const HopperTileSpec& SpecOf(HopperTile tile) { return kTiles[static_cast<int>(tile)]; }
