@@ -71,12 +71,14 @@ __device__ inline uint32_t ClusterRank() {
   return 0;  // also compiled for other architectures, but never called there
 #endif
 }
-/// All threads of the cluster arrive. After WaitForCluster() their earlier writes are visible.
+/// All threads of the cluster arrive. After WaitForCluster() their earlier writes are visible. A
+/// warp that arrived in two pieces, as after a part that one of its threads runs, would count
+/// twice.
 __device__ inline void ArriveAtCluster() {
+  __syncwarp();
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
-/// The same without ordering writes other than FenceBarrierInit()'s, which one thread of a warp may
-/// have just done: a warp that arrived in two pieces would count twice.
+/// The same without ordering writes other than FenceBarrierInit()'s.
 __device__ inline void ArriveAtClusterRelaxed() {
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
