@@ -36,14 +36,14 @@ struct Tile {
   static constexpr bool kSplitK = kSpec.split_k != SplitK::kNone;
   static constexpr bool kE4m3 = kSpec.element == Element::kE4m3x2;
   static constexpr int kTilesInFlight = TileScheduler<kPingPong>::kInFlight;
-  static constexpr int kRows = kM / 64 * kTilesInFlight / kGroups;  // 64 pixels each, per consumer
-  static constexpr int kAccumulators = kN / 2;                      // per thread and 64 pixels
+  static constexpr int kSubtiles = kM / 64 * kTilesInFlight / kGroups;  // 64 pixels, per consumer
+  static constexpr int kAccumulators = kN / 2;                          // per thread and subtile
   static constexpr int kInputBytes = kM * kStepBytes, kWeightBytes = kN * kStepBytes;
   static constexpr int kStageBytes = kInputBytes + kWeightBytes;
   // Staged tiles are stored through shared memory, in boxes of kBoxPixels.
   static constexpr bool kStaged = !kSpec.StoresOneByOne();
   static constexpr int kBox = kSpec.BoxOutputs();  // outputs: 128 or 64 bytes, swizzled
-  static constexpr int kAcross = kN / kBox, kBoxes = kRows * kAcross;  // per consumer
+  static constexpr int kAcross = kN / kBox, kBoxes = kSubtiles * kAcross;  // per consumer
   // Gated layers have half as many outputs: half as many boxes across, or boxes of half the width.
   static constexpr bool kGates = kSpec.FusesGate();
   static constexpr int kGatedBox = kAcross % 2 == 0 ? kBox : kBox / 2;
@@ -59,7 +59,7 @@ struct Tile {
   static_assert(HasRegisters(kSpec));
   static_assert(!kPingPong || kGroups == 2);
   static_assert(!kE4m3 || (!kPingPong && !kSplitK));
-  static_assert(kStaged || (kRows == 1 && kN == 32), "FinishElements()");
+  static_assert(kStaged || (kSubtiles == 1 && kN == 32), "FinishElements()");
 };
 
 /// The layers that a kernel is compiled for. kSplitK: k has several splits. kDoubled: the image is
@@ -102,9 +102,9 @@ struct Params : MainloopParams {
   Grid grid;
   int steps[kPhases] = {};       // kDoubled: of a tile of each phase, without zero_taps
   uint32_t zero_taps = 0;        // ConvLayer's
-  int shared = 1;                // CTAs of a cluster, neighbours along m, that multicast weights
+  int multicast_ctas = 1;        // of a cluster, neighbours along m, that multicast weights
   int part = 0;                  // outputs whose weights each of them loads for all of them
-  int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of `shared`
+  int m_tiles = 0, n_tiles = 0;  // m_tiles is a multiple of `multicast_ctas`
   // Rasterisation, counted in clusters: along n first; or band by band, and along m first in each.
   FastDivmod band, last_band;  // clusters along m
   FastDivmod band_tiles;
@@ -130,7 +130,7 @@ __device__ inline TileAt TileOf(const Params& params, int index, int rank) {
   const int band = index / params.band_tiles, in_band = index % params.band_tiles;
   const FastDivmod& height = band < params.bands ? params.band : params.last_band;
   const int m = band * params.band.value + in_band % height;
-  return {phase, (m * params.shared + rank) * T::kM, in_band / height * T::kN};
+  return {phase, (m * params.multicast_ctas + rank) * T::kM, in_band / height * T::kN};
 }
 
 /// Steps of a tile. In doubled images 0 beyond the last.
@@ -303,23 +303,23 @@ struct Cta : TileScheduler<T::kPingPong> {
   unsigned char* ring;     // [kStages]: the pixels of a step, then its weights
   unsigned char* staging;  // [kGroups][kBoxes]
   Pipeline<T::kStages> pipeline;
-  uint64_t* order;   // [kGroups]; ping-pong: this consumer may multiply
-  uint64_t* ready;   // [kGroups]: EpilogueBuffer::ready
-  uint64_t* filled;  // [kGroups][kBoxes]
-  int shared, rank;  // CTAs of the cluster; this one
-  bool scatters;     // EpilogueBuffer::scatters
+  uint64_t* order;           // [kGroups]; ping-pong: this consumer may multiply
+  uint64_t* ready;           // [kGroups]: EpilogueBuffer::ready
+  uint64_t* filled;          // [kGroups][kBoxes]
+  int multicast_ctas, rank;  // CTAs of the cluster; this one
+  bool scatters;             // EpilogueBuffer::scatters
 
   __device__ Cta(const Params& params, unsigned char* memory)
       : TileScheduler<T::kPingPong>(
-            (kDoubled ? kPhases : 1) * (params.m_tiles / params.shared) * params.n_tiles,
-            params.shared),
+            (kDoubled ? kPhases : 1) * (params.m_tiles / params.multicast_ctas) * params.n_tiles,
+            params.multicast_ctas),
         ring(memory),
         staging(ring + T::kStages * T::kStageBytes),
         pipeline(reinterpret_cast<uint64_t*>(staging + T::kStagingBytes)),
         order(pipeline.End()),
         ready(order + T::kGroups),
         filled(ready + T::kGroups),
-        shared(params.shared),
+        multicast_ctas(params.multicast_ctas),
         rank(static_cast<int>(ClusterRank())),
         scatters(kDoubled && !params.in_boxes) {}
 
@@ -331,14 +331,16 @@ struct Cta : TileScheduler<T::kPingPong> {
   }
   /// A thread for each CTA that shares the stage tells it that the stage is free.
   __device__ void ReleaseStage(int stage) const {
-    if (threadIdx.x % 128 < shared) pipeline.ConsumerRelease(stage, threadIdx.x % 128);
+    if (threadIdx.x % 128 < multicast_ctas) pipeline.ConsumerRelease(stage, threadIdx.x % 128);
   }
   /// The first pixel of a consumer's part of its tiles.
-  __device__ static int FirstPixel(int group) { return T::kPingPong ? 0 : group * T::kRows * 64; }
+  __device__ static int FirstPixel(int group) {
+    return T::kPingPong ? 0 : group * T::kSubtiles * 64;
+  }
 
   /// Called by one thread.
   __device__ void InitBarriers() const {
-    pipeline.Init(T::kGroups / T::kTilesInFlight * shared);
+    pipeline.Init(T::kGroups / T::kTilesInFlight * multicast_ctas);
     for (int i = 0; i < T::kGroups; ++i) {
       InitBarrier(&order[i], 4);  // a lane of each warp
       InitBarrier(&ready[i], scatters ? 32 : 1);
@@ -360,7 +362,7 @@ struct Im2colLoader {
 
   __device__ void LoadWeights(const TileAt& tile, const Step& step, int stage) const {
     LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.pipeline.full[stage], tile.n0,
-                     tile.phase, cta.shared, params.part, cta.rank);
+                     tile.phase, cta.multicast_ctas, params.part, cta.rank);
   }
   __device__ TileAt TileOf(int index) const {
     return im2col::TileOf<T, F::kDoubled>(params, index, cta.rank);
@@ -419,7 +421,7 @@ struct Im2colLoader {
 /// A consumer warpgroup: multiplies the stages of its tiles.
 template <typename T, typename F>
 struct Consumer {
-  using Accumulators = float[T::kRows][T::kAccumulators];
+  using Accumulators = float[T::kSubtiles][T::kAccumulators];
   using Operands = Im2colOperands<T, Cta<T, F::kDoubled>>;
 
   const Conv2dLaunch& conv;
@@ -431,7 +433,7 @@ struct Consumer {
     if (F::kEnding != Ending::kAny || params.add.data == nullptr) return;
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int i = 0; i < T::kRows; ++i) {
+    for (int i = 0; i < T::kSubtiles; ++i) {
       AddToTile(conv, params, tile.m0 + cta.FirstPixel(group) + i * 64 + row, tile.n0, sums[i]);
     }
   }
@@ -439,7 +441,7 @@ struct Consumer {
   __device__ void Multiply(const TileAt& tile, int steps, int split, bool is_last, int tiles_done,
                            Operands& operands, Accumulators& accumulators) const {
 #pragma unroll
-    for (int i = 0; i < T::kRows; ++i) {
+    for (int i = 0; i < T::kSubtiles; ++i) {
       InitAccumulators(split == 0 ? params.bias : nullptr, tile.n0, accumulators[i]);
     }
     WaitForPredecessors();
@@ -457,7 +459,7 @@ struct Consumer {
   __device__ void MultiplyE4m3(const TileAt& tile, Operands& operands, Accumulators& accumulators,
                                Accumulators& total) const {
 #pragma unroll
-    for (int i = 0; i < T::kRows; ++i) {
+    for (int i = 0; i < T::kSubtiles; ++i) {
       AnyAccumulators(accumulators[i]);
 #pragma unroll
       for (float& sum : total[i]) sum = 0;
@@ -471,7 +473,7 @@ struct Consumer {
       AddRun(accumulators, /*is_first=*/false, total);
     }
 #pragma unroll
-    for (int i = 0; i < T::kRows; ++i)
+    for (int i = 0; i < T::kSubtiles; ++i)
       ScaleAndAddBias(params.scales, params.bias, tile.n0, total[i]);
   }
 
@@ -479,7 +481,7 @@ struct Consumer {
   __device__ void Finish(const TileAt& tile, int tiles_done, const Accumulators& sums) const {
     if constexpr (F::kEnding == Ending::kGateE4m3) {
 #pragma unroll
-      for (int i = 0; i < T::kRows; ++i) {
+      for (int i = 0; i < T::kSubtiles; ++i) {
         StoreGatedE4m3(conv, params.grid.pixels, tile.m0 + cta.FirstPixel(group) + i * 64,
                        tile.n0 / 2, sums[i]);
       }
@@ -487,7 +489,7 @@ struct Consumer {
       const EpilogueBuffer<T> epilogue = cta.Epilogue(group);
       Wait(epilogue.ready, tiles_done & 1);
 #pragma unroll
-      for (int i = 0; i < T::kRows; ++i) {
+      for (int i = 0; i < T::kSubtiles; ++i) {
         const auto begin = [&](int box) { return epilogue.Box(i * T::kAcross + box); };
         const auto end = [&](int box) { epilogue.Commit(i * T::kAcross + box); };
         constexpr int kBox = F::kEnding == Ending::kGate ? T::kGatedBox : T::kBox;
@@ -553,16 +555,16 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (warp == kProducerWarp && ElectOne()) {
     PrefetchTensorMaps<F::kShortcut>(params);
     cta.InitBarriers();
-    if (cta.shared == 1) loader.LoadEarly();
+    if (cta.multicast_ctas == 1) loader.LoadEarly();
   }
   __syncthreads();
-  if (cta.shared > 1) ArriveAtClusterRelaxed();
+  if (cta.multicast_ctas > 1) ArriveAtClusterRelaxed();
 
   if (group == T::kGroups) {
     DecreaseRegisters<T::kProducerRegisters>();
-    if (cta.shared > 1) WaitForCluster();
+    if (cta.multicast_ctas > 1) WaitForCluster();
     if (warp == kProducerWarp && ElectOne()) {
-      if (cta.shared > 1) loader.LoadEarly();
+      if (cta.multicast_ctas > 1) loader.LoadEarly();
       loader.Load();
     }
     const int of = warp - kProducerWarp - 1;  // one warp per consumer
@@ -579,11 +581,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   } else {
     IncreaseRegisters<T::kConsumerRegisters>();
-    if (cta.shared > 1) WaitForCluster();
+    if (cta.multicast_ctas > 1) WaitForCluster();
     Consumer<T, F>{conv, params, cta, group}.Run();
   }
 
-  if (cta.shared > 1) {
+  if (cta.multicast_ctas > 1) {
     ArriveAtCluster();  // others may still signal or write into this CTA's shared memory
     WaitForCluster();
   }
@@ -616,11 +618,11 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   Params params;
   params.grid = GridOf(conv);
   const int m_tiles = (params.grid.pixels + T::kM - 1) / T::kM;
-  params.shared = plan.cluster;
+  params.multicast_ctas = plan.cluster;
   params.part = T::kN / plan.cluster;
-  params.m_tiles = (m_tiles + params.shared - 1) / params.shared * params.shared;
+  params.m_tiles = (m_tiles + plan.cluster - 1) / plan.cluster * plan.cluster;
   params.n_tiles = (conv.outputs + T::kN - 1) / T::kN;
-  const int rows = params.m_tiles / params.shared;
+  const int rows = params.m_tiles / plan.cluster;
   const int64_t weight_bytes = int64_t{2} * conv.outputs * conv.weight_stride;
   params.band = FastDivmod(weight_bytes > kWeightsThatStay ? std::min(rows, kBand) : 1);
   params.bands = rows / params.band.value;
@@ -662,9 +664,8 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
     result = encode_boxes(&params.residual, conv.residual, conv.outputs, T::kBox);
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
-  const int64_t tiles =
-      int64_t{params.grid.phases} * (params.m_tiles / params.shared) * params.n_tiles;
-  return LaunchPersistent<T>(kernel, tiles, params.shared, conv, params, queue);
+  const int64_t tiles = int64_t{params.grid.phases} * rows * params.n_tiles;
+  return LaunchPersistent<T>(kernel, tiles, plan.cluster, conv, params, queue);
 }
 
 template <Element kElement>

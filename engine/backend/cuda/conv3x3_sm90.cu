@@ -55,7 +55,7 @@ struct Tile {
   static constexpr bool kFirstIsTotal = kPingPong || (kSplitK && kN < 192);
   static constexpr int kLag = kSpec.kernel.lag;
   static constexpr int kCluster = 2;  // CTAs that multicast weights, or have one split of k each
-  static constexpr int kRows = kPingPong ? 2 : 1;  // subtiles per consumer
+  static constexpr int kSubtiles = kPingPong ? 2 : 1;  // per consumer
   static constexpr int kAccumulators = kN / 2;
   static constexpr int kStageBytes = kN * kStepBytes;
   // Bytes of a box of 64 pixels × kBox outputs.
@@ -78,7 +78,7 @@ struct Tile {
   static constexpr bool kAddsEarly = kAddsRuns && kN < (kE4m3 ? 160 : 192);
   static constexpr int kThreads = kSpec.kernel.threads;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the producer warp
-  static_assert(kN % kBox == 0 && kRows % kBuffers == 0 && kLag < kStages);
+  static_assert(kN % kBox == 0 && kSubtiles % kBuffers == 0 && kLag < kStages);
   static_assert(kStages <= kTaps && kE4m3Run == kTaps);
   static_assert(kM == 2 * kSubtileEdge * kSubtileEdge && kSpec.kernel.consumers == 2);
   static_assert(kPingPong != kAddsRuns, "the consumers that add runs share a tile");
@@ -124,10 +124,11 @@ struct Params : MainloopParams {
 struct TileAt {
   int image, y, x, n0;
 };
-/// kShared: CTAs of a cluster, if each has its own tile.
-template <typename T, int kShared>
+/// kMulticastCtas: CTAs of a cluster, if each has its own tile.
+template <typename T, int kMulticastCtas>
 __device__ inline TileAt TileOf(const Params& params, int index, int rank) {
-  const int m = index / params.n_tiles * kShared + rank % kShared, line = m / params.tiles_x;
+  const int m = index / params.n_tiles * kMulticastCtas + rank % kMulticastCtas,
+            line = m / params.tiles_x;
   return {line / params.tiles_y * params.images_at_once, line % params.tiles_y * kSubtileEdge,
           m % params.tiles_x * 2 * kSubtileEdge, index % params.n_tiles * T::kN};
 }
@@ -137,8 +138,7 @@ template <typename T, bool kShortcut, bool kSplitOverCluster>
 struct Cta : TileScheduler<T::kPingPong> {
   using Slots = HaloTilesOf<kShortcut>;
   using Step = StepAt<kShortcut, kTaps>;
-  static constexpr int kShared =
-      kSplitOverCluster ? 1 : T::kCluster;  // CTAs that multicast weights
+  static constexpr int kMulticastCtas = kSplitOverCluster ? 1 : T::kCluster;
 
   const Params& params;
   unsigned char* halo_tiles;  // Slots
@@ -158,7 +158,8 @@ struct Cta : TileScheduler<T::kPingPong> {
   bool normalises;
 
   __device__ Cta(const Conv2dLaunch& conv, const Params& params, unsigned char* memory)
-      : TileScheduler<T::kPingPong>(params.m_tiles / kShared * params.n_tiles.value, T::kCluster),
+      : TileScheduler<T::kPingPong>(params.m_tiles / kMulticastCtas * params.n_tiles.value,
+                                    T::kCluster),
         params(params),
         halo_tiles(memory),
         ring(halo_tiles + Slots::kBytes),
@@ -185,16 +186,16 @@ struct Cta : TileScheduler<T::kPingPong> {
 
   __device__ unsigned char* Weights(int stage) const { return ring + stage * T::kStageBytes; }
   __device__ unsigned char* HaloTile(int slot) const { return Slots::At(halo_tiles, slot); }
-  __device__ TileAt Tile(int index) const { return TileOf<T, kShared>(params, index, rank); }
+  __device__ TileAt Tile(int index) const { return TileOf<T, kMulticastCtas>(params, index, rank); }
   /// A thread for each CTA that shares the stage tells it that the stage is free.
   __device__ void ReleaseStage(int stage) const {
     const int thread = threadIdx.x % 128;
-    if (thread < kShared) pipeline.ConsumerRelease(stage, kSplitOverCluster ? rank : thread);
+    if (thread < kMulticastCtas) pipeline.ConsumerRelease(stage, kSplitOverCluster ? rank : thread);
   }
 
   /// Called by one thread.
   __device__ void InitBarriers() const {
-    pipeline.Init((T::kPingPong ? 1 : 2) * kShared);
+    pipeline.Init((T::kPingPong ? 1 : 2) * kMulticastCtas);
     halo_pipeline.Init(T::kPingPong ? 1 : 2);
     for (int slot = 0; slot < Slots::kWindowed; ++slot) {
       InitBarrier(&halo_tile_normal[slot], T::kTransformers);
@@ -226,7 +227,7 @@ struct HaloTileLoader {
   __device__ void LoadWeights(int n0, const typename C::Step& step, int stage) const {
     ArriveExpectTx(&cta.pipeline.full[stage], T::kStageBytes);
     LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.pipeline.full[stage], n0,
-                     /*phase=*/0, C::kShared, T::kN / C::kShared, cta.rank);
+                     /*phase=*/0, C::kMulticastCtas, T::kN / C::kMulticastCtas, cta.rank);
   }
   template <bool kOf>
   __device__ void LoadNext(Next& at) const {
@@ -270,16 +271,16 @@ struct HaloTileLoader {
 
     // When this tap's stage is free, the preceding halo tile has been used up.
     constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
-    // With a shortcut the two slots are replaced step by step: when step `used` has freed its
+    // With a shortcut the two slots are replaced step by step: when step `released` has freed its
     // stage, and was the last of its halo tile. Waiting for the slot earlier would delay weights.
-    auto used = cta.begin;
-    const auto replace_used = [&] {
-      if (used.IsOfShortcut(params.depth)) {
+    auto released = cta.begin;
+    const auto replace_released = [&] {
+      if (released.IsOfShortcut(params.depth)) {
         load_next_of_shortcut();
-      } else if (used.IsLastTap(params.depth)) {
+      } else if (released.IsLastTap(params.depth)) {
         load_next();
       }
-      used.Advance(conv, params);
+      released.Advance(conv, params);
     };
     PipelineState<T::kStages> state{0, 1};
     int step = T::kStages;
@@ -291,7 +292,7 @@ struct HaloTileLoader {
         cta.pipeline.ProducerAcquire(state);
         LoadWeights(n0, at, state.stage);
         if (kShortcut) {
-          replace_used();
+          replace_released();
         } else if (at.tap == kLead) {
           load_next();
         }
@@ -299,7 +300,7 @@ struct HaloTileLoader {
         state.Advance();
       }
     }
-    for (int i = 0; kShortcut && i < T::kStages; ++i) replace_used();
+    for (int i = 0; kShortcut && i < T::kStages; ++i) replace_released();
     ReleaseDependents();
   }
 };
@@ -369,29 +370,29 @@ struct Consumer {
   __device__ void PassOrder() const {
     if (threadIdx.x % 32 == 0) Arrive(&cta.order[1 - group]);
   }
-  /// The epilogue's buffer of subtile `row` of this consumer, and where that subtile lies.
-  __device__ int Buffer(int row) const { return group * T::kBuffers + row % T::kBuffers; }
-  __device__ TileAt Subtile(int row) const {
-    const int subtile = T::kPingPong ? row : group;
+  /// The epilogue's buffer of a subtile of this consumer, and where that subtile lies.
+  __device__ int Buffer(int subtile) const { return group * T::kBuffers + subtile % T::kBuffers; }
+  __device__ TileAt Subtile(int subtile) const {
+    const int of_tile = T::kPingPong ? subtile : group;
     TileAt at = tile;
     if (params.images_at_once == 2) {
-      at.image += subtile;
+      at.image += of_tile;
     } else {
-      at.x += subtile * kSubtileEdge;
+      at.x += of_tile * kSubtileEdge;
     }
     return at;
   }
-  __device__ void LoadAdded(int row, uint32_t (&added)[T::kAccumulators / 4]) const {
-    const int image = min(Subtile(row).image, conv.images - 1);  // that exists
+  __device__ void LoadAdded(int subtile, uint32_t (&added)[T::kAccumulators / 4]) const {
+    const int image = min(Subtile(subtile).image, conv.images - 1);  // that exists
     LoadPerImage<T::kBox>(conv, params.add, image, tile.n0, added);
   }
-  __device__ void BeginStaging(int row) const {
+  __device__ void BeginStaging(int subtile) const {
     if (!leads) return;
     const bool has_residual = conv.residual.data != nullptr;
-    const int buffer = Buffer(row);
+    const int buffer = Buffer(subtile);
     ArriveExpectTx(&cta.staged[buffer], has_residual ? T::kBufferBytes : 0);
     if (!has_residual) return;
-    const TileAt at = Subtile(row);
+    const TileAt at = Subtile(subtile);
     for (int box = 0; box < T::kBoxes; ++box) {
       TmaLoad(cta.staging + buffer * T::kBufferBytes + box * T::kBoxBytes, &params.residual,
               &cta.staged[buffer], tile.n0 + box * T::kBox, at.x, at.y, at.image);
@@ -402,13 +403,13 @@ struct Consumer {
   __device__ void BeginStaging() const {
     if (leads) TmaStoreWaitRead();
 #pragma unroll
-    for (int row = 0; row < T::kBuffers; ++row) BeginStaging(row);
+    for (int subtile = 0; subtile < T::kBuffers; ++subtile) BeginStaging(subtile);
   }
 
   /// Run `run` of k: a split, or in e4m3 a halo tile. kIsFirst: `accumulators` are kept, else
   /// overwritten.
-  template <bool kIsFirst, int kRows, int kAccumulators>
-  __device__ void Multiply(int run, float (&accumulators)[kRows][kAccumulators]) {
+  template <bool kIsFirst, int kSubtiles, int kAccumulators>
+  __device__ void Multiply(int run, float (&accumulators)[kSubtiles][kAccumulators]) {
     const int steps = params.depth.steps.value;
     const int count = T::kE4m3            ? kTaps
                       : kSplitOverCluster ? cta.steps
@@ -443,27 +444,29 @@ struct Consumer {
     }
   }
 
-  __device__ void Finish(int tiles_done, const float (&total)[T::kRows][T::kAccumulators]) const {
+  __device__ void Finish(int tiles_done,
+                         const float (&total)[T::kSubtiles][T::kAccumulators]) const {
 #pragma unroll
-    for (int row = 0; row < T::kRows; ++row) {
-      const int buffer = Buffer(row);
-      unsigned char* const subtile = cta.staging + buffer * T::kBufferBytes;
-      Wait(&cta.staged[buffer], (tiles_done * (T::kRows / T::kBuffers) + row / T::kBuffers) & 1);
+    for (int subtile = 0; subtile < T::kSubtiles; ++subtile) {
+      const int buffer = Buffer(subtile);
+      unsigned char* const staging = cta.staging + buffer * T::kBufferBytes;
+      Wait(&cta.staged[buffer],
+           (tiles_done * (T::kSubtiles / T::kBuffers) + subtile / T::kBuffers) & 1);
       StageEpilogue<T::kBox, Ending::kAny>(
-          conv, total[row], [&](int box) { return subtile + box * T::kBoxBytes; }, [](int) {});
+          conv, total[subtile], [&](int box) { return staging + box * T::kBoxBytes; }, [](int) {});
       FenceProxyAsync();
       SyncWarpgroup(group);
-      const TileAt at = Subtile(row);
+      const TileAt at = Subtile(subtile);
       if (leads) {
         for (int box = 0; box < T::kBoxes; ++box) {
-          TmaStore(&params.out, subtile + box * T::kBoxBytes, tile.n0 + box * T::kBox, at.x, at.y,
+          TmaStore(&params.out, staging + box * T::kBoxBytes, tile.n0 + box * T::kBox, at.x, at.y,
                    at.image);
         }
         TmaStoreCommit();
       }
-      if (row + T::kBuffers < T::kRows) {
+      if (subtile + T::kBuffers < T::kSubtiles) {
         if (leads) TmaStoreWaitRead();
-        BeginStaging(row + T::kBuffers);
+        BeginStaging(subtile + T::kBuffers);
       }
     }
   }
@@ -484,13 +487,13 @@ struct Consumer {
                              ? T::kLag
                              : 1;  // a single tile has no epilogue to hide
 
-      float total[T::kRows][T::kAccumulators],
-          accumulators[T::kRows][T::kAddsRuns ? T::kAccumulators : 1];
+      float total[T::kSubtiles][T::kAccumulators],
+          accumulators[T::kSubtiles][T::kAddsRuns ? T::kAccumulators : 1];
       uint32_t added[T::kAccumulators / 4];
       const auto add_per_image = [&] {
         if (!adds) return;
 #pragma unroll
-        for (int i = 0; i < T::kRows; ++i) {
+        for (int i = 0; i < T::kSubtiles; ++i) {
           if (!T::kAddsEarly) LoadAdded(i, added);
           AddPerImage(added, 0, total[i]);
           AddPerImage(added, 1, total[i]);
@@ -498,7 +501,7 @@ struct Consumer {
       };
       if constexpr (T::kFirstIsTotal) {
 #pragma unroll
-        for (int i = 0; i < T::kRows; ++i) {
+        for (int i = 0; i < T::kSubtiles; ++i) {
           InitAccumulators(has_first_run ? params.bias : nullptr, tile.n0, total[i]);
         }
         AnyAccumulators(accumulators[0]);
@@ -600,8 +603,8 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   const bool split_over_cluster = plan.cluster > 1;
   static_assert(T::kSpec.split_k != SplitK::kCluster ||
                 kMinStepsSplitOverCluster >= 2 * T::kStages);
-  const int shared = split_over_cluster ? 1 : T::kCluster;
-  params.m_tiles = (m_tiles + shared - 1) / shared * shared;
+  const int multicast_ctas = split_over_cluster ? 1 : T::kCluster;
+  params.m_tiles = (m_tiles + multicast_ctas - 1) / multicast_ctas * multicast_ctas;
   params.tiles_x = FastDivmod(tiles_x), params.tiles_y = FastDivmod(tiles_y);
   params.n_tiles = FastDivmod((conv.outputs + T::kN - 1) / T::kN);
   const int pitch = params.images_at_once == 2 ? kSubtileEdge + 2 : 2 * kSubtileEdge + 2;
@@ -618,7 +621,7 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
     return EncodeImages(map, rows, channels, conv, kStep, shortcut ? params.shortcut_pitch : pitch,
                         shortcut ? kSubtileEdge : kSubtileEdge + 2, params.images_at_once);
   };
-  if (cudaError_t error = InitMainloop(&params, conv, T::kN / shared, encode_halo_tile);
+  if (cudaError_t error = InitMainloop(&params, conv, T::kN / multicast_ctas, encode_halo_tile);
       error != cudaSuccess) {
     return error;
   }
@@ -630,7 +633,7 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   }
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
-  const int64_t tiles = int64_t{params.m_tiles / shared} * params.n_tiles.value;
+  const int64_t tiles = int64_t{params.m_tiles / multicast_ctas} * params.n_tiles.value;
   if (!split_over_cluster) {
     return LaunchPersistent<T>(kernel, tiles, T::kCluster, conv, params, queue);
   }

@@ -43,12 +43,12 @@ struct Tile {
   static constexpr int kAccumulators = kPixels * kOutputs / kConsumers;  // per thread
   static constexpr int kLogBlocks = BinaryLogarithm(kOutputs / 8);       // blocks of eight outputs
   static_assert(kSpec.m == kGroups * kPixels);
-  using P = HaloTiles<kShortcut, kGroups * kHaloTileSlot, kGroups * kShortcutSlot>;
+  using Slots = HaloTiles<kShortcut, kGroups * kHaloTileSlot, kGroups * kShortcutSlot>;
   using Step = StepAt<kShortcut, kInHaloTiles ? kTaps : 0>;
-  static constexpr int kWindowed = kInHaloTiles ? P::kWindowed : 0;
-  static constexpr int kOfShortcut = kInHaloTiles ? P::kOfShortcut : 0;
+  static constexpr int kWindowed = kInHaloTiles ? Slots::kWindowed : 0;
+  static constexpr int kOfShortcut = kInHaloTiles ? Slots::kOfShortcut : 0;
   static constexpr int kSlots = kWindowed + kOfShortcut;
-  static constexpr int kAllHaloTileBytes = kInHaloTiles ? P::kBytes : 0;
+  static constexpr int kAllHaloTileBytes = kInHaloTiles ? Slots::kBytes : 0;
   static constexpr int kWeightBytes = kOutputs * kStepBytes;
   static constexpr int kInputBytes = kPixels * kStepBytes;  // of a group
   static constexpr int kStageBytes = kWeightBytes + (kInHaloTiles ? 0 : kGroups * kInputBytes);
@@ -224,7 +224,7 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
 /// A CTA's shared memory, and its steps along k.
 template <typename T>
 struct Cta {
-  using Slots = typename T::P;
+  using Slots = typename T::Slots;
 
   unsigned char* shared;
   unsigned char* ring;  // of stages: the weights of a step, then its inputs unless in halo tiles
@@ -256,7 +256,7 @@ struct Cta {
   __device__ int BeginOf(int split) const { return steps * split >> log_splits; }
   __device__ unsigned char* WeightsOf(int stage) const { return ring + stage * T::kStageBytes; }
   __device__ unsigned char* InputsOf(int stage) const { return WeightsOf(stage) + T::kWeightBytes; }
-  __device__ unsigned char* HaloTile(int slot) const { return T::P::At(shared, slot); }
+  __device__ unsigned char* HaloTile(int slot) const { return Slots::At(shared, slot); }
   /// Whether any of its steps, from `first` to `end`, is of the window.
   __device__ bool HasWindowed(const typename T::Step& first, const typename T::Step& end) const {
     return end_step - end.of_shortcut > first_step - first.of_shortcut;
@@ -311,7 +311,7 @@ __device__ inline void LoadWeights(const Cta<T>& cta, const Conv2dLaunch& conv,
     uint64_t* const full = &cta.pipeline.full[stage];
     ArriveExpectTx(full, T::kStageBytes);  // of the inputs, too
     LoadWeightsByTma(cta.WeightsOf(stage), WeightOf(params, at), full, tile.n0, tile.phase,
-                     /*shared=*/1, 0, 0);
+                     /*multicast_ctas=*/1, 0, 0);
   });
 }
 

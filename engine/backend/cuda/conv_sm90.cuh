@@ -88,17 +88,17 @@ struct TileScheduler {
   __device__ int StrideOfConsumer() const { return kInFlight * stride; }
 };
 
-/// Launches persistent CTAs in clusters of `shared`: as many clusters as the device holds, at most
-/// one per tile.
+/// Launches persistent CTAs in clusters of `cluster` CTAs: as many clusters as the device holds, at
+/// most one per tile.
 template <typename T, typename Params>
-cudaError_t LaunchPersistent(void (*kernel)(Conv2dLaunch, Params), int64_t tiles, int shared,
+cudaError_t LaunchPersistent(void (*kernel)(Conv2dLaunch, Params), int64_t tiles, int cluster,
                              const Conv2dLaunch& conv, const Params& params, const Queue& queue) {
-  const int64_t at_once = queue.multiprocessors / shared;
+  const int64_t at_once = queue.multiprocessors / cluster;
   return LaunchDependent(kernel,
-                         {.grid = static_cast<unsigned>(std::min(tiles, at_once) * shared),
+                         {.grid = static_cast<unsigned>(std::min(tiles, at_once) * cluster),
                           .block = T::kThreads,
                           .shared_bytes = T::kSharedBytes,
-                          .cluster = static_cast<unsigned>(shared)},
+                          .cluster = static_cast<unsigned>(cluster)},
                          queue, EpilogueOf(conv), params);
 }
 

@@ -113,15 +113,15 @@ __device__ inline WeightAt WeightOf(const MainloopParams& params,
   return {&params.weight, step.channel, step.tap};
 }
 
-/// Loads a step's weights of the outputs from n0 on. Each CTA of a cluster of `shared` loads those
-/// of `part` outputs for all of them.
+/// Loads a step's weights of the outputs from n0 on. Each CTA of a cluster of `multicast_ctas`
+/// loads those of `part` outputs for all of them.
 __device__ inline void LoadWeightsByTma(unsigned char* to, const WeightAt& from, uint64_t* barrier,
-                                        int n0, int phase, int shared, int part, int rank) {
-  if (shared == 1) {
+                                        int n0, int phase, int multicast_ctas, int part, int rank) {
+  if (multicast_ctas == 1) {
     TmaLoadWeights(to, from.map, barrier, from.channel, from.tap, n0, phase);
   } else {
     TmaLoadMulticast(to + rank * part * kStepBytes, from.map, barrier, from.channel, from.tap,
-                     n0 + rank * part, phase, static_cast<uint16_t>((1 << shared) - 1));
+                     n0 + rank * part, phase, static_cast<uint16_t>((1 << multicast_ctas) - 1));
   }
 }
 
