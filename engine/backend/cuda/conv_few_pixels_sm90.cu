@@ -375,7 +375,7 @@ __device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& co
   const typename T::Step first(conv, params, cta.first_step), end(conv, params, cta.end_step);
   const int end_chunk =
       cta.HasWindowed(first, end) ? end.chunk + (end.tap > 0 ? 1 : 0) : first.chunk;
-  int slot = 0, round = 0;
+  PipelineState<T::kWindowed> state;
   const uint32_t inside = PixelsInside<T::kTransformers / 8, kHaloTilePixels>(
       conv, kPitch, thread, tile.y - 1, tile.x - 1);
   WaitForPredecessors();
@@ -384,13 +384,13 @@ __device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& co
     float factor[8], offset[8];
     const bool has_channels =
         LoadFactors(conv, params.chunks, chunk, thread % 8, tile.image, factor, offset);
-    cta.halo_pipeline.ConsumerWait(slot, round & 1);
+    cta.halo_pipeline.ConsumerWait(state.stage, state.FullParity());
     if (has_channels) {
-      Normalise<T::kTransformers / 8>(cta.HaloTile(slot), 0, thread, inside, factor, offset);
+      Normalise<T::kTransformers / 8>(cta.HaloTile(state.stage), 0, thread, inside, factor, offset);
     }
     FenceProxyAsync();  // wgmma reads through the async proxy
-    Arrive(&cta.halo_tile_normal[slot]);
-    if (++slot == T::kWindowed) slot = 0, ++round;
+    Arrive(&cta.halo_tile_normal[state.stage]);
+    state.Advance();
   }
 }
 

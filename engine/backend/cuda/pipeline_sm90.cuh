@@ -49,6 +49,9 @@ struct Pipeline {
     Wait(&empty[at.stage], at.EmptyParity());
   }
   __device__ void ConsumerWait(int stage, uint32_t parity) const { Wait(&full[stage], parity); }
+  __device__ void ConsumerWait(const PipelineState<kStages>& at) const {
+    ConsumerWait(at.stage, at.FullParity());
+  }
   __device__ void ConsumerRelease(int stage) const { Arrive(&empty[stage]); }
   /// Releases the stage in CTA `rank` of the cluster.
   __device__ void ConsumerRelease(int stage, int rank) const { ArriveAt(&empty[stage], rank); }

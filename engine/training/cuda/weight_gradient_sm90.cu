@@ -160,8 +160,8 @@ __device__ inline uint64_t TapsDescriptor(const void* halo_tile) {
 
 /// The thread that loads the operands of all steps of this CTA's items.
 template <typename T>
-__device__ inline void Produce(const Params& params, unsigned char* ring, uint64_t* full,
-                               uint64_t* empty) {
+__device__ inline void Produce(const Params& params, unsigned char* ring,
+                               const Pipeline<T::kStages>& pipeline) {
   PipelineState<T::kStages> state;
   PrefetchTensorMap(&params.dout);
   for (int plane = 0; plane < T::kPlanes; ++plane) PrefetchTensorMap(&params.x[plane]);
@@ -177,8 +177,8 @@ __device__ inline void Produce(const Params& params, unsigned char* ring, uint64
     for (; chunk < end_chunk; advance()) {
       unsigned char* const outputs = ring + state.stage * T::kStageBytes;
       unsigned char* const channels = outputs + T::kOutputBytes;
-      uint64_t* const barrier = &full[state.stage];
-      Wait(&empty[state.stage], state.EmptyParity());
+      uint64_t* const barrier = &pipeline.full[state.stage];
+      pipeline.ProducerAcquire(state);
       if constexpr (T::kWindow) {
         const int height = kEdge / params.images_at_once;  // of the step
         ArriveExpectTx(barrier, T::kOutputBytes + T::kPlanes * params.images_at_once * T::kPitch *
@@ -217,7 +217,7 @@ struct Consumer {
   unsigned char* const ring;
   const unsigned char* const ones;
   float4* const earlier;  // sums of a pair's first chunk; each thread's at its index
-  uint64_t *const full, *const empty;
+  const Pipeline<T::kStages> pipeline;
   const int group;
   PipelineState<T::kStages> state = {};
 
@@ -258,7 +258,7 @@ struct Consumer {
           TransposedDescriptor(outputs + (T::kWindow ? 0 : group * kBlockBytes), kBlockBytes);
       const uint64_t b = T::kWindow ? TapsDescriptor<T::kPitch>(channels + PixelsAt(group, 0))
                                     : TransposedDescriptor(channels, kBlockBytes);
-      Wait(&full[state.stage], state.FullParity());
+      pipeline.ConsumerWait(state);
       WgmmaFence();
 #pragma unroll
       for (int k = 0; k < kStep; k += 16) {
@@ -272,14 +272,14 @@ struct Consumer {
       }
       WgmmaCommit();
       WgmmaWait<1>();  // for the previous step
-      if (signals && step > item.begin) Arrive(&empty[last]);
+      if (signals && step > item.begin) pipeline.ConsumerRelease(last);
       last = state.stage;
       state.Advance();
     }
     WgmmaWait<0>();
     PinAccumulators(sums);
     PinAccumulators(bias);
-    if (signals) Arrive(&empty[last]);
+    if (signals) pipeline.ConsumerRelease(last);
   }
 
   /// The main loop of an item without outputs of this warpgroup. One thread releases the stages;
@@ -287,8 +287,8 @@ struct Consumer {
   __device__ void Skip(const Item& item) {
     for (int step = item.begin; step < item.end; ++step) {
       if (threadIdx.x % 128 == 0) {
-        Wait(&full[state.stage], state.FullParity());
-        Arrive(&empty[state.stage]);
+        pipeline.ConsumerWait(state);
+        pipeline.ConsumerRelease(state.stage);
       }
       state.Advance();
     }
@@ -377,16 +377,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char ring[];  // the swizzle's alignment
   unsigned char* const ones = ring + T::kRingBytes;
   float4* const earlier = reinterpret_cast<float4*>(ones + kOnesBytes);
-  uint64_t* const full = reinterpret_cast<uint64_t*>(ones + kOnesBytes + T::kEarlierBytes);
-  uint64_t* const empty = full + T::kStages;
+  const Pipeline<T::kStages> pipeline(
+      reinterpret_cast<uint64_t*>(ones + kOnesBytes + T::kEarlierBytes));
   // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
 
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < T::kStages; ++stage) {
-      InitBarrier(&full[stage], 1);
-      InitBarrier(&empty[stage], kGroups);
-    }
+    pipeline.Init(kGroups);
     FenceBarrierInit();
   }
   constexpr uint32_t kOneOne = 0x3f803f80;  // bf16
@@ -397,10 +394,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (group == kGroups) {
     DecreaseRegisters<kProducerRegisters>();
-    if (warp == kGroups * 4 && ElectOne()) Produce<T>(params, ring, full, empty);
+    if (warp == kGroups * 4 && ElectOne()) Produce<T>(params, ring, pipeline);
   } else {
     IncreaseRegisters<kConsumerRegisters>();
-    Consumer<T>{params, ring, ones, earlier, full, empty, group}.Run();
+    Consumer<T>{params, ring, ones, earlier, pipeline, group}.Run();
   }
 #endif
 }
