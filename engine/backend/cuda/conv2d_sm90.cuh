@@ -455,7 +455,8 @@ struct Consumer {
         });
   }
 
-  /// All of k in e4m3, in runs. The other consumer multiplies while this one adds.
+  /// All of k in e4m3, in runs. Nothing keeps the consumers apart, but while one adds, another may
+  /// multiply.
   __device__ void MultiplyE4m3(const TileAt& tile, Operands& operands, Accumulators& accumulators,
                                Accumulators& total) const {
 #pragma unroll

@@ -8,9 +8,10 @@
 #include "engine/backend/cuda/mainloop_sm90.cuh"
 #include "engine/backend/cuda/tensor_map.h"
 
-/// The loaders of Hopper's convolutions: what TMA brings into shared memory for a step along k, by
-/// a producer, and as which operands a consumer multiplies it. im2col: the pixels of a CTA tile at
-/// one tap in each step. Halo tiles: the pixels at all taps of a 3×3 window at once.
+/// What the loaders and consumers of Hopper's convolutions share: what TMA brings into shared
+/// memory for a step along k, and as which operands a consumer multiplies it. The loaders stand
+/// beside their kernels. im2col: the pixels of a CTA tile at one tap in each step. Halo tiles: the
+/// pixels at all taps of a 3×3 window at once.
 ///
 /// A step is 64 channels (a chunk; 128 in e4m3, as pairs) at one tap. Steps go chunk by chunk,
 /// those of x before those of x2, and in each chunk tap by tap. A chunk of a shortcut is one step.
