@@ -94,9 +94,11 @@ struct WeightGradientLaunch {
   // With nine taps; x has at least `stride` columns, and its lines are a multiple of `stride`.
   int64_t x_height = 1, x_width = 1;
   int stride = 1, pad_top = 0, pad_left = 0;  // stride: or 2
-  float* partial = nullptr;                   // scratch of WeightGradientPartials() floats
-  float* out = nullptr;                       // [outputs, channels, taps]
-  float* bias = nullptr;                      // [outputs], or null: not computed
+  // Scratch of WeightGradientPartials() floats, 128-byte aligned. Its contents are undefined
+  // afterwards.
+  float* partial = nullptr;
+  float* out = nullptr;   // [outputs, channels, taps]
+  float* bias = nullptr;  // [outputs], or null: not computed
 };
 int64_t WeightGradientPartials(const WeightGradientLaunch& launch);
 cudaError_t LaunchWeightGradient(const WeightGradientLaunch& launch, const Queue& queue);

@@ -441,8 +441,9 @@ __device__ inline Vector operator+(const Vector& a, const Vector& b) {
   return {{a.v.x + b.v.x, a.v.y + b.v.y, a.v.z + b.v.z, a.v.w + b.v.w}};
 }
 
-/// Drops a warp's vectors of so many parts from L2 without writing them to memory. The block has
-/// met since they were loaded, and nobody reads them again before they are overwritten.
+/// Drops a warp's vectors of so many parts: what L2 still holds of them is not written to memory.
+/// The block has met since they were loaded, and nobody reads them again before they are
+/// overwritten.
 __device__ inline void DropVectors(const float4* first, int64_t part_vectors, int parts) {
   constexpr int kVectorsOfLine = 128 / 16, kCacheLines = 32 / kVectorsOfLine;
 #pragma unroll 2
