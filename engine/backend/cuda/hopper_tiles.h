@@ -8,7 +8,7 @@
 
 /// The CTA tiles of Hopper's convolutions. kTiles is the only place that defines a tile: kernels,
 /// shared memory, launches, candidates, their names and their expected times are derived from its
-/// rows. To add a tile, add a row.
+/// rows. To add a tile, add a row of a width that Wgmma in hopper.cuh has.
 
 namespace denoised::cuda {
 
