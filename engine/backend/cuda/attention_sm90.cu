@@ -561,8 +561,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
   const Cta<T> cta(block_shared);
-  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  const int warp = UniformWarp();
   if (threadIdx.x == 0) cta.InitBarriers();
   __syncthreads();
 

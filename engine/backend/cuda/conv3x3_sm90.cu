@@ -559,8 +559,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const C cta(conv, params,
               static_cast<unsigned char*>(
                   __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0))));
-  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
+  const int warp = UniformWarp(), group = warp / 4;
   constexpr int kProducerWarp = 8;
   if (warp == kProducerWarp && ElectOne()) {
     PrefetchTensorMaps<kShortcut>(params);

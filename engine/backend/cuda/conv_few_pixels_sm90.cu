@@ -530,8 +530,7 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
                     const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char shared[];  // the swizzle's alignment
-  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  const int warp = UniformWarp();
   const int rank = static_cast<int>(ClusterRank());
   const Cta<T> cta(params, shared, rank);
   const int index = static_cast<int>(blockIdx.x >> params.log_cluster);

@@ -24,6 +24,12 @@ __device__ inline bool ElectOne() {
   return elected != 0;
 }
 
+/// The calling thread's warp. The shuffle tells the compiler that it is uniform: descriptors live
+/// in uniform registers.
+__device__ inline int UniformWarp() {
+  return __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+}
+
 // mbarriers: a phase ends when `arrivals` threads and all expected bytes have arrived.
 
 __device__ inline void InitBarrier(uint64_t* barrier, int arrivals) {

@@ -434,8 +434,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
   const Cta<S> cta(gradient, params, block_shared);
-  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
+  const int warp = UniformWarp(), group = warp / 4;
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) cta.InitBarriers();
   __syncthreads();

@@ -379,8 +379,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   float4* const earlier = reinterpret_cast<float4*>(ones + kOnesBytes);
   const Pipeline<T::kStages> pipeline(
       reinterpret_cast<uint64_t*>(ones + kOnesBytes + T::kEarlierBytes));
-  // The shuffle tells the compiler that `warp` is uniform: descriptors live in uniform registers.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), group = warp / 4;
+  const int warp = UniformWarp(), group = warp / 4;
 
   if (threadIdx.x == 0) {
     pipeline.Init(kGroups);
