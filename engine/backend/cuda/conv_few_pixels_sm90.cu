@@ -587,7 +587,7 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
 
   float sums[1][T::kAccumulators];
   float(&accumulators)[T::kAccumulators] = sums[0];
-  float total[T::kAccumulators];  // of several splits
+  float total[1][T::kAccumulators];  // of several splits
   InitAccumulators(rank == 0 ? params.bias : nullptr, tile.n0, accumulators);
   WaitForPredecessors();  // their output is read and overwritten from here on
   // The next convolution can load its weights during the norm.
@@ -621,13 +621,11 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
     } else {
       // The first CTA adds its splits in registers; the others send them one by one.
       const bool continues = rank == 0 && split > 0;
+      AddRun(sums, !continues, total);
 #pragma unroll
-      for (int i = 0; i < T::kAccumulators; ++i) {
-        total[i] = continues ? total[i] + accumulators[i] : accumulators[i];
-        accumulators[i] = 0;
-      }
+      for (float& sum : accumulators) sum = 0;
       if (rank > 0 || split == cta.splits - 1)
-        SendPartials(cta, params, received, thread, split, total);
+        SendPartials(cta, params, received, thread, split, total[0]);
     }
   }
 

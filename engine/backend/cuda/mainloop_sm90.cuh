@@ -17,7 +17,9 @@
 ///
 /// Runs. k may be cut into runs: splits in bf16, kE4m3Run steps in e4m3. A run is one call. Tensor
 /// cores add its steps in order, and AddRun() the sums of runs in order, in fp32. The first MMA of
-/// a run may overwrite the accumulators, which saves zeroing them.
+/// a run may overwrite the accumulators, which saves zeroing them. Sums of splits that other CTAs
+/// of a cluster have are added in two other places: Consumer::Exchange() in conv3x3_sm90.cu,
+/// Outputs::Sum() in conv_few_pixels_sm90.cu.
 
 namespace denoised::cuda {
 
