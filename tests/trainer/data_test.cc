@@ -262,10 +262,11 @@ TEST_F(DataTest, MetadataThatContradictsItselfIsRefused) {
                                 second + "}\n");
     ExpectRefused(folder_, "", what);
   };
-  refused(R"("label": "cat")", R"("label": "dog")",
-          R"(metadata.jsonl, line 3: the label of a.png is "dog", but in line 1 it is "cat")");
+  refused(
+      R"("label": "cat")", R"("label": "dog")",
+      R"(metadata.jsonl, line 3: the label of a.png is "dog", but line 1 has another; remove one)");
   refused(R"("label": "cat", "weight": 2)", R"("label": "cat", "weight": 3)",
-          "metadata.jsonl, line 3: the weight of a.png is 3, but in line 1 it is 2; remove one");
+          "metadata.jsonl, line 3: the weight of a.png is 3, but line 1 has another; remove one");
   Write("metadata.jsonl", R"({"file_name": "a.png", "label": "cat", "text": "one"})"
                           "\n"
                           R"({"file_name": "b.png", "label": "dog"})"
@@ -358,6 +359,14 @@ TEST_F(DataTest, ClassVectorsOfMetadataZipAndArrays) {
     refused(folder, "", "line 2");
   }
   Write("pictures/metadata.jsonl", first);
+  refused(folder, "", "x/a.png: it has no label");
+  const auto twice = [&](const std::string& one, const std::string& other) {
+    const std::string line = R"({"file_name": "b.png", "label": )";
+    Write("pictures/metadata.jsonl", line + one + "}\n" + line + other + "}\n");
+  };
+  twice("[1, 2]", "[1, 3]");
+  refused(folder, "", "line 2: the label of b.png is [1,3], but line 1 has another; remove one");
+  twice("7", "[7.0]");  // the same vector
   refused(folder, "", "x/a.png: it has no label");
 
   const auto zip = [&](const std::string& labels) {

@@ -333,11 +333,18 @@ absl::StatusOr<Metadata> ReadMetadata(const fs::path& file, const PictureOptions
   const bool vectors = options.wants_vectors;
   Metadata metadata;
   Labels& labels = metadata.labels;
-  std::map<std::string, std::vector<std::string>> files_of_name;
-  std::map<std::string, int> unknown;  // fields, and in how many lines
-  // By file and field: the first line that says it, and what.
-  std::map<std::pair<std::string, std::string>, std::pair<int, nlohmann::json>> said;
+  std::map<std::string, std::string> class_of_file;
+  std::map<std::string, int> unknown;                              // fields, and in how many lines
+  std::map<std::pair<std::string, std::string>, int> first_lines;  // by file and field
   int line_number = 0;
+  // Keeps what this line says of a file, unless an earlier line says something else.
+  const auto keep = [&](const std::string& name, const char* field, const nlohmann::json& said,
+                        auto value, auto* values) -> absl::Status {
+    const int first_line = first_lines.try_emplace({name, field}, line_number).first->second;
+    if (values->try_emplace(name, value).first->second == value) return absl::OkStatus();
+    return InvalidArgument("{}, line {}: the {} of {} is {}, but line {} has another; remove one",
+                           file.string(), line_number, field, name, said.dump(), first_line);
+  };
   for (const std::string& line : LinesOf(text)) {
     ++line_number;
     if (line.empty()) continue;
@@ -347,34 +354,26 @@ absl::StatusOr<Metadata> ReadMetadata(const fs::path& file, const PictureOptions
     metadata.files.insert(name);
     for (const auto& item : json.items()) {
       const std::string& field = item.key();
-      if (field == "file_name" || field == "text") continue;
-      if (field != "label" && field != "weight") {
+      if (field != "file_name" && field != "text" && field != "label" && field != "weight")
         ++unknown[field];
-        continue;
-      }
-      const auto [first, is_new] =
-          said.try_emplace({name, field}, std::pair{line_number, item.value()});
-      const auto& [first_line, value] = first->second;
-      if (!is_new && value != item.value())
-        return InvalidArgument(
-            "{}, line {}: the {} of {} is {}, but in line {} it is {}; remove one", file.string(),
-            line_number, field, name, item.value().dump(), first_line, value.dump());
     }
     if (json.contains("weight")) {
       const nlohmann::json& weight = json["weight"];
       if (!weight.is_number() || !(weight >= 0) || !std::isfinite(weight.get<double>()))
         return InvalidArgument("{}, line {}: weight {} is not a finite number of at least 0",
                                file.string(), line_number, weight.dump());
-      metadata.weights[name] = weight;
+      DENOISED_RETURN_IF_ERROR(
+          keep(name, "weight", weight, weight.get<double>(), &metadata.weights));
     }
     if (!json.contains("label")) continue;
-    if (json["label"].is_string() && !vectors) {
-      files_of_name[json["label"]].push_back(name);
-    } else if (const auto label = LabelOf(json["label"], vectors)) {
-      labels[name] = *label;
+    const nlohmann::json& said = json["label"];
+    if (said.is_string() && !vectors) {
+      DENOISED_RETURN_IF_ERROR(keep(name, "label", said, said.get<std::string>(), &class_of_file));
+    } else if (const auto label = LabelOf(said, vectors)) {
+      DENOISED_RETURN_IF_ERROR(keep(name, "label", said, *label, &labels));
     } else {
       return InvalidArgument("{}, line {}: label {} is not {}", file.string(), line_number,
-                             json["label"].dump(), LabelKind(vectors));
+                             said.dump(), LabelKind(vectors));
     }
   }
   std::vector<std::string> fields;
@@ -385,9 +384,11 @@ absl::StatusOr<Metadata> ReadMetadata(const fs::path& file, const PictureOptions
     options.note(fmt::format(
         "warning: {}: unknown fields are ignored: {}; use file_name, label, text or weight",
         file.string(), Listed(fields, ", ")));
-  if (!labels.empty() && !files_of_name.empty())
+  if (!labels.empty() && !class_of_file.empty())
     return InvalidArgument("{}: some labels are names and some are numbers; use one kind",
                            file.string());
+  std::map<std::string, std::vector<std::string>> files_of_name;
+  for (const auto& [picture, name] : class_of_file) files_of_name[name].push_back(picture);
   Number(files_of_name, &metadata.names, &labels);
   return metadata;
 }
