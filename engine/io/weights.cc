@@ -134,23 +134,22 @@ bool IsFloat(DType dtype) {
 constexpr std::pair<std::string_view, std::string_view> kOldNames[] = {
     {"to_q", "query"}, {"to_k", "key"}, {"to_v", "value"}, {"to_out.0", "proj_attn"}};
 
-/// The name that a tensor of an attention layer had then; of other tensors, its own.
-std::string OldName(std::string name) {
-  const size_t dot = name.rfind('.');
-  if (dot == std::string::npos) return name;
-  const std::string_view layer = std::string_view(name).substr(0, dot);
+/// The name that a layer of attention had then; of other layers, its own.
+std::string OldLayer(std::string layer) {
   for (const auto& [now, before] : kOldNames) {
-    const size_t begin = dot - std::min(dot, now.size());
-    if (!layer.ends_with(now) || (begin > 0 && name[begin - 1] != '.')) continue;
-    return name.replace(begin, now.size(), before);
+    if (!layer.ends_with(now)) continue;
+    const size_t begin = layer.size() - now.size();
+    if (begin == 0 || layer[begin - 1] == '.') return layer.replace(begin, now.size(), before);
   }
-  return name;
+  return layer;
 }
 
 /// The tensor of this name, or else of the old one.
 auto Find(const Safetensors& file, const std::string& name) {
   const auto found = file.tensors().find(name);
-  return found != file.tensors().end() ? found : file.tensors().find(OldName(name));
+  if (found != file.tensors().end()) return found;
+  const size_t dot = std::min(name.rfind('.'), name.size());
+  return file.tensors().find(OldLayer(name.substr(0, dot)) + name.substr(dot));
 }
 
 }  // namespace
@@ -272,11 +271,13 @@ bool Weights::MayHaveInputScales() const { return state_->may_have_scales; }
 
 absl::StatusOr<float> Weights::InputScale() const {
   if (!state_->scales) return 0;
-  const auto found = state_->scales->find(prefix_);
+  auto found = state_->scales->find(prefix_);
+  // Earlier versions calibrated layers under their names in the file.
+  if (found == state_->scales->end()) found = state_->scales->find(OldLayer(prefix_));
   if (found == state_->scales->end())
     return NotFound("{}: the calibration has no scale for layer '{}'; calibrate the model again",
                     file(), prefix_);
-  state_->used_scales.insert(prefix_);
+  state_->used_scales.insert(found->first);
   return found->second;
 }
 

@@ -59,8 +59,8 @@ class Weights {
   void SetInputScales(std::optional<std::map<std::string, float>> scales) const;
   /// Whether SetInputScales() was called.
   bool MayHaveInputScales() const;
-  /// The input scale of the layer at this prefix; 0 if there are no scales. NotFound if there are
-  /// scales but none for this layer.
+  /// The input scale of the layer at this prefix, or at its old name; 0 if there are no scales.
+  /// NotFound if there are scales but none for this layer.
   absl::StatusOr<float> InputScale() const;
 
   /// 16 hexadecimal digits that differ, as good as certainly, for other names, shapes or values of

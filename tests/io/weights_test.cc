@@ -159,6 +159,14 @@ TEST_F(WeightsTest, InputScales) {
   EXPECT_THAT(std::string(root.CheckAllUsed().message()), HasSubstr("the scale of conv_out"));
   ASSERT_TRUE((root / "conv_out").InputScale().ok());
   EXPECT_TRUE(root.CheckAllUsed().ok()) << root.CheckAllUsed();
+  // Calibrations of earlier versions have the names of the file.
+  root.SetInputScales(std::map<std::string, float>{
+      {"mid.query", 0.25f}, {"mid.proj_attn", 4.0f}, {"to.query", 1.0f}, {"to.to_q", 3.0f}});
+  EXPECT_EQ((root / "mid" / "to_q").InputScale().value(), 0.25f);
+  EXPECT_EQ((root / "mid" / "to_out" / 0).InputScale().value(), 4.0f);
+  EXPECT_EQ((root / "to" / "to_q").InputScale().value(), 3.0f);
+  EXPECT_THAT(std::string(root.CheckAllUsed().message()),
+              AllOf(HasSubstr("the scale of to.query"), Not(HasSubstr("mid"))));
 }
 
 TEST_F(WeightsTest, MissingTensorNamesTheClosest) {
