@@ -141,6 +141,13 @@ TEST_F(DataTest, HiddenPicturesAreLeftOutAndNamed) {
   Write("metadata.jsonl", R"({"file_name": "cats/._a.png"})");
   EXPECT_THAT(ReadPictures(folder_, "", options)->files,
               ElementsAre("cats/._a.png", "cats/a.png", "dogs/b.png"));
+  note.clear();
+  Write("metadata.jsonl", R"({"file_name": ".thumbnails/cats/a.png"})");
+  EXPECT_THAT(ReadPictures(folder_, "", options)->files,
+              ElementsAre(".thumbnails/cats/a.png", "cats/a.png", "dogs/b.png"));
+  EXPECT_THAT(note, HasSubstr("(4): .thumbnails, __MACOSX, cats/._a.png, cats/.ipynb_checkpoints; "
+                              "pictures there that metadata.jsonl names are read"));
+  fs::remove(folder_ / "metadata.jsonl");
   // A hidden folder that is itself asked for.
   fs::remove(folder_ / ".thumbnails/circle");
   EXPECT_THAT(ReadPictures(folder_ / ".thumbnails", "", options)->files, ElementsAre("cats/a.png"));

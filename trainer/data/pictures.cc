@@ -396,13 +396,16 @@ absl::StatusOr<Metadata> ReadMetadata(const fs::path& file, const PictureOptions
 /// Files that are no pictures for the trainer, though they may be some.
 struct LeftOut {
   std::set<std::string> hidden;       // by name
+  bool read_below = false;            // a picture of a hidden folder is read
   std::map<std::string, int> others;  // by extension
 
   void Note(const std::string& path, const PictureOptions& options) const {
     if (!options.note) return;
     if (!hidden.empty())
-      options.note(fmt::format("{}: hidden files and folders are left out ({}): {}", path,
-                               hidden.size(), Listed({hidden.begin(), hidden.end()}, ", ")));
+      options.note(
+          fmt::format("{}: hidden files and folders are left out ({}): {}{}", path, hidden.size(),
+                      Listed({hidden.begin(), hidden.end()}, ", "),
+                      read_below ? "; pictures there that metadata.jsonl names are read" : ""));
     std::vector<std::string> formats;
     for (const auto& [extension, count] : others)
       formats.push_back(fmt::format("{} ({})", extension, count));
@@ -453,6 +456,10 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
         path);
   }
   for (const std::string& file : metadata.files) left_out.hidden.erase(file);
+  for (const std::string& hidden : left_out.hidden) {
+    const auto below = metadata.files.lower_bound(hidden + "/");
+    left_out.read_below |= below != metadata.files.end() && below->starts_with(hidden + "/");
+  }
   left_out.Note(path, options);
   std::string no_label = "it has no label in metadata.jsonl";
   if (!has_lines || (metadata.labels.empty() && options.wants_labels)) {
