@@ -39,6 +39,11 @@ void ReadDdpm(const SamplerTraits& traits, ConfigReader& reader, ObjectiveOption
   reader.Refuse("rescale_betas_zero_snr", false);
   reader.Refuse("trained_betas", nullptr);
   reader.Refuse("use_flow_sigmas", false);
+  // diffusers before 0.9 said so that the network predicts x0.
+  if (const nlohmann::json& epsilon = reader.Raw("predict_epsilon");
+      !epsilon.is_null() && epsilon != true)
+    reader.Complain("predict_epsilon",
+                    "not supported; remove it, and set prediction_type to \"sample\"");
   options->beta_start = traits.betas.start;
   options->beta_end = traits.betas.end;
   for (const auto& [schedule, name] : kSchedules)

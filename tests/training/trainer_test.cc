@@ -1035,6 +1035,18 @@ TEST(Objective, IsReadFromAScheduler) {
   }
 }
 
+TEST(Objective, OfASchedulerThatItCannotKeepIsRefused) {
+  const auto refused = [](const nlohmann::json& config) {
+    return std::string(ObjectiveOfScheduler(config, "scheduler").status().message());
+  };
+  nlohmann::json config = {{"_class_name", "DDPMScheduler"}, {"predict_epsilon", false}};
+  EXPECT_EQ(refused(config),
+            "scheduler: field 'predict_epsilon' is false: not supported; remove it, and set "
+            "prediction_type to \"sample\"");
+  config["predict_epsilon"] = true;
+  EXPECT_EQ(refused(config), "");
+}
+
 /// As diffusers' classes and the server take fields that a file leaves out.
 TEST(Objective, BetasThatASchedulerLeavesOutAreItsClasss) {
   for (const auto& [name, start, end] :
