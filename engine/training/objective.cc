@@ -113,7 +113,11 @@ absl::StatusOr<ObjectiveOptions> ObjectiveOfScheduler(const nlohmann::json& conf
     reader.Read("num_train_timesteps", &options.timesteps);
     reader.CheckRange("num_train_timesteps", options.timesteps, 1, kMaxTimesteps);
     options.kind = Kind::kFlow;
-    if (traits->training == Training::kBetas) ReadDdpm(*traits, reader, &options);
+    if (traits->training == Training::kBetas) {
+      ReadDdpm(*traits, reader, &options);
+    } else if (const nlohmann::json& shift = reader.Raw("shift"); !shift.is_null() && shift != 1) {
+      reader.Complain("shift", "the scheduler of the trained model has 1; use 1");
+    }
   }
   DENOISED_RETURN_IF_ERROR(reader.Finish());
   return options;

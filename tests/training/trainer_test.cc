@@ -1045,6 +1045,11 @@ TEST(Objective, OfASchedulerThatItCannotKeepIsRefused) {
             "prediction_type to \"sample\"");
   config["predict_epsilon"] = true;
   EXPECT_EQ(refused(config), "");
+  config = {{"_class_name", "FlowMatchEulerDiscreteScheduler"}, {"shift", 3.0}};
+  EXPECT_EQ(refused(config),
+            "scheduler: field 'shift' is 3.0: the scheduler of the trained model has 1; use 1");
+  config["shift"] = 1.0;
+  EXPECT_EQ(refused(config), "");
 }
 
 /// As diffusers' classes and the server take fields that a file leaves out.
