@@ -464,8 +464,8 @@ void AddStepFlags(CLI::App& app, Flags* flags) {
       ->type_name(In(0, 1e9));
   app.add_option("--average", flags->averages,
                  "Moving average of the weights: warmup:0.999 (diffusers), decay:0.999 or "
-                 "power:0.05 (EDM2). "
-                 "May be repeated; the first is written to model/. Default: warmup:0.999")
+                 "power:0.05 (EDM2). May be repeated; the first is written to model/. "
+                 "Default: warmup:0.999")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
   app.add_option("--dropout", flags->dropout,

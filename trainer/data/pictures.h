@@ -49,10 +49,10 @@ struct Pictures {
 ///
 ///   a folder   .png, .jpg, .jpeg, .jpe, .jfif and .webp files below it, in the order of their
 ///              names, without those that are hidden (".x", "__MACOSX") and have no line in
-///              metadata.jsonl. Labels: of
-///              metadata.jsonl ({"file_name": "a.png", "label": 3}) if it has any, else each
-///              folder right below is a class, in the order of their names. "weight": 0.5 in
-///              metadata.jsonl is how often a picture is drawn, 1 where it is not said
+///              metadata.jsonl. Labels: of metadata.jsonl ({"file_name": "a.png", "label": 3}) if
+///              it has any, else each folder right below is a class, in the order of their names.
+///              "weight": 0.5 in metadata.jsonl is how often a picture is drawn, 1 where it is
+///              not said
 ///   .zip       the same files; labels of dataset.json ({"labels": [["a.png", 3], …]}), as EDM's
 ///              dataset_tool.py writes them
 ///   IDX        MNIST's files, .gz or not; `labels_path` is the file of labels
