@@ -20,6 +20,8 @@ class TriangleTaps {
     centre_ = (static_cast<double>(i) + 0.5) * scale;
     first_ = std::max(0, static_cast<int>(std::floor(centre_ - support_)));
     last_ = std::min(from - 1, static_cast<int>(std::ceil(centre_ + support_)));
+    while (first_ < last_ && Height(first_) == 0) ++first_;
+    while (last_ > first_ && Height(last_) == 0) --last_;
     for (int j = first_; j <= last_; ++j) sum_ += Height(j);
   }
 
@@ -48,32 +50,79 @@ struct Direction {
   int source_count() const { return Taps(count - 1).last() + 1 - source_first(); }
 };
 
-/// Filters the middle dimension of [outer, direction.source_count(), inner]. `stride` is that of
-/// the middle dimension, `outer_stride` that of the outer one, in floats; inner elements are
-/// adjacent.
-Tensor FilterMiddle(const float* source, int64_t outer_stride, int64_t stride, int64_t outer,
-                    const Direction& direction, int64_t inner) {
+/// What FilterMiddle() reads and writes: [outer, positions, inner] floats. `stride` is that of the
+/// positions, `outer_stride` that of the outer dimension; inner elements are adjacent.
+struct Middle {
+  const float* source;
+  float* target;
+  int64_t outer_stride, stride, inner;
+};
+
+/// Filters lines [outer_first, outer_last) at output positions [first, last). kInner: the inner
+/// elements, if known at compile time, else 0.
+template <int kInner>
+void FilterPart(const Middle& of, const Direction& direction, int64_t outer_first,
+                int64_t outer_last, int first, int last) {
   const int to = direction.count, source_first = direction.source_first();
-  Tensor out = Tensor::Host({outer, to, inner}, DType::kF32);
-  float* target = out.as<float>();
-  std::fill_n(target, out.elements(), 0.0f);
-  // The weights of a long line would take more memory than the image: only a part is kept at once.
+  const int64_t inner = kInner > 0 ? kInner : of.inner;
+  for (int64_t o = outer_first; o < outer_last; ++o)
+    std::fill(of.target + (o * to + first) * inner, of.target + (o * to + last) * inner, 0.0f);
+  // The weights of a long line would take more memory than the image: only some are kept at once,
+  // those of several outputs or of a part of one. A line is read from its beginning to its end,
+  // since lines lie whole kilobytes apart and would fight for few places of a cache.
+  struct Run {
+    int i, begin, size;  // output position, source positions
+  };
   std::array<float, 1024> weights;
-  for (int i = 0; i < to; ++i) {
+  std::vector<Run> runs;
+  int kept = 0;
+  const auto filter = [&] {
+    for (int64_t o = outer_first; o < outer_last; ++o) {
+      const float* weight = weights.data();
+      for (const Run& run : runs) {
+        float* row = of.target + (o * to + run.i) * inner;
+        const float* from =
+            of.source + o * of.outer_stride + (run.begin - source_first) * of.stride;
+        for (int t = 0; t < run.size; ++t, ++weight, from += of.stride)
+          for (int64_t c = 0; c < inner; ++c) row[c] += *weight * from[c];
+      }
+    }
+    runs.clear();
+    kept = 0;
+  };
+  for (int i = first; i < last; ++i) {
     const TriangleTaps taps = direction.Taps(i);
     for (int begin = taps.first(); begin <= taps.last();) {
-      const int size = std::min<int>(weights.size(), taps.last() - begin + 1);
-      for (int t = 0; t < size; ++t) weights[t] = taps.Weight(begin + t);
-      for (int64_t o = 0; o < outer; ++o) {
-        float* row = target + (o * to + i) * inner;
-        for (int t = 0; t < size; ++t) {
-          const float* from_row = source + o * outer_stride + (begin + t - source_first) * stride;
-          for (int64_t c = 0; c < inner; ++c) row[c] += weights[t] * from_row[c];
-        }
-      }
+      const int room = static_cast<int>(weights.size()) - kept;
+      const int size = std::min(room, taps.last() - begin + 1);
+      for (int t = 0; t < size; ++t) weights[kept + t] = taps.Weight(begin + t);
+      runs.push_back({i, begin, size});
       begin += size;
+      kept += size;
+      if (kept == static_cast<int>(weights.size())) filter();
     }
   }
+  filter();
+}
+
+/// Filters the middle dimension of [outer, direction.source_count(), inner].
+Tensor FilterMiddle(const float* source, int64_t outer_stride, int64_t stride, int64_t outer,
+                    const Direction& direction, int64_t inner, const ParallelFor& parallel_for) {
+  const int to = direction.count;
+  Tensor out = Tensor::Host({outer, to, inner}, DType::kF32);
+  const Middle of{source, out.as<float>(), outer_stride, stride, inner};
+  const auto filter = inner == 3 ? FilterPart<3> : inner == 1 ? FilterPart<1> : FilterPart<0>;
+  const int64_t lines = outer > 1 ? outer : to;  // that tasks share
+  const int64_t at_once = std::max<int64_t>(
+      1, kTaskBytes * lines / (out.elements() * static_cast<int64_t>(sizeof(float))));
+  parallel_for(static_cast<int>((lines + at_once - 1) / at_once), [&](int task) {
+    const int64_t first = task * at_once, last = std::min(lines, first + at_once);
+    if (outer > 1) {
+      filter(of, direction, first, last, 0, to);
+    } else {
+      filter(of, direction, 0, 1, static_cast<int>(first), static_cast<int>(last));
+    }
+  });
   return out;
 }
 
@@ -159,7 +208,7 @@ Tensor Resize(const Tensor& image, int height, int width) {
 }
 
 Tensor ResizePart(const Tensor& image, int64_t full_height, int64_t full_width, int64_t top,
-                  int64_t left, int height, int width) {
+                  int64_t left, int height, int width, const ParallelFor& parallel_for) {
   const Direction rows{static_cast<int>(image.dim(0)), full_height, top, height};
   const Direction columns{static_cast<int>(image.dim(1)), full_width, left, width};
   if (rows.from == full_height && columns.from == full_width && height == full_height &&
@@ -172,24 +221,27 @@ Tensor ResizePart(const Tensor& image, int64_t full_height, int64_t full_width, 
   // The image between the two passes must not be large if neither the source nor the result is. It
   // would be if a line of 2^24 pixels became as wide as it is long. All parts have the same order.
   if (rows.from * full_width <= full_height * columns.from) {
-    const Tensor wide = FilterMiddle(source, row, channels, rows.source_count(), columns, channels);
-    return FilterMiddle(wide.as<float>(), 0, width * channels, 1, rows, width * channels)
+    const Tensor wide =
+        FilterMiddle(source, row, channels, rows.source_count(), columns, channels, parallel_for);
+    return FilterMiddle(wide.as<float>(), 0, width * channels, 1, rows, width * channels,
+                        parallel_for)
         .Reshape({height, width, channels});
   }
-  const Tensor high = FilterMiddle(source, 0, row, 1, rows, source_width * channels);
+  const Tensor high = FilterMiddle(source, 0, row, 1, rows, source_width * channels, parallel_for);
   return FilterMiddle(high.as<float>(), source_width * channels, channels, height, columns,
-                      channels)
+                      channels, parallel_for)
       .Reshape({height, width, channels});
 }
 
-Tensor FitWithin(const Tensor& image, int max_edge) {
+Tensor FitWithin(const Tensor& image, int max_edge, const ParallelFor& parallel_for) {
   const int64_t height = image.dim(0), width = image.dim(1);
   const int64_t longest = std::max(height, width);
   if (longest <= max_edge) return image;
   const auto scaled = [&](int64_t edge) {
     return std::max<int>(1, static_cast<int>((edge * max_edge + longest / 2) / longest));
   };
-  return Resize(image, scaled(height), scaled(width));
+  const int to_height = scaled(height), to_width = scaled(width);
+  return ResizePart(image, to_height, to_width, 0, 0, to_height, to_width, parallel_for);
 }
 
 }  // namespace denoised

@@ -56,9 +56,9 @@ Tensor Resize(const Tensor& image, int height, int width);
 /// Of Resize(image, full_height, full_width), the part [height, width, C] that begins at `top` and
 /// `left`, with the same bits. Takes memory for what this part depends on, not for the whole.
 Tensor ResizePart(const Tensor& image, int64_t full_height, int64_t full_width, int64_t top,
-                  int64_t left, int height, int width);
+                  int64_t left, int height, int width, const ParallelFor& parallel_for = OneByOne);
 
 /// `image` itself if no edge exceeds `max_edge`; otherwise scaled down with its aspect kept.
-Tensor FitWithin(const Tensor& image, int max_edge);
+Tensor FitWithin(const Tensor& image, int max_edge, const ParallelFor& parallel_for = OneByOne);
 
 }  // namespace denoised

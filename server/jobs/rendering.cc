@@ -90,8 +90,9 @@ TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
 
 absl::StatusOr<v1::Image> Render(const ImageResult& result, const Rendering& rendering,
                                  const TextEntries& texts, const ParallelFor& parallel_for) {
-  const Tensor pixels =
-      rendering.max_edge > 0 ? FitWithin(result.pixels, rendering.max_edge) : result.pixels;
+  const Tensor pixels = rendering.max_edge > 0
+                            ? FitWithin(result.pixels, rendering.max_edge, parallel_for)
+                            : result.pixels;
   v1::Image image;
   image.set_index(result.index);
   image.set_seed(result.seed);

@@ -120,6 +120,23 @@ TEST(PixelsTest, APartOfAResizedImageHasTheBitsOfTheWhole) {
   }
 }
 
+TEST(PixelsTest, TasksDoNotChangeTheBitsOfAScaledImage) {
+  for (const auto& [height, width, channels] :
+       {std::tuple{700, 500, 3}, {500, 700, 1}, {200, 4000, 3}, {600, 600, 2}}) {
+    const Tensor image = Gradient(height, width, channels);
+    int tasks = 0;
+    const ParallelFor backwards = [&](int count, const std::function<void(int)>& task) {
+      tasks = std::max(tasks, count);
+      while (--count >= 0) task(count);
+    };
+    const Tensor scaled = FitWithin(image, 300, backwards), expected = FitWithin(image, 300);
+    EXPECT_GT(tasks, 1) << height << "×" << width;
+    ASSERT_EQ(scaled.shape(), expected.shape());
+    EXPECT_EQ(std::memcmp(scaled.data(), expected.data(), expected.bytes()), 0)
+        << height << "×" << width << "×" << channels;
+  }
+}
+
 TEST(PixelsTest, FitWithinKeepsAspect) {
   EXPECT_EQ(FitWithin(Gradient(100, 50, 1), 20).shape(), (Shape{20, 10, 1}));
   EXPECT_EQ(FitWithin(Gradient(10, 5, 1), 20).shape(), (Shape{10, 5, 1}));
