@@ -105,8 +105,8 @@ ALLOWED = {
     | {"jobs", "api"},
     "client": {"proto", "gRPC"},
     "trainer data": {"core", "images", "training"},
-    "trainer": {"core", "io", "images", "models", "sampling", "text", "engine.h", "job.h", "training"}
-    | {"trainer data", "trainer version", "prometheus-cpp"},
+    "trainer": {"core", "io", "images", "models", "sampling", "text", "pipelines", "engine.h", "job.h"}
+    | {"training", "trainer data", "trainer version", "prometheus-cpp"},
 }
 
 DIRECTIVE = re.compile(r"^\s*#\s*include\b(.*)$", re.MULTILINE)

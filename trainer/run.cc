@@ -17,6 +17,7 @@
 #include <system_error>
 #include <utility>
 
+#include "engine/engine.h"
 #include "engine/sampling/sampler.h"
 #include "engine/text/unicode.h"
 #include "engine/training/latents.h"
@@ -60,9 +61,6 @@ std::string Duration(double seconds) {
   if (s >= 60) return fmt::format("{}m{:02}s", s / 60, s % 60);
   return fmt::format("{}s", s);
 }
-
-/// Of a StableDiffusionPipeline that names no default.
-constexpr int kPipelineSteps = 50;
 
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
@@ -630,15 +628,14 @@ int Session::DefaultSteps() const {
 /// Whether the server can draw with the noise levels that the network learns.
 absl::Status Session::CheckSchedule() const {
   if (config_.pipeline) {
-    const ModelDirectory& from = config_.pipeline->directory;
-    const int steps = config_.default_steps > 0 ? config_.default_steps
-                      : from.default_steps > 0  ? from.default_steps
-                                                : kPipelineSteps;
-    const auto plan = config_.pipeline->scheduler.Compile({.steps = steps});
-    if (plan.ok()) return absl::OkStatus();
-    return InvalidArgument(
-        "{}: the server could not draw with it in {} steps ({}); change it, or set --default-steps",
-        from.scheduler_config_file, steps, std::string(plan.status().message()));
+    PipelineFiles served = config_.pipeline->served;
+    if (config_.default_steps > 0) served.directory.default_steps = config_.default_steps;
+    return Annotate(served
+                        .DefaultSteps(EngineOptions().max_evaluations,
+                                      config_.default_steps > 0 ? "--default-steps" : "")
+                        .status(),
+                    fmt::format("{}: the server could not draw with it",
+                                served.directory.scheduler_config_file));
   }
   DENOISED_ASSIGN_OR_RETURN(const training::Objective objective,
                             training::Objective::Make(config_.trainer.objective));

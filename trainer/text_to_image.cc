@@ -102,8 +102,7 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory, 
             file("vae"), field, parts.config("vae")[field].dump());
   // What the server refuses, it would refuse in the model, too.
   const std::string& schedule = from.scheduler_config_file;
-  DENOISED_ASSIGN_OR_RETURN(
-      parts.scheduler, SchedulerConfig::Parse(*from.scheduler_config, schedule, /*latents=*/true));
+  DENOISED_ASSIGN_OR_RETURN(parts.served, PipelineFiles::Read(directory));
   DENOISED_ASSIGN_OR_RETURN(parts.objective,
                             training::ObjectiveOfScheduler(*from.scheduler_config, schedule));
   if (!training::IsDdpm(parts.objective.kind))
@@ -111,7 +110,7 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory, 
         "{}: field '_class_name' is {}, but text to image is trained with DDPM's noise; use the "
         "scheduler that the pipeline was trained with, such as DDIMScheduler",
         schedule, (*from.scheduler_config)["_class_name"].dump());
-  if (parts.scheduler.learns_variance())
+  if (parts.served.scheduler.learns_variance())
     return InvalidArgument(
         "{}: field 'variance_type' is {}, but text to image learns no variance; use "
         "\"fixed_small\"",

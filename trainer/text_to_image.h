@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "engine/io/model_directory.h"
-#include "engine/sampling/sampler.h"
+#include "engine/pipelines/pipeline.h"
 #include "engine/training/objective.h"
 #include "engine/training/trainer.h"
 #include "trainer/checkpoint.h"
@@ -26,7 +26,7 @@ struct PipelineParts {
   ModelDirectory directory;
   training::TextToImageConfig network;
   AutoencoderKLConfig vae;
-  SchedulerConfig scheduler;
+  PipelineFiles served;                  // as the server reads the directory
   training::ObjectiveOptions objective;  // as the scheduler samples it
 
   /// Reads the configs; weights may be absent. Every part must have a folder of its own.

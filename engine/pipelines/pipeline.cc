@@ -85,6 +85,24 @@ bool HasCodec(const ModelDirectory& directory) {
                      [&](const char* name) { return directory.components.contains(name); });
 }
 
+/// What keeps the model's own sampler from `steps` steps, if anything. Unless its field is "steps",
+/// it is the sampler itself that cannot do them.
+std::optional<ParamViolation> WrongWithSteps(const SchedulerConfig& scheduler, int steps,
+                                             int max_evaluations) {
+  std::vector<ParamViolation> wrong;
+  const auto plan = scheduler.Compile({.steps = steps}, &wrong);
+  if (!plan.ok()) {
+    const auto of_steps = std::find_if(wrong.begin(), wrong.end(),
+                                       [](const auto& each) { return each.field == "steps"; });
+    return of_steps == wrong.end() ? wrong.front() : *of_steps;
+  }
+  const int evaluations = static_cast<int>(plan->evaluations.size());
+  if (evaluations <= max_evaluations) return std::nullopt;
+  return ParamViolation{
+      "steps", fmt::format("is {}, which takes {} evaluations; at most {} are allowed", steps,
+                           evaluations, max_evaluations)};
+}
+
 }  // namespace
 
 absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
@@ -123,6 +141,49 @@ absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
     files.defaults = known->defaults;
   }
   return files;
+}
+
+absl::StatusOr<int> PipelineFiles::DefaultSteps(int max_evaluations,
+                                                const std::string& setting) const {
+  const int most = scheduler.max_steps(scheduler.default_sampler());
+  const int wanted =
+      directory.default_steps ? directory.default_steps : std::min(defaults.steps, most);
+  const auto wrong = WrongWithSteps(scheduler, wanted, max_evaluations);
+  if (!wrong) return wanted;
+  int steps = std::min({wanted, most, max_evaluations});  // each takes an evaluation or more
+  // Counting down compiles a plan each time, so it begins near the end.
+  if (const auto plan = scheduler.Compile({.steps = steps}); plan.ok()) {
+    const auto evaluations = static_cast<int64_t>(plan->evaluations.size());
+    steps = static_cast<int>(
+        std::min<int64_t>(steps, int64_t{steps} * max_evaluations / evaluations + 1));
+  }
+  std::optional<ParamViolation> left = wrong;
+  while (left && left->field == "steps" && steps > 0) {
+    left = WrongWithSteps(scheduler, steps, max_evaluations);
+    if (left) --steps;
+  }
+  // The sampler itself is at fault: a request may name another, or another order, if one can. A
+  // single step would often pass, but draw nothing.
+  if (left) {
+    const std::vector<Sampler> samplers = scheduler.samplers();
+    if (std::any_of(samplers.begin(), samplers.end(), [&](Sampler sampler) {
+          const int most_of = scheduler.max_steps(sampler);
+          return scheduler.Compile({.sampler = sampler, .steps = std::min(wanted, most_of)}).ok() ||
+                 scheduler.Compile({.sampler = sampler, .steps = std::min(4, most_of)}).ok();
+        }))
+      return std::min(wanted, most);
+    return InvalidArgument(
+        "{}/scheduler/scheduler_config.json: no sampler can follow this schedule, with {} steps or "
+        "fewer; correct its numbers",
+        directory.root, wanted);
+  }
+  if (directory.default_steps == 0) return steps;
+  return InvalidArgument(
+      "{} {}; set it to {}, or leave it out",
+      setting.empty()
+          ? fmt::format("{}/model_index.json, _denoised: field 'default_steps'", directory.root)
+          : setting,
+      wrong->description, steps);
 }
 
 namespace {

@@ -33,6 +33,12 @@ struct PipelineFiles {
   /// NotFound or InvalidArgument name the file, the field and the remedy. Configs of the parts are
   /// checked by LoadPipeline().
   static absl::StatusOr<PipelineFiles> Read(const std::string& path);
+
+  /// Steps of a request that names neither sampler nor steps. They must be valid, since the client
+  /// did not choose them. InvalidArgument if the directory's default_steps cannot be done, or if no
+  /// sampler can follow the schedule; `setting` names where default_steps comes from, if not from
+  /// the directory. This may compile many plans, so no device should wait for it.
+  absl::StatusOr<int> DefaultSteps(int max_evaluations, const std::string& setting = "") const;
 };
 
 /// A pipeline on one device. Its parts are immutable.

@@ -465,7 +465,6 @@ class TextToImageTest(unittest.TestCase):
             ("DDPMScheduler", {"variance_type": "learned_range"}, "field 'variance_type' is \"learned_range\""),
             ("DDIMScheduler", {"beta_schedule": "sigmoid"}, "field 'beta_schedule' is \"sigmoid\": use linear"),
             ("DDIMScheduler", {"thresholding": True}, "field 'thresholding' is true"),
-            ("DDIMScheduler", {"num_train_timesteps": 40}, "could not draw with it in 50 steps"),
         ]:  # fmt: skip
             with self.subTest(scheduler=name, fields=fields):
                 index.write_text(json.dumps({**whole, "scheduler": ["diffusers", name]}))
@@ -476,6 +475,20 @@ class TextToImageTest(unittest.TestCase):
                     self.assertIn(message, said)
                     self.assertNotIn("read in", said)
         index.write_text(json.dumps(whole))
+        # The server corrects old configs: latents' timesteps begin at 1.
+        scheduler.write_text(json.dumps({**betas, "steps_offset": 0, "num_train_timesteps": 50}))
+        said = self.train("refused", rc=2, pipeline=pipeline, **{"default-steps": 50})
+        self.assertIn(f"{scheduler}: the server could not draw with it: --default-steps is 50", said)
+        self.assertIn("set it to 49, or leave it out", said)
+        index.write_text(json.dumps({**whole, "_denoised": {"default_steps": 50}}))
+        said = self.train("refused", rc=2, pipeline=pipeline)
+        self.assertIn(f"{index}, _denoised: field 'default_steps' is 50", said)
+        self.train("a flag", pipeline=pipeline, steps=1, **{"default-steps": 49})
+        index.write_text(json.dumps(whole))
+        # Without a default, it takes as many steps as it can.
+        scheduler.write_text(json.dumps({**betas, "num_train_timesteps": 40}))
+        said = self.train("few timesteps", pipeline=pipeline, steps=1, **{"sample-steps": 1, "sample-count": 1})
+        self.assertIn("drew", said)
         scheduler.write_text(json.dumps(betas))
         self.metadata.write_text('{"file_name": "0.png"}\n')
         self.assertIn('0.png: has no caption. Give it "text" in metadata.jsonl, or a .txt of its name if '
