@@ -18,6 +18,7 @@ struct AutoencoderKLConfig {
   std::vector<double> latents_mean, latents_std;  // empty, or one for each latent channel
   bool use_quant_conv = true, use_post_quant_conv = true;
 
+  bool operator==(const AutoencoderKLConfig&) const = default;
   /// Refuses, by name, what cannot be honoured. `file` appears in messages.
   static absl::StatusOr<AutoencoderKLConfig> Parse(const nlohmann::json& config,
                                                    const std::string& file);

@@ -24,6 +24,7 @@ struct ClipTextConfig {
   double layer_norm_eps = 1e-5;
   int eos_token_id = 49407;
 
+  bool operator==(const ClipTextConfig&) const = default;
   /// `class_name` is the class that the pipeline names for this directory. Refuses, by name, what
   /// cannot be honoured. `file` appears in messages.
   static absl::StatusOr<ClipTextConfig> Parse(const nlohmann::json& config, const std::string& file,

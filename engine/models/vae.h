@@ -28,6 +28,7 @@ struct VaeConfig {
   double scaling_factor = 0.18215;
   bool mid_block_add_attention = true;
 
+  bool operator==(const VaeConfig&) const = default;
   /// Reads and checks these fields, with the defaults above.
   void Read(ConfigReader& reader);
   /// Pixels that a latent pixel stands for, along each edge: every level but one halves.
