@@ -14,6 +14,7 @@
 #include "engine/core/address.h"
 #include "engine/core/config_reader.h"
 #include "engine/core/decimal.h"
+#include "trainer/differences.h"
 #include "trainer/version.h"
 
 namespace denoised::trainer {
@@ -247,23 +248,16 @@ absl::Status CheckStartConfig(const nlohmann::json& ours, const nlohmann::json& 
                               const std::string& file, const std::string& remedy,
                               const Parse& parse) {
   const auto own = parse(ours);
-  nlohmann::json fields = ours;
-  fields.update(starts);
-  std::string differences;
-  for (const auto& item : fields.items()) {
-    const std::string& field = item.key();
-    const nlohmann::json ours_is = ours.value(field, nlohmann::json()),
-                         start_is = starts.value(field, nlohmann::json());
+  const auto matters = [&](const std::string& field) {
     nlohmann::json changed = ours;
     if (starts.contains(field)) {
-      changed[field] = start_is;
+      changed[field] = starts[field];
     } else {
       changed.erase(field);
     }
-    if (ours_is == start_is || parse(changed) == own) continue;
-    differences += fmt::format("{}{} is {} and was {}", differences.empty() ? "" : "; ", field,
-                               ours_is.dump(), start_is.dump());
-  }
+    return parse(changed) != own;
+  };
+  const std::string differences = Differences(starts, ours, "{} was {} and is {}", matters);
   if (differences.empty()) return absl::OkStatus();
   return InvalidArgument(
       "--init-from: with {} its weights would not compute what they learned: {}. Use the same, {}",

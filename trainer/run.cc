@@ -24,6 +24,7 @@
 #include "engine/training/peak.h"
 #include "trainer/checkpoint.h"
 #include "trainer/data/pictures.h"
+#include "trainer/differences.h"
 #include "trainer/event_file.h"
 #include "trainer/metrics.h"
 #include "trainer/ranks.h"
@@ -64,29 +65,6 @@ std::string Duration(double seconds) {
 
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
-
-/// Lists the fields in which two configurations differ, each as `format`: field, one value, the
-/// other. Empty if none.
-std::string Differences(
-    const nlohmann::json& one, const nlohmann::json& other,
-    fmt::format_string<const std::string&, const std::string&, const std::string&> format) {
-  nlohmann::json fields = one;
-  fields.update(other);
-  const auto text = [](const nlohmann::json& value) {
-    return value.is_null() ? "not set" : value.dump();
-  };
-  std::string differences;
-  for (const auto& item : fields.items()) {
-    const std::string& field = item.key();
-    const nlohmann::json a = one.value(field, nlohmann::json()),
-                         b = other.value(field, nlohmann::json());
-    if (a == b) continue;
-    const std::string first = text(a), second = text(b);
-    if (!differences.empty()) differences += "; ";
-    differences += fmt::format(format, field, first, second);
-  }
-  return differences;
-}
 
 absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
   if (!saved.is_object()) return DataLoss("--resume: the checkpoint's run.json has no settings");

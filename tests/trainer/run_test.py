@@ -741,7 +741,8 @@ class RunTest(unittest.TestCase):
                                   ("flip_sin_to_cos", False, None)]:  # fmt: skip
             (self.root / "other.json").write_text(json.dumps({**NETWORK, field: value}))
             said = self.train("b", rc=2, network=self.root / "other.json", **{"init-from": start})
-            self.assertIn(f"{field} is {json.dumps(value)} and was {json.dumps(was)}. Use the same, or leave", said)
+            was = "not set" if was is None else was
+            self.assertIn(f"{field} was {was} and is {json.dumps(value)}. Use the same, or leave", said)
         # Without another function.
         (self.root / "other.json").write_text(json.dumps({
             **NETWORK, "norm_eps": 1e-5, "act_fn": "silu", "dropout": 0.2, "sample_size": 16}))  # fmt: skip

@@ -145,7 +145,7 @@ class TextToImageTest(unittest.TestCase):
             flags = {"steps": 1, "init-from": other}
             if part == "unet":
                 said = self.train("e", rc=2, **flags)
-                self.assertIn(f"{field} is {before[field]} and was {value}", said)
+                self.assertIn(f"{field} was {value} and is {before[field]}", said)
             elif field == "prediction_type":
                 self.assertIn("trained for the objective epsilon, and this run is for v", self.train("e", **flags))
             else:
