@@ -296,10 +296,12 @@ absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
   const absl::StatusOr<ObjectiveOptions> objective =
       training::ObjectiveOfScheduler(*start->scheduler_config, start->scheduler_config_file);
   const bool chosen = config->pipeline || app.count("--objective") > 0;
-  if (!objective.ok() && chosen) return absl::OkStatus();
-  if (!objective.ok())
-    return InvalidArgument("--init-from: {}; or choose an --objective",
-                           std::string(objective.status().message()));
+  if (!objective.ok()) {
+    config->start_unused = std::string(objective.status().message());
+    if (chosen) return absl::OkStatus();
+    return InvalidArgument("--init-from: {}; or choose an --objective, with the noise of the flags",
+                           config->start_unused);
+  }
   config->start = *objective;
   if (config->pipeline) return absl::OkStatus();
   ObjectiveOptions& own = config->trainer.objective;

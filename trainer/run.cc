@@ -377,7 +377,10 @@ void Session::SayFirstWeights() const {
   if (from.empty()) return;
   const training::ObjectiveOptions& own = config_.trainer.objective;
   if (!config_.start) {
-    if (!config_.pipeline)
+    if (!config_.start_unused.empty())
+      Say("--init-from {}: its scheduler_config.json is not used: {}; the noise is that of {}",
+          from, config_.start_unused, config_.pipeline ? "the pipeline" : "the flags");
+    else if (!config_.pipeline)
       Say("--init-from {}: no scheduler_config.json says how it was trained; the objective is {}",
           from, Name(own.kind));
     return;

@@ -731,8 +731,19 @@ class RunTest(unittest.TestCase):
         again["init-from"] = start
         said = self.train("refused", rc=2, **again)
         self.assertIn(f"--init-from: {file}: field '_class_name' is \"CMStochasticIterativeScheduler\"", said)
-        self.assertIn("or choose an --objective", said)
-        trained("chosen", objective="epsilon")
+        self.assertIn("or choose an --objective, with the noise of the flags", said)
+        not_used = f"--init-from {start}: its scheduler_config.json is not used: {file}: field"
+        said, _ = trained("chosen", objective="epsilon")
+        self.assertIn(f"{not_used} '_class_name' is \"CMStochasticIterativeScheduler\"", said)
+        # One whose betas the objectives do not have.
+        file.write_text(json.dumps({**scheduler, "rescale_betas_zero_snr": True}))
+        index["scheduler"] = ["diffusers", scheduler["_class_name"]]
+        (start / "model_index.json").write_text(json.dumps(index))
+        said, written = trained("other noise", objective="v")
+        self.assertIn(f"{not_used} 'rescale_betas_zero_snr' is true", said)
+        self.assertIn("; the noise is that of the flags\n", said)
+        self.assertNotIn("no scheduler_config.json says", said)
+        self.assertEqual([written["beta_schedule"], written["num_train_timesteps"]], ["linear", 1000])
 
     def test_a_start_of_another_function_is_refused(self):
         self.train("a")

@@ -138,6 +138,7 @@ class TextToImageTest(unittest.TestCase):
         other = self.root / "other"
         shutil.copytree(PIPELINE, other)
         for part, field, value in [("scheduler", "prediction_type", "epsilon"), ("scheduler", "beta_end", 0.02),
+                                   ("scheduler", "rescale_betas_zero_snr", True),
                                    ("unet", "norm_eps", 1e-3)]:  # fmt: skip
             file = other / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
             before = json.loads(file.read_text())
@@ -146,6 +147,10 @@ class TextToImageTest(unittest.TestCase):
             if part == "unet":
                 said = self.train("e", rc=2, **flags)
                 self.assertIn(f"{field} was {value} and is {before[field]}", said)
+            elif field == "rescale_betas_zero_snr":
+                said = self.train("g", **flags)
+                self.assertIn(f"its scheduler_config.json is not used: {file}: field '{field}' is true", said)
+                self.assertIn("; the noise is that of the pipeline\n", said)
             elif field == "prediction_type":
                 self.assertIn("trained for the objective epsilon, and this run is for v", self.train("e", **flags))
             else:
