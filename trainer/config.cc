@@ -264,15 +264,40 @@ absl::Status CheckStartConfig(const nlohmann::json& ours, const nlohmann::json& 
       file, differences, remedy);
 }
 
+/// A start need not be a whole model: without model_index.json, only the parts that lie there.
+absl::StatusOr<ModelDirectory> ReadStartDirectory(const std::string& root) {
+  absl::StatusOr<ModelDirectory> whole = ModelDirectory::Read(root);
+  std::error_code error;
+  if (!absl::IsNotFound(whole.status()) ||
+      std::filesystem::exists(root + "/model_index.json", error))
+    return whole;
+  ModelDirectory parts;
+  const std::string folder = root + "/unet", file = folder + "/config.json";
+  if (std::filesystem::exists(file, error)) {
+    DENOISED_ASSIGN_OR_RETURN(nlohmann::json json, ReadJsonFile(file));
+    parts.components["unet"] = {
+        .directory = folder, .config_file = file, .config = std::move(json)};
+  }
+  for (const char* const where : {"/scheduler", ""}) {
+    parts.scheduler_config_file = root + where + "/scheduler_config.json";
+    if (!std::filesystem::exists(parts.scheduler_config_file, error)) continue;
+    DENOISED_ASSIGN_OR_RETURN(parts.scheduler_config, ReadJsonFile(parts.scheduler_config_file));
+    break;
+  }
+  return parts;
+}
+
 /// What the directory of --init-from says of its weights. The noise that no flag chooses is what
 /// its scheduler says.
 absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
   if (config->init_from.empty() || (config->pipeline && config->stage == Stage::kAutoencoder))
     return absl::OkStatus();
-  const absl::StatusOr<ModelDirectory> start = ModelDirectory::Read(config->init_from);
-  if (absl::IsNotFound(start.status())) return absl::OkStatus();  // it may have weights alone
+  const absl::StatusOr<ModelDirectory> start = ReadStartDirectory(config->init_from);
   if (!start.ok()) return Annotate(start.status(), "--init-from");
   if (config->pipeline) {
+    if (!start->components.contains("unet"))
+      return NotFound("--init-from {}: has no unet; give a directory of a StableDiffusionPipeline",
+                      config->init_from);
     DENOISED_RETURN_IF_ERROR(
         CheckStartConfig(config->pipeline->config("unet"), start->unet().config,
                          config->pipeline->directory.unet().config_file, "or choose another start",
@@ -282,7 +307,7 @@ absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
                            parsed->sample_height = parsed->sample_width = 0;  // of the pictures
                            return *std::move(parsed);
                          }));
-  } else {
+  } else if (start->components.contains("unet")) {
     DENOISED_RETURN_IF_ERROR(CheckStartConfig(
         config->network_json, start->unet().config, "this --network", "or leave --network out",
         [](const nlohmann::json& json) -> std::optional<UNet2DConfig> {

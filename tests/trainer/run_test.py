@@ -754,6 +754,18 @@ class RunTest(unittest.TestCase):
             said = self.train("b", rc=2, network=self.root / "other.json", **{"init-from": start})
             was = "not set" if was is None else was
             self.assertIn(f"{field} was {was} and is {json.dumps(value)}. Use the same, or leave", said)
+        # Also if only some of a model's parts are there.
+        (start / "model_index.json").rename(self.root / "index.json")
+        said = self.train("b", rc=2, network=self.root / "other.json", **{"init-from": start})
+        self.assertIn("flip_sin_to_cos was not set and is false", said)
+        said = self.train("parts", steps=1, **{"init-from": start})
+        self.assertIn(f"--init-from {start}: objective edm and noise as in its scheduler_config.json", said)
+        (self.root / "index.json").rename(start / "model_index.json")
+        scheduler = start / "scheduler/scheduler_config.json"
+        scheduler.rename(self.root / "scheduler.json")
+        said = self.train("b", rc=2, **{"init-from": start})
+        self.assertIn(f"--init-from: {scheduler}: no such file, but", said)
+        (self.root / "scheduler.json").rename(scheduler)
         # Without another function.
         (self.root / "other.json").write_text(json.dumps({
             **NETWORK, "norm_eps": 1e-5, "act_fn": "silu", "dropout": 0.2, "sample_size": 16}))  # fmt: skip

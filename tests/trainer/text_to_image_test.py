@@ -147,6 +147,9 @@ class TextToImageTest(unittest.TestCase):
             if part == "unet":
                 said = self.train("e", rc=2, **flags)
                 self.assertIn(f"{field} was {value} and is {before[field]}", said)
+                (other / "tokenizer").rename(self.root / "tokenizer")
+                self.assertIn(f"--init-from: {other}/tokenizer/", self.train("e", rc=2, **flags))
+                (self.root / "tokenizer").rename(other / "tokenizer")
             elif field == "rescale_betas_zero_snr":
                 said = self.train("g", **flags)
                 self.assertIn(f"its scheduler_config.json is not used: {file}: field '{field}' is true", said)
