@@ -272,6 +272,7 @@ absl::StatusOr<ModelDirectory> ReadStartDirectory(const std::string& root) {
       std::filesystem::exists(root + "/model_index.json", error))
     return whole;
   ModelDirectory parts;
+  parts.root = root;
   const std::string folder = root + "/unet", file = folder + "/config.json";
   if (std::filesystem::exists(file, error)) {
     DENOISED_ASSIGN_OR_RETURN(nlohmann::json json, ReadJsonFile(file));
@@ -287,26 +288,50 @@ absl::StatusOr<ModelDirectory> ReadStartDirectory(const std::string& root) {
   return parts;
 }
 
+/// The parts of a start that a run with --pipeline loads.
+absl::Status CheckStartParts(const PipelineParts& ours, Stage stage, const ModelDirectory& start) {
+  const auto check = [&](const char* part, const auto& parse) {
+    if (!start.components.contains(part))
+      return NotFound("--init-from {}: has no {}; give a directory of a StableDiffusionPipeline",
+                      start.root, part);
+    return CheckStartConfig(ours.config(part), start.components.at(part).config,
+                            ours.directory.components.at(part).config_file,
+                            "or choose another start", parse);
+  };
+  if (stage == Stage::kAutoencoder)
+    return check("vae", [](nlohmann::json json) -> std::optional<AutoencoderKLConfig> {
+      // How latents are scaled, which the stage measures anew.
+      for (const char* const field :
+           {"scaling_factor", "shift_factor", "latents_mean", "latents_std"})
+        json.erase(field);
+      auto parsed = AutoencoderKLConfig::Parse(json, "");
+      if (!parsed.ok()) return std::nullopt;
+      return *std::move(parsed);
+    });
+  DENOISED_RETURN_IF_ERROR(
+      check("unet", [](const nlohmann::json& json) -> std::optional<UNet2DConditionConfig> {
+        auto parsed = UNet2DConditionConfig::Parse(json, "");
+        if (!parsed.ok()) return std::nullopt;
+        parsed->sample_height = parsed->sample_width = 0;  // of the pictures
+        return *std::move(parsed);
+      }));
+  const std::string& text_class = ours.directory.components.at("text_encoder").class_name;
+  return check("text_encoder", [&](const nlohmann::json& json) -> std::optional<ClipTextConfig> {
+    auto parsed = ClipTextConfig::Parse(json, "", text_class);
+    if (!parsed.ok()) return std::nullopt;
+    return *std::move(parsed);
+  });
+}
+
 /// What the directory of --init-from says of its weights. The noise that no flag chooses is what
 /// its scheduler says.
 absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
-  if (config->init_from.empty() || (config->pipeline && config->stage == Stage::kAutoencoder))
-    return absl::OkStatus();
+  if (config->init_from.empty()) return absl::OkStatus();
   const absl::StatusOr<ModelDirectory> start = ReadStartDirectory(config->init_from);
   if (!start.ok()) return Annotate(start.status(), "--init-from");
   if (config->pipeline) {
-    if (!start->components.contains("unet"))
-      return NotFound("--init-from {}: has no unet; give a directory of a StableDiffusionPipeline",
-                      config->init_from);
-    DENOISED_RETURN_IF_ERROR(
-        CheckStartConfig(config->pipeline->config("unet"), start->unet().config,
-                         config->pipeline->directory.unet().config_file, "or choose another start",
-                         [](const nlohmann::json& json) -> std::optional<UNet2DConditionConfig> {
-                           auto parsed = UNet2DConditionConfig::Parse(json, "");
-                           if (!parsed.ok()) return std::nullopt;
-                           parsed->sample_height = parsed->sample_width = 0;  // of the pictures
-                           return *std::move(parsed);
-                         }));
+    DENOISED_RETURN_IF_ERROR(CheckStartParts(*config->pipeline, config->stage, *start));
+    if (config->stage == Stage::kAutoencoder) return absl::OkStatus();  // without noise
   } else if (start->components.contains("unet")) {
     DENOISED_RETURN_IF_ERROR(CheckStartConfig(
         config->network_json, start->unet().config, "this --network", "or leave --network out",

@@ -161,6 +161,30 @@ class TextToImageTest(unittest.TestCase):
                 self.assertIn(f"trained with other noise: {field} was {value} and is {before[field]}", said)
             file.write_text(json.dumps(before))
 
+    def test_a_start_of_another_function_is_refused(self):
+        start = self.root / "start"
+        shutil.copytree(PIPELINE, start)
+        for stage, part, field, value in [("diffusion", "text_encoder", "hidden_act", "quick_gelu"),
+                                          ("diffusion", "text_encoder", "layer_norm_eps", 1e-3),
+                                          ("vae", "vae", "norm_num_groups", 2),
+                                          ("vae", "vae", "act_fn", "relu")]:  # fmt: skip
+            file = start / part / "config.json"
+            before = file.read_text()
+            was = json.loads(before)[field]
+            self.assertNotEqual(was, value)
+            file.write_text(json.dumps({**json.loads(before), field: value}))
+            said = self.train("refused", rc=2, stage=stage, **{"init-from": start})
+            self.assertIn(f"{field} was {json.dumps(value)} and is {json.dumps(was)}. Use the same, or", said)
+            self.assertIn(f"with {PIPELINE / part / 'config.json'} its weights", said)
+            other = "vae" if stage == "diffusion" else "diffusion"
+            self.train(f"{field} of the other stage", stage=other, steps=1, **{"init-from": start})
+            file.write_text(before)
+        # How latents are scaled is no function of the weights.
+        file = start / "vae/config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "scaling_factor": 0.5,
+                                    "latents_mean": [0, 0, 0, 1.0], "latents_std": [1, 1, 1, 2.0]}))  # fmt: skip
+        self.train("scaled", stage="vae", steps=1, **{"init-from": start})
+
     def test_attention_names_of_2022(self):
         old = PIPELINE.parent / "sd1"
         weights = "vae/diffusion_pytorch_model.safetensors"
