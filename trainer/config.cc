@@ -343,6 +343,7 @@ absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
         }));
   }
   if (!start->scheduler_config) return absl::OkStatus();
+  config->start_scheduler_file = start->scheduler_config_file;
   const absl::StatusOr<ObjectiveOptions> objective =
       training::ObjectiveOfScheduler(*start->scheduler_config, start->scheduler_config_file);
   const bool chosen = config->pipeline || app.count("--objective") > 0;

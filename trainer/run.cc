@@ -625,12 +625,24 @@ absl::Status Session::CheckSchedule() const {
       SchedulerConfig::Parse(objective.SchedulerConfig(), "scheduler_config.json"));
   const auto plan = scheduler.Compile({.steps = DefaultSteps()});
   if (plan.ok()) return absl::OkStatus();
-  return InvalidArgument(
-      "the server could not draw with this noise schedule ({}); change {} or --default-steps",
-      std::string(plan.status().message()),
-      config_.trainer.objective.kind == training::ObjectiveOptions::Kind::kScore
-          ? "--sigma-min, --sigma-max"
-          : "--beta-start, --beta-end, --beta-schedule, --timesteps");
+  using Kind = training::ObjectiveOptions::Kind;
+  const Kind kind = config_.trainer.objective.kind;
+  const char* const flags = kind == Kind::kScore ? "--sigma-min, --sigma-max or --default-steps"
+                            : kind == Kind::kEdm ? "--default-steps"
+                            : kind == Kind::kFlow
+                                ? "--timesteps or --default-steps"
+                                : "--beta-start, --beta-end, --beta-schedule, --timesteps or "
+                                  "--default-steps";
+  if (config_.start) {
+    const auto start = training::Objective::Make(*config_.start);
+    if (start.ok() && start->SchedulerConfig() == objective.SchedulerConfig())
+      return InvalidArgument(
+          "--init-from: {}: the server could not draw with this noise schedule ({}); choose "
+          "another start, or give {}",
+          config_.start_scheduler_file, std::string(plan.status().message()), flags);
+  }
+  return InvalidArgument("the server could not draw with this noise schedule ({}); change {}",
+                         std::string(plan.status().message()), flags);
 }
 
 /// diffusers' pipeline of a pixel network; the base class where it has none: for classes, and for

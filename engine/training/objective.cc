@@ -33,6 +33,10 @@ std::optional<BetaSchedule> ScheduleFromName(const std::string& name) {
 constexpr std::pair<Kind, const char*> kPredictions[] = {
     {Kind::kEpsilon, "epsilon"}, {Kind::kV, "v_prediction"}, {Kind::kX0, "sample"}};
 
+// Samplers go from 0.002 to 80. Far beyond, what the network gets would not be finite.
+constexpr double kMinSigmaData = 1e-3, kMaxSigmaData = 1e3;
+constexpr double kMinScoreSigma = 1e-4, kMaxScoreSigma = 1e4;
+
 /// Betas, and what the network predicts.
 void ReadDdpm(const SamplerTraits& traits, ConfigReader& reader, ObjectiveOptions* options) {
   // Fields that say another schedule than the betas do.
@@ -102,11 +106,19 @@ absl::StatusOr<ObjectiveOptions> ObjectiveOfScheduler(const nlohmann::json& conf
     reader.Read("sigma_data", &options.sigma_data);
     reader.Read("sigma_min", &options.sigma_min);
     reader.Read("sigma_max", &options.sigma_max);
+    reader.CheckRange("sigma_data", options.sigma_data, kMinSigmaData, kMaxSigmaData);
+    if (!(options.sigma_min > 0)) reader.Complain("sigma_min", "use a number above 0");
+    if (!(options.sigma_max > options.sigma_min))
+      reader.Complain("sigma_max", "use a number above sigma_min");
   } else if (traits->training == Training::kScore) {
     options.kind = Kind::kScore;
     options.score_sigma_max = 1348;  // the default of diffusers' class
     reader.Read("sigma_min", &options.score_sigma_min);
     reader.Read("sigma_max", &options.score_sigma_max);
+    reader.CheckRange("sigma_min", options.score_sigma_min, kMinScoreSigma, kMaxScoreSigma);
+    reader.CheckRange("sigma_max", options.score_sigma_max, kMinScoreSigma, kMaxScoreSigma);
+    if (!(options.score_sigma_max > options.score_sigma_min))
+      reader.Complain("sigma_max", "use a number above sigma_min");
   } else {
     options.timesteps = traits->train_timesteps;
     reader.Read("timesteps", &options.timesteps);  // before diffusers 0.1
@@ -133,8 +145,8 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
     if (value >= low && value <= high) return absl::OkStatus();
     return InvalidArgument("{} is {}; use {} to {}", field, value, low, high);
   };
-  // Samplers go from 0.002 to 80. Far beyond, what the network gets would not be finite.
-  DENOISED_RETURN_IF_ERROR(between("--sigma-data", options.sigma_data, 1e-3, 1e3));
+  DENOISED_RETURN_IF_ERROR(
+      between("--sigma-data", options.sigma_data, kMinSigmaData, kMaxSigmaData));
   DENOISED_RETURN_IF_ERROR(between("--log-sigma-mean", options.log_sigma_mean, -10, 10));
   DENOISED_RETURN_IF_ERROR(between("--log-sigma-deviation", options.log_sigma_deviation, 1e-3, 10));
   if (options.min_snr) DENOISED_RETURN_IF_ERROR(positive("--min-snr", *options.min_snr));
@@ -157,8 +169,10 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
                              options.timesteps);
   }
   if (options.kind == Kind::kScore) {
-    DENOISED_RETURN_IF_ERROR(between("--sigma-min", options.score_sigma_min, 1e-4, 1e4));
-    DENOISED_RETURN_IF_ERROR(between("--sigma-max", options.score_sigma_max, 1e-4, 1e4));
+    DENOISED_RETURN_IF_ERROR(
+        between("--sigma-min", options.score_sigma_min, kMinScoreSigma, kMaxScoreSigma));
+    DENOISED_RETURN_IF_ERROR(
+        between("--sigma-max", options.score_sigma_max, kMinScoreSigma, kMaxScoreSigma));
     if (!(options.score_sigma_min < options.score_sigma_max))
       return InvalidArgument("--sigma-min is {} and --sigma-max {}; use a larger maximum",
                              options.score_sigma_min, options.score_sigma_max);

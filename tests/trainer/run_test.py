@@ -735,6 +735,18 @@ class RunTest(unittest.TestCase):
         not_used = f"--init-from {start}: its scheduler_config.json is not used: {file}: field"
         said, _ = trained("chosen", objective="epsilon")
         self.assertIn(f"{not_used} '_class_name' is \"CMStochasticIterativeScheduler\"", said)
+        # With numbers that no flag gave.
+        for name, fields, message in [
+            ("EDMEulerScheduler", {"sigma_data": 0}, "field 'sigma_data' is 0"),
+            ("EDMEulerScheduler", {"sigma_min": -1}, "field 'sigma_min' is -1"),
+            ("ScoreSdeVeScheduler", {"sigma_max": 20000}, "field 'sigma_max' is 20000"),
+            ("DDIMScheduler", {"beta_start": 0.9, "beta_end": 0.99}, "the server could not draw with"),
+        ]:  # fmt: skip
+            with self.subTest(scheduler=name, fields=fields):
+                file.write_text(json.dumps({"_class_name": name, **fields}))
+                index["scheduler"] = ["diffusers", name]
+                (start / "model_index.json").write_text(json.dumps(index))
+                self.assertIn(f"--init-from: {file}: {message}", self.train("refused", rc=2, **again))
         # One whose betas the objectives do not have.
         file.write_text(json.dumps({**scheduler, "rescale_betas_zero_snr": True}))
         index["scheduler"] = ["diffusers", scheduler["_class_name"]]

@@ -1052,6 +1052,21 @@ TEST(Objective, OfASchedulerThatItCannotKeepIsRefused) {
   EXPECT_EQ(refused(config), "");
 }
 
+TEST(Objective, NumbersOfASchedulerAreRefusedAsItsFields) {
+  for (const auto& [name, field, value] : {std::tuple{"EDMEulerScheduler", "sigma_data", 0.0},
+                                           std::tuple{"EDMEulerScheduler", "sigma_data", 2000.0},
+                                           std::tuple{"EDMEulerScheduler", "sigma_min", -1.0},
+                                           std::tuple{"EDMEulerScheduler", "sigma_max", 0.001},
+                                           std::tuple{"ScoreSdeVeScheduler", "sigma_min", -1.0},
+                                           std::tuple{"ScoreSdeVeScheduler", "sigma_max", 20000.0},
+                                           std::tuple{"ScoreSdeVeScheduler", "sigma_max", 0.005}}) {
+    const auto read = ObjectiveOfScheduler({{"_class_name", name}, {field, value}}, "a/s.json");
+    EXPECT_EQ(read.status().code(), absl::StatusCode::kInvalidArgument) << name << " " << value;
+    const std::string said(read.status().message());
+    EXPECT_TRUE(said.starts_with(fmt::format("a/s.json: field '{}' is", field))) << said;
+  }
+}
+
 /// As diffusers' classes and the server take fields that a file leaves out.
 TEST(Objective, BetasThatASchedulerLeavesOutAreItsClasss) {
   for (const auto& [name, start, end] :
