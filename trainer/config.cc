@@ -356,6 +356,7 @@ absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
   config->start = *objective;
   if (config->pipeline) return absl::OkStatus();
   ObjectiveOptions& own = config->trainer.objective;
+  config->objective_of_start = !chosen;
   if (!chosen) own.kind = objective->kind;
   if (own.kind != objective->kind &&
       !(training::IsDdpm(own.kind) && training::IsDdpm(objective->kind)))

@@ -66,10 +66,35 @@ std::string Duration(double seconds) {
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
 
-absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
+/// Averages as --average takes them: run.json has the names of their folders, decay_0.999.
+nlohmann::json WithFlagOfAverages(nlohmann::json settings) {
+  const auto found = settings.find("average");
+  if (found == settings.end() || !found->is_array()) return settings;
+  nlohmann::json averages = *found;
+  for (nlohmann::json& each : averages) {
+    if (!each.is_string()) continue;
+    auto text = each.get<std::string>();
+    std::replace(text.begin(), text.end(), '_', ':');
+    each = text;
+  }
+  settings.erase(found);
+  settings["--average"] = averages;
+  return settings;
+}
+
+/// `objective_of_start`: --init-from's scheduler has chosen the objective, and no flag.
+absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now,
+                       bool objective_of_start) {
   if (!saved.is_object()) return DataLoss("--resume: the checkpoint's run.json has no settings");
-  const std::string differences = Differences(saved, now, "{} was {} and is {}");
+  std::string differences =
+      Differences(WithFlagOfAverages(saved), WithFlagOfAverages(now), "{} was {} and is {}");
   if (differences.empty()) return absl::OkStatus();
+  const nlohmann::json was = saved.value("objective", nlohmann::json());
+  if (objective_of_start && was.is_string() && was != now["objective"])
+    differences += fmt::format(
+        " (the objective and its numbers are those of --init-from's scheduler_config.json; pass "
+        "--objective {})",
+        was.get<std::string>());
   return InvalidArgument(
       "--resume: the checkpoint is of another run: {}. Give the same settings, or start anew in "
       "another --output",
@@ -502,7 +527,7 @@ absl::Status Session::Resume() {
   } else {
     DENOISED_ASSIGN_OR_RETURN(checkpoint, LoadCheckpoint(config_.resume));
   }
-  DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, fingerprint_));
+  DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, fingerprint_, config_.objective_of_start));
   DENOISED_RETURN_IF_ERROR(trainer_->Restore(checkpoint->state));
   step_ = saved_step_ = checkpoint->state.step;
   skipped_ = checkpoint->state.skipped;

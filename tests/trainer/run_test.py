@@ -1084,6 +1084,19 @@ class RunTest(unittest.TestCase):
         self.assertIn("cap-snr was 5.0 and is not set", said)
         self.train("a", objective="v", resume="latest", **{"cap-snr": 5})
 
+    def test_older_runs_are_told_the_flags_of_new_defaults(self):
+        self.train("v", objective="v", steps=1)
+        start = {"init-from": self.root / "v/model"}
+        self.train("old", steps=2, average="decay:0.999", objective="edm", **start)
+        said = self.train("old", rc=2, resume="latest", **start)
+        self.assertIn('--average was ["decay:0.999"] and is ["warmup:0.999"]', said)
+        self.assertIn('objective was "edm" and is "v"', said)
+        self.assertIn("(the objective and its numbers are those of --init-from's scheduler_config.json; "
+                      "pass --objective edm). Give the same", said)  # fmt: skip
+        said = self.train("old", rc=2, resume="latest", average="decay:0.999", objective="x0", **start)
+        self.assertNotIn("pass --objective", said)
+        self.train("old", resume="latest", average="decay:0.999", objective="edm", **start)
+
     def test_metrics(self):
         process = subprocess.Popen(
             self.arguments("a", steps=100000, **{"checkpoint-steps": 3, "metrics-listen": "127.0.0.1:0"}),
