@@ -465,7 +465,7 @@ TEST(Trainer, CropsReachEveryEdgeOfTheCanvas) {
   const double loss = TrainOn(Stripes(), options).reports[0].loss;
   for (const auto& [name, first, step] :
        {std::tuple{"top", 0, 1}, {"bottom", 90, 1}, {"left", 0, 10}, {"right", 9, 10}}) {
-    const Dataset changed = ChangedStripes([&](uint8_t* picture) {
+    const Dataset changed = ChangedStripes([first = first, step = step](uint8_t* picture) {
       for (int i = 0; i < 10; ++i) picture[first + i * step] ^= 255;
     });
     EXPECT_NE(TrainOn(changed, options).reports[0].loss, loss) << name;
