@@ -264,6 +264,18 @@ absl::Status CheckStartConfig(const nlohmann::json& ours, const nlohmann::json& 
       file, differences, remedy);
 }
 
+/// The scheduler's config that lies in a start, if there is one.
+absl::Status ReadStartScheduler(ModelDirectory* start) {
+  std::error_code error;
+  for (const char* const where : {"/scheduler", ""}) {
+    start->scheduler_config_file = start->root + where + "/scheduler_config.json";
+    if (!std::filesystem::exists(start->scheduler_config_file, error)) continue;
+    DENOISED_ASSIGN_OR_RETURN(start->scheduler_config, ReadJsonFile(start->scheduler_config_file));
+    break;
+  }
+  return absl::OkStatus();
+}
+
 /// A start need not be a whole model: without model_index.json, only the parts that lie there.
 absl::StatusOr<ModelDirectory> ReadStartDirectory(const std::string& root) {
   absl::StatusOr<ModelDirectory> whole = ModelDirectory::Read(root);
@@ -279,22 +291,21 @@ absl::StatusOr<ModelDirectory> ReadStartDirectory(const std::string& root) {
     parts.components["unet"] = {
         .directory = folder, .config_file = file, .config = std::move(json)};
   }
-  for (const char* const where : {"/scheduler", ""}) {
-    parts.scheduler_config_file = root + where + "/scheduler_config.json";
-    if (!std::filesystem::exists(parts.scheduler_config_file, error)) continue;
-    DENOISED_ASSIGN_OR_RETURN(parts.scheduler_config, ReadJsonFile(parts.scheduler_config_file));
-    break;
-  }
+  DENOISED_RETURN_IF_ERROR(ReadStartScheduler(&parts));
   return parts;
 }
 
-/// The parts of a start that a run with --pipeline loads.
-absl::Status CheckStartParts(const PipelineParts& ours, Stage stage, const ModelDirectory& start) {
-  const auto check = [&](const char* part, const auto& parse) {
-    if (!start.components.contains(part))
-      return NotFound("--init-from {}: has no {}; give a directory of a StableDiffusionPipeline",
-                      start.root, part);
-    return CheckStartConfig(ours.config(part), start.components.at(part).config,
+/// The parts of a start that a run with --pipeline loads, from where it loads their weights:
+/// model_index.json, if there is one, may name others.
+absl::Status CheckStartParts(const PipelineParts& ours, Stage stage, const std::string& root) {
+  const auto check = [&](const char* part, const auto& parse) -> absl::Status {
+    const std::string file = fmt::format("{}/{}/config.json", root, part);
+    std::error_code error;
+    if (!std::filesystem::exists(file, error))
+      return NotFound("--init-from: there is no {}; give a directory of a StableDiffusionPipeline",
+                      file);
+    DENOISED_ASSIGN_OR_RETURN(const nlohmann::json config, ReadJsonFile(file));
+    return CheckStartConfig(ours.config(part), config,
                             ours.directory.components.at(part).config_file,
                             "or choose another start", parse);
   };
@@ -319,6 +330,7 @@ absl::Status CheckStartParts(const PipelineParts& ours, Stage stage, const Model
   return check("text_encoder", [&](const nlohmann::json& json) -> std::optional<ClipTextConfig> {
     auto parsed = ClipTextConfig::Parse(json, "", text_class);
     if (!parsed.ok()) return std::nullopt;
+    parsed->eos_token_id = 0, parsed->projection_dim = 1;  // of the pooled state, which none reads
     return *std::move(parsed);
   });
 }
@@ -327,12 +339,17 @@ absl::Status CheckStartParts(const PipelineParts& ours, Stage stage, const Model
 /// its scheduler says.
 absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
   if (config->init_from.empty()) return absl::OkStatus();
-  const absl::StatusOr<ModelDirectory> start = ReadStartDirectory(config->init_from);
-  if (!start.ok()) return Annotate(start.status(), "--init-from");
+  absl::StatusOr<ModelDirectory> start = ModelDirectory();
   if (config->pipeline) {
-    DENOISED_RETURN_IF_ERROR(CheckStartParts(*config->pipeline, config->stage, *start));
+    DENOISED_RETURN_IF_ERROR(CheckStartParts(*config->pipeline, config->stage, config->init_from));
     if (config->stage == Stage::kAutoencoder) return absl::OkStatus();  // without noise
-  } else if (start->components.contains("unet")) {
+    start->root = config->init_from;
+    DENOISED_RETURN_IF_ERROR(Annotate(ReadStartScheduler(&*start), "--init-from"));
+  } else {
+    start = ReadStartDirectory(config->init_from);
+    if (!start.ok()) return Annotate(start.status(), "--init-from");
+  }
+  if (start->components.contains("unet")) {
     DENOISED_RETURN_IF_ERROR(CheckStartConfig(
         config->network_json, start->unet().config, "this --network", "or leave --network out",
         [](const nlohmann::json& json) -> std::optional<UNet2DConfig> {

@@ -147,8 +147,8 @@ class TextToImageTest(unittest.TestCase):
             if part == "unet":
                 said = self.train("e", rc=2, **flags)
                 self.assertIn(f"{field} was {value} and is {before[field]}", said)
-                (other / "tokenizer").rename(self.root / "tokenizer")
-                self.assertIn(f"--init-from: {other}/tokenizer/", self.train("e", rc=2, **flags))
+                (other / "tokenizer").rename(self.root / "tokenizer")  # the parts themselves decide
+                self.assertIn(f"{field} was {value} and is {before[field]}", self.train("e", rc=2, **flags))
                 (self.root / "tokenizer").rename(other / "tokenizer")
             elif field == "rescale_betas_zero_snr":
                 said = self.train("g", **flags)
@@ -160,6 +160,22 @@ class TextToImageTest(unittest.TestCase):
                 said = self.train("f", **flags)
                 self.assertIn(f"trained with other noise: {field} was {value} and is {before[field]}", said)
             file.write_text(json.dumps(before))
+
+    def test_a_start_needs_only_the_parts_that_are_loaded(self):
+        start = self.root / "start"
+        flags = {"steps": 1, "init-from": start}
+        self.assertIn(f"there is no {start}/unet/config.json", self.train("none", rc=2, **flags))
+        shutil.copytree(PIPELINE, start)
+        (start / "model_index.json").unlink()
+        shutil.rmtree(start / "tokenizer")
+        # Of the pooled state, which is not trained; published configs have 2.
+        file = start / "text_encoder/config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": 2, "projection_dim": 768}))
+        self.assertIn(f"unet, text_encoder: weights of {start}\n", self.train("no index", **flags))
+        shutil.rmtree(start / "text_encoder")
+        self.assertIn(f"there is no {file}", self.train("no text", rc=2, **flags))
+        shutil.rmtree(start / "unet")
+        self.assertIn(f"vae: weights of {start}\n", self.train("vae", stage="vae", **flags))
 
     def test_a_start_of_another_function_is_refused(self):
         start = self.root / "start"
@@ -521,6 +537,10 @@ class TextToImageTest(unittest.TestCase):
         scheduler.write_text(json.dumps({**betas, "num_train_timesteps": 40}))
         said = self.train("few timesteps", pipeline=pipeline, steps=1, **{"sample-steps": 1, "sample-count": 1})
         self.assertIn("drew", said)
+        # Other samplers could follow these, but not the model's own.
+        scheduler.write_text(json.dumps({**betas, "beta_start": 0.9, "beta_end": 0.99}))
+        said = self.train("refused", rc=2, pipeline=pipeline)
+        self.assertIn(f"{scheduler}: the server could not draw with it: ", said)
         scheduler.write_text(json.dumps(betas))
         self.metadata.write_text('{"file_name": "0.png"}\n')
         self.assertIn('0.png: has no caption. Give it "text" in metadata.jsonl, or a .txt of its name if '
