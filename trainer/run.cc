@@ -636,12 +636,17 @@ absl::Status Session::CheckSchedule() const {
   if (config_.pipeline) {
     PipelineFiles served = config_.pipeline->served;
     if (config_.default_steps > 0) served.directory.default_steps = config_.default_steps;
-    return Annotate(served
-                        .DefaultSteps(EngineOptions().max_evaluations,
-                                      config_.default_steps > 0 ? "--default-steps" : "")
-                        .status(),
-                    fmt::format("{}: the server could not draw with it",
-                                served.directory.scheduler_config_file));
+    absl::Status status;
+    if (const auto steps = served.DefaultSteps(EngineOptions().max_evaluations,
+                                               config_.default_steps > 0 ? "--default-steps" : "");
+        steps.ok()) {
+      // A request could name another sampler, but the grids and most requests name none.
+      status = served.scheduler.Compile({.steps = *steps}).status();
+    } else {
+      status = steps.status();
+    }
+    return Annotate(status, fmt::format("{}: the server could not draw with it",
+                                        served.directory.scheduler_config_file));
   }
   DENOISED_ASSIGN_OR_RETURN(const training::Objective objective,
                             training::Objective::Make(config_.trainer.objective));
@@ -659,7 +664,9 @@ absl::Status Session::CheckSchedule() const {
                                 : "--beta-start, --beta-end, --beta-schedule, --timesteps or "
                                   "--default-steps";
   if (config_.start) {
-    const auto start = training::Objective::Make(*config_.start);
+    training::ObjectiveOptions of_start = *config_.start;
+    of_start.learned_variance = config_.trainer.objective.learned_variance;  // of the network
+    const auto start = training::Objective::Make(of_start);
     if (start.ok() && start->SchedulerConfig() == objective.SchedulerConfig())
       return InvalidArgument(
           "--init-from: {}: the server could not draw with this noise schedule ({}); choose "
