@@ -657,7 +657,30 @@ TEST_P(OpTest, SumsOfManyElements) {
   EXPECT_NEAR(Values(out)[0] / squares, 1, 1e-6);
 }
 
-class LargeOpTest : public LargeOpFixture {};
+class LargeOpTest : public LargeOpFixture {
+ protected:
+  static constexpr int kChunks = 8;  // of gradients that are added as a tree
+  using Gradients = std::array<Tensor, 2>;
+
+  /// Chunks computed in passes of 8, 4, 2 or 1, whose gradients are then added as a binary tree,
+  /// have the same bits. gradient(first, count): of these chunks.
+  void ExpectSumsOfATree(const std::function<Gradients(int first, int count)>& gradient) {
+    const Gradients expected = gradient(0, kChunks);
+    for (const int pass : {8, 4, 2, 1}) {
+      const std::function<Gradients(int, int)> sum = [&](int first, int count) {
+        if (count == pass) return gradient(first, count);
+        const Gradients left = sum(first, count / 2), right = sum(first + count / 2, count / 2);
+        for (const size_t i : {0, 1}) cuda_->Accumulate(left[i], right[i]);
+        return left;
+      };
+      const Gradients sums = sum(0, kChunks);
+      for (const size_t i : {0, 1}) {
+        EXPECT_EQ(OnHost(*cuda_, sums[i]), OnHost(*cuda_, expected[i]))
+            << "passes of " << pass << " chunks, gradient " << i;
+      }
+    }
+  }
+};
 INSTANTIATE_TEST_SUITE_P(Backends, LargeOpTest, testing::Values("cuda_fp32", "cuda_bf16"),
                          [](const auto& instance) { return instance.param; });
 
@@ -865,7 +888,6 @@ TEST_P(LargeOpTest, WeightGradientsOfLinears) {
 }
 
 TEST_P(LargeOpTest, WeightGradientsAddAsATree) {
-  constexpr int kChunks = 8;
   // Of the larger weights, some tiles are computed in pairs of chunks or, of the last, in fours.
   for (const auto& [size, in, out] :
        {std::tuple{4, 72, 136}, {8, 72, 136}, {32, 72, 136}, {16, 192, 760}, {8, 640, 768}}) {
@@ -882,7 +904,6 @@ TEST_P(LargeOpTest, WeightGradientsAddAsATree) {
       const Tensor master = Floats(*cuda_, weight_shape);
       cuda_->PackConv2d(master, Tensor(), packed.get());
       cuda_->SetChunkRows(1);
-      using Gradients = std::array<Tensor, 2>;  // of the weight and of its bias
       const auto gradient = [&, out = out](int first, int count) {
         const Gradients of = {Floats(*cuda_, weight_shape), Floats(*cuda_, {out})};
         cuda_->Conv2dBackward({.x = x.Slice(first, count),
@@ -893,20 +914,7 @@ TEST_P(LargeOpTest, WeightGradientsAddAsATree) {
                                .dbias = of[1]});
         return of;
       };
-      const auto expected = gradient(0, kChunks);
-      for (const int pass : {8, 4, 2, 1}) {
-        const std::function<Gradients(int, int)> sum = [&](int first, int count) {
-          if (count == pass) return gradient(first, count);
-          const auto left = sum(first, count / 2), right = sum(first + count / 2, count / 2);
-          for (const size_t i : {0, 1}) cuda_->Accumulate(left[i], right[i]);
-          return left;
-        };
-        const auto sums = sum(0, kChunks);
-        for (const size_t i : {0, 1}) {
-          EXPECT_EQ(OnHost(*cuda_, sums[i]), OnHost(*cuda_, expected[i]))
-              << "passes of " << pass << " chunks, " << (i == 0 ? "weight" : "bias");
-        }
-      }
+      ExpectSumsOfATree(gradient);
     }
   }
 }
@@ -946,7 +954,7 @@ TEST_P(LargeOpTest, GroupNorm) {
 }
 
 TEST_P(LargeOpTest, GradientsOfGroupNormsAddAsATree) {
-  constexpr int kChunks = 8, kGroups = 8;
+  constexpr int kGroups = 8;
   // Of one CTA an image, of several, and of the smallest images.
   for (const auto& [size, channels] : {std::pair{16, 256}, {32, 72}, {4, 64}}) {
     for (const int chunk : {1, 4, 10}) {
@@ -965,7 +973,6 @@ TEST_P(LargeOpTest, GradientsOfGroupNormsAddAsATree) {
                             .out = Activations(*cuda_, shape)};
       cuda_->GroupNorm(forward);
       cuda_->SetChunkRows(chunk);
-      using Gradients = std::array<Tensor, 2>;  // of γ and β
       const auto gradient = [&, channels = channels](int first, int count) {
         const Gradients of = {Floats(*cuda_, {channels}), Floats(*cuda_, {channels})};
         GroupNormArgs part = forward;
@@ -979,20 +986,7 @@ TEST_P(LargeOpTest, GradientsOfGroupNormsAddAsATree) {
                                   .dbeta = of[1]});
         return of;
       };
-      const auto expected = gradient(0, kChunks);
-      for (const int pass : {8, 4, 2, 1}) {
-        const std::function<Gradients(int, int)> sum = [&](int first, int count) {
-          if (count == pass) return gradient(first, count);
-          const auto left = sum(first, count / 2), right = sum(first + count / 2, count / 2);
-          for (const size_t i : {0, 1}) cuda_->Accumulate(left[i], right[i]);
-          return left;
-        };
-        const auto sums = sum(0, kChunks);
-        for (const size_t i : {0, 1}) {
-          EXPECT_EQ(OnHost(*cuda_, sums[i]), OnHost(*cuda_, expected[i]))
-              << "passes of " << pass << " chunks, " << (i == 0 ? "gamma" : "beta");
-        }
-      }
+      ExpectSumsOfATree(gradient);
     }
   }
 }
