@@ -276,23 +276,25 @@ absl::Status ReadStartScheduler(ModelDirectory* start) {
   return absl::OkStatus();
 }
 
-/// A start need not be a whole model: without model_index.json, only the parts that lie there.
-absl::StatusOr<ModelDirectory> ReadStartDirectory(const std::string& root) {
-  absl::StatusOr<ModelDirectory> whole = ModelDirectory::Read(root);
+/// Reads the directory start->root. A start need not be a whole model: without model_index.json,
+/// only the parts that lie there.
+absl::Status ReadStartDirectory(ModelDirectory* start) {
+  absl::StatusOr<ModelDirectory> whole = ModelDirectory::Read(start->root);
   std::error_code error;
+  if (whole.ok()) {
+    *start = *std::move(whole);
+    return absl::OkStatus();
+  }
   if (!absl::IsNotFound(whole.status()) ||
-      std::filesystem::exists(root + "/model_index.json", error))
-    return whole;
-  ModelDirectory parts;
-  parts.root = root;
-  const std::string folder = root + "/unet", file = folder + "/config.json";
+      std::filesystem::exists(start->root + "/model_index.json", error))
+    return whole.status();
+  const std::string folder = start->root + "/unet", file = folder + "/config.json";
   if (std::filesystem::exists(file, error)) {
     DENOISED_ASSIGN_OR_RETURN(nlohmann::json json, ReadJsonFile(file));
-    parts.components["unet"] = {
+    start->components["unet"] = {
         .directory = folder, .config_file = file, .config = std::move(json)};
   }
-  DENOISED_RETURN_IF_ERROR(ReadStartScheduler(&parts));
-  return parts;
+  return ReadStartScheduler(start);
 }
 
 /// The parts of a start that a run with --pipeline loads, from where it loads their weights:
@@ -339,19 +341,18 @@ absl::Status CheckStartParts(const PipelineParts& ours, Stage stage, const std::
 /// its scheduler says.
 absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
   if (config->init_from.empty()) return absl::OkStatus();
-  absl::StatusOr<ModelDirectory> start = ModelDirectory();
+  ModelDirectory start;
+  start.root = config->init_from;
   if (config->pipeline) {
-    DENOISED_RETURN_IF_ERROR(CheckStartParts(*config->pipeline, config->stage, config->init_from));
+    DENOISED_RETURN_IF_ERROR(CheckStartParts(*config->pipeline, config->stage, start.root));
     if (config->stage == Stage::kAutoencoder) return absl::OkStatus();  // without noise
-    start->root = config->init_from;
-    DENOISED_RETURN_IF_ERROR(Annotate(ReadStartScheduler(&*start), "--init-from"));
+    DENOISED_RETURN_IF_ERROR(Annotate(ReadStartScheduler(&start), "--init-from"));
   } else {
-    start = ReadStartDirectory(config->init_from);
-    if (!start.ok()) return Annotate(start.status(), "--init-from");
+    DENOISED_RETURN_IF_ERROR(Annotate(ReadStartDirectory(&start), "--init-from"));
   }
-  if (start->components.contains("unet")) {
+  if (start.components.contains("unet")) {
     DENOISED_RETURN_IF_ERROR(CheckStartConfig(
-        config->network_json, start->unet().config, "this --network", "or leave --network out",
+        config->network_json, start.unet().config, "this --network", "or leave --network out",
         [](const nlohmann::json& json) -> std::optional<UNet2DConfig> {
           auto parsed = UNet2DConfig::Parse(json, "");
           if (!parsed.ok()) return std::nullopt;
@@ -359,10 +360,10 @@ absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
           return *std::move(parsed);
         }));
   }
-  if (!start->scheduler_config) return absl::OkStatus();
-  config->start_scheduler_file = start->scheduler_config_file;
+  if (!start.scheduler_config) return absl::OkStatus();
+  config->start_scheduler_file = start.scheduler_config_file;
   const absl::StatusOr<ObjectiveOptions> objective =
-      training::ObjectiveOfScheduler(*start->scheduler_config, start->scheduler_config_file);
+      training::ObjectiveOfScheduler(*start.scheduler_config, start.scheduler_config_file);
   const bool chosen = config->pipeline || app.count("--objective") > 0;
   if (!objective.ok()) {
     config->start_unused = std::string(objective.status().message());

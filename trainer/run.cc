@@ -636,17 +636,13 @@ absl::Status Session::CheckSchedule() const {
   if (config_.pipeline) {
     PipelineFiles served = config_.pipeline->served;
     if (config_.default_steps > 0) served.directory.default_steps = config_.default_steps;
-    absl::Status status;
-    if (const auto steps = served.DefaultSteps(EngineOptions().max_evaluations,
-                                               config_.default_steps > 0 ? "--default-steps" : "");
-        steps.ok()) {
-      // A request could name another sampler, but the grids and most requests name none.
-      status = served.scheduler.Compile({.steps = *steps}).status();
-    } else {
-      status = steps.status();
-    }
-    return Annotate(status, fmt::format("{}: the server could not draw with it",
-                                        served.directory.scheduler_config_file));
+    const auto steps = served.DefaultSteps(EngineOptions().max_evaluations,
+                                           config_.default_steps > 0 ? "--default-steps" : "");
+    // A request could name another sampler, but the grids and most requests name none.
+    return Annotate(
+        steps.ok() ? served.scheduler.Compile({.steps = *steps}).status() : steps.status(),
+        fmt::format("{}: the server could not draw with it",
+                    served.directory.scheduler_config_file));
   }
   DENOISED_ASSIGN_OR_RETURN(const training::Objective objective,
                             training::Objective::Make(config_.trainer.objective));
