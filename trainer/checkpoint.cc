@@ -343,9 +343,10 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
                                             pipeline.scheduler.dump(2) + "\n"));
   }
   for (const std::string& folder : pipeline.removed) {
+    const fs::path removed = fs::path(directory) / folder;
     std::error_code error;
-    fs::remove_all(directory + "/" + folder, error);
-    if (error) return Refused(directory + "/" + folder, error.value());
+    fs::remove_all(removed, error);
+    if (error) return Refused(removed.string(), error.value());
   }
   for (const std::string& folder : pipeline.copied)
     DENOISED_RETURN_IF_ERROR(CopyFolder(
