@@ -238,7 +238,7 @@ def summary(verdicts):
     judged = [each for each in verdicts if each]
     met = judged.count(MET)
     if met == len(judged):
-        return f"All {len(judged)} rows reach their bar"
+        return f"All {met} rows reach their bar" if met > 1 else "The row reaches its bar"
     rest = ", ".join(f"{judged.count(each)} {each}" for each in dict.fromkeys(judged)
                      if each != MET)
     return f"{met} of {len(judged)} rows reach their bar ({rest})"

@@ -41,6 +41,7 @@ WAYS = {
     "two threads": {"threads": 2},
     "pieces of 1": {"piece": 1},
     "pieces of 2": {"piece": 2},
+    "pieces of 4": {"piece": 4},
     "fused AdamW": {"fused": True},
     "Inductor": {"compiled": True},
 }
