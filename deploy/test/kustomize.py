@@ -159,4 +159,5 @@ def set_image(value, image):
         for container in inner if field in ("containers", "initContainers") and isinstance(inner, list) else []:
             if container.get("image", "").split(":")[0] == image["name"]:
                 name = image.get("newName", image["name"])
-                container["image"] = f"{name}:{image['newTag']}" if "newTag" in image else name
+                tag = image.get("newTag", container["image"].partition(":")[2])
+                container["image"] = f"{name}:{tag}" if tag else name
