@@ -1170,7 +1170,7 @@ def http(data):
                          f"{1e3 * max(extra):+.2f})", verdict([-each for each in extra], -HTTP_BAR,
                                                               is_old(file["context"]))])
     return origin(file["context"] | {"rounds": file["figures"]["http"]["rounds"]}) + table(
-        ["Request", "Door", "CPU time of the server", f"beyond gRPC, bar {1e3 * HTTP_BAR:.1f} ms", ""],
+        ["Request", "Protocol", "CPU time of the server", f"beyond gRPC, bar {1e3 * HTTP_BAR:.1f} ms", ""],
         rows)
 
 

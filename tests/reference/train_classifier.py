@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the digit classifier that judges generated digits (about 20 s on a GPU).
+"""Trains the digit classifier that judges generated digits (about 30 s on a GPU).
 
 usage: train_classifier.py --data FOLDER [--output digit_classifier.safetensors]
 FOLDER holds the four idx .gz files of MNIST. Prints the test accuracy after each epoch.
