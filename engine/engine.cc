@@ -329,7 +329,7 @@ absl::Status DeviceEngine::Close(const std::string& name) {
       case ModelState::kUnloading:
         return FailedPrecondition("model '{}' is being unloaded already", name);
       case ModelState::kFailed:
-        std::erase(models_, *known);
+        models_.erase(models_.begin() + (known - models_.data()));
         return absl::OkStatus();
       case ModelState::kReady:
         break;
@@ -341,7 +341,7 @@ absl::Status DeviceEngine::Close(const std::string& name) {
   queue_.WaitForNone(&name);
   absl::Status status = RemoveFromDevices(name);
   MutexLock lock(&mutex_);
-  std::erase(models_, *FindLocked(name));
+  models_.erase(models_.begin() + (FindLocked(name) - models_.data()));
   return status;
 }
 
@@ -522,6 +522,7 @@ absl::StatusOr<EffectiveJob> DeviceEngine::Resolve(const JobSpec& spec,
     return FailedPrecondition("model '{}' is being unloaded; choose another", spec.model);
   EffectiveJob job;
   ResolveJob(*model, spec, &job, violations);
+  job.model = model;
   return job;
 }
 
@@ -531,7 +532,7 @@ absl::StatusOr<JobId> DeviceEngine::Submit(EffectiveJob job, std::shared_ptr<Job
   DENOISED_RETURN_IF_ERROR(health_);
   if (draining_) return Unavailable("the server is draining; retry on another replica");
   const std::shared_ptr<const ModelInfo>* model = FindLocked(job.spec.model);
-  if (model == nullptr || (*model)->state != ModelState::kReady)
+  if (model == nullptr || (*model)->state != ModelState::kReady || job.model.lock() != *model)
     return NotFound("model '{}' was unloaded", job.spec.model);
   return queue_.Submit(std::move(job), std::move(listener), estimate);
 }

@@ -18,6 +18,8 @@
 
 namespace denoised {
 
+struct ModelInfo;
+
 enum class PreviewKind { kPredictedX0, kNoisyState };
 
 /// The stages of an image, in order: text encoders make condition sets of its prompts, the codec
@@ -162,6 +164,8 @@ struct EffectiveJob {
   /// Models that read text: one for all images, or one each; `negatives` only if guided.
   std::vector<TokenizedPrompt> prompts, negatives;
   std::vector<PromptRead> prompts_read;  // by prompt
+  /// What it was resolved for. Another model of the same name has other labels, tokens and sizes.
+  std::weak_ptr<const ModelInfo> model;
 
   bool GuidedAt(int evaluation) const {
     return guided && evaluation >= guided_evaluations.first &&

@@ -574,6 +574,8 @@ TEST_P(EngineTest, AModelThatIsClosedFinishesWhatItHas) {
 
   // What a backend of its own packs computes the same bits.
   ASSERT_TRUE(engine->Open("digits", kDigits).ok());
+  EXPECT_EQ(engine->Submit(*late, running).status().code(), absl::StatusCode::kNotFound)
+      << "it was resolved for another model of the same name";
   const auto again = Submit(*engine, spec);
   ASSERT_TRUE(again->Wait().ok());
   EXPECT_EQ(again->images(), reference->images());
