@@ -194,7 +194,6 @@ class Admission::Ticket {
   Client* client = nullptr;
   std::string client_name;
   Priority priority = Priority::kNormal;
-  TimePoint submitted;
   double weight = 1;
   double entered = 0, key = 0;  // virtual times
   size_t bytes = 0, parked_bytes = 0;
@@ -282,7 +281,6 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   ticket->client = &client;
   ticket->client_name = spec.client;
   ticket->priority = spec.priority;
-  ticket->submitted = now;
   ticket->bytes = HostBytes(job);
   ticket->rows = job.MostRows();
   ticket->evaluations = job.evaluations;

@@ -23,7 +23,7 @@ inline double ToSeconds(std::chrono::steady_clock::duration duration) {
 
 /// The limits of the queue, the order in which jobs are served, and estimates of when they will be
 /// done. Thread-safe: any thread may enter a job, and the devices' threads report when its images
-/// take and leave slots. No call costs more than O(log jobs).
+/// take and leave slots. No call costs more than O(log jobs + lanes with jobs).
 ///
 /// Order. A lane is a model at one image size. Its next job is the one that would end first if all
 /// its jobs shared the device, each client according to its weight: the "fair sojourn protocol"

@@ -128,7 +128,6 @@ class Evaluator {
   /// For each slot the first evaluation (1-based) that was not finite, or 0: I32 [slots].
   std::unique_ptr<Download> DownloadNonfinite();
 
-  const Options& options() const { return options_; }
   /// The row counts that rows are padded to, ascending.
   const std::vector<int>& buckets() const { return buckets_; }
   /// Rows of an evaluation, at most.

@@ -12,6 +12,10 @@ namespace {
 constexpr auto kPlacesPeriod = std::chrono::seconds(1);
 constexpr int kPlacesPerEvaluation = 64;
 
+// Evaluations for which a device leaves images beyond its share to the others. One may just have
+// begun on each of them.
+constexpr double kPatience = 2;
+
 /// As listeners count: at most what an int holds.
 int Saturated(int64_t count) {
   return static_cast<int>(std::min<int64_t>(count, std::numeric_limits<int>::max()));
@@ -71,7 +75,7 @@ void JobQueue::StopWaiting(const Job& job) {
   LaneQueue& queue = found->second;
   queue.waiting.erase(job.key());
   // A device that has no memory for the size now may have some for later jobs.
-  if (queue.waiting.empty()) queue.refused.clear();
+  if (queue.waiting.empty()) queue.refused.clear(), queue.left.reset();
   if (!queue.needed()) queues_.erase(found);
 }
 
@@ -137,7 +141,11 @@ bool JobQueue::WaitForNone(const std::string* model, std::optional<Clock::time_p
 void JobQueue::AddModel(const std::string& name, int device) {
   MutexLock lock(&mutex_);
   Model& model = models_[name];
-  model.devices.insert(device);
+  if (lost_.contains(device)) {
+    model.lost = true;
+  } else {
+    model.devices.insert(device);
+  }
   admission_.SetDevices(name, static_cast<int>(model.devices.size()));
 }
 
@@ -151,6 +159,7 @@ void JobQueue::RemoveModel(const std::string& name, int device) {
     queue.open.erase(device);
     if (queue.opening == device) queue.opening.reset();
   }
+  HasMoreMemory(device);
   std::erase_if(queues_, [](const auto& entry) { return !entry.second.needed(); });
   admission_.SetDevices(name, static_cast<int>(model->second.devices.size()));
   if (!model->second.devices.empty()) return;
@@ -163,6 +172,7 @@ void JobQueue::Lose(int device) {
   std::vector<std::shared_ptr<Image>> images;
   {
     MutexLock lock(&mutex_);
+    lost_.insert(device);
     for (auto& [name, model] : models_) {
       if (model.devices.erase(device) == 0) continue;
       model.lost = true;
@@ -184,10 +194,13 @@ void JobQueue::Lose(int device) {
     const std::shared_ptr<Job>& job = image->job;
     MutexLock listening(&job->listener_mutex);
     image->lost = true;
-    if (image->delivered) continue;  // after its evaluations it may still wait to be decoded
-    const int64_t rows = job->effective.RowsUntil(image->reported);
+    const int64_t rows = image->rows_launched;
     MutexLock lock(&mutex_);
     if (job->over) continue;
+    if (image->delivered) {  // between the two locks
+      if (image->in_slot) admission_.Drawn(*job->ticket);
+      continue;
+    }
     job->rows_launched -= rows;
     admission_.Lost(*job->ticket, image->in_slot, rows);
     if (job->ending) continue;
@@ -247,6 +260,11 @@ void JobQueue::FinishLocked(Job& job, const absl::Status& status, std::optional<
   job_ended_.NotifyAll();
 }
 
+/// It may try again to take memory for sizes.
+void JobQueue::HasMoreMemory(int device) {
+  for (auto& [lane, queue] : queues_) queue.refused.erase(device);
+}
+
 bool JobQueue::MayOpen(const LaneQueue& queue, int device) const {
   return models_.at(queue.size.model).devices.count(device) && !queue.opening &&
          !queue.refused.count(device) &&
@@ -264,12 +282,23 @@ bool JobQueue::HasWork(int device) const {
 
 std::optional<JobQueue::Size> JobQueue::ToOpen(int device) {
   MutexLock lock(&mutex_);
+  LaneQueue* first = nullptr;
+  const auto next_job = [](const LaneQueue& queue) { return queue.waiting.begin()->second->id; };
   for (auto& [lane, queue] : queues_) {
     if (queue.waiting.empty() || queue.open.count(device) || !MayOpen(queue, device)) continue;
-    queue.opening = device;
-    return queue.size;
+    if (!first || next_job(queue) < next_job(*first)) first = &queue;
   }
-  return std::nullopt;
+  if (!first) return std::nullopt;
+  first->opening = device;
+  return first->size;
+}
+
+void JobQueue::OpenLater(const Size& size, int device) {
+  MutexLock lock(&mutex_);
+  const auto found = queues_.find(size.lane);
+  if (found == queues_.end()) return;
+  if (found->second.opening == device) found->second.opening.reset();
+  if (!found->second.needed()) queues_.erase(found);
 }
 
 void JobQueue::Opened(const Size& size, int device, const absl::Status& status) {
@@ -306,18 +335,26 @@ bool JobQueue::Close(const std::shared_ptr<Admission::Lane>& lane, int device) {
   if (!queue.waiting.empty()) return false;
   queue.open.erase(device);
   if (!queue.needed()) queues_.erase(found);
+  HasMoreMemory(device);
   return true;
 }
 
 std::shared_ptr<JobQueue::Job> JobQueue::First(const std::shared_ptr<Admission::Lane>& lane,
-                                               int device, int own_rows) const {
+                                               int device, int own_rows) {
   MutexLock lock(&mutex_);
   const auto found = queues_.find(lane);
   if (found == queues_.end()) return nullptr;
-  const LaneQueue& queue = found->second;
-  if (queue.waiting.empty() || !queue.open.count(device) ||
-      own_rows >= admission_.RowsForEach(*lane, static_cast<int>(queue.open.size())))
-    return nullptr;
+  LaneQueue& queue = found->second;
+  if (queue.waiting.empty() || !queue.open.count(device)) return nullptr;
+  const int share = admission_.RowsForEach(*lane, static_cast<int>(queue.open.size()));
+  if (own_rows < share) {
+    queue.left.reset();
+  } else {
+    const Clock::time_point now = now_();
+    if (!queue.left) queue.left = now;
+    const double patience = kPatience * admission_.Cost(*lane, share);
+    if (patience == 0 || ToSeconds(now - *queue.left) < patience) return nullptr;
+  }
   return queue.waiting.begin()->second;
 }
 

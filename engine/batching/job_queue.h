@@ -83,15 +83,22 @@ class JobQueue {
     std::unique_ptr<Evaluator::Parked> parked;  // its state, while it has lost its slot
 
     int evaluations_left() const { return job->effective.evaluations - evaluation; }
+    /// Its next evaluation was launched.
+    void Launched() {
+      const int rows = job->effective.RowsAt(evaluation++);
+      job->rows_launched += rows;
+      rows_launched += rows;
+    }
 
    private:
     friend JobQueue;
     Image(std::shared_ptr<Job> job_in, int index_in, int reported_in)
         : job(std::move(job_in)), index(index_in), reported(reported_in) {}
 
-    bool in_slot = false;  // guarded by the queue's mutex_
+    std::atomic<int64_t> rows_launched{0};  // wasted if its device is lost
+    bool in_slot = false;                   // guarded by the queue's mutex_
     // Guarded by job->listener_mutex.
-    int reported;  // evaluations that were reported to the listener
+    int reported;  // evaluations that were reported to the listener, also of images it replaces
     bool delivered = false;
     bool lost = false;  // with its device: another Image has replaced it
   };
@@ -117,11 +124,12 @@ class JobQueue {
   bool WaitForNone(const std::string* model,
                    std::optional<Clock::time_point> deadline = std::nullopt);
 
-  /// From now on the device draws this model, or no longer does.
+  /// From now on the device draws this model, or no longer does. A lost device draws none, also if
+  /// it was adding the model when it was lost.
   void AddModel(const std::string& model, int device);
   void RemoveModel(const std::string& model, int device);
-  /// The device takes no more images, and the images it has wait for other devices. Called from any
-  /// thread, since the device's own may hang.
+  /// The device takes no more images, ever, and the images it has wait for other devices. Called
+  /// from any thread, since the device's own may hang.
   void Lose(int device);
 
   Clock::time_point Now() const { return now_(); }
@@ -139,18 +147,23 @@ class JobQueue {
     int height = 0, width = 0;
   };
   /// A size with waiting jobs that this device should take memory for, because no device has memory
-  /// for it or those that have cannot hold all its images. Opened() must follow.
+  /// for it or those that have cannot hold all its images: the one whose next job is the oldest.
+  /// Opened() or OpenLater() must follow.
   std::optional<Size> ToOpen(int device);
   /// The device can draw this size. Otherwise `status` says why not, and jobs that no device can
   /// draw end with it.
   void Opened(const Size& size, int device, const absl::Status& status);
+  /// The device has no memory for the size now, because other sizes are in use.
+  void OpenLater(const Size& size, int device);
   /// The device gives up its memory for the size. False if jobs wait for it.
   bool Close(const std::shared_ptr<Admission::Lane>& lane, int device);
 
   /// The job whose image this device should take next, or null. The device has `own_rows` rows of
-  /// the lane; if that is its equal share already, the result is null and others take the rest.
+  /// the lane; if that is its equal share already, the result is null and others take the rest. If
+  /// none of them does so within the time of two evaluations, they hang or do something else, and
+  /// this device takes it.
   std::shared_ptr<Job> First(const std::shared_ptr<Admission::Lane>& lane, int device,
-                             int own_rows) const;
+                             int own_rows);
   /// Takes an image of the job, which has a slot from now on. Null if other devices have taken all.
   std::shared_ptr<Image> Take(const std::shared_ptr<Job>& job, int device);
   /// An image of the job is in its slot.
@@ -174,7 +187,7 @@ class JobQueue {
  private:
   struct Model {
     std::set<int> devices;  // those that draw it
-    bool lost = false;      // a lost device has it, and may still return from a hang
+    bool lost = false;      // a lost device may have it, and may still return from a hang
   };
   /// A walk over the waiting jobs of a lane that tells them their places: a few after each
   /// evaluation, so that it takes no longer the more jobs wait.
@@ -189,6 +202,7 @@ class JobQueue {
     std::map<std::pair<double, JobId>, std::shared_ptr<Job>> waiting;  // jobs with images, in order
     std::set<int> open, refused;  // devices that have memory for the size; that could not get it
     std::optional<int> opening;   // the device that is taking it
+    std::optional<Clock::time_point> left;  // since when devices leave images to the others
     Round round;
     bool needed() const { return !waiting.empty() || !open.empty() || opening; }
   };
@@ -199,6 +213,7 @@ class JobQueue {
   };
 
   bool MayOpen(const LaneQueue& queue, int device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void HasMoreMemory(int device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wait(const std::shared_ptr<Job>& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StopWaiting(const Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StartEnding(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -219,6 +234,7 @@ class JobQueue {
   std::map<JobId, std::shared_ptr<Job>> jobs_ ABSL_GUARDED_BY(mutex_);
   std::set<std::pair<Clock::time_point, JobId>> deadlines_ ABSL_GUARDED_BY(mutex_);
   std::vector<Ending> endings_ ABSL_GUARDED_BY(mutex_);  // for the next EndDueJobs()
+  std::set<int> lost_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, Model> models_ ABSL_GUARDED_BY(mutex_);
   /// Those that are needed(). So there are few, however many sizes were ever requested.
   std::map<std::shared_ptr<Admission::Lane>, LaneQueue> queues_ ABSL_GUARDED_BY(mutex_);

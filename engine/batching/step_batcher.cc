@@ -247,43 +247,65 @@ absl::Status StepBatcher::RemoveModel(const std::string& model) {
   std::erase_if(batches_, [&](const auto& batch) { return batch->model.name == model; });
   conditioners_.erase(model);
   models_.erase(model);
+  no_room_ = false;
   queue_.RemoveModel(model, options_.device);
   return status;
 }
 
-/// Takes memory for a size that was asked for. If there is none, the jobs that no device can draw
-/// end with ResourceExhausted. False if there was nothing to do.
+/// Takes memory for a size that was asked for. If sizes that are in use leave too little, its jobs
+/// wait until one of them is idle. If there is none, the jobs that no device can draw end with
+/// ResourceExhausted. False if there was nothing to do.
 absl::StatusOr<bool> StepBatcher::OpenSizes() {
+  const auto is_idle = [this](const auto& batch) { return IsIdle(*batch); };
+  if (no_room_ && std::none_of(batches_.begin(), batches_.end(), is_idle)) return false;
+  no_room_ = false;
   const auto size = queue_.ToOpen(options_.device);
   if (!size) return false;
   const BatchedModel& model = models_.at(size->model);
-  auto batch = MakingRoom(
-      [&] { return MakeBatch(model, size->height, size->width, SlotsOfNewSize(*size)); });
+  auto batch = MakingRoom([&]() -> absl::StatusOr<std::unique_ptr<Batch>> {
+    const int slots = SlotsOfNewSize(*size);
+    if (slots == 0) return ResourceExhausted("other image sizes are in use");
+    return MakeBatch(model, size->height, size->width, slots);
+  });
   DENOISED_RETURN_IF_ERROR(this->status());
   const absl::Status status = batch.status();
+  // MakingRoom() evicted those that were idle.
+  no_room_ = absl::IsResourceExhausted(status) &&
+             std::any_of(batches_.begin(), batches_.end(),
+                         [](const auto& other) { return !other->first_size; });
+  if (no_room_) {
+    queue_.OpenLater(*size, options_.device);
+    return false;
+  }
   if (status.ok()) batches_.push_back(*std::move(batch));
   queue_.Opened(*size, options_.device, status);
   return true;
 }
 
 /// How many images in flight a size other than the model's own gets, so that the memory of all such
-/// sizes stays within bounds. Idle sizes are evicted to make room.
+/// sizes stays within bounds. Idle sizes are evicted to make room. 0: those in use leave too
+/// little.
 int StepBatcher::SlotsOfNewSize(const JobQueue::Size& size) {
   const Batch& own = OwnSizeOf(size.model);
   const double of_own = static_cast<double>(own.evaluator->slot_bytes()),
                pixels = static_cast<double>(int64_t{size.height} * size.width),
                own_pixels = static_cast<double>(int64_t{own.height} * own.width),
                slot = of_own / own.model.slots * std::max(1.0, pixels / own_pixels);
+  const int least = std::min(kLeastSlots, own.model.slots);
+  bool others = false;
   const auto left = [&] {
     double bytes = kSizesMemory * of_own;
-    for (const auto& batch : batches_)
-      if (batch->model.name == size.model && !batch->first_size)
-        bytes -= static_cast<double>(batch->evaluator->slot_bytes());
+    others = false;
+    for (const auto& batch : batches_) {
+      if (batch->model.name != size.model || batch->first_size) continue;
+      others = true;
+      bytes -= static_cast<double>(batch->evaluator->slot_bytes());
+    }
     return bytes;
   };
-  while (left() < kLeastSlots * slot && EvictIdleBatch(&size.model)) {
+  while (left() < least * slot && EvictIdleBatch(&size.model)) {
   }
-  const int least = std::min(kLeastSlots, own.model.slots);
+  if (others && left() < least * slot) return 0;
   return std::clamp(static_cast<int>(kSizeShare * left() / slot), least, own.model.slots);
 }
 
@@ -328,16 +350,20 @@ absl::StatusOr<std::unique_ptr<StepBatcher::Batch>> StepBatcher::MakeBatch(
   return batch;
 }
 
+/// Whether it is of a size other than the model's own, and has no image in flight.
+bool StepBatcher::IsIdle(const Batch& batch) const {
+  return !batch.first_size && batch.active == 0 &&
+         std::none_of(evaluated_.begin(), evaluated_.end(),
+                      [&](const auto& evaluated) { return evaluated.lane == batch.lane; });
+}
+
 /// Frees the least recently used idle batch of `model`, or of any model if it is null, whose size
 /// is not the model's own. False if there is none.
 bool StepBatcher::EvictIdleBatch(const std::string* model) {
   for (auto batch = batches_.begin(); batch != batches_.end(); ++batch) {
     const Batch& candidate = **batch;
-    const bool evaluating =
-        std::any_of(evaluated_.begin(), evaluated_.end(),
-                    [&](const auto& evaluated) { return evaluated.lane == candidate.lane; });
-    if (candidate.first_size || candidate.active > 0 || evaluating ||
-        (model && candidate.model.name != *model) || !queue_.Close(candidate.lane, options_.device))
+    if (!IsIdle(candidate) || (model && candidate.model.name != *model) ||
+        !queue_.Close(candidate.lane, options_.device))
       continue;
     // The next Step returns the error.
     if (!BackendOf(candidate.model).Synchronize().ok()) return false;
@@ -752,8 +778,8 @@ absl::Status StepBatcher::Launch(Batch& batch) {
     Job& job = *image->job;
     const JobSpec& spec = job.effective.spec;
     const std::vector<DeviceEvaluation>& plan = job.plan();
-    job.rows_launched += job.effective.RowsAt(image->evaluation);
-    const int done = ++image->evaluation;
+    image->Launched();
+    const int done = image->evaluation;
     Evaluated::Row row{.image = image, .slot = s, .evaluation = done};
     if (done == static_cast<int>(plan.size())) {
       batch.Finish(s);
@@ -804,7 +830,7 @@ bool StepBatcher::EvaluationsWait() const {
   return std::any_of(batches_.begin(), batches_.end(), [&](const auto& batch) {
     if (batch->rows > 0) return true;
     if (!Admits(*batch)) return false;
-    const auto job = queue_.First(batch->lane, options_.device, 0);
+    const auto job = queue_.First(batch->lane, options_.device, batch->rows);
     return job && batch->HasRoom(*job);
   });
 }

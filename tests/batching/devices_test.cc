@@ -342,6 +342,9 @@ TEST(Devices, AModelThatIsOpenedAgainAfterALossBeginsAnew) {
   EXPECT_EQ(seconds(), 0) << "the costs are forgotten";
   admission.Measured(*old_lane, 1, 0.25);
   EXPECT_TRUE(queue.Close(old_lane, 1));
+  // It was adding another model when it was lost.
+  queue.AddModel("model", 1);
+  queue.Opened({old_lane, "model", 4, 4}, 1, absl::OkStatus());
   const auto lane = open();
   EXPECT_NE(lane, old_lane);
   queue.AddModel("model", 0);
@@ -349,6 +352,68 @@ TEST(Devices, AModelThatIsOpenedAgainAfterALossBeginsAnew) {
   admission.Measured(*lane, 1, 0.125);
   admission.Measured(*old_lane, 1, 0.25);
   EXPECT_EQ(seconds(), 0.125);
+  queue.RemoveModel("model", 0);
+  EXPECT_EQ(seconds(), 0) << "the lost one draws nothing";
+}
+
+/// What it had reported on the first one counts once.
+TEST(Devices, AnImageMayLoseItsDeviceTwice) {
+  Simulation requests({});
+  Admission admission({});
+  JobQueue queue(admission);
+  const auto lane =
+      admission.Open("fake", Simulation::kSize, Simulation::kSize, {.rows = 4, .slots = 4});
+  for (const int device : {0, 1, 2}) {
+    queue.AddModel("fake", device);
+    queue.Opened({lane, "fake", Simulation::kSize, Simulation::kSize}, device, absl::OkStatus());
+  }
+  const auto collected = std::make_shared<Collector>();
+  const auto id = queue.Submit(requests.Job({.steps = 50}), collected);
+  ASSERT_TRUE(id.ok());
+  const auto draw = [&](int device, int evaluations) {
+    const auto image = queue.Take(queue.First(lane, device, 0), device);
+    while (image->evaluation < evaluations) {
+      image->Launched();
+      queue.Report({{.image = image, .evaluation = image->evaluation}});
+    }
+  };
+  draw(0, 40);
+  queue.Lose(0);
+  draw(1, 5);
+  queue.Lose(1);
+  draw(2, 3);
+  queue.End(*id, Cancelled("gone"), EndReason::kCancelled);
+  queue.EndDueJobs();
+  const Admission::Totals totals = admission.Read("fake", {});
+  EXPECT_EQ(totals.wasted_rows[static_cast<size_t>(EndReason::kFailed)], 45u);
+  EXPECT_EQ(totals.wasted_rows[static_cast<size_t>(EndReason::kCancelled)], 3u);
+  EXPECT_EQ(collected->progress(), 40);
+}
+
+/// It may hang, or capture graphs, while another one has slots for all.
+TEST(Devices, OneThatTakesNothingLeavesItsShareToTheOthersAfterTwoEvaluations) {
+  FakeClock clock;
+  Simulation requests({});
+  Admission admission({});
+  JobQueue queue(admission, [&] { return clock.now; });
+  const auto lane =
+      admission.Open("fake", Simulation::kSize, Simulation::kSize, {.rows = 4, .slots = 4});
+  for (const int device : {0, 1}) {
+    queue.AddModel("fake", device);
+    queue.Opened({lane, "fake", Simulation::kSize, Simulation::kSize}, device, absl::OkStatus());
+  }
+  admission.Measured(*lane, 2, 0.125);
+  ASSERT_TRUE(
+      queue.Submit(requests.Job({.steps = 50, .count = 4}), std::make_shared<Collector>()).ok());
+  for (const int own_rows : {0, 1}) ASSERT_TRUE(queue.Take(queue.First(lane, 0, own_rows), 0));
+  EXPECT_FALSE(queue.First(lane, 0, 2));
+  clock.Advance(0.24);
+  EXPECT_FALSE(queue.First(lane, 0, 2));
+  EXPECT_TRUE(queue.First(lane, 1, 0)) << "it is there, so the first device waits anew";
+  clock.Advance(0.02);
+  EXPECT_FALSE(queue.First(lane, 0, 2));
+  clock.Advance(0.26);
+  for (const int own_rows : {2, 3}) EXPECT_TRUE(queue.Take(queue.First(lane, 0, own_rows), 0));
 }
 
 TEST(Devices, AnImageThatWasDrawnButNotToldIsDrawnAgain) {
@@ -367,8 +432,10 @@ TEST(Devices, AnImageThatWasDrawnButNotToldIsDrawnAgain) {
     const auto job = queue.First(lane, device, 0);
     const auto image = job ? queue.Take(job, device) : nullptr;
     if (!image) return image;
-    for (; image->evaluation < 4; ++image->evaluation)
-      queue.Report({{.image = image, .evaluation = image->evaluation + 1}});
+    while (image->evaluation < 4) {
+      image->Launched();
+      queue.Report({{.image = image, .evaluation = image->evaluation}});
+    }
     queue.Drawn(image);
     return image;
   };

@@ -1115,7 +1115,7 @@ TEST(Estimates, CountEveryStage) {
   EXPECT_NEAR(total(true, 2 * Simulation::kSize), 4 * (plain + 1) + 0.8 * 0.25, 1e-9);
 }
 
-TEST(Faults, MemoryForASizeIsRefusedWhenItComesAndNeverLater) {
+TEST(Faults, MemoryForASizeIsRefusedBeforeItIsDrawnAndNeverLater) {
   Simulation simulation({.slots = 4});
   simulation.Add("plain", 0);
   SimulatedBackend& backend = *simulation.devices[0].backend;
@@ -1131,15 +1131,55 @@ TEST(Faults, MemoryForASizeIsRefusedWhenItComesAndNeverLater) {
     const size_t taken = backend.allocated();
     const auto refused = simulation.Submit({.steps = 3, .model = "plain", .size = 8});
     simulation.Step();
-    ASSERT_TRUE(refused->done.has_value()) << "at once";
-    EXPECT_EQ(refused->done->code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_FALSE(refused->done.has_value()) << "a size is in use that may make room";
     EXPECT_EQ(backend.allocated(), taken) << "nothing of it is left";
     while (!heard->done) simulation.Step();
-    EXPECT_TRUE(heard->done->ok()) << "the size before was idle and made room: " << *heard->done;
+    EXPECT_TRUE(heard->done->ok()) << *heard->done;
     EXPECT_EQ(backend.allocated(), taken) << "drawing takes no memory";
+    simulation.Step();
+    ASSERT_TRUE(refused->done.has_value()) << "it does not fit without the other either";
+    EXPECT_EQ(refused->done->code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_LT(backend.allocated(), taken);
   }
   simulation.RunAll();
   EXPECT_TRUE(running->done->ok());
+}
+
+/// Whether the device has no more memory, or the model's sizes have their budget.
+TEST(Faults, SizesThatAreInUseMakeTheOthersWait) {
+  for (const bool limited : {false, true}) {
+    SCOPED_TRACE(limited);
+    Simulation simulation({.slots = 4});
+    simulation.Add("plain", 0);
+    SimulatedBackend& backend = *simulation.devices[0].backend;
+    const size_t own = simulation.devices[0].batcher->SlotBytes("plain");
+    const auto taken = [&] { return simulation.devices[0].batcher->SlotBytes("plain") - own; };
+    if (limited) {
+      const auto largest = simulation.Submit({.model = "plain", .size = 10});
+      simulation.RunAll();
+      ASSERT_TRUE(largest->done->ok());
+      backend.memory_limit = backend.allocated();
+    }
+    std::vector<std::shared_ptr<Heard>> jobs;
+    for (int size = 5; size <= 8; ++size)
+      for (int width = 5; width <= 10; ++width)
+        jobs.push_back(
+            simulation.Submit({.steps = 40, .model = "plain", .size = size, .width = width}));
+    size_t most = 0;
+    while (simulation.busy()) {
+      simulation.Step();
+      most = std::max(most, taken());
+    }
+    for (const auto& heard : jobs) {
+      ASSERT_TRUE(heard->done.has_value());
+      EXPECT_TRUE(heard->done->ok()) << *heard->done;
+    }
+    EXPECT_LE(most, 12 * own) << "kSizesMemory";
+    EXPECT_LT(jobs.front()->ended_at, jobs.back()->started_at) << "it waited";
+    EXPECT_TRUE(std::is_sorted(jobs.begin(), jobs.end(), [](const auto& a, const auto& b) {
+      return *a->started_at < *b->started_at;
+    })) << "in their order";
+  }
 }
 
 TEST(Faults, TenThousandCancelsLeakNoSlotAndChangeNoBit) {
