@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <type_traits>
+
 #include "engine/core/step_plan.h"
 #include "engine/core/tensor.h"
 
@@ -41,6 +43,8 @@ struct EvaluationRow {
   int32_t no_extra = 0;        // 1: zeros in place of the slot's extra channels
 };
 constexpr int kRowNumbers = sizeof(EvaluationRow) / sizeof(int32_t);
+// cuda/sampling.cu repeats the fields, and rows are compared as bytes.
+static_assert(kRowNumbers == 6 && std::has_unique_object_representations_v<EvaluationRow>);
 
 struct BeginSlotArgs {
   SlotState state;

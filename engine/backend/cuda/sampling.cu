@@ -29,7 +29,7 @@ unsigned Blocks(int64_t elements) {
   return static_cast<unsigned>((elements + kOwned * kThreads - 1) / (kOwned * kThreads));
 }
 
-/// backend.h's EvaluationRow.
+/// sampler_ops.h's EvaluationRow.
 struct Row {
   int32_t slot, label, unconditional_row, advances, imageless_row, no_extra;
 };
