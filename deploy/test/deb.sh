@@ -21,7 +21,7 @@ fail() {
 
 step "Build"
 scripts/build -DCMAKE_INSTALL_PREFIX=/usr -DDENOISED_PORTABLE=OFF -DDENOISED_BUILD_TESTS=OFF \
-  release denoised denoise | tail -n 1
+  release denoised denoise denoise-train | tail -n 1
 rm -f "$work"/*.deb
 cpack --config build/release/CPackConfig.cmake -B "$work" >"$work/cpack.log" 2>&1 ||
   { cat "$work/cpack.log"; fail "cpack"; }
@@ -55,6 +55,7 @@ cp "$deb" "$root/tmp/denoised.deb"
 } >"$work/apt.log" 2>&1 || { tail "$work/apt.log"; fail "apt-get install"; }
 in_root dpkg-query -W denoised
 in_root denoised --version
+in_root denoise-train --version
 
 step "The unit"
 unit=/usr/lib/systemd/system/denoised.service
