@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Runs the shipped Envoy configurations with a real Envoy in front of a real server: what clients
-need passes, what strangers must not reach does not, and the floods that gRPC 1.51 does not stop end
-at Envoy. Needs openssl, python3-grpcio, a built server and client, and Envoy 1.40: --envoy or
-DENOISED_ENVOY names it, else it is looked for in build/tools/envoy, where scripts/bootstrap --tests
-installs it, and in PATH. Without it or python3-grpcio the test is skipped.
+need passes, what strangers must not reach does not, the floods that gRPC 1.51 does not stop end at
+Envoy, and clients that keep connections survive a rollout. Needs openssl, python3-grpcio,
+python3-yaml, a built server and client, and Envoy 1.40: --envoy or DENOISED_ENVOY names it, else it
+is looked for in build/tools/envoy, where scripts/bootstrap --tests installs it, and in PATH. Without
+it or the Python packages the test is skipped.
 
     deploy/test/envoy.py [--envoy PATH] [--build build/release]
 """
@@ -22,12 +23,14 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 try:
     import grpc
-except ImportError:
-    print("skipped: there is no python3-grpcio")
+    import yaml
+except ImportError as error:
+    print(f"skipped: python3-grpcio and python3-yaml are needed: {error}")
     sys.exit(77)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -36,6 +39,8 @@ from free_port import free_port
 
 PLAIN = ROOT / "deploy" / "envoy" / "envoy.yaml"
 TLS = ROOT / "deploy" / "k8s" / "components" / "tls"
+BASE = ROOT / "deploy" / "k8s" / "base" / "deployment.yaml"
+POD = yaml.safe_load(BASE.read_text(encoding="utf-8"))["spec"]["template"]["spec"]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADERS, RST_STREAM, SETTINGS, GOAWAY, CONTINUATION = 1, 3, 4, 7, 9
@@ -175,6 +180,7 @@ class Setup:
         self.directory = pathlib.Path(directory)
         self.outside, self.inside = free_port(), free_port()
         self.http_outside, self.http_inside = free_port(), free_port()
+        self.admin = free_port()
 
     def config(self, source):
         """The configuration with free ports and paths of this test."""
@@ -184,6 +190,7 @@ class Setup:
             ("port_value: 50052", f"port_value: {self.inside}"),
             ("port_value: 8080", f"port_value: {self.http_outside}"),
             ("port_value: 8081", f"port_value: {self.http_inside}"),
+            ("port_value: 9901", f"port_value: {self.admin}"),
             ("/etc/envoy/", f"{self.directory}/"),
             ("/etc/denoised", f"{self.directory}/secrets"),
         ]:
@@ -196,9 +203,10 @@ class Setup:
     def started(self, config, *server_flags):
         server = [self.server, "--model", f"digits={ROOT / 'models' / 'mnist-32'}", "--device", "cpu"]
         server += ["--metrics-listen", "", "--http-listen", f"127.0.0.1:{self.http_inside}", "--listen"]
-        envoy = [self.envoy, "--log-level", "warning", "--concurrency", "2", "--use-dynamic-base-id"]
+        arguments = POD["initContainers"][0]["args"]
+        envoy = [self.envoy, *(config if argument == "/etc/envoy/envoy.yaml" else argument for argument in arguments)]
         with running(*server, f"127.0.0.1:{self.inside}", *server_flags) as process:
-            with running(*envoy, "-c", config):
+            with running(*envoy):
                 wait_until(lambda: listens(self.outside) and listens(self.http_outside), "Envoy listens")
                 yield process
 
@@ -447,7 +455,142 @@ def plain(setup):
         http_stream(setup)
         http_strangers(setup)
         http_slow_reader(setup, server)
+        admin(setup)
         http_drain(setup, server)
+
+
+class Service:
+    """Hands each new connection to one pod, where it stays, as a Service of Kubernetes does."""
+
+    def __init__(self, pod):
+        self.pod = pod
+        self.taken = []  # the pod of each connection
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            client, pod = self.listener.accept()[0], self.pod
+            self.taken.append(pod)
+            try:
+                server = socket.create_connection(("127.0.0.1", pod))
+            except OSError:
+                client.close()
+                continue
+            for source, target in ((client, server), (server, client)):
+                threading.Thread(target=self.pass_on, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def pass_on(source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+
+class KeptHttp:
+    """A client that keeps its connection until it is told to close it, and does not try again."""
+
+    def __init__(self, service):
+        self.client = Http(service.port)
+
+    def draw(self):
+        try:
+            status, body = self.client.get("POST", "/v1/generate", GENERATE)
+        except OSError as error:
+            self.client.connection.close()
+            return repr(error)
+        return "OK" if status == 200 else f"{status} {body[:200]}"
+
+
+class KeptGrpc:
+    """The same of gRPC. Clients of one process would share connections."""
+
+    def __init__(self, service):
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{service.port}", options)
+        self.generate = self.channel.unary_unary("/denoised.v1.ImageGeneration/Generate")
+
+    def draw(self):
+        try:
+            self.generate(b"", timeout=300)
+            return "OK"
+        except grpc.RpcError as error:
+            return f"{error.code().name} {error.details()}"
+
+
+def rollout(flags):
+    """A pod leaves while a job of it runs for long: clients that are busy lose no request."""
+    lame_duck = ["--lame-duck-seconds", "5", "--grace-seconds", "120"]
+    with contextlib.ExitStack() as stack:
+        old, new = (Setup(flags, stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2))
+        server, _ = (stack.enter_context(setup.started(setup.config(PLAIN), *lame_duck)) for setup in (old, new))
+        for setup in (old, new):
+            check(setup.denoise("health", "--wait", "120").returncode == 0, "rollout: a pod serves")
+        long = Http(old.http_outside).call(
+            "POST", "/v1/generate?stream=true", generate(steps=1000, count=64, request_id="long"))
+        check(long.status == 200, "rollout: a job runs for long on the old pod")
+        services = {KeptHttp: Service(old.http_outside), KeptGrpc: Service(old.outside)}
+        idle = {kind.__name__: kind(service) for kind, service in services.items()}
+        for name, client in idle.items():
+            check(client.draw() == "OK", f"rollout: {name} has a connection to the old pod, and then is idle")
+        results, done = {kind.__name__: [] for kind in services}, threading.Event()
+
+        def keep_drawing(kind, service):
+            client = kind(service)
+            while not done.is_set():
+                results[kind.__name__].append(client.draw())
+                time.sleep(0.05)
+
+        threads = [threading.Thread(target=keep_drawing, args=item) for item in services.items()]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: all(results.values()), "rollout: clients draw")
+
+        # The kubelet: the hook, then SIGTERM. Meanwhile the endpoint goes, which takes a while.
+        hook = POD["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        hook = [part.replace("127.0.0.1/9901", f"127.0.0.1/{old.admin}") for part in hook]
+        status = subprocess.run(hook, check=False, timeout=20).returncode
+        check(status == 0, f"rollout: the preStop hook ends with {status}")
+        server.terminate()
+        time.sleep(1)
+        services[KeptHttp].pod, services[KeptGrpc].pod = new.http_outside, new.outside
+        refused = Http(old.http_outside)
+        wait_until(lambda: refused.get("POST", "/v1/generate", GENERATE)[0] == 503, "rollout: the old pod refuses")
+        before = {name: len(outcomes) for name, outcomes in results.items()}
+        wait_until(lambda: all(len(results[name]) > count + 2 for name, count in before.items()), "rollout: clients draw on")
+        done.set()
+        for thread in threads:
+            thread.join()
+        for kind, service in services.items():
+            outcomes = results[kind.__name__]
+            lost = [outcome for outcome in outcomes if outcome != "OK"]
+            check(not lost, f"rollout: {kind.__name__} lost {len(lost)} of {len(outcomes)} requests {lost[:1]}")
+            check(service.taken[-1] == service.pod, f"rollout: it made {len(service.taken) - 1} connections, the last to the new pod")
+        for name, client in idle.items():
+            first, second = client.draw(), client.draw()
+            refusal = "503" in first or "UNAVAILABLE" in first
+            check(refusal, f"rollout: {name}, which was idle all the time, is refused once: {first[:40]}")
+            check(second == "OK", f"rollout: its next request reaches the new pod: {second[:200]}")
+
+        # Calls about the jobs that a pod has still reach it.
+        status = Http(old.http_outside).get("GET", "/v1/jobs/long")[0]
+        check(status == 200 and server.poll() is None, f"rollout: the job can be looked up {status}")
+        status = Http(old.http_outside).get("POST", "/v1/jobs/long/cancel", {})[0]
+        check(status == 200, f"rollout: and cancelled {status}")
+        last = [name for name, _, _ in events(long)][-1]
+        check(last == "error", f"rollout: its stream ends with {last}")
+        wait_until(lambda: server.poll() is not None, "rollout: the old server ends")
+        check(server.returncode == 0, "rollout: then the old server ends with 0")
+
+
+def admin(setup):
+    """Envoy's own port takes nothing but what the hook asks."""
+    for path in ("/quitquitquit", "/drain_listeners", "/drain_listeners?graceful", "/config_dump", "/healthcheck/fail"):
+        status = Http(setup.admin).get("POST", path)[0]
+        check(status == 403, f"Envoy refuses POST {path} {status}")
 
 
 def certificate(directory, name):
@@ -546,6 +689,7 @@ def main():
     for test in (plain, tls):
         with tempfile.TemporaryDirectory() as directory:
             test(Setup(flags, directory))
+    rollout(flags)
     print("All passed.")
 
 
