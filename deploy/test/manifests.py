@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders every overlay and component of deploy/k8s with kustomize.py, and with kubectl 1.27 or later if
 there is one: both must agree. Checks that no server is published without TLS and tokens or reachable
-without Envoy, and validates the manifests strictly: an unknown field is an error. Shows first that it
-catches planted errors. Without python3-yaml the test is skipped; without `pip install kubernetes-validate`
-manifests are not validated.
+without Envoy, that probes, drains, idle connections and memory fit together, and validates the manifests
+strictly: an unknown field is an error. Shows first that it catches planted errors. Without python3-yaml
+the test is skipped; without `pip install kubernetes-validate` manifests are not validated.
 
     deploy/test/manifests.py [--kubernetes 1.31] [--crds DIRECTORY]
 
@@ -70,6 +70,21 @@ INSIDE_HTTP = {
 }
 # What gives a server an address outside the cluster.
 PUBLIC_KINDS = {"Gateway", "GRPCRoute", "HTTPRoute", "TLSRoute", "TCPRoute", "Ingress"}
+# How often a server may take each of its bounds of memory: uploads over HTTP have one of their own, and so have the
+# links to results. The others are bounds of one request, within these.
+MEMORY_BOUNDS = {
+    "--max-buffered-bytes": 2,
+    "--max-decoding-bytes": 1,
+    "--max-queued-bytes": 1,
+    "--max-kept-job-bytes": 2,
+    "--max-request-bytes": 0,
+    "--max-tensor-bytes": 0,
+    "--max-reply-bytes": 0,
+}
+# For weights, activations and what allocators lose.
+MEMORY_ROOM = 3 << 29
+# A drain has so much more after its grace period: to flush, to end calls, and for gRPC's shutdown (Server::Drain).
+DRAIN_END_SECONDS = 3
 
 
 def render(directory):
@@ -389,6 +404,121 @@ def exposure(resources):
     return complaints
 
 
+def variable(flag):
+    return "DENOISED_" + flag[2:].replace("-", "_").upper()
+
+
+def servers(resources):
+    """Each kind of pod with a server: its spec, the container of the server, that of Envoy, and the server's settings."""
+    config = {r["metadata"]["name"]: r["data"] for r in resources if r["kind"] == "ConfigMap"}
+    for resource in resources:
+        if resource["kind"] == "Deployment":
+            pod = resource["spec"]["template"]["spec"]
+        elif resource["kind"] == "ClusterServingRuntime":
+            pod = resource["spec"]
+        else:
+            continue
+        containers = pod.get("initContainers", []) + pod["containers"]
+        server = next(c for c in containers if c["name"] in ("denoised", "kserve-container"))
+        envoy = next((c for c in containers if c["name"] == "envoy"), None)
+        settings = {}
+        for source in server.get("envFrom", []):
+            settings.update(config[source["configMapRef"]["name"]])
+        settings.update({entry["name"]: entry["value"] for entry in server.get("env", [])})
+        yield pod, server, envoy, settings
+
+
+def probe_complaints(server, settings):
+    complaints = []
+    # Whether it lives, the server itself says: Envoy's limits must not have it killed.
+    for name in ("startupProbe", "livenessProbe"):
+        asked = server[name].get("httpGet", {})
+        if asked.get("port") not in ("metrics", 9090) or asked.get("path") != "/healthz":
+            complaints.append(f"the {name} does not ask for /healthz on the metrics port")
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        if server[name].get("timeoutSeconds", 1) < 5:
+            complaints.append(f"the {name} gives a busy server too little time")
+    if settings.get("DENOISED_METRICS_LISTEN") != "[::]:9090":
+        complaints.append("the kubelet cannot reach the metrics port, at least not by IPv6")
+    return complaints
+
+
+def drain_complaints(pod, server, envoy, config, settings):
+    complaints = []
+    lame_duck, grace = (float(settings.get(f"DENOISED_{name}_SECONDS", 0)) for name in ("LAME_DUCK", "GRACE"))
+    if lame_duck < 5:
+        complaints.append("new requests are refused before clients know that the pod leaves")
+    needed = lame_duck + grace + DRAIN_END_SECONDS
+    left = pod.get("terminationGracePeriodSeconds", 30)
+    if needed > left:
+        complaints.append(f"a drain takes up to {needed:g} s, and the pod has {left}")
+    if envoy in pod["containers"]:  # not a sidecar, which outlives the server anyway
+        pause = envoy.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        if not needed <= pause < left:
+            complaints.append(f"Envoy ends after {pause} s, a drain after up to {needed:g}, and the pod after {left}")
+    hook = " ".join(server.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", []))
+    admin = config.get("admin", {})
+    address = next(find(admin, "socket_address"), {})
+    if address.get("address") != "127.0.0.1":
+        complaints.append("Envoy's admin port is not on loopback")
+    paths = [path.get("exact") for path in admin.get("allow_paths", [])]
+    if paths != ["/drain_listeners?graceful&skip_exit"]:
+        complaints.append(f"Envoy's admin port takes {paths or 'everything'}, not a drain alone")
+    elif f"POST {paths[0]} " not in hook or f"/dev/tcp/127.0.0.1/{address.get('port_value')}" not in hook:
+        complaints.append("Envoy does not tell clients that the pod leaves: preStop does not ask it to")
+    arguments = envoy["args"]
+    if ["--drain-strategy", "immediate"] not in [arguments[i : i + 2] for i in range(len(arguments))]:
+        complaints.append("Envoy drains some of the connections only")
+    if any("=" in argument for argument in arguments):
+        complaints.append("Envoy does not start: it does not know --name=value")
+    return complaints
+
+
+def seconds(duration):
+    return float(duration.removesuffix("s"))
+
+
+def idle_complaints(config, settings):
+    """Who sends on a connection that the other side is just closing loses the request: the proxy has to close first."""
+    text = (ROOT / "server" / "server.cc").read_text(encoding="utf-8")
+    of_http = float(re.search(r"idle = std::chrono::seconds\((\d+)\)", text).group(1))
+    idle = float(settings.get("DENOISED_MAX_CONNECTION_IDLE_SECONDS", 600)) or float("inf")
+    complaints = []
+    for cluster in config["static_resources"]["clusters"]:
+        server = min(idle, of_http) if cluster["name"] == "http" else idle
+        envoy = seconds(next(find(cluster, "idle_timeout"), "3600s"))
+        if envoy >= server:
+            complaints.append(f"Envoy keeps idle connections to {cluster['name']} for {envoy:g} s, the server for {server:g}")
+    return complaints
+
+
+def memory_complaints(server, settings):
+    text = (ROOT / "server" / "config.cc").read_text(encoding="utf-8")
+    complaints = [
+        f"{flag} is not in MEMORY_BOUNDS of deploy/test/manifests.py"
+        for flag in sorted(set(re.findall(r'"(--max-[a-z-]*bytes)"', text)) - set(MEMORY_BOUNDS))
+    ]
+    unset = [variable(flag) for flag, times in MEMORY_BOUNDS.items() if times and variable(flag) not in settings]
+    if unset:
+        return complaints + [f"{name} is not set: the defaults are for a whole machine" for name in unset]
+    bounds = sum(times * int(settings[variable(flag)]) for flag, times in MEMORY_BOUNDS.items() if times)
+    limit = int(server["resources"]["limits"]["memory"].removesuffix("Gi")) << 30
+    if bounds + MEMORY_ROOM > limit:
+        complaints.append(f"the bounds add up to {bounds >> 20} MiB of the {limit >> 20} that the server may have")
+    return complaints
+
+
+def operation(resources):
+    """What would fail in a cluster only: complaints about how probes, drains, idle times and memory fit together."""
+    complaints = []
+    envoys = [yaml.safe_load(r["data"]["envoy.yaml"]) for r in resources if "envoy.yaml" in r.get("data", {})]
+    for pod, server, envoy, settings in servers(resources):
+        complaints += probe_complaints(server, settings) + memory_complaints(server, settings)
+        for config in envoys:
+            complaints += drain_complaints(pod, server, envoy, config, settings) + idle_complaints(config, settings)
+    return complaints
+
+
 def find(value, key):
     """What is under `key`, however deep."""
     if isinstance(value, dict):
@@ -409,9 +539,9 @@ def without(value, key):
     return [without(inner, key) for inner in value] if isinstance(value, list) else value
 
 
-def exposure_self_test(rendered):
-    """Fails when an open server would not be noticed."""
-    gateway, plain = rendered["components/gateway"], rendered["overlays/cpu-demo"]
+def checks_self_test(rendered):
+    """Fails when an open server, or one that does not work, would not be noticed."""
+    gateway, plain, kserve = (rendered[name] for name in ("components/gateway", "overlays/cpu-demo", "overlays/kserve"))
     public = [r for r in gateway if r["kind"] in PUBLIC_KINDS]
 
     def changed(resources, change):
@@ -420,9 +550,9 @@ def exposure_self_test(rendered):
             change(resource)
         return copied
 
-    def setting(name, value):
+    def setting(name, value, new=False):
         def change(resource):
-            if resource["kind"] == "ConfigMap" and name in resource["data"]:
+            if resource["kind"] == "ConfigMap" and ("DENOISED_LISTEN" if new else name) in resource["data"]:
                 resource["data"][name] = value
 
         return change
@@ -510,10 +640,41 @@ def exposure_self_test(rendered):
             changed(gateway, field("Gateway", "spec", "listeners", 1, "hostname", value="denoised.example.com")),
         ),
     ]:
-        found = exposure(resources)
-        if not found:
-            raise SystemExit(f"{what} was not noticed")
-        print(f"caught: {what}: {found[0]}")
+        noticed(what, exposure(resources))
+
+    container = ("spec", "template", "spec", "containers", 0)
+    sidecar = ("spec", "template", "spec", "initContainers", 0)
+    runtime = ("ClusterServingRuntime", "spec", "containers")
+    grpc_probe = {"grpc": {"port": 50051, "service": "liveness"}, "timeoutSeconds": 5}
+    for what, resources in [
+        ("liveness through Envoy", changed(plain, field("Deployment", *container, "livenessProbe", value=grpc_probe))),
+        ("liveness through KServe's Envoy", changed(kserve, field(*runtime, 0, "livenessProbe", value=grpc_probe))),
+        ("a probe of a second", changed(plain, field("Deployment", *container, "readinessProbe", "timeoutSeconds"))),
+        ("metrics on loopback", changed(plain, setting("DENOISED_METRICS_LISTEN", "127.0.0.1:9090"))),
+        ("no lame duck", changed(plain, setting("DENOISED_LAME_DUCK_SECONDS", "0"))),
+        ("a drain that the kubelet cuts off", changed(plain, setting("DENOISED_GRACE_SECONDS", "115"))),
+        ("a short time to end", changed(plain, field("Deployment", "spec", "template", "spec", "terminationGracePeriodSeconds"))),
+        ("KServe's Envoy ends first", changed(kserve, field(*runtime, 1, "lifecycle", "preStop", "sleep", "seconds", value=20))),
+        ("no preStop hook", changed(plain, field("Deployment", *container, "lifecycle"))),
+        ("a hook of another port", changed(plain, envoy("port_value: 9901", "port_value: 9902"))),
+        ("an open admin port", changed(plain, envoy("{address: 127.0.0.1, port_value: 9901}", '{address: "::", port_value: 9901}'))),
+        ("an admin port that takes all", changed(plain, envoy("allow_paths", "ignored"))),
+        ("a drain by chance", changed(plain, field("Deployment", *sidecar, "args", -1, value="gradual"))),
+        ("an Envoy that does not start", changed(plain, field("Deployment", *sidecar, "args", 0, value="--config-path=/etc"))),
+        ("idle HTTP", changed(plain, envoy("idle_timeout: 60s", "idle_timeout: 75s"))),
+        ("idle gRPC", changed(plain, envoy("idle_timeout: 300s", "idle_timeout: 600s"))),
+        ("a server that soon closes", changed(plain, setting("DENOISED_MAX_CONNECTION_IDLE_SECONDS", "60", new=True))),
+        ("a bound too many", changed(plain, setting("DENOISED_MAX_QUEUED_BYTES", str(1 << 30)))),
+        ("a limit too low", changed(kserve, field(*runtime, 0, "resources", "limits", "memory", value="3Gi"))),
+        ("a bound by default", changed(kserve, field(*runtime, 0, "env", -1))),
+    ]:
+        noticed(what, operation(resources))
+
+
+def noticed(what, complaints):
+    if not complaints:
+        raise SystemExit(f"{what} was not noticed")
+    print(f"caught: {what}: {complaints[0]}")
 
 
 def self_test(validator, resources):
@@ -570,11 +731,14 @@ def main():
             (directory / "kustomization.yaml").write_text(text, encoding="utf-8")
             rendered[f"components/{component}"] = render(directory)
 
-    exposed = [f"{name}: {complaint}" for name, resources in rendered.items() for complaint in exposure(resources)]
-    if exposed:
-        raise SystemExit("\n".join(exposed))
+    complaints = [
+        f"{name}: {complaint}"
+        for name, resources in rendered.items() for complaint in exposure(resources) + operation(resources)
+    ]
+    if complaints:
+        raise SystemExit("\n".join(complaints))
     self_test(validator, [resource for all_of in rendered.values() for resource in all_of])
-    exposure_self_test(rendered)
+    checks_self_test(rendered)
     wrong = 0
     for name, resources in rendered.items():
         unknown = []
