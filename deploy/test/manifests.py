@@ -516,6 +516,10 @@ def operation(resources):
         complaints += probe_complaints(server, settings) + memory_complaints(server, settings)
         for config in envoys:
             complaints += drain_complaints(pod, server, envoy, config, settings) + idle_complaints(config, settings)
+    for service in (r for r in resources if r["kind"] == "InferenceService"):
+        # KServe refuses it, and its schema does not say so.
+        if any("value" not in metric["target"] for metric in find(service, "external")):
+            complaints.append("InferenceService: the target of an external metric has no value")
     return complaints
 
 
@@ -642,6 +646,11 @@ def checks_self_test(rendered):
     ]:
         noticed(what, exposure(resources))
 
+    def average(resource):
+        if resource["kind"] == "InferenceService":
+            (metric,) = find(resource, "external")
+            metric["target"] = {"type": "AverageValue", "averageValue": "2"}
+
     container = ("spec", "template", "spec", "containers", 0)
     sidecar = ("spec", "template", "spec", "initContainers", 0)
     runtime = ("ClusterServingRuntime", "spec", "containers")
@@ -667,6 +676,7 @@ def checks_self_test(rendered):
         ("a bound too many", changed(plain, setting("DENOISED_MAX_QUEUED_BYTES", str(1 << 30)))),
         ("a limit too low", changed(kserve, field(*runtime, 0, "resources", "limits", "memory", value="3Gi"))),
         ("a bound by default", changed(kserve, field(*runtime, 0, "env", -1))),
+        ("a target without a value", changed(kserve, average)),
     ]:
         noticed(what, operation(resources))
 
