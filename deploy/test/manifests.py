@@ -516,6 +516,10 @@ def operation(resources):
         complaints += probe_complaints(server, settings) + memory_complaints(server, settings)
         for config in envoys:
             complaints += drain_complaints(pod, server, envoy, config, settings) + idle_complaints(config, settings)
+    scaled = any(r["kind"] in ("HorizontalPodAutoscaler", "ScaledObject") for r in resources)
+    for deployment in (r for r in resources if r["kind"] == "Deployment"):
+        if scaled and "replicas" in deployment["spec"]:
+            complaints.append("each kubectl apply undoes what the autoscaler did: the Deployment names replicas")
     for service in (r for r in resources if r["kind"] == "InferenceService"):
         # KServe refuses it, and its schema does not say so.
         if any("value" not in metric["target"] for metric in find(service, "external")):
@@ -545,7 +549,9 @@ def without(value, key):
 
 def checks_self_test(rendered):
     """Fails when an open server, or one that does not work, would not be noticed."""
-    gateway, plain, kserve = (rendered[name] for name in ("components/gateway", "overlays/cpu-demo", "overlays/kserve"))
+    gateway, plain, kserve, scaled = (
+        rendered[name] for name in ("components/gateway", "overlays/cpu-demo", "overlays/kserve", "components/autoscale/hpa")
+    )
     public = [r for r in gateway if r["kind"] in PUBLIC_KINDS]
 
     def changed(resources, change):
@@ -677,6 +683,7 @@ def checks_self_test(rendered):
         ("a limit too low", changed(kserve, field(*runtime, 0, "resources", "limits", "memory", value="3Gi"))),
         ("a bound by default", changed(kserve, field(*runtime, 0, "env", -1))),
         ("a target without a value", changed(kserve, average)),
+        ("an autoscaler that is undone", changed(scaled, field("Deployment", "spec", "replicas", value=2))),
     ]:
         noticed(what, operation(resources))
 
@@ -734,8 +741,8 @@ def main():
     # Beside a copy, as kustomize takes no absolute paths.
     with tempfile.TemporaryDirectory() as copied:
         shutil.copytree(ROOT / "deploy", copied, dirs_exist_ok=True)
-        for component in ("tls", "gateway"):
-            directory = pathlib.Path(copied, "k8s", f"with-{component}")
+        for component in ("tls", "gateway", "autoscale/hpa", "autoscale/keda"):
+            directory = pathlib.Path(copied, "k8s", f"with-{component.replace('/', '-')}")
             directory.mkdir()
             text = WITH_COMPONENT.format(name=component)
             (directory / "kustomization.yaml").write_text(text, encoding="utf-8")
