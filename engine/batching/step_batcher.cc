@@ -784,8 +784,8 @@ absl::Status StepBatcher::Launch(Batch& batch) {
     if (done == static_cast<int>(plan.size())) {
       batch.Finish(s);
     } else if (spec.previews && done % spec.preview_every == 0) {
-      row.preview_scale =
-          spec.preview_kind == PreviewKind::kPredictedX0 ? 1 : plan[done].input_scale;
+      if (spec.preview_kind == PreviewKind::kNoisyState)
+        row.preview_scale = static_cast<float>(job.effective.plan->preview_scale[done]);
       if (batch.model.preview_codec && spec.preview_decoder != PreviewDecoder::kLinear) {
         row.tiny_preview = true;  // see Preview()
       } else {

@@ -143,6 +143,10 @@ struct StepPlan {
   std::vector<Evaluation<double>> evaluations;
   /// For every evaluation: the step (0-based) it belongs to. A Heun step has two evaluations.
   std::vector<int> step;
+  /// For every evaluation: 1/√(α² + σ²), where the state before it is x = α·x0 + σ·noise. Previews
+  /// of the state are scaled by it, so that they have about the contrast of the image. The model's
+  /// input_scale is another number: EDM's doubles an image whose deviation, sigma_data, is ½.
+  std::vector<double> preview_scale;
   int steps = 0;
 
   /// The state before the first evaluation:

@@ -75,6 +75,7 @@ Combination PlanWriter::Evaluate(int step, const NoiseLevel& level) {
   evaluation.known_image = 1;  // unless another evaluation follows
   plan_.evaluations.push_back(evaluation);
   plan_.step.push_back(step);
+  plan_.preview_scale.push_back(1 / std::hypot(level.alpha, level.sigma));
   // Unclipped, x0 is spelled out: (x − x0)/σ then reduces in double what floats would cancel.
   return clip_ > 0 ? Combination(kInputX0) : model.x0_from_x * X() + model.x0_from_model * Model();
 }

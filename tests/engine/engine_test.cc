@@ -75,6 +75,24 @@ TEST_P(EngineTest, DrawsWhatWasAsked) {
   }
 }
 
+/// The last preview of the state is nearly the image. EDM's input scale would double it.
+TEST_P(EngineTest, PreviewsOfTheStateHaveTheContrastOfTheImage) {
+  const auto engine = Open();
+  JobSpec spec{.model = "digits", .seed = 3, .count = 1, .class_labels = {7}};
+  spec.sampler.steps = 8;
+  spec.previews = true;
+  spec.preview_kind = PreviewKind::kNoisyState;
+  const auto job = Submit(*engine, spec);
+  ASSERT_TRUE(job->Wait().ok());
+  ASSERT_EQ(job->previews(), 7);
+  const auto norm = [](const std::vector<float>& pixels) {
+    double squares = 0;
+    for (const float pixel : pixels) squares += double{pixel} * pixel;
+    return std::sqrt(squares);
+  };
+  EXPECT_NEAR(norm(job->preview_pixels().back().ToFloats()) / norm(job->images().at(0)), 1, 0.05);
+}
+
 // Images of half the size have layers of other kernels, whose memory is planned like theirs.
 TEST_P(EngineTest, DrawsOtherSizes) {
   const auto engine = Open();
