@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 
 #include "engine/backend/counting.h"
 
@@ -45,8 +46,11 @@ absl::Status Conditioner::Allocate(int sets) {
     bytes_ += tensor->bytes();
     return absl::OkStatus();
   };
-  for (const auto& encoder : encoders_.models)
+  most_skipped_ = std::numeric_limits<int>::max();
+  for (const auto& encoder : encoders_.models) {
     tokens_ = std::max(tokens_, encoder->traits().max_tokens);
+    most_skipped_ = std::min(most_skipped_, encoder->traits().layers);
+  }
   DENOISED_RETURN_IF_ERROR(take(
       &sets_.keys_values, {sets, encoders_.max_chunks * tokens_, traits.key_value_columns}, dtype,
       fmt::format("keys and values of {} prompts of {} tokens", sets,
@@ -97,9 +101,10 @@ absl::Status Conditioner::Allocate(int sets) {
 
   size_t activations = 0;
   // A text encoder that is also pooled keeps the states of an earlier layer while it runs the last
-  // ones. How many it skips makes no difference.
-  for (const Kind& kind :
-       {Kind{}, Kind{.skip_layers = 1}, Kind{States::kZeros}, Kind{States::kKnown}}) {
+  // ones. So a request's clip_skip changes what it needs.
+  std::vector<Kind> kinds = {{States::kZeros}, {States::kKnown}};
+  for (int skip = 0; skip <= most_skipped_; ++skip) kinds.push_back({States::kEncoded, skip});
+  for (const Kind& kind : kinds) {
     for (int chunks = 1; chunks <= together_; ++chunks) {
       CountingBackend counting(backend_);
       Arena measuring = Arena::Measuring(backend_.device());
@@ -217,6 +222,8 @@ bool Conditioner::Pending(int set) const {
 absl::Status Conditioner::EncodeTogether(const std::vector<int>& sets) {
   const int count = static_cast<int>(sets.size());
   const Kind kind = KindOf(sets.front());
+  DENOISED_CHECK(kind.skip_layers >= 0 && kind.skip_layers <= most_skipped_,
+                 "skips {} of {} layers", kind.skip_layers, most_skipped_);
   std::vector<int32_t> firsts;  // the first chunk of each prompt
   std::vector<int> places;      // of chunks in the pool
   for (const int set : sets) {

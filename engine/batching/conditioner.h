@@ -111,6 +111,7 @@ class Conditioner {
   const Encoders encoders_;
   const int together_;  // chunks that are encoded side by side
   int tokens_ = 0;      // of a chunk
+  int most_skipped_ = 0;  // layers, of every text encoder
   ConditionSets sets_;
   std::vector<Entry> entries_;
   std::list<int> idle_;  // sets without users, least recently used first

@@ -339,6 +339,24 @@ class HungryEncoder : public TextEncoder {
   const std::shared_ptr<const TextEncoder> encoder_;
 };
 
+TEST(ConditionerMemory, SufficesForEveryClipSkip) {
+  for (const std::string family : {"sd1", "sdxl"}) {
+    Prompted prompted(family, "cpu", 1);
+    int layers = std::numeric_limits<int>::max();
+    for (const auto& encoder : prompted.pipeline->text_encoders)
+      layers = std::min(layers, encoder->traits().layers);
+    ASSERT_GE(layers, 3);
+    for (int skip = prompted.pipeline->skip_layers; skip < layers; ++skip) {
+      std::vector<TokenizedPrompt> prompts;
+      for (int i = 0; i < 8; ++i) {
+        prompts.push_back(prompted.Tokens(fmt::format("apple {}", i)));
+        prompts.back().skip_layers = skip;
+      }
+      EXPECT_EQ(prompted.Make(prompts).size(), 8u);
+    }
+  }
+}
+
 TEST(ConditionerMemory, SufficesWhereLayersAreSkipped) {
   Prompted prompted("sdxl", "cpu", 1);
   ASSERT_GT(prompted.pipeline->skip_layers, 0);
