@@ -71,31 +71,16 @@ absl::StatusOr<Tensor> CodecStage::Input(int images) {
   if (!batch.arena) {
     batch.arena.emplace(activations_);
     batch.input = NewInput(*batch.arena, images);
+    batch.run.emplace(backend_, [this, &batch] { Forward(batch); });
   }
-  if (batch.graph) return batch.input;
-  absl::StatusOr<std::unique_ptr<Graph>> graph =
-      backend_.Capture([this, &batch] { Forward(batch); });
-  if (graph.ok()) {
-    batch.graph = *std::move(graph);
-  } else if (!absl::IsResourceExhausted(graph.status())) {
-    return graph.status();
-  }
+  DENOISED_RETURN_IF_ERROR(batch.run->Capture());
   return batch.input;
 }
 
-absl::StatusOr<CodecStage::Ran> CodecStage::Run(int images) {
+absl::StatusOr<CapturedRun::Ran> CodecStage::Run(int images) {
   Batch& batch = batches_.at(images);
-  DENOISED_CHECK(batch.input.defined(), "no input of {} images", images);
-  Ran ran;
-  ran.begin = backend_.Mark();
-  if (batch.graph) {
-    backend_.Launch(*batch.graph);
-  } else {
-    Forward(batch);  // slower, with the same bits
-  }
-  ran.end = backend_.Mark();
-  DENOISED_RETURN_IF_ERROR(backend_.status());
-  return ran;
+  DENOISED_CHECK(batch.run.has_value(), "no input of {} images", images);
+  return batch.run->Run();
 }
 
 absl::StatusOr<CodecStage::Warmed> CodecStage::WarmUp() {
@@ -107,7 +92,7 @@ absl::StatusOr<CodecStage::Warmed> CodecStage::WarmUp() {
     const std::vector<float> zeros(input.elements());
     backend_.Upload(zeros.data(), input.bytes(), input);
   }
-  DENOISED_ASSIGN_OR_RETURN(const Ran ran, Run(images));
+  DENOISED_ASSIGN_OR_RETURN(const CapturedRun::Ran ran, Run(images));
   DENOISED_RETURN_IF_ERROR(ran.end->Wait());
   Warmed warmed{.images = images};
   const auto measured = warm_runs_.Add(ran.end->SecondsSince(*ran.begin));

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/backend/backend.h"
+#include "engine/batching/captured_run.h"
 #include "engine/batching/warm_runs.h"
 #include "engine/core/arena.h"
 #include "engine/nn/layers.h"
@@ -40,11 +41,8 @@ class CodecStage {
   /// Where the input of a run of so many images goes: [images, …]. Captures the graph unless there
   /// is one; its kernels may overwrite the memory of activations.
   absl::StatusOr<Tensor> Input(int images);
-  struct Ran {
-    std::unique_ptr<Marker> begin, end;  // around it, without the capture
-  };
   /// Runs the network on what was put into Input(images) since.
-  absl::StatusOr<Ran> Run(int images);
+  absl::StatusOr<CapturedRun::Ran> Run(int images);
   /// What Run(images) made. It must not be held until the next run.
   const Tensor& output(int images) const { return batches_.at(images).output; }
 
@@ -62,8 +60,8 @@ class CodecStage {
   struct Batch {
     std::optional<Arena> arena;  // in the memory of activations
     Tensor input, output;
-    std::unique_ptr<Graph> graph;  // null: there was no memory for one
-    double seconds = -1;           // not measured
+    std::optional<CapturedRun> run;
+    double seconds = -1;  // not measured
   };
   Tensor NewInput(Arena& arena, int images) const;
   void Forward(Batch& batch);

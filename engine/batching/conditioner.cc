@@ -148,7 +148,7 @@ Conditioner::Kind Conditioner::KindOf(int set) const {
   return {States::kEncoded, prompt.skip_layers};
 }
 
-absl::StatusOr<int> Conditioner::Encode() {
+std::vector<Conditioner::Together> Conditioner::RunsOfPending() const {
   std::map<TokenizedPrompt, int> texts;  // and a set with them, filled before others copy it
   for (int set = 0; set < static_cast<int>(entries_.size()) && !pending_.empty(); ++set)
     if (entries_[set].prompt && !Pending(set)) texts.emplace(TextsOf(*entries_[set].prompt), set);
@@ -163,19 +163,32 @@ absl::StatusOr<int> Conditioner::Encode() {
     }
   }
   std::stable_sort(read.begin(), read.end(), [&](int a, int b) { return KindOf(a) < KindOf(b); });
-  for (auto begin = read.begin(); begin != read.end();) {
-    auto end = begin;
-    for (int chunks = 0; end != read.end() && KindOf(*end) == KindOf(*begin); ++end)
-      if ((chunks += entries_[*end].prompt->chunks) > together_) break;
-    DENOISED_RETURN_IF_ERROR(EncodeTogether(std::vector<int>(begin, end)));
-    encoded_ += end - begin;
-    begin = end;
+  std::vector<Together> runs;
+  const auto append = [&](const Kind& kind, int chunks) -> Together& {
+    if (runs.empty() || runs.back().kind != kind || runs.back().chunks + chunks > together_)
+      runs.push_back({.kind = kind});
+    runs.back().chunks += chunks;
+    return runs.back();
+  };
+  for (const int set : read) append(KindOf(set), entries_[set].prompt->chunks).sets.push_back(set);
+  for (const auto& [set, other] : copied) {
+    Together& together = append({States::kKnown}, 1);
+    together.sets.push_back(set);
+    together.others.push_back(other);
   }
-  for (auto begin = copied.begin(); begin != copied.end();) {
-    const auto end = begin + std::min<ptrdiff_t>(together_, copied.end() - begin);
-    DENOISED_RETURN_IF_ERROR(CopyTogether({begin, end}));
-    begin = end;
-  }
+  return runs;
+}
+
+absl::StatusOr<int> Conditioner::Encode(CapturedRun::Ran* ran) {
+  const std::vector<Together> runs = RunsOfPending();
+  for (const Together& together : runs)  // before the time that is measured
+    DENOISED_RETURN_IF_ERROR(
+        EncodingOf(PaddedChunks(together.chunks), together.kind).run->Capture());
+  ran->begin = backend_.Mark();
+  for (const Together& together : runs)
+    DENOISED_RETURN_IF_ERROR(together.kind.states == States::kKnown ? CopyTogether(together)
+                                                                    : EncodeTogether(together));
+  ran->end = backend_.Mark();
   const int made = static_cast<int>(pending_.size());
   pending_.clear();
   DENOISED_RETURN_IF_ERROR(backend_.status());
@@ -196,10 +209,9 @@ absl::StatusOr<std::optional<double>> Conditioner::WarmUp() {
     prompt.sizes.resize(denoiser_->traits().size_numbers);
     sets.push_back(Acquire(prompt));
   }
-  const auto begin = backend_.Mark();
-  DENOISED_RETURN_IF_ERROR(Encode().status());
-  const auto end = backend_.Mark();
-  DENOISED_RETURN_IF_ERROR(end->Wait());
+  CapturedRun::Ran ran;
+  DENOISED_RETURN_IF_ERROR(Encode(&ran).status());
+  DENOISED_RETURN_IF_ERROR(ran.end->Wait());
   for (int i = 0; i < count; ++i) {
     Release(sets[i]);
     known_.erase(prompts[i]);
@@ -207,7 +219,7 @@ absl::StatusOr<std::optional<double>> Conditioner::WarmUp() {
   }
   std::optional<double> seconds;
   if (count == 1) {
-    seconds = warm_runs_.Add(end->SecondsSince(*begin));
+    seconds = warm_runs_.Add(ran.end->SecondsSince(*ran.begin));
     if (!seconds) return seconds;
   }
   warm_ = !backend_.capabilities().pads_rows || count == together_;
@@ -219,9 +231,15 @@ bool Conditioner::Pending(int set) const {
   return std::find(pending_.begin(), pending_.end(), set) != pending_.end();
 }
 
-absl::Status Conditioner::EncodeTogether(const std::vector<int>& sets) {
-  const int count = static_cast<int>(sets.size());
-  const Kind kind = KindOf(sets.front());
+int Conditioner::PaddedChunks(int chunks) const {
+  if (!backend_.capabilities().pads_rows) return chunks;
+  return std::min(static_cast<int>(std::bit_ceil(static_cast<unsigned>(chunks))), together_);
+}
+
+absl::Status Conditioner::EncodeTogether(const Together& together) {
+  const Kind& kind = together.kind;
+  const std::vector<int>& sets = together.sets;
+  const int count = static_cast<int>(sets.size()), chunks = PaddedChunks(together.chunks);
   DENOISED_CHECK(kind.skip_layers >= 0 && kind.skip_layers <= most_skipped_,
                  "skips {} of {} layers", kind.skip_layers, most_skipped_);
   std::vector<int32_t> firsts;  // the first chunk of each prompt
@@ -236,9 +254,6 @@ absl::Status Conditioner::EncodeTogether(const std::vector<int>& sets) {
     const int32_t tokens = prompt.chunks * tokens_;
     backend_.Upload(&tokens, sizeof(tokens), sets_.key_counts.Slice(set, 1));
   }
-  int chunks = static_cast<int>(places.size());
-  if (backend_.capabilities().pads_rows)
-    chunks = std::min(static_cast<int>(std::bit_ceil(places.size())), together_);
   for (size_t e = 0; e < encoders_.models.size() && kind.states == States::kEncoded; ++e) {
     const int tokens = encoders_.models[e]->traits().max_tokens;
     std::vector<int32_t> ids, ends;
@@ -262,23 +277,26 @@ absl::Status Conditioner::EncodeTogether(const std::vector<int>& sets) {
     backend_.Upload(firsts.data(), firsts.size() * sizeof(int32_t), firsts_);
   }
   UploadNumbers(sets, chunks);
-  DENOISED_ASSIGN_OR_RETURN(const Encoding* encoding, Run(chunks, kind));
+  Encoding& encoding = EncodingOf(chunks, kind);
+  DENOISED_RETURN_IF_ERROR(encoding.run->Run().status());
+  encoded_ += count;
   const auto copy = [&](const Tensor& from, const Tensor& to, const std::vector<int>& to_rows) {
     for (size_t i = 0; from && i < to_rows.size(); ++i)
       backend_.Copy(from.Slice(static_cast<int64_t>(i), 1), to.Slice(to_rows[i], 1));
   };
   const Tensor& pool = sets_.keys_values;
-  copy(encoding->made.keys_values,
+  copy(encoding.made.keys_values,
        pool.Reshape({pool.dim(0) * encoders_.max_chunks, tokens_, pool.dim(2)}), places);
-  copy(encoding->made.vectors, sets_.vectors, sets);
-  copy(encoding->made.times, sets_.times, sets);
-  copy(encoding->pooled, pooled_, sets);
+  copy(encoding.made.vectors, sets_.vectors, sets);
+  copy(encoding.made.times, sets_.times, sets);
+  copy(encoding.pooled, pooled_, sets);
   return backend_.status();
 }
 
-absl::Status Conditioner::CopyTogether(const std::vector<std::pair<int, int>>& sets) {
-  std::vector<int> copies;
-  for (const auto& [set, other] : sets) {
+absl::Status Conditioner::CopyTogether(const Together& together) {
+  const int count = together.chunks, rows = PaddedChunks(count);
+  for (int i = 0; i < count; ++i) {
+    const int set = together.sets[i], other = together.others[i];
     const int32_t tokens = entries_[set].prompt->chunks * tokens_;
     backend_.Upload(&tokens, sizeof(tokens), sets_.key_counts.Slice(set, 1));
     const auto states = [&](int of) {
@@ -289,23 +307,18 @@ absl::Status Conditioner::CopyTogether(const std::vector<std::pair<int, int>>& s
     backend_.Copy(states(other), states(set));
     if (pooled_) {
       backend_.Copy(pooled_.Slice(other, 1), pooled_.Slice(set, 1));
-      backend_.Copy(pooled_.Slice(other, 1),
-                    known_pooled_.Slice(static_cast<int64_t>(copies.size()), 1));
+      backend_.Copy(pooled_.Slice(other, 1), known_pooled_.Slice(i, 1));
     }
-    copies.push_back(set);
   }
-  const int count = static_cast<int>(copies.size());
-  const int rows = backend_.capabilities().pads_rows
-                       ? std::min(static_cast<int>(std::bit_ceil(copies.size())), together_)
-                       : count;
-  UploadNumbers(copies, rows);
-  DENOISED_ASSIGN_OR_RETURN(const Encoding* encoding, Run(rows, {States::kKnown}));
+  UploadNumbers(together.sets, rows);
+  Encoding& encoding = EncodingOf(rows, together.kind);
+  DENOISED_RETURN_IF_ERROR(encoding.run->Run().status());
   for (int i = 0; i < count; ++i) {
     const auto copy = [&](const Tensor& from, const Tensor& to) {
-      if (from) backend_.Copy(from.Slice(i, 1), to.Slice(copies[i], 1));
+      if (from) backend_.Copy(from.Slice(i, 1), to.Slice(together.sets[i], 1));
     };
-    copy(encoding->made.vectors, sets_.vectors);
-    copy(encoding->made.times, sets_.times);
+    copy(encoding.made.vectors, sets_.vectors);
+    copy(encoding.made.times, sets_.times);
   }
   return backend_.status();
 }
@@ -323,26 +336,17 @@ void Conditioner::UploadNumbers(const std::vector<int>& sets, int count) {
   backend_.Upload(guidance.data(), guidance.size() * sizeof(float), guidance_);
 }
 
-absl::StatusOr<const Conditioner::Encoding*> Conditioner::Run(int chunks, const Kind& kind) {
+Conditioner::Encoding& Conditioner::EncodingOf(int chunks, const Kind& kind) {
   Encoding& encoding = encodings_[{chunks, kind}];
-  if (!encoding.arena) encoding.arena.emplace(block_);
-  const auto make = [this, &encoding, chunks, kind] {
+  if (encoding.run) return encoding;
+  encoding.arena.emplace(block_);
+  encoding.run.emplace(backend_, [this, &encoding, chunks, kind] {
     // Nothing else is in this arena, so the sets have the same addresses each time.
     encoding.made = {};
     encoding.pooled = {};
     encoding.made = MakeSets(backend_, *encoding.arena, chunks, kind, &encoding.pooled);
-  };
-  if (!encoding.graph) {
-    absl::StatusOr<std::unique_ptr<Graph>> graph = backend_.Capture(make);
-    if (!graph.ok() && !absl::IsResourceExhausted(graph.status())) return graph.status();
-    if (graph.ok()) encoding.graph = *std::move(graph);
-  }
-  if (encoding.graph) {
-    backend_.Launch(*encoding.graph);
-  } else {
-    make();  // without a graph: slower, with the same bits
-  }
-  return &encoding;
+  });
+  return encoding;
 }
 
 Prompts Conditioner::Read(Backend& backend, Arena& arena, int chunks, const Kind& kind) const {

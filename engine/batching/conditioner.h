@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/backend/backend.h"
+#include "engine/batching/captured_run.h"
 #include "engine/batching/warm_runs.h"
 #include "engine/core/arena.h"
 #include "engine/job.h"
@@ -44,8 +45,8 @@ class Conditioner {
   int Acquire(const TokenizedPrompt& prompt);
   void Release(int set);
   /// Enqueues the work that fills all sets that were acquired and are not filled yet. Returns how
-  /// many they are.
-  absl::StatusOr<int> Encode();
+  /// many they are. `ran`: when it ran.
+  absl::StatusOr<int> Encode(CapturedRun::Ran* ran);
   /// Encodes prompts that nobody uses, so that no request pays for the first: one a few times
   /// (WarmRuns); then, where graphs are captured, each other number of chunks that has one. Waits
   /// for the device. Returns the seconds of one prompt when they have been measured. Every set must
@@ -76,7 +77,7 @@ class Conditioner {
     std::optional<Arena> arena;  // all encodings use the same memory
     ConditionSets made;
     Tensor pooled;  // of the prompts
-    std::unique_ptr<Graph> graph;
+    std::optional<CapturedRun> run;
   };
 
   /// Where the states of a prompt come from.
@@ -93,14 +94,22 @@ class Conditioner {
     auto operator<=>(const Kind&) const = default;
   };
   Kind KindOf(int set) const;
-  /// At most together_ chunks in total.
-  absl::Status EncodeTogether(const std::vector<int>& sets);
-  /// At most together_ sets {set, other}; each copies the states of another set that is filled.
-  absl::Status CopyTogether(const std::vector<std::pair<int, int>>& sets);
+  /// Sets that are filled by one run, of at most together_ chunks.
+  struct Together {
+    Kind kind;
+    int chunks = 0;  // in total
+    std::vector<int> sets;
+    std::vector<int> others;  // kKnown: the set that each copies, which is filled
+  };
+  /// Those that fill all pending sets, in this order.
+  std::vector<Together> RunsOfPending() const;
+  absl::Status EncodeTogether(const Together& together);
+  absl::Status CopyTogether(const Together& together);
   /// Uploads the sizes and the guidance of sets, for `count` prompts.
   void UploadNumbers(const std::vector<int>& sets, int count);
-  /// The graph of `chunks` and `kind`, launched.
-  absl::StatusOr<const Encoding*> Run(int chunks, const Kind& kind);
+  /// The chunks of the encoding that is used for so many.
+  int PaddedChunks(int chunks) const;
+  Encoding& EncodingOf(int chunks, const Kind& kind);
   /// The states of as many prompts as there are chunks, as the denoiser reads them.
   Prompts Read(Backend& backend, Arena& arena, int chunks, const Kind& kind) const;
   ConditionSets MakeSets(Backend& backend, Arena& arena, int chunks, const Kind& kind,

@@ -246,12 +246,8 @@ Tensor Evaluator::Predict(Backend& backend, Arena& arena, int begin, int count) 
   return denoiser_->Forward(context, input);
 }
 
-absl::StatusOr<Graph*> Evaluator::GraphFor(int bucket) {
-  std::unique_ptr<Graph>& graph = graphs_[bucket];
-  if (!graph) {
-    DENOISED_ASSIGN_OR_RETURN(graph, backend_.Capture([this, bucket] { Enqueue(bucket); }));
-  }
-  return graph.get();
+CapturedRun& Evaluator::RunOf(int bucket) {
+  return runs_.try_emplace(bucket, backend_, [this, bucket] { Enqueue(bucket); }).first->second;
 }
 
 absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
@@ -274,12 +270,11 @@ absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
   if (filled_) return CaptureNext();
   const int bucket = buckets_[warm_buckets_];
   const std::vector<EvaluationRow> padding(bucket, kPadding);
-  const auto begin = backend_.Mark();
-  DENOISED_RETURN_IF_ERROR(Evaluate(padding).status());
-  const auto end = backend_.Mark();
-  DENOISED_RETURN_IF_ERROR(end->Wait());
+  CapturedRun::Ran ran;
+  DENOISED_RETURN_IF_ERROR(Evaluate(padding, &ran).status());
+  DENOISED_RETURN_IF_ERROR(ran.end->Wait());
   Warmed warmed{.count = bucket, .seconds = -1, .more = true};
-  const auto measured = warm_runs_.Add(end->SecondsSince(*begin));
+  const auto measured = warm_runs_.Add(ran.end->SecondsSince(*ran.begin));
   if (!measured) return warmed;
   warmed.seconds = *measured;
   filled_ = warmed.seconds >= kFillsDevice;
@@ -293,9 +288,7 @@ absl::StatusOr<Evaluator::Warmed> Evaluator::WarmUp() {
 /// it first finds cold caches, but does not wait for the capture.
 absl::StatusOr<Evaluator::Warmed> Evaluator::CaptureNext() {
   const int bucket = buckets_[warm_buckets_++];
-  if (const auto graph = GraphFor(bucket);
-      !graph.ok() && !absl::IsResourceExhausted(graph.status()))
-    return graph.status();
+  DENOISED_RETURN_IF_ERROR(RunOf(bucket).Capture());
   return Warmed{.count = bucket, .seconds = -1, .more = warm_buckets_ < buckets_.size()};
 }
 
@@ -438,7 +431,8 @@ absl::Status Evaluator::Parked::Arrive() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {
+absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows,
+                                        CapturedRun::Ran* ran) {
   const auto padded_to =
       std::lower_bound(buckets_.begin(), buckets_.end(), static_cast<int>(rows.size()));
   DENOISED_CHECK(padded_to != buckets_.end(), "{} rows, at most {}", rows.size(),
@@ -453,15 +447,9 @@ absl::StatusOr<int> Evaluator::Evaluate(std::span<const EvaluationRow> rows) {
     backend_.Upload(padded.data(), padded.size() * sizeof(EvaluationRow), rows_);
     uploaded_rows_ = padded;
   }
-  const absl::StatusOr<Graph*> graph = GraphFor(bucket);
-  if (graph.ok()) {
-    backend_.Launch(**graph);
-  } else if (absl::IsResourceExhausted(graph.status())) {
-    Enqueue(bucket);  // without a graph: slower, with the same bits
-  } else {
-    return graph.status();
-  }
-  DENOISED_RETURN_IF_ERROR(backend_.status());
+  CapturedRun& run = RunOf(bucket);
+  DENOISED_RETURN_IF_ERROR(run.Capture());
+  DENOISED_ASSIGN_OR_RETURN(*ran, run.Run());
   return bucket;
 }
 
@@ -476,7 +464,7 @@ std::vector<int> Evaluator::Decodes(int drawn, double seconds) const {
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<Download>>> Evaluator::DownloadImages(
-    std::span<const int> slots, CodecStage::Ran* ran) {
+    std::span<const int> slots, CapturedRun::Ran* ran) {
   std::vector<std::unique_ptr<Download>> downloads;
   if (!decoding_) {
     for (const int slot : slots) downloads.push_back(DownloadState(slot));

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/backend/backend.h"
+#include "engine/batching/captured_run.h"
 #include "engine/batching/codec_stage.h"
 #include "engine/batching/init_images.h"
 #include "engine/batching/warm_runs.h"
@@ -111,7 +112,7 @@ class Evaluator {
   std::unique_ptr<Parked> Park(int slot);
 
   /// One evaluation of these rows, at most max_rows. Returns the bucket that they were padded to.
-  absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows);
+  absl::StatusOr<int> Evaluate(std::span<const EvaluationRow> rows, CapturedRun::Ran* ran);
 
   /// The slot's state, or its predicted x0, at this point of the queue: F32 [H, W, C].
   std::unique_ptr<Download> DownloadState(int slot);
@@ -121,7 +122,7 @@ class Evaluator {
   /// The pixels of the slots' states. With a codec they are decoded first; pass as many slots as
   /// Decodes() says then. `ran`: when decoding ran.
   absl::StatusOr<std::vector<std::unique_ptr<Download>>> DownloadImages(std::span<const int> slots,
-                                                                        CodecStage::Ran* ran);
+                                                                        CapturedRun::Ran* ran);
   /// With a preview_codec: the slot's predicted x0, decoded by it, or the state times `scale`.
   absl::StatusOr<std::unique_ptr<Download>> DownloadPreview(int slot, bool predicted, float scale);
   std::unique_ptr<Download> DownloadX0(int slot);
@@ -142,7 +143,7 @@ class Evaluator {
  private:
   Evaluator(Backend& backend, std::shared_ptr<const Denoiser> denoiser, const Options& options);
   absl::Status Allocate();
-  absl::StatusOr<Graph*> GraphFor(int bucket);
+  CapturedRun& RunOf(int bucket);
   void UploadStart(int slot, const Start& start);
   void Enqueue(int bucket);
   /// The network's output for rows [begin, begin + count) of rows_.
@@ -169,8 +170,8 @@ class Evaluator {
   std::optional<Arena> arena_;  // for rows computed together
   std::optional<InitImages> init_images_;         // with a codec that encodes
   std::optional<CodecStage> decoding_, preview_;  // with a codec, and a preview_codec
-  std::vector<Arena> part_arenas_;  // by worker, for rows computed in parts; in the same memory
-  std::map<int, std::unique_ptr<Graph>> graphs_;
+  std::vector<Arena> part_arenas_;   // by worker, for rows computed in parts; in the same memory
+  std::map<int, CapturedRun> runs_;  // by bucket
   std::vector<EvaluationRow> uploaded_rows_;
   Tensor activations_;
   size_t part_bytes_ = 0;  // of one worker, for rows computed in parts

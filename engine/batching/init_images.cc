@@ -42,7 +42,7 @@ Tensor InitImages::Encoded(const Picture& picture) const {
 }
 
 absl::StatusOr<int> InitImages::EncodeNext(std::span<const Picture> pictures,
-                                           CodecStage::Ran* ran) {
+                                           CapturedRun::Ran* ran) {
   ++calls_;
   std::vector<const Picture*> missing;
   for (const Picture& picture : pictures) {

@@ -40,7 +40,7 @@ class InitImages {
   /// Encodes the first of these pictures that are not kept, as many side by side as is fastest, and
   /// drops none of them: pass at most kKept different ones. Returns how many it encoded; 0: all are
   /// kept. `ran`: when it ran.
-  absl::StatusOr<int> EncodeNext(std::span<const Picture> pictures, CodecStage::Ran* ran);
+  absl::StatusOr<int> EncodeNext(std::span<const Picture> pictures, CapturedRun::Ran* ran);
   /// What the codec made of a picture that is kept: F32 [1, h, w, encoded_channels].
   Tensor Encoded(const Picture& picture) const;
 

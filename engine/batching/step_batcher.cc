@@ -64,7 +64,7 @@ bool AllFinite(const Tensor& pixels) {
 struct StepBatcher::StageRun {
   Stage stage;
   int count = 0;                               // prompts, or images
-  std::unique_ptr<Marker> begin, end;          // null: it took no time
+  CapturedRun::Ran ran;                        // null: it took no time
   std::vector<std::shared_ptr<Image>> images;  // the images that it was for
   std::vector<std::shared_ptr<Image>> others;  // those whose prompts or pictures were kept
 };
@@ -148,9 +148,9 @@ struct StepBatcher::Evaluated {
   std::shared_ptr<Admission::Lane> lane;
   Admission::Charge charge;
   int rows = 0, bucket = 0;
-  std::unique_ptr<Marker> begin, end;  // of the evaluation
-  std::unique_ptr<Marker> done;        // of images that were decoded after it
-  std::vector<StageRun> runs;          // before and after it
+  CapturedRun::Ran ran;          // of the evaluation
+  std::unique_ptr<Marker> done;  // of images that were decoded after it
+  std::vector<StageRun> runs;    // before and after it
   int known_prompts = 0, made_prompts = 0;
   double seconds = 0;  // its part of the device's time until the evaluation reported last
   std::vector<Row> images;
@@ -214,8 +214,9 @@ absl::Status StepBatcher::AddModel(const BatchedModel& model, int height, int wi
 
 absl::StatusOr<bool> StepBatcher::WarmUp(const std::string& model) {
   Batch& batch = OwnSizeOf(model);
-  // Nothing else may run during an evaluation that is measured.
-  for (const Evaluated& evaluated : evaluated_) DENOISED_RETURN_IF_ERROR(evaluated.end->Wait());
+  // Nothing may run beside what is measured, not even decodes. What other threads do, such as
+  // packing a model, cannot be excluded: therefore the shortest run counts (WarmRuns).
+  for (const Evaluated& evaluated : evaluated_) DENOISED_RETURN_IF_ERROR(evaluated.done->Wait());
   if (batch.conditioner && !batch.conditioner->warm()) {
     DENOISED_ASSIGN_OR_RETURN(const auto seconds, batch.conditioner->WarmUp());
     if (seconds) admission_.MeasuredStage(*batch.lane, Stage::kCondition, 1, *seconds, false);
@@ -522,7 +523,6 @@ absl::Status StepBatcher::Admit(Batch& batch) {
   }
   DENOISED_RETURN_IF_ERROR(Begin(batch, taken));
   if (batch.conditioner && !begun.empty()) {
-    Backend& backend = BackendOf(batch.model);
     StageRun run{.stage = Stage::kCondition};
     for (const int each : begun) {
       const Batch::Sets& sets = batch.sets[each];
@@ -531,9 +531,7 @@ absl::Status StepBatcher::Admit(Batch& batch) {
       (made ? run.images : run.others).push_back(batch.slots[each]);
       batch.prompts += sets.negative >= 0 ? 2 : 1;
     }
-    run.begin = backend.Mark();
-    DENOISED_ASSIGN_OR_RETURN(run.count, batch.conditioner->Encode());
-    run.end = backend.Mark();
+    DENOISED_ASSIGN_OR_RETURN(run.count, batch.conditioner->Encode(&run.ran));
     batch.runs.push_back(std::move(run));
   }
   return BackendOf(batch.model).status();
@@ -661,12 +659,9 @@ absl::Status StepBatcher::Encode(Batch& batch, const std::vector<Starting>& star
   }
   if (!known.others.empty()) batch.runs.push_back(std::move(known));
   while (true) {
-    CodecStage::Ran ran;
     StageRun run{.stage = Stage::kEncode};
-    DENOISED_ASSIGN_OR_RETURN(run.count, init_images.EncodeNext(pictures, &ran));
+    DENOISED_ASSIGN_OR_RETURN(run.count, init_images.EncodeNext(pictures, &run.ran));
     if (run.count == 0) return absl::OkStatus();
-    run.begin = std::move(ran.begin);
-    run.end = std::move(ran.end);
     for (size_t i = 0; i < starting.size(); ++i) {
       const ptrdiff_t now = missing(starting[i]);
       if (now < std::exchange(left[i], now)) run.images.push_back(starting[i].image);
@@ -761,13 +756,11 @@ absl::Status StepBatcher::Launch(Batch& batch) {
     if (run.stage == Stage::kCondition) evaluated.made_prompts += run.count;
   evaluated.known_prompts = std::exchange(batch.prompts, 0) - evaluated.made_prompts;
   Backend& backend = BackendOf(batch.model);
-  evaluated.begin = backend.Mark();
-  if (!rows.empty()) {
-    const absl::StatusOr<int> bucket = batch.evaluator->Evaluate(rows);
-    DENOISED_RETURN_IF_ERROR(bucket.status());
-    evaluated.bucket = *bucket;
+  if (rows.empty()) {
+    evaluated.ran = {backend.Mark(), backend.Mark()};
+  } else {
+    DENOISED_ASSIGN_OR_RETURN(evaluated.bucket, batch.evaluator->Evaluate(rows, &evaluated.ran));
   }
-  evaluated.end = backend.Mark();
   // After every evaluation, so that a job ends at the same evaluation alone and in any batch.
   evaluated.nonfinite = batch.evaluator->DownloadNonfinite();
   if (!rows.empty())
@@ -854,10 +847,7 @@ absl::Status StepBatcher::Decode(Batch& batch, Evaluated* evaluated) {
 absl::Status StepBatcher::DecodeNext(Batch& batch, int count, Evaluated* evaluated) {
   const std::vector<int> slots(batch.drawn.begin(), batch.drawn.begin() + count);
   StageRun run{.stage = Stage::kDecode, .count = count};
-  CodecStage::Ran ran;
-  DENOISED_ASSIGN_OR_RETURN(auto downloads, batch.evaluator->DownloadImages(slots, &ran));
-  run.begin = std::move(ran.begin);
-  run.end = std::move(ran.end);
+  DENOISED_ASSIGN_OR_RETURN(auto downloads, batch.evaluator->DownloadImages(slots, &run.ran));
   for (int i = 0; i < count; ++i) {
     const int s = slots[i];
     const std::shared_ptr<Image> image = batch.slots[s];
@@ -898,19 +888,19 @@ absl::Status StepBatcher::Report() {
   // Time in which two models were evaluated is split between them, so that the seconds of
   // evaluations never add up to more than the time that passed.
   const auto ran = [&](const Evaluated& each) {  // since the end that was reported last
-    double seconds = evaluated.end->SecondsSince(*each.begin);
-    if (last_end_) seconds = std::min(seconds, evaluated.end->SecondsSince(*last_end_));
+    double seconds = evaluated.ran.end->SecondsSince(*each.ran.begin);
+    if (last_end_) seconds = std::min(seconds, evaluated.ran.end->SecondsSince(*last_end_));
     return std::max(seconds, 0.0);
   };
   double alone = ran(evaluated);
   for (Evaluated& other : evaluated_) {
-    if (!other.begin->reached()) continue;
+    if (!other.ran.begin->reached()) continue;
     const double seconds = ran(other), together = std::min(alone, seconds);
     other.seconds += seconds - together / 2;
     alone -= together / 2;
   }
   const double seconds = evaluated.seconds + alone;
-  last_end_ = std::move(evaluated.end);
+  last_end_ = std::move(evaluated.ran.end);
   if (evaluated.rows > 0)
     admission_.Measured(*evaluated.lane, evaluated.bucket, seconds, &evaluated.charge);
   if (observer_ && evaluated.rows > 0)
@@ -928,7 +918,7 @@ absl::Status StepBatcher::Report() {
                          evaluated.made_prompts);
   std::map<const Image*, std::map<Stage, double>> stages;  // whole and masked are encoded apart
   for (const StageRun& run : evaluated.runs) {
-    const double took = run.count > 0 ? run.end->SecondsSince(*run.begin) : 0;
+    const double took = run.count > 0 ? run.ran.end->SecondsSince(*run.ran.begin) : 0;
     // A prompt that was kept counts as 0 s in the average. An init image counts when it is encoded,
     // however many images share it.
     const int measured = run.stage == Stage::kEncode

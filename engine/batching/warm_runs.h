@@ -12,9 +12,9 @@ namespace denoised {
 /// stays the same.
 inline constexpr double kFillsDevice = 0.03;
 
-/// Counts the runs of one graph at warm-up. The first is not measured, because it captures the
-/// graph and caches are cold. Of those that follow the shortest counts, because what else runs on
-/// the machine makes some of them longer.
+/// Counts the runs of one graph at warm-up. The first is not measured, because caches are cold. Of
+/// those that follow the shortest counts, because what else runs on the machine makes some of them
+/// longer.
 class WarmRuns {
  public:
   /// A run took `seconds`. Returns the shortest when enough have been measured; what follows are

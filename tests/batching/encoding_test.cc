@@ -190,7 +190,7 @@ TEST(InitImages, KeepThoseUsedLast) {
   const std::vector<float> mask(kEdge * kEdge, 1.0f);
   const auto encode = [&](std::vector<InitImages::Picture> some) {
     int made = 0;
-    CodecStage::Ran ran;
+    CapturedRun::Ran ran;
     for (int next = 1; next > 0; made += next) {
       const absl::StatusOr<int> encoded = images.EncodeNext(some, &ran);
       EXPECT_TRUE(encoded.ok()) << encoded.status();

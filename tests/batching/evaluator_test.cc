@@ -13,6 +13,7 @@
 #include "engine/batching/latent_preview.h"
 #include "tests/batching/fake_codec.h"
 #include "tests/batching/fake_denoiser.h"
+#include "tests/batching/simulated_backend.h"
 
 namespace denoised {
 namespace {
@@ -48,7 +49,8 @@ TEST(Evaluator, RowsGoThroughTheNetworkInParts) {
                              .value();
   const std::vector<EvaluationRow> padding(
       kRows, {.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0});
-  ASSERT_TRUE(evaluator->Evaluate(padding).ok());  // checks the ops, then computes
+  CapturedRun::Ran ran;
+  ASSERT_TRUE(evaluator->Evaluate(padding, &ran).ok());  // checks the ops, then computes
   EXPECT_EQ(denoiser->rows, 2 * kRows);
   EXPECT_EQ(denoiser->most_rows, std::max(split.part, kRows - split.apart));
   if (split.apart == kRows) {
@@ -69,7 +71,8 @@ TEST(Evaluator, ParkedImagesKeepWhenTheyWereNotFinite) {
   const Evaluator::Start start{.plan = &plan};
   evaluator->Begin(0, start);
   const EvaluationRow row{.slot = 0, .label = 2, .unconditional_row = -1, .advances = 1};
-  ASSERT_TRUE(evaluator->Evaluate(std::vector<EvaluationRow>(1, row)).ok());
+  CapturedRun::Ran ran;
+  ASSERT_TRUE(evaluator->Evaluate(std::vector<EvaluationRow>(1, row), &ran).ok());
   const auto parked = evaluator->Park(0);
   evaluator->Begin(0, start);
   evaluator->Begin(1, start);
@@ -111,7 +114,8 @@ TEST(Evaluator, DecodesPreviews) {
   Evaluator::Start start{.plan = &plan, .seed = 7};
   evaluator->Begin(1, start);
   const EvaluationRow row{.slot = 1, .label = 1, .unconditional_row = -1, .advances = 1};
-  ASSERT_TRUE(evaluator->Evaluate(std::vector<EvaluationRow>(1, row)).ok());
+  CapturedRun::Ran ran;
+  ASSERT_TRUE(evaluator->Evaluate(std::vector<EvaluationRow>(1, row), &ran).ok());
   for (const bool predicted : {true, false}) {
     const float scale = predicted ? 1.0f : 0.25f;
     const Tensor from =
@@ -234,6 +238,35 @@ TEST(Evaluator, WarmUpRunsNoBucketBeyondOneThatFillsTheDevice) {
   EXPECT_THAT(small.decoded, ElementsAre(1, 1, 1, 1, 2, 2, 2, 2)) << "two images gain nothing";
 }
 
+// A device that is short of memory would pay for a capture that fails at every evaluation.
+TEST(CapturedRun, IsCapturedAgainWhenMoreMemoryIsFree) {
+  FakeClock clock;
+  SimulatedBackend backend(OpenBackend({.device = "cpu"}).value(), &clock, [](int) { return 0; });
+  backend.memory_limit = 1000;
+  int runs = 0;
+  CapturedRun run(backend, [&] { ++runs; });
+  backend.graphs = false;
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(run.Capture().ok());
+    ASSERT_TRUE(run.Run().ok());
+  }
+  EXPECT_EQ(runs, 3) << "without a graph";
+  EXPECT_EQ(backend.captures, 1);
+  backend.memory_limit = 1001;
+  ASSERT_TRUE(run.Capture().ok());
+  EXPECT_EQ(backend.captures, 2);
+  backend.graphs = true;
+  ASSERT_TRUE(run.Capture().ok());
+  EXPECT_EQ(backend.captures, 2);
+  backend.memory_limit = 1002;
+  ASSERT_TRUE(run.Capture().ok());
+  ASSERT_TRUE(run.Capture().ok());
+  EXPECT_EQ(backend.captures, 3);
+  const int before = runs;
+  ASSERT_TRUE(run.Run().ok());
+  EXPECT_EQ(runs, before + 1) << "the graph";
+}
+
 TEST(EvaluatorDeathTest, TakesNoMoreRowsThanItHasMemoryFor) {
   auto backend = OpenBackend({.device = "cpu"});
   ASSERT_TRUE(backend.ok()) << backend.status();
@@ -242,10 +275,11 @@ TEST(EvaluatorDeathTest, TakesNoMoreRowsThanItHasMemoryFor) {
                         {.height = 4, .width = 4, .max_rows = 2, .slots = 4, .max_evaluations = 1});
   ASSERT_TRUE(evaluator.ok()) << evaluator.status();
   const EvaluationRow padding{.slot = -1, .label = 0, .unconditional_row = -1, .advances = 0};
-  const auto bucket = (*evaluator)->Evaluate(std::vector<EvaluationRow>(2, padding));
+  CapturedRun::Ran ran;
+  const auto bucket = (*evaluator)->Evaluate(std::vector<EvaluationRow>(2, padding), &ran);
   ASSERT_TRUE(bucket.ok()) << bucket.status();
   EXPECT_EQ(*bucket, 2);
-  EXPECT_DEATH((*evaluator)->Evaluate(std::vector<EvaluationRow>(3, padding)).IgnoreError(),
+  EXPECT_DEATH((*evaluator)->Evaluate(std::vector<EvaluationRow>(3, padding), &ran).IgnoreError(),
                "3 rows, at most 2");
 }
 

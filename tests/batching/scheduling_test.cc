@@ -504,7 +504,7 @@ TEST(Estimates, OutliveABusyWarmUp) {
   };
   constexpr double kCost = 0.01, kBusy = 25 * kCost;
   for (int disturbed = 1; disturbed <= 3; ++disturbed) {
-    int launched = 0;  // number 0 captures
+    int launched = 0;  // number 0 is not measured
     Simulation simulation(
         {.cost = [&](int) { return launched++ == disturbed ? kBusy : kCost; }, .warm_up = true});
     EXPECT_GE(launched, 3);
@@ -549,7 +549,36 @@ TEST(Estimates, WarmUpMeasuresLongEvaluationsOnce) {
                                return 5.0;
                              },
                          .warm_up = true});
-  EXPECT_EQ(launched, 2) << "one of them captures";
+  EXPECT_EQ(launched, 2) << "one of them is not measured";
+}
+
+// The first evaluation of another size captures its graph, which says nothing about the second.
+TEST(Estimates, AreNotOfCaptures) {
+  Simulation simulation({});
+  simulation.Add("sized", /*classes=*/0);
+  SimulatedBackend& backend = *simulation.devices[0].backend;
+  backend.capture_seconds = 0.5;
+  const int before = backend.captures;
+  const auto heard = simulation.Submit({.steps = 2, .model = "sized", .size = 8});
+  simulation.RunAll();
+  ASSERT_TRUE(heard->done->ok()) << *heard->done;
+  EXPECT_EQ(backend.captures, before + 1);
+  EXPECT_NEAR(simulation.seconds_of["sized"], 2 * 0.0011, 1e-6);
+}
+
+// On a GPU they would run beside what warm-up measures of another model.
+TEST(Estimates, WarmUpWaitsForDecodes) {
+  Simulation simulation({.decode_cost = [](int) { return 0.1; }});
+  Simulation::Device& device = simulation.devices[0];
+  device.backend->can.runs_ahead = true;
+  simulation.Add("other");
+  simulation.Submit({.steps = 1});
+  ASSERT_TRUE(device.batcher->Step().ok());
+  ASSERT_TRUE(device.batcher->busy()) << "the evaluation is not reported yet";
+  const FakeClock::TimePoint decoded = simulation.clock.now;
+  device.backend->waited.clear();
+  ASSERT_TRUE(device.batcher->WarmUp("other").ok());
+  EXPECT_THAT(device.backend->waited, ::testing::Contains(decoded));
 }
 
 TEST(Estimates, SlotsMayBeWhatADeviceLacks) {

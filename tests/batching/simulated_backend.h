@@ -48,6 +48,11 @@ class SimulatedBackend final : public Backend {
   Capabilities can;
   /// False: Capture() finds no memory. What then runs without a graph takes no time.
   bool graphs = true;
+  /// Of each Capture().
+  double capture_seconds = 0;
+  int captures = 0;  // so far, with memory or without
+  /// The times of the markers that were waited for.
+  std::vector<FakeClock::TimePoint> waited;
   /// Null: they take no time.
   std::function<double(int images)> decode_cost, encode_cost;
   /// Allocate refuses more than this.
@@ -146,6 +151,8 @@ class SimulatedBackend final : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {
+    ++captures;
+    clock_->Advance(capture_seconds);
     if (!graphs) return ResourceExhausted("there is no memory for a graph");
     return cpu_->Capture(body);
   }
@@ -157,7 +164,7 @@ class SimulatedBackend final : public Backend {
     launching_ = false;
   }
   std::unique_ptr<Marker> Mark() override {
-    return std::make_unique<SimulatedMarker>(clock_->now, status());
+    return std::make_unique<SimulatedMarker>(clock_->now, status(), &waited);
   }
   absl::Status Synchronize() override {
     if (wait) wait();
@@ -168,10 +175,14 @@ class SimulatedBackend final : public Backend {
  private:
   class SimulatedMarker final : public Marker {
    public:
-    SimulatedMarker(FakeClock::TimePoint time, absl::Status status)
-        : time_(time), status_(std::move(status)) {}
+    SimulatedMarker(FakeClock::TimePoint time, absl::Status status,
+                    std::vector<FakeClock::TimePoint>* waited)
+        : time_(time), status_(std::move(status)), waited_(waited) {}
     bool reached() override { return true; }
-    absl::Status Wait() override { return status_; }
+    absl::Status Wait() override {
+      waited_->push_back(time_);
+      return status_;
+    }
     double SecondsSince(const Marker& earlier) override {
       return std::chrono::duration<double>(time_ -
                                            static_cast<const SimulatedMarker&>(earlier).time_)
@@ -181,6 +192,7 @@ class SimulatedBackend final : public Backend {
    private:
     const FakeClock::TimePoint time_;
     const absl::Status status_;
+    std::vector<FakeClock::TimePoint>* const waited_;
   };
 
   const std::unique_ptr<Backend> cpu_;

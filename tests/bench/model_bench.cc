@@ -327,7 +327,8 @@ class Drawing {
                                      .seed = static_cast<uint64_t>(row.slot),
                                      .guidance = {.scale = guidance_scale_}});
     }
-    return evaluator_->Evaluate(table_).status();
+    CapturedRun::Ran ran;
+    return evaluator_->Evaluate(table_, &ran).status();
   }
 
   const Evaluator& evaluator() const { return *evaluator_; }

@@ -87,7 +87,8 @@ class Prompted {
   std::vector<Set> Make(const std::vector<TokenizedPrompt>& prompts) {
     std::vector<int> sets;
     for (const TokenizedPrompt& prompt : prompts) sets.push_back(conditioner->Acquire(prompt));
-    const absl::StatusOr<int> encoded = conditioner->Encode();
+    CapturedRun::Ran ran;
+    const absl::StatusOr<int> encoded = conditioner->Encode(&ran);
     EXPECT_TRUE(encoded.ok()) << encoded.status();
     std::vector<Set> made;
     for (const int set : sets) made.push_back(Read(set));
@@ -368,7 +369,8 @@ TEST(ConditionerMemory, SufficesWhereLayersAreSkipped) {
                           {.models = hungry, .final_norm = prompted.pipeline->final_norm}, 8);
   ASSERT_TRUE(conditioner.ok()) << conditioner.status();
   for (int i = 0; i < 8; ++i) (*conditioner)->Acquire(prompted.Tokens(fmt::format("apple {}", i)));
-  EXPECT_TRUE((*conditioner)->Encode().ok());
+  CapturedRun::Ran ran;
+  EXPECT_TRUE((*conditioner)->Encode(&ran).ok());
 }
 
 /// transformers pools at the first token that the encoder's config names, or at the largest id.
