@@ -139,7 +139,12 @@ int Conditioner::Acquire(const TokenizedPrompt& prompt) {
 void Conditioner::Release(int set) {
   Entry& entry = entries_[set];
   DENOISED_CHECK(entry.users > 0, "set {} has no users", set);
-  if (--entry.users == 0) entry.idle = idle_.insert(idle_.end(), set);
+  if (--entry.users > 0) return;
+  const bool filled = std::erase(pending_, set) == 0;
+  entry.idle = idle_.insert(filled ? idle_.end() : idle_.begin(), set);
+  if (filled) return;
+  known_.erase(*entry.prompt);
+  entry.prompt.reset();
 }
 
 Conditioner::Kind Conditioner::KindOf(int set) const {

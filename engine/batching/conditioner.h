@@ -43,6 +43,7 @@ class Conditioner {
   bool HasRoom(int count) const;
   /// The set of a prompt, and a reference to it. HasRoom(1) must hold. The next Encode() fills it.
   int Acquire(const TokenizedPrompt& prompt);
+  /// A set that has no users left before it is filled will not be filled.
   void Release(int set);
   /// Enqueues the work that fills all sets that were acquired and are not filled yet. Returns how
   /// many they are. `ran`: when it ran.
