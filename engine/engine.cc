@@ -373,6 +373,8 @@ absl::StatusOr<BatchedModel> DeviceEngine::Pack(const DeviceWorker& worker,
                      .image_input = pipeline.image_input,
                      .text_encoders = {.models = pipeline.text_encoders,
                                        .final_norm = pipeline.final_norm,
+                                       .skip_layers = pipeline.skip_layers,
+                                       .zeros_without_negative = pipeline.zeros_without_negative,
                                        .max_chunks = options_.max_prompt_chunks},
                      .preview_codec = pipeline.preview_codec};
   const DenoiserTraits& traits = model.denoiser->traits();

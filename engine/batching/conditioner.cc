@@ -56,6 +56,14 @@ absl::Status Conditioner::Allocate(int sets) {
       fmt::format("keys and values of {} prompts of {} tokens", sets,
                   encoders_.max_chunks * tokens_)));
   DENOISED_RETURN_IF_ERROR(take(&sets_.key_counts, {sets}, DType::kI32, "token counts"));
+  // What WarmUp() reads before any prompt was put there.
+  const auto take_zeros = [&](Tensor* tensor, const Shape& shape, DType type,
+                              const std::string& purpose) -> absl::Status {
+    DENOISED_RETURN_IF_ERROR(take(tensor, shape, type, purpose));
+    const std::vector<std::byte> zeros(tensor->bytes());
+    backend_.Upload(zeros.data(), zeros.size(), *tensor);
+    return absl::OkStatus();
+  };
   const std::vector<int32_t> counts(sets, tokens_);
   backend_.Upload(counts.data(), counts.size() * sizeof(int32_t), sets_.key_counts);
   if (traits.vector_features > 0)
@@ -71,9 +79,9 @@ absl::Status Conditioner::Allocate(int sets) {
   for (const auto& encoder : encoders_.models) {
     const int64_t tokens = int64_t{together_} * encoder->traits().max_tokens;
     TextInput& input = inputs_.emplace_back();
-    DENOISED_RETURN_IF_ERROR(take(&input.ids, {tokens}, DType::kI32, "tokens"));
+    DENOISED_RETURN_IF_ERROR(take_zeros(&input.ids, {tokens}, DType::kI32, "tokens"));
     DENOISED_RETURN_IF_ERROR(take(&input.positions, {tokens}, DType::kI32, "tokens"));
-    DENOISED_RETURN_IF_ERROR(take(&input.ends, {together_}, DType::kI32, "tokens"));
+    DENOISED_RETURN_IF_ERROR(take_zeros(&input.ends, {together_}, DType::kI32, "tokens"));
     std::vector<int32_t> positions(tokens);
     for (int64_t i = 0; i < tokens; ++i)
       positions[i] = static_cast<int32_t>(i % encoder->traits().max_tokens);
@@ -81,23 +89,21 @@ absl::Status Conditioner::Allocate(int sets) {
   }
   if (traits.size_numbers > 0)
     DENOISED_RETURN_IF_ERROR(
-        take(&sizes_, {together_ * traits.size_numbers}, DType::kF32, "sizes of prompts"));
-  DENOISED_RETURN_IF_ERROR(take(&guidance_, {together_}, DType::kF32, "guidance of prompts"));
-  const std::vector<float> zeros(std::max<size_t>(
-      static_cast<size_t>(tokens_) * traits.text_features, traits.pooled_features));
+        take_zeros(&sizes_, {together_ * traits.size_numbers}, DType::kF32, "sizes of prompts"));
+  DENOISED_RETURN_IF_ERROR(take_zeros(&guidance_, {together_}, DType::kF32, "guidance of prompts"));
   DENOISED_RETURN_IF_ERROR(
-      take(&no_states_, {tokens_, traits.text_features}, dtype, "states of no prompt"));
-  backend_.Upload(zeros.data(), no_states_.bytes(), no_states_);
+      take_zeros(&no_states_, {tokens_, traits.text_features}, dtype, "states of no prompt"));
   if (traits.pooled_features > 0) {
-    DENOISED_RETURN_IF_ERROR(take(&firsts_, {together_}, DType::kI32, "tokens"));
+    DENOISED_RETURN_IF_ERROR(take_zeros(&firsts_, {together_}, DType::kI32, "tokens"));
     DENOISED_RETURN_IF_ERROR(
-        take(&no_pooled_, {traits.pooled_features}, dtype, "states of no prompt"));
-    backend_.Upload(zeros.data(), no_pooled_.bytes(), no_pooled_);
+        take_zeros(&no_pooled_, {traits.pooled_features}, dtype, "states of no prompt"));
     DENOISED_RETURN_IF_ERROR(
         take(&pooled_, {sets, traits.pooled_features}, dtype, "pooled states of prompts"));
-    DENOISED_RETURN_IF_ERROR(take(&known_pooled_, {together_, traits.pooled_features}, dtype,
-                                  "pooled states of prompts"));
+    DENOISED_RETURN_IF_ERROR(take_zeros(&known_pooled_, {together_, traits.pooled_features}, dtype,
+                                        "pooled states of prompts"));
   }
+
+  to_warm_ = Ordinary();
 
   size_t activations = 0;
   // A text encoder that is also pooled keeps the states of an earlier layer while it runs the last
@@ -200,35 +206,34 @@ absl::StatusOr<int> Conditioner::Encode(CapturedRun::Ran* ran) {
   return made;
 }
 
+std::deque<std::pair<int, Conditioner::Kind>> Conditioner::Ordinary() const {
+  std::vector<int> sizes = {1};
+  while (backend_.capabilities().pads_rows && sizes.back() < together_)
+    sizes.push_back(PaddedChunks(sizes.back() + 1));
+  std::deque<std::pair<int, Kind>> encodings;
+  for (const int chunks : sizes)
+    encodings.push_back({chunks, {States::kEncoded, encoders_.skip_layers}});
+  // All zeros have equal texts: one set is made, and others copy it.
+  if (encoders_.zeros_without_negative) encodings.push_back({1, {States::kZeros}});
+  const DenoiserTraits& traits = denoiser_->traits();
+  for (const int chunks : sizes)
+    if (traits.size_numbers > 0 || traits.guidance_embedding)
+      encodings.push_back({chunks, {States::kKnown}});
+  return encodings;
+}
+
 absl::StatusOr<std::optional<double>> Conditioner::WarmUp() {
-  const int count = std::min(warming_, together_);
-  std::vector<TokenizedPrompt> prompts;
-  std::vector<int> sets;
-  for (int i = 0; i < count; ++i) {
-    TokenizedPrompt& prompt = prompts.emplace_back();
-    for (const auto& encoder : encoders_.models) {
-      prompt.ids.emplace_back(encoder->traits().max_tokens);
-      prompt.ids.back()[0] = std::min(i, encoder->traits().vocabulary - 1);  // all differ
-      prompt.ends.push_back(0);
-    }
-    prompt.sizes.resize(denoiser_->traits().size_numbers);
-    sets.push_back(Acquire(prompt));
-  }
-  CapturedRun::Ran ran;
-  DENOISED_RETURN_IF_ERROR(Encode(&ran).status());
+  const auto [chunks, kind] = to_warm_.front();
+  CapturedRun& run = *EncodingOf(chunks, kind).run;
+  DENOISED_RETURN_IF_ERROR(run.Capture());
+  DENOISED_ASSIGN_OR_RETURN(const CapturedRun::Ran ran, run.Run());
   DENOISED_RETURN_IF_ERROR(ran.end->Wait());
-  for (int i = 0; i < count; ++i) {
-    Release(sets[i]);
-    known_.erase(prompts[i]);
-    entries_[sets[i]].prompt.reset();
-  }
   std::optional<double> seconds;
-  if (count == 1) {
+  if (chunks == 1 && kind.states == States::kEncoded) {
     seconds = warm_runs_.Add(ran.end->SecondsSince(*ran.begin));
     if (!seconds) return seconds;
   }
-  warm_ = !backend_.capabilities().pads_rows || count == together_;
-  warming_ = 2 * count;
+  to_warm_.pop_front();
   return seconds;
 }
 

@@ -3,6 +3,7 @@
 
 #include <compare>
 #include <cstdint>
+#include <deque>
 #include <list>
 #include <map>
 #include <memory>
@@ -30,8 +31,10 @@ class Conditioner {
  public:
   struct Encoders {
     std::vector<std::shared_ptr<const TextEncoder>> models;
-    bool final_norm = true;  // of their states; SDXL reads a hidden layer as it is
-    int max_chunks = 1;      // of a prompt; a set has room for this many
+    bool final_norm = true;               // of their states; SDXL reads a hidden layer as it is
+    int skip_layers = 0;                  // by prompts without a clip_skip
+    bool zeros_without_negative = false;  // zeros take the place of the states of an empty text
+    int max_chunks = 1;                   // of a prompt; a set has room for this many
   };
 
   /// Takes memory for `sets` sets. ResourceExhausted says how much was needed and how much is free.
@@ -48,12 +51,12 @@ class Conditioner {
   /// Enqueues the work that fills all sets that were acquired and are not filled yet. Returns how
   /// many they are. `ran`: when it ran.
   absl::StatusOr<int> Encode(CapturedRun::Ran* ran);
-  /// Encodes prompts that nobody uses, so that no request pays for the first: one a few times
-  /// (WarmRuns); then, where graphs are captured, each other number of chunks that has one. Waits
-  /// for the device. Returns the seconds of one prompt when they have been measured. Every set must
-  /// be free.
+  /// One run of an encoding that requests without a clip_skip may need (Ordinary()), so that none
+  /// of them pays for its first: that of one prompt a few times (WarmRuns), the others once. Fills
+  /// no set. Waits for the device. Returns the seconds of one prompt when they have been measured.
+  /// Call it until warm().
   absl::StatusOr<std::optional<double>> WarmUp();
-  bool warm() const { return warm_; }
+  bool warm() const { return to_warm_.empty(); }
 
   const ConditionSets& sets() const { return sets_; }
   /// Whether the next Encode() fills the set.
@@ -111,6 +114,9 @@ class Conditioner {
   /// The chunks of the encoding that is used for so many.
   int PaddedChunks(int chunks) const;
   Encoding& EncodingOf(int chunks, const Kind& kind);
+  /// The chunks and the kinds of the encodings that requests without a clip_skip may need, that of
+  /// one prompt first. Without padding one prompt stands for any number.
+  std::deque<std::pair<int, Kind>> Ordinary() const;
   /// The states of as many prompts as there are chunks, as the denoiser reads them.
   Prompts Read(Backend& backend, Arena& arena, int chunks, const Kind& kind) const;
   ConditionSets MakeSets(Backend& backend, Arena& arena, int chunks, const Kind& kind,
@@ -119,8 +125,8 @@ class Conditioner {
   Backend& backend_;
   const std::shared_ptr<const Denoiser> denoiser_;
   const Encoders encoders_;
-  const int together_;  // chunks that are encoded side by side
-  int tokens_ = 0;      // of a chunk
+  const int together_;    // chunks that are encoded side by side
+  int tokens_ = 0;        // of a chunk
   int most_skipped_ = 0;  // layers, of every text encoder
   ConditionSets sets_;
   std::vector<Entry> entries_;
@@ -137,9 +143,8 @@ class Conditioner {
   Tensor block_;                                        // for activations
   std::map<std::pair<int, Kind>, Encoding> encodings_;  // by chunks and kind
   int64_t encoded_ = 0;
-  int warming_ = 1;     // prompts side by side
-  WarmRuns warm_runs_;  // of one prompt
-  bool warm_ = false;
+  std::deque<std::pair<int, Kind>> to_warm_;  // the next first
+  WarmRuns warm_runs_;                        // of one prompt
   size_t bytes_ = 0;
 };
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/backend/counting.h"
 #include "engine/batching/step_batcher.h"
 #include "engine/pipelines/pipeline.h"
 #include "engine/pipelines/prompt_reader.h"
@@ -24,10 +25,11 @@ using ::testing::ElementsAre;
 /// Of `family` on a device, with sets of `max_chunks` chunks.
 class Prompted {
  public:
-  Prompted(const std::string& family, const std::string& device, int max_chunks, int sets = 8) {
-    auto backend = OpenBackend({.device = device});
-    DENOISED_CHECK(backend.ok(), "{}", backend.status().ToString());
-    backend_ = *std::move(backend);
+  Prompted(const std::string& family, const std::string& device, int max_chunks, int sets = 8)
+      : Prompted(family, OpenBackend({.device = device}).value(), max_chunks, sets) {}
+  Prompted(const std::string& family, std::unique_ptr<Backend> backend, int max_chunks,
+           int sets = 8)
+      : backend_(std::move(backend)) {
     auto files =
         PipelineFiles::Read(std::string(DENOISED_SOURCE_DIR "/tests/models/latent/") + family);
     DENOISED_CHECK(files.ok(), "{}", files.status().ToString());
@@ -36,15 +38,19 @@ class Prompted {
     pipeline = std::make_unique<Pipeline>(*std::move(loaded));
     scheduler = std::make_unique<SchedulerConfig>(files->scheduler);
     auto reader = PromptReader::Load(files->directory,
-                                     {.skip_layers = pipeline->skip_layers,
+                                     {.zeros_without_negative = pipeline->zeros_without_negative,
+                                      .skip_layers = pipeline->skip_layers,
                                       .layers = std::numeric_limits<int>::max(),
                                       .size_numbers = pipeline->denoiser->traits().size_numbers,
+                                      .guidance = pipeline->denoiser->traits().guidance_embedding,
                                       .max_chunks = max_chunks});
     DENOISED_CHECK(reader.ok(), "{}", reader.status().ToString());
     reader_ = std::make_unique<PromptReader>(*std::move(reader));
     auto made = Conditioner::Create(*backend_, pipeline->denoiser,
                                     {.models = pipeline->text_encoders,
                                      .final_norm = pipeline->final_norm,
+                                     .skip_layers = pipeline->skip_layers,
+                                     .zeros_without_negative = pipeline->zeros_without_negative,
                                      .max_chunks = max_chunks},
                                     sets);
     DENOISED_CHECK(made.ok(), "{}", made.status().ToString());
@@ -62,6 +68,14 @@ class Prompted {
         &violations, read ? read : &ignored);
     EXPECT_TRUE(violations.empty());
     return tokens;
+  }
+
+  /// Of a request that names none.
+  TokenizedPrompt Negative(int size) {
+    PromptRead ignored;
+    std::vector<FieldViolation> violations;
+    return reader_->Negative({}, {.max_chunks = 1, .height = size, .width = size}, "prompts",
+                             &violations, &ignored);
   }
 
   struct Set {
@@ -231,6 +245,27 @@ TEST_P(ConditionerTest, EqualTextsOfOtherSizesAreEncodedOnce) {
       << "an apple, a longer text, a table and zeros, once each";
 }
 
+/// Nor does it take part in what others are told of: made and known prompts.
+TEST_P(ConditionerTest, APromptThatNobodyWantsAnyMoreIsNotMade) {
+  Prompted prompted(family(), device(), 1, 2);
+  Conditioner& conditioner = *prompted.conditioner;
+  const TokenizedPrompt apple = prompted.Tokens("a red apple");
+  const Prompted::Set expected = prompted.Make({apple}).front();
+  // All sets but one are in use, so the third prompt gets that of the second.
+  const int kept = conditioner.Acquire(prompted.Tokens("an oven"));
+  conditioner.Release(conditioner.Acquire(prompted.Tokens("thin threads")));
+  const int set = conditioner.Acquire(apple);
+  CapturedRun::Ran ran;
+  const auto made = conditioner.Encode(&ran);
+  ASSERT_TRUE(made.ok()) << made.status();
+  EXPECT_EQ(*made, 2);
+  EXPECT_TRUE(Same(prompted.Read(set).keys_values, expected.keys_values));
+  conditioner.Release(kept);
+  conditioner.Release(set);
+  conditioner.Release(conditioner.Acquire(prompted.Tokens("thin threads")));
+  EXPECT_EQ(conditioner.Encode(&ran).value(), 0);
+}
+
 INSTANTIATE_TEST_SUITE_P(Families, ConditionerTest,
                          ::testing::Combine(::testing::Values("sd1", "sdxl"),
                                             ::testing::Values("cpu", "cuda")),
@@ -321,6 +356,80 @@ TEST(Batcher, EncodesThePromptsOfSeveralRequestsTogether) {
   submit(1, "a red apple", "blurry");
   run();
   EXPECT_TRUE(Same(images[1], first));
+}
+
+/// A GPU that computes nothing. Only captures take time.
+class CapturingBackend final : public CountingBackend {
+ public:
+  CapturingBackend() : CountingBackend(Device::kCuda, DType::kF32) {}
+  Capabilities capabilities() const override { return {.pads_rows = true}; }
+  absl::StatusOr<std::unique_ptr<Graph>> Capture(const std::function<void()>& body) override {
+    ++captures;
+    return CountingBackend::Capture(body);
+  }
+  std::unique_ptr<Marker> Mark() override { return std::make_unique<Moment>(captures); }
+
+  int captures = 0;
+
+ private:
+  struct Moment final : Marker {
+    explicit Moment(int captures) : captures(captures) {}
+    bool reached() override { return true; }
+    absl::Status Wait() override { return absl::OkStatus(); }
+    double SecondsSince(const Marker& earlier) override {
+      return captures - static_cast<const Moment&>(earlier).captures;
+    }
+    const int captures;
+  };
+};
+
+/// What a request needs that names no clip_skip.
+TEST(Conditioner, WarmUpCapturesAllThatOrdinaryRequestsNeed) {
+  for (const std::string family : {"sd1", "sdxl", "lcm"}) {
+    for (const int max_chunks : {1, 3, 12}) {
+      auto owned = std::make_unique<CapturingBackend>();
+      CapturingBackend& backend = *owned;
+      Prompted prompted(family, std::move(owned), max_chunks, 16);
+      Conditioner& conditioner = *prompted.conditioner;
+      int measured = 0;
+      while (!conditioner.warm()) {
+        const auto seconds = conditioner.WarmUp();
+        ASSERT_TRUE(seconds.ok()) << seconds.status();
+        if (!*seconds) continue;
+        ++measured;
+        EXPECT_EQ(**seconds, 0) << "without captures";
+      }
+      EXPECT_EQ(measured, 1);
+      const int captures = backend.captures;
+      CapturedRun::Ran ran;
+      for (int count = 1; count <= 8; ++count) {
+        std::vector<int> sets;
+        for (int i = 0; i < count; ++i) {
+          TokenizedPrompt prompt =
+              prompted.Tokens(fmt::format("{} apples of {}{}", i, count, Words(i * 40)));
+          sets.push_back(conditioner.Acquire(prompt));
+          if (prompt.sizes.empty() && prompt.guidance == 0) continue;
+          for (float& number : prompt.sizes) ++number;
+          ++prompt.guidance;
+          sets.push_back(conditioner.Acquire(prompt));  // only its numbers are new
+        }
+        for (const int size : {16, 16 * count}) {
+          if (!conditioner.HasRoom(1)) break;
+          sets.push_back(conditioner.Acquire(prompted.Negative(size)));
+        }
+        ASSERT_TRUE(conditioner.Encode(&ran).ok());
+        for (const int set : sets) conditioner.Release(set);
+      }
+      EXPECT_EQ(backend.captures, captures) << family << ", " << max_chunks << " chunks";
+      // Its graph is captured when it is first needed, which is not a part of its time.
+      TokenizedPrompt skipping = prompted.Tokens("an apple");
+      ++skipping.skip_layers;
+      conditioner.Acquire(skipping);
+      ASSERT_TRUE(conditioner.Encode(&ran).ok());
+      EXPECT_EQ(backend.captures, captures + 1);
+      EXPECT_EQ(ran.end->SecondsSince(*ran.begin), 0);
+    }
+  }
 }
 
 /// An encoder that needs more memory where it skips layers, as CLIP does if it also pools: it keeps
