@@ -49,23 +49,28 @@ constexpr size_t kMaxAhead = 16 << 10;
 constexpr std::chrono::seconds kLinger{2};
 constexpr size_t kMaxLingerBytes = 4 << 20;
 
-/// As gRPC writes it.
-std::string Peer(const tcp::endpoint& endpoint) {
-  const asio::ip::address address = endpoint.address();
-  const std::string port = ":" + std::to_string(endpoint.port());
-  if (address.is_v4()) return "ipv4:" + address.to_string() + port;
-  if (address.to_v6().is_v4_mapped()) {
-    return "ipv4:" + asio::ip::make_address_v4(asio::ip::v4_mapped, address.to_v6()).to_string() +
-           port;
-  }
-  return "ipv6:%5B" + address.to_string() + "%5D" + port;
+/// An address of IPv4 as such, also where a socket of IPv6 has it.
+asio::ip::address AddressOf(const tcp::endpoint& endpoint) {
+  asio::ip::address address = endpoint.address();
+  if (address.is_v4() || !address.to_v6().is_v4_mapped()) return address;
+  return asio::ip::make_address_v4(asio::ip::v4_mapped, address.to_v6());
 }
 
-bool IsLoopback(const asio::ip::address& address) {
-  if (address.is_v6() && address.to_v6().is_v4_mapped()) {
-    return asio::ip::make_address_v4(asio::ip::v4_mapped, address.to_v6()).is_loopback();
-  }
-  return address.is_loopback();
+/// As gRPC writes it.
+std::string Peer(const tcp::endpoint& endpoint) {
+  const asio::ip::address address = AddressOf(endpoint);
+  return fmt::format(
+      "{}:{}",
+      address.is_v4() ? "ipv4:" + address.to_string() : "ipv6:%5B" + address.to_string() + "%5D",
+      endpoint.port());
+}
+
+/// As a Host header names it.
+std::string Authority(const tcp::endpoint& endpoint) {
+  const asio::ip::address address = AddressOf(endpoint);
+  return fmt::format("{}:{}",
+                     address.is_v4() ? address.to_string() : "[" + address.to_string() + "]",
+                     endpoint.port());
 }
 
 /// A body that grows with what arrives. Beast's string_body takes what Content-Length announces at
@@ -410,8 +415,8 @@ void Connection::OnHead() {
   const auto& head = parser_->get();
   const auto text = [](boost::beast::string_view view) { return std::string(view); };
   request_.method = text(head.method_string());
-  if (const size_t hosts = head.count(http::field::host);
-      hosts > 1 || (hosts == 0 && head.version() >= 11)) {
+  const size_t hosts = head.count(http::field::host);
+  if (hosts > 1 || (hosts == 0 && head.version() >= 11)) {
     return Refuse(shared_->handler->Malformed(
         400, fmt::format("the request has {} Host headers; send one", hosts)));
   }
@@ -431,6 +436,11 @@ void Connection::OnHead() {
   const size_t question = target.find('?');
   request_.path = target.substr(0, question);
   if (question != std::string::npos) request_.query = target.substr(question + 1);
+  // HTTP/1.0 need not name a host: it means the one that it reached (RFC 9112, section 3.3).
+  if (hosts == 0) {
+    error_code error;
+    request_.headers.emplace("host", Authority(socket().local_endpoint(error)));
+  }
   for (const auto& field : head) {
     request_.headers.emplace(absl::AsciiStrToLower(text(field.name_string())), text(field.value()));
   }
@@ -461,7 +471,8 @@ void Connection::OnHead() {
   timed_bytes_ = 0;
   ReadBy(Clock::now() + shared_->options.handshake);
   body_memory_ = {};
-  if (request_.Header("expect") == "100-continue") {
+  // Of HTTP/1.0 it means nothing (RFC 9110, section 10.1.1).
+  if (parser_->get().version() >= 11 && request_.Header("expect") == "100-continue") {
     Send({.head = "HTTP/1.1 100 Continue\r\n\r\n", .last = false});
   }
   Process();
@@ -771,7 +782,7 @@ void HttpPort::State::Accept(int fd) {
   peer.resize(size);
   const SecurityConfig& security = shared.options.security;
   // Tokens without TLS are for this host alone, as on the port of gRPC.
-  if (!security.tls() && !security.clients.empty() && !IsLoopback(peer.address())) {
+  if (!security.tls() && !security.clients.empty() && !AddressOf(peer).is_loopback()) {
     close(fd);
     return;
   }

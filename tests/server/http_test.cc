@@ -1179,7 +1179,20 @@ TEST_F(HttpTest, TargetsAndHosts) {
   }
   EXPECT_EQ(ask("/healthz", ""), 400);
   EXPECT_EQ(ask("/healthz", host + host), 400);
-  EXPECT_EQ(ask("/healthz", "", "1.0"), 403) << "an older request may have none, which is not ours";
+  EXPECT_EQ(ask("/healthz", host + host, "1.0"), 400);
+  EXPECT_EQ(ask("/v1/server", "Host: evil.example.org\r\n", "1.0"), 403);
+  EXPECT_EQ(ask("http://evil.example.org/v1/server", "", "1.0"), 403);
+  // An older request may name none: it means the address that it was sent to, also in links.
+  EXPECT_EQ(ask("/v1/server", "", "1.0"), 200);
+  HttpClient client(server_->http_port());
+  const std::string body = R"({"prompt": "3", "response_format": "url"})";
+  client.Send(
+      "POST /v1/images/generations HTTP/1.0\r\nContent-Type: application/json\r\n"
+      "Expect: 100-continue\r\n" +  // which HTTP/1.0 does not have
+      fmt::format("Content-Length: {}\r\n\r\n{}", body.size(), body));
+  EXPECT_THAT(
+      client.Read().Json()["data"][0]["url"].get<std::string>(),
+      StartsWith(fmt::format("http://127.0.0.1:{}/v1/images/files/", server_->http_port())));
 }
 
 TEST_F(HttpTest, AConnectionServesOneRequestAfterTheOther) {
