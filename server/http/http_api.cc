@@ -855,7 +855,7 @@ void HttpApi::OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit) {
         if (status.ok()) {
           MemoryBudget::Lease upload;
           status = ReadOpenAi(http.Header("content-type"), exchange->TakeBody(&upload), edit,
-                              *context_.catalog, http.caller->admin, request.get());
+                              *context_.catalog, *http.caller, request.get());
           request->upload = std::move(upload);
         }
         if (status.ok()) status = CheckSize(request->message);

@@ -9,6 +9,8 @@
 #include <cctype>
 #include <charconv>
 #include <climits>
+#include <cmath>
+#include <cstdint>
 #include <optional>
 #include <set>
 #include <unordered_map>
@@ -37,6 +39,19 @@ std::optional<Number> ParseNumber(const std::string& text) {
   return number;
 }
 
+/// A whole number, also as 2.0 or "2"; nothing if it is none, or has more than 64 bits.
+std::optional<int64_t> ToWhole(const json& value) {
+  if (value.is_string()) return ParseNumber<int64_t>(value.get_ref<const std::string&>());
+  if (value.is_number_float()) {
+    const auto number = value.get<double>();
+    constexpr double kExact = 9007199254740992;  // 2^53
+    const bool whole = std::trunc(number) == number && std::abs(number) <= kExact;
+    return whole ? std::optional(static_cast<int64_t>(number)) : std::nullopt;
+  }
+  const bool wraps = value.is_number_unsigned() && value.get<uint64_t>() > INT64_MAX;
+  return value.is_number_integer() && !wraps ? std::optional(value.get<int64_t>()) : std::nullopt;
+}
+
 /// What a client sent, for a message.
 std::string Shown(const json& value) {
   if (value.is_string()) return Quote(value.get<std::string>());
@@ -53,23 +68,18 @@ struct OpenAiFiles {
 
 class Reader {
  public:
-  Reader(const json& body, OpenAiRequest* out, const Catalog& catalog, bool admin)
+  Reader(const json& body, OpenAiRequest* out, const Catalog& catalog, const Caller& caller)
       : body_(body),
         reply_(out->reply),
         message_(out->message),
         params_(*out->message.mutable_params()),
         catalog_(catalog),
-        admin_(admin) {}
+        caller_(caller) {}
 
   grpc::Status Run(OpenAiFiles files) {
     if (!body_.is_object()) return InvalidFields({{"body", "is no JSON object"}}, "");
     if (grpc::Status status = ReadExtensions(); !status.ok()) return status;
     ReadModel();
-    // How many a model draws at most is checked with the rest of the message.
-    ReadInt("n", INT_MIN, INT_MAX, [this](int n) {
-      if (params_.has_count()) return Both("n", "denoised.count");
-      params_.set_count(n);
-    });
     ReadSize();
     ReadOutput();
     ReadStream();
@@ -126,12 +136,8 @@ class Reader {
   void ReadInt(const char* name, int low, int high, Use use) {
     const json* value = Find(name);
     if (value == nullptr) return;
-    std::optional<int64_t> number;
-    const bool wraps = value->is_number_unsigned() && value->get<uint64_t>() > INT64_MAX;
-    if (value->is_number_integer() && !wraps) number = value->get<int64_t>();
-    if (value->is_string()) number = ParseNumber<int64_t>(value->get<std::string>());
+    const std::optional<int64_t> number = ToWhole(*value);
     if (!number || *number < low || *number > high) {
-      if (low == INT_MIN) return Violate(name, "is {}; use a whole number", Shown(*value));
       return Violate(name, "is {}; use a whole number from {} to {}", Shown(*value), low, high);
     }
     use(static_cast<int>(*number));
@@ -374,7 +380,8 @@ class Reader {
     }
   }
 
-  /// When all else is right, as what a prompt is depends on the model.
+  /// When all else is right: what a prompt is, and how many images there may be, depends on the
+  /// model.
   grpc::Status ReadPrompt() {
     grpc::Status refusal;
     const std::string prompt = body_.value("prompt", json()).is_string()
@@ -389,16 +396,21 @@ class Reader {
     }
     const auto model = catalog_.Select(name, "model", "", &refusal);
     if (!model) return refusal;
-    refusal = CheckReady(ShownTo(admin_, *model), "");
+    refusal = CheckReady(ShownTo(caller_.admin, *model), "");
     if (!refusal.ok()) return refusal;
     const ModelInfo& info = *model->info;
+    const int most = LowerLimit(info.max_count, caller_.limits.max_count);
+    ReadInt("n", 1, most, [this](int n) {
+      if (params_.has_count()) return Both("n", "denoised.count");
+      params_.set_count(n);
+    });
     if (const json given = body_.value("prompt", json()); !given.is_null() && !given.is_string()) {
       Violate("prompt", "is {}; use a string", Shown(given));
     }
     if (info.text) {
       ReadText(prompt);
     } else if (info.num_classes > 0) {
-      ReadClass(prompt, info);
+      ReadClass(prompt, info, most);
     } else if (!prompt.empty() && params_.conditions().empty()) {
       Violate("prompt", "is given, but model '{}' reads none; leave it empty", model->name);
     }
@@ -437,7 +449,7 @@ class Reader {
     }
   }
 
-  void ReadClass(const std::string& prompt, const ModelInfo& info) {
+  void ReadClass(const std::string& prompt, const ModelInfo& info, int most) {
     if (!params_.conditions().empty()) {
       if (!labels_.is_null()) Both(labels_name_, "denoised.conditions");
       if (!prompt.empty()) Both("prompt", "denoised.conditions");
@@ -454,21 +466,18 @@ class Reader {
       labels_ = json::array({prompt});
     }
     if (!labels_.is_array()) labels_ = json::array({labels_});
-    if (static_cast<int64_t>(labels_.size()) > info.max_count) {
-      return Violate(labels_name_, "has {} entries; send at most {}", labels_.size(),
-                     info.max_count);
+    if (static_cast<int64_t>(labels_.size()) > most) {
+      return Violate(labels_name_, "has {} entries; send at most {}", labels_.size(), most);
     }
     std::unordered_map<std::string, int64_t> numbers;  // of names; of two alike the first
     for (size_t i = 0; i < info.labels.size(); ++i) {
       numbers.emplace(absl::AsciiStrToLower(info.labels[i]), i);
     }
     for (const json& label : labels_) {
-      std::optional<int64_t> number;
-      if (label.is_number_integer()) number = label.get<int64_t>();
+      std::optional<int64_t> number = ToWhole(label);
       if (label.is_string()) {
-        const std::string name = absl::AsciiStrToLower(label.get_ref<const std::string&>());
-        const auto it = numbers.find(name);
-        number = it != numbers.end() ? it->second : ParseNumber<int64_t>(name);
+        const auto it = numbers.find(absl::AsciiStrToLower(label.get_ref<const std::string&>()));
+        if (it != numbers.end()) number = it->second;
       }
       if (!number || *number < 0 || *number >= info.num_classes) {
         const bool of_prompt = label.is_string() && label == prompt;
@@ -513,8 +522,8 @@ class Reader {
   v1::StreamGenerateRequest& message_;
   v1::GenerationParams& params_;
   const Catalog& catalog_;
-  const bool admin_;
-  std::set<std::string> known_ = {"prompt"};
+  const Caller& caller_;
+  std::set<std::string> known_ = {"prompt", "n"};  // those that ReadPrompt() reads
   json negative_, strength_, labels_;
   const char* labels_name_ = "denoised.labels";  // as the request calls it
   TakenBytes* taken_ = nullptr;
@@ -573,11 +582,11 @@ const std::vector<OpenAiHint>& OpenAiHints() {
 }
 
 grpc::Status ReadOpenAi(std::string_view content_type, std::string body, bool edit,
-                        const Catalog& catalog, bool admin, OpenAiRequest* request) {
+                        const Catalog& catalog, const Caller& caller, OpenAiRequest* request) {
   const auto read = [&](const json& fields, OpenAiFiles files) {
     *request = {};
     request->reply.edit = edit;
-    return Reader(fields, request, catalog, admin).Run(std::move(files));
+    return Reader(fields, request, catalog, caller).Run(std::move(files));
   };
   json fields;
   if (absl::StartsWithIgnoreCase(absl::string_view(content_type.data(), content_type.size()),

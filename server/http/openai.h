@@ -14,6 +14,7 @@
 #include "denoised/v1/image_generation.pb.h"
 #include "server/jobs/memory_budget.h"
 #include "server/models/catalog.h"
+#include "server/security/clients.h"
 
 /// OpenAI's images API as another form of our messages: docs/http.md.
 
@@ -42,9 +43,9 @@ struct OpenAiRequest {
   MemoryBudget::Lease upload;  // of the pictures in `message`
 };
 
-/// Reads a body: a multipart form if `content_type` says so, else JSON.
+/// Reads a body of `caller`: a multipart form if `content_type` says so, else JSON.
 grpc::Status ReadOpenAi(std::string_view content_type, std::string body, bool edit,
-                        const Catalog& catalog, bool admin, OpenAiRequest* request);
+                        const Catalog& catalog, const Caller& caller, OpenAiRequest* request);
 
 /// What OpenAI's API calls a field of denoised.v1: "params.count" is "n".
 std::string OpenAiField(const std::string& field);

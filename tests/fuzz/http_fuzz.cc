@@ -53,7 +53,8 @@ const Catalog& Models() {
 
 void AskOpenAi(const std::string& content_type, const std::string& body, bool edit) {
   OpenAiRequest request;
-  const grpc::Status status = ReadOpenAi(content_type, body, edit, Models(), true, &request);
+  const grpc::Status status =
+      ReadOpenAi(content_type, body, edit, Models(), {.admin = true}, &request);
   if (!status.ok()) return CheckRefusal(status);
   const v1::GenerationParams& params = request.message.params();
   Require(params.output().format() >= v1::IMAGE_FORMAT_PNG &&

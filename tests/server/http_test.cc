@@ -583,7 +583,7 @@ TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
   const std::pair<const char*, const char*> kBad[] = {
       {R"({"prompt": "eleven"})", "prompt: is \"eleven\", which is no class; use"},
       {R"({"prompt": "10"})", "prompt: is \"10\""},
-      {R"({"prompt": "1", "n": 0})", "n: is 0; use 1 to 256"},
+      {R"({"prompt": "1", "n": 0})", "n: is 0; use a whole number from 1 to 256"},
       {R"({"prompt": "1", "n": 100000})", "n: "},
       {R"({"prompt": "1", "size": "big"})", "size: is \"big\""},
       {R"({"prompt": "1", "size": "-5x64"})", "size: "},
@@ -609,9 +609,13 @@ TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
       {R"({"denoised": {"label": 11}})", "denoised.label: is 11, which is no class"},
       {R"({"prompt": "1", "denoised": {"conditions": [{"class_label": 2}]}})",
        "prompt: is given, and denoised.conditions"},
-      {R"({"prompt": "1", "n": -1})", "n: is -1; use 1 to 256"},
-      {R"({"prompt": "1", "n": "two"})", "n: is \"two\"; use a whole number"},
-      {R"({"prompt": "1", "n": 18446744073709551615})", "n: is 18446744073709551615; use a whole"},
+      {R"({"prompt": "1", "n": -1})", "n: is -1; use a whole number from 1 to 256"},
+      {R"({"prompt": "1", "n": "two"})", "n: is \"two\"; use a whole number from 1 to 256"},
+      {R"({"prompt": "1", "n": 1.5})", "n: is 1.5; use a whole number from 1 to 256"},
+      {R"({"prompt": "1", "n": 3000000000})", "n: is 3000000000; use a whole number from 1 to 256"},
+      {R"({"prompt": "1", "n": 1e300})", "n: is 1e+300; use a whole number from 1 to 256"},
+      {R"({"prompt": "1", "n": 18446744073709551615})",
+       "n: is 18446744073709551615; use a whole number from 1 to 256"},
       {R"({"prompt": "1", "denoised": {"steps": {}}})",
        "denoised.steps: is an object, but takes one value"},
       {R"({"prompt": "1", "denoised": {"steps": [1]}})",
@@ -637,8 +641,9 @@ TEST_F(HttpTest, OpenAiErrorsNameItsFields) {
     EXPECT_THAT(answer.Error(), HasSubstr(message)) << body;
     EXPECT_EQ(std::string(message).rfind(answer.Error("param"), 0), 0u) << answer.body;
   }
-  for (const char* body : {R"({"prompt": "", "denoised": {"label": 1}})",
-                           R"({"prompt": "1", "output_compression": 100})"}) {
+  for (const char* body :
+       {R"({"prompt": "", "denoised": {"label": 1}})",
+        R"({"prompt": "1", "output_compression": 100})", R"({"prompt": "1", "n": 2.0})"}) {
     EXPECT_EQ(Ask("POST", "/v1/images/generations", body).code, 200) << body;
   }
   const int evaluations = engine_->evaluations();
