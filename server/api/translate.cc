@@ -274,6 +274,18 @@ class Translator {
       read.target_size = {sizes.target_size().height(), sizes.target_size().width()};
   }
 
+  /// The engine checks the sampler's own limit. A refusal here names that of GetModel, if the
+  /// server's is higher.
+  void Steps(int* steps) {
+    const int given = params_.steps();
+    if (given >= 1 && (limits_.max_steps == 0 || given <= limits_.max_steps)) {
+      *steps = given;
+    } else {
+      Violate("params.steps", "is {}; use 1 to {}", given,
+              LowerLimit(model_.max_steps, limits_.max_steps));
+    }
+  }
+
   template <typename Wire, typename Ours>
   void ReadEnum(const char* field, Wire wire, const std::string& names, std::optional<Ours>* out) {
     if (static_cast<int>(wire) == 0) return;
@@ -290,7 +302,7 @@ class Translator {
     ReadEnum("params.noise_schedule", params_.noise_schedule(), "one of GetModel's noise schedules",
              &sampler.schedule);
     if (params_.has_steps()) {
-      OneTo(limits_.max_steps, "params.steps", params_.steps(), &sampler.steps);
+      Steps(&sampler.steps);
     } else if (limits_.max_steps > 0 && model_.default_steps > limits_.max_steps) {
       Violate("params.steps", "is not set, and the model's own is {}; use 1 to {}",
               model_.default_steps, limits_.max_steps);

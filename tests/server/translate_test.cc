@@ -71,6 +71,7 @@ Outcome Translated(const v1::GenerationParams& params, const v1::PreviewOptions*
 TEST(TranslateTest, TheServersLimitsHold) {
   ModelInfo model = Digits();
   model.default_steps = 30;
+  model.max_steps = 999;
   const auto refused = [&](const RequestLimits& limits,
                            const std::function<void(v1::GenerationParams*)>& change) {
     v1::GenerationParams params;
@@ -88,6 +89,9 @@ TEST(TranslateTest, TheServersLimitsHold) {
   EXPECT_EQ(refused({.max_steps = 20}, [](Params p) { p->set_steps(20); }), "accepted");
   EXPECT_EQ(refused({.max_steps = 20}, [](Params p) { p->set_steps(21); }),
             "params.steps is 21; use 1 to 20");
+  EXPECT_EQ(refused({.max_steps = 2000}, [](Params p) { p->set_steps(2001); }),
+            "params.steps is 2001; use 1 to 999")
+      << "as GetModel says";
   EXPECT_EQ(refused({.max_steps = 20}, [](Params p) { p->clear_steps(); }),
             "params.steps is not set, and the model's own is 30; use 1 to 20");
   EXPECT_EQ(refused({.max_image_pixels = 63}, [](Params) {}),
