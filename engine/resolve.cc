@@ -51,6 +51,7 @@ class Resolver {
     if (spec_.count >= 1 && spec_.count <= model_.max_count) return;
     Violate("count", "is {}; use 1 to {}", spec_.count, model_.max_count);
     spec_.count = 1;
+    count_ok_ = false;
   }
 
   void Size() {
@@ -76,7 +77,7 @@ class Resolver {
     const size_t count = static_cast<size_t>(spec_.count);
     if (spec_.seed && *spec_.seed != seeds[0])
       Violate("seeds", "are set, and seed is too; use one of them");
-    if (seeds.size() != count)
+    if (count_ok_ && seeds.size() != count)
       Violate("seeds", "has {} entries for count {}; give one for each image", seeds.size(), count);
     spec_.seed = seeds[0];
     seeds.resize(count);
@@ -131,8 +132,9 @@ class Resolver {
               "or one for each",
               model_.name);
     if (spec_.prompts.size() > 1 && spec_.prompts.size() != static_cast<size_t>(spec_.count)) {
-      Violate("prompts", "has {} entries for count {}; give one for all, or one for each",
-              spec_.prompts.size(), spec_.count);
+      if (count_ok_)
+        Violate("prompts", "has {} entries for count {}; give one for all, or one for each",
+                spec_.prompts.size(), spec_.count);
       spec_.prompts.resize(1);  // so that no more are read
     }
     if (spec_.clip_skip < 0 || spec_.clip_skip > traits.max_clip_skip) {
@@ -214,7 +216,7 @@ class Resolver {
       if (labels[i] < 0 || labels[i] >= model_.num_classes)
         Violate(fmt::format("class_labels[{}]", i), "is {}; use 0 to {}", labels[i],
                 model_.num_classes - 1);
-    if (labels.size() > 1 && labels.size() != count)
+    if (count_ok_ && labels.size() > 1 && labels.size() != count)
       Violate("class_labels", "has {} entries for count {}; give one for all, or one for each",
               labels.size(), count);
     if (labels.size() == 1) labels.assign(count, labels[0]);
@@ -229,8 +231,10 @@ class Resolver {
     const size_t size = static_cast<size_t>(model_.class_vector_size);
     const size_t count = static_cast<size_t>(spec_.count);
     if (values.size() != size && values.size() != size * count) {
-      Violate("class_values", "has {} numbers; model '{}' needs {} for all images, or {} for each",
-              values.size(), model_.name, size, size);
+      if (count_ok_)
+        Violate("class_values",
+                "has {} numbers; model '{}' needs {} for all images, or {} for each", values.size(),
+                model_.name, size, size);
       return;
     }
     for (const float value : values)
@@ -377,7 +381,7 @@ class Resolver {
       if (spec_.initial_noise.shape() == noise) return;
       if (spec_.count == 1 && spec_.initial_noise.shape() == state) {
         spec_.initial_noise = spec_.initial_noise.Reshape(noise);
-      } else {
+      } else if (count_ok_) {
         Violate("initial_noise", "has shape {}; expected {}",
                 spec_.initial_noise.shape().ToString(), noise.ToString());
       }
@@ -454,6 +458,7 @@ class Resolver {
   const ModelInfo& model_;
   JobSpec spec_;
   std::vector<FieldViolation>* violations_;
+  bool count_ok_ = true;  // of a count that was refused, nobody knows how many entries it needs
   EffectiveJob job_;
 };
 

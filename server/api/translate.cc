@@ -116,6 +116,7 @@ class Translator {
     if (params_.has_seed()) spec.seed = params_.seed();
     spec.seeds.assign(params_.seeds().begin(), params_.seeds().end());
     if (params_.has_count()) {
+      spec.count = params_.count();  // also if it is refused: the engine compares lists with it
       count_ok_ = OneTo(LowerLimit(model_.max_count, limits_.max_count), "params.count",
                         params_.count(), &spec.count);
     }

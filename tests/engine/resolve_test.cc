@@ -239,6 +239,18 @@ TEST(Resolve, CountBoundsWhatIsAllocated) {
     EXPECT_THAT(Violated(Digits(), {.model = "digits", .count = count}), ElementsAre("count"));
 }
 
+TEST(Resolve, ACountThatIsRefusedIsTheOnlyComplaint) {
+  EXPECT_THAT(Violated(Digits(),
+                       {.model = "digits", .count = 500, .class_labels = std::vector<int>(500, 7)}),
+              ElementsAre("count"));
+  EXPECT_THAT(
+      Violated(Digits(), {.model = "digits", .seeds = std::vector<uint64_t>(500, 1), .count = 500}),
+      ElementsAre("count"));
+  JobSpec noise{.model = "digits", .count = 65};
+  noise.initial_noise = Tensor::HostF32({65, 32, 32, 1}, std::vector<float>(65 * 1024, 0.5f));
+  EXPECT_THAT(Violated(Digits(), noise), ElementsAre("count"));
+}
+
 TEST(Resolve, LabelsAreOneForAllOrOneForEach) {
   EffectiveJob job;
   std::vector<FieldViolation> violations;
@@ -307,6 +319,8 @@ TEST(Resolve, ClassVectorsAreRepeated) {
   EXPECT_THAT(job.spec.class_values, ElementsAre(1, 2, 1, 2));
   EXPECT_THAT(Violated(model, {.model = "digits", .count = 2, .class_values = {1, 2, 3}}),
               ElementsAre("class_values"));
+  EXPECT_THAT(Violated(model, {.model = "digits", .count = 65, .class_values = {1, 2, 3, 4}}),
+              ElementsAre("count"));
 }
 
 TEST(Resolve, AFourierEmbeddingTakesTheLogarithmOfAClass) {

@@ -279,10 +279,13 @@ TEST_F(SecurityTest, LimitsOfAClientAreItsOwn) {
   v1::GenerateRequest many;
   many.mutable_params()->set_count(4);
   many.mutable_params()->set_steps(21);
+  for (int i = 0; i < 2; ++i) many.mutable_params()->add_conditions()->set_class_label(i);
   const grpc::Status refused = Generate(channel, Bearer(small.value), many);
   EXPECT_EQ(refused.error_code(), StatusCode::INVALID_ARGUMENT);
   EXPECT_THAT(refused.error_message(), HasSubstr("params.count: is 4; use 1 to 3"));
   EXPECT_THAT(refused.error_message(), HasSubstr("params.steps: is 21; use 1 to 20"));
+  EXPECT_THAT(refused.error_message(), HasSubstr("has 2 labels for 4 images"));
+  many.mutable_params()->clear_conditions();
   EXPECT_TRUE(Generate(channel, Bearer(large.value), many).ok());
   {
     grpc::ClientContext context;
