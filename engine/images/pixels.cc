@@ -113,8 +113,10 @@ Tensor FilterMiddle(const float* source, int64_t outer_stride, int64_t stride, i
   const Middle of{source, out.as<float>(), outer_stride, stride, inner};
   const auto filter = inner == 3 ? FilterPart<3> : inner == 1 ? FilterPart<1> : FilterPart<0>;
   const int64_t lines = outer > 1 ? outer : to;  // that tasks share
-  const int64_t at_once = std::max<int64_t>(
-      1, kTaskBytes * lines / (out.elements() * static_cast<int64_t>(sizeof(float))));
+  // The lines of a task share its weights, which take as long to compute as a few lines to filter.
+  const int64_t least = outer > 1 ? 16 : 1;
+  const int64_t at_once =
+      std::max(least, kTaskBytes * lines / (out.elements() * static_cast<int64_t>(sizeof(float))));
   parallel_for(static_cast<int>((lines + at_once - 1) / at_once), [&](int task) {
     const int64_t first = task * at_once, last = std::min(lines, first + at_once);
     if (outer > 1) {

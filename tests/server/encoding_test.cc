@@ -120,6 +120,18 @@ TEST(PixelsTest, APartOfAResizedImageHasTheBitsOfTheWhole) {
   }
 }
 
+// Each task computes the weights of a line anew.
+TEST(PixelsTest, ATaskHasSeveralLinesHoweverLongTheyAre) {
+  const Tensor image = Tensor::Host({64, 100, 3}, DType::kF32);
+  int tasks = 0;
+  ResizePart(image, 64, 10000, 0, 0, 64, 10000,
+             [&](int count, const std::function<void(int)>& task) {
+               tasks = count;
+               OneByOne(count, task);
+             });
+  EXPECT_EQ(tasks, 4);
+}
+
 TEST(PixelsTest, TasksDoNotChangeTheBitsOfAScaledImage) {
   for (const auto& [height, width, channels] :
        {std::tuple{700, 500, 3}, {500, 700, 1}, {200, 4000, 3}, {600, 600, 2}}) {
