@@ -123,13 +123,14 @@ class Holding(Proxy):
         self.released.set()
 
 
-def noise(edge):
-    """A PNG of edge x edge random pixels, which compression does not make smaller: 3 bytes each."""
+def noise(width, height=None):
+    """A PNG of random pixels, which compression does not make smaller: 3 bytes each. A square without `height`."""
+    height = height or width
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    rows = b"".join(b"\0" + random.Random(row).randbytes(3 * edge) for row in range(edge))
-    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", edge, edge, 8, 2, 0, 0, 0)) +
+    rows = b"".join(b"\0" + random.Random(row).randbytes(3 * width) for row in range(height))
+    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)) +
             chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
 
 
@@ -470,6 +471,23 @@ class PageTest(unittest.TestCase):
             self.assertEqual([int.from_bytes(picture[at:at + 4], "big") for at in (16, 20)], [drawn, drawn])
             b.click("Remove", ".started")
             self.assertEqual(b.js(first), native)
+        self.assertEqual(b.problems(), [])
+
+    def test_a_side_that_is_not_typed_follows_the_start_picture(self):
+        b = self.browser
+        self.choose("words")
+        placeholder = "return document.getElementById('form').elements.height.placeholder"
+        own = b.js(placeholder)
+        self.drop(noise(48, 24))
+        b.wait("document.querySelector('.started img')?.naturalWidth === 48")
+        self.assertEqual(b.js(placeholder), "as the picture")
+        for width, height, drawn in (("32", "", [32, 16]), ("", "24", [48, 24]), ("32", "32", [32, 32])):
+            b.draw(prompt="a cat", count=1, steps=2, seed=1, size="own", width=width, height=height)
+            b.wait_for_state("done")
+            picture, = b.pictures()
+            self.assertEqual([int.from_bytes(picture[at:at + 4], "big") for at in (16, 20)], drawn)
+        b.click("Remove", ".started")
+        self.assertEqual(b.js(placeholder), own)
         self.assertEqual(b.problems(), [])
 
     def test_photos_start_as_they_are_seen(self):

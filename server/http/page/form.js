@@ -251,9 +251,13 @@ export class Form {
 
   showStart() {
     if (!this.startBox || !this.model) return;
-    const unset = this.root.elements.size?.options[0];
-    if (unset) unset.textContent = this.unsetSize();
     const {capabilities: can, defaults} = this.model;
+    const {size, width, height} = this.root.elements;
+    if (size) {
+      size.options[0].textContent = this.unsetSize();
+      for (const side of [width, height])
+        side.placeholder = this.start && !this.mask ? "as the picture" : defaults[side.name];
+    }
     const file = h("input", {type: "file", accept: "image/png,image/jpeg,image/webp", id: "start-file",
       class: "hidden", onchange: (event) => event.target.files[0] && this.setStart(event.target.files[0])});
     if (!this.start) {
