@@ -123,7 +123,7 @@ class QueryReader {
   void Parse(const char* name, std::string_view text, Number* value) {
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *value);
     if (error == std::errc() && end == text.data() + text.size()) return;
-    Violate(name, text, WholeNumber<Number>());
+    Violate(name, text, WholeNumber<Number>(text));
   }
 
   /// The reply that refuses; nothing when all are right.

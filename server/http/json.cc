@@ -145,14 +145,9 @@ std::string Takes(std::string_view type, std::string_view value) {
   if (value.size() > 1 && value.front() == '"') value = value.substr(1, value.size() - 2);
   double number = 0;
   const bool is_number = absl::SimpleAtod({value.data(), value.size()}, &number);
-  if (type == "TYPE_INT32" || type == "TYPE_INT64") {
-    const bool whole = is_number && std::isfinite(number) && std::trunc(number) == number;
-    return !whole       ? "a whole number"
-           : number > 0 ? "a smaller whole number"
-                        : "a larger whole number";
-  }
-  if (type == "TYPE_UINT32") return WholeNumber<uint32_t>();
-  if (type == "TYPE_UINT64") return WholeNumber<uint64_t>();
+  if (type == "TYPE_INT32" || type == "TYPE_INT64") return AnotherWholeNumber(value);
+  if (type == "TYPE_UINT32") return WholeNumber<uint32_t>(value);
+  if (type == "TYPE_UINT64") return WholeNumber<uint64_t>(value);
   if (type == "TYPE_FLOAT" || type == "TYPE_DOUBLE") {
     const bool large = is_number && std::isfinite(number);
     return large ? "a number within 3.4e38" : "a number";
@@ -442,6 +437,15 @@ bool TakenBytes::PutBack(std::string* bytes) {
   *bytes = std::move(bytes_[index]);
   ++put_back_;
   return true;
+}
+
+std::string AnotherWholeNumber(std::string_view value) {
+  double number = 0;
+  const bool is_number = absl::SimpleAtod({value.data(), value.size()}, &number);
+  const bool whole = is_number && std::isfinite(number) && std::trunc(number) == number;
+  return !whole       ? "a whole number"
+         : number > 0 ? "a smaller whole number"
+                      : "a larger whole number";
 }
 
 grpc::Status FromJson(const std::string& text, pb::Message* message) {

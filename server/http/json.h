@@ -42,11 +42,14 @@ class TakenBytes {
   size_t put_back_ = 0;
 };
 
-/// "a whole number from 0 to 4294967295", for messages about what an Int holds. A field of a signed
-/// one takes less than that, so the range is left out.
+/// "a whole number", or a smaller or larger one than `value` if that is one.
+std::string AnotherWholeNumber(std::string_view value);
+
+/// What an Int may be instead of `value`, for messages: "a whole number from 0 to 4294967295". A
+/// field of a signed one takes less than that, so the range is left out.
 template <typename Int>
-std::string WholeNumber() {
-  if (std::numeric_limits<Int>::is_signed) return "a whole number";
+std::string WholeNumber(std::string_view value) {
+  if (std::numeric_limits<Int>::is_signed) return AnotherWholeNumber(value);
   using Limits = std::numeric_limits<Int>;
   return fmt::format("a whole number from {} to {}", Limits::min(), Limits::max());
 }

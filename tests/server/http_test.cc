@@ -1131,6 +1131,8 @@ TEST_F(HttpTest, QueriesAreChecked) {
   };
   EXPECT_EQ(error("/v1/jobs?all_clients=yes"), "all_clients: is \"yes\"; use true or false");
   EXPECT_EQ(error("/v1/jobs?page_size="), "page_size: is \"\"; use a whole number");
+  EXPECT_EQ(error("/v1/jobs?page_size=99999999999"),
+            "page_size: is \"99999999999\"; use a smaller whole number");
   EXPECT_THAT(error("/v1/jobs?page_size=5&page_size=6"), HasSubstr("a name twice"));
   EXPECT_EQ(error("/v1/generate?stream=maybe"), "stream: is \"maybe\"; use true or false");
   EXPECT_THAT(error("/v1/generate?stream="), StartsWith("stream: is \"\""));
