@@ -4,6 +4,7 @@
 #include <absl/strings/ascii.h>
 #include <absl/strings/match.h>
 #include <fmt/format.h>
+#include <google/protobuf/descriptor.h>
 
 #include <algorithm>
 #include <cctype>
@@ -198,7 +199,9 @@ class Reader {
       std::transform(value.begin(), value.end(), value.begin(), [](unsigned char c) {
         return c == '-' || c == ' ' ? '_' : static_cast<char>(std::toupper(c));
       });
-      *it = value.rfind(prefix, 0) == 0 ? value : prefix + value;
+      if (!value.starts_with(prefix)) value.insert(0, prefix);
+      const auto* const known = params_.GetDescriptor()->FindFieldByName(name)->enum_type();
+      if (known->FindValueByName(value) != nullptr) *it = value;  // else refused as it was given
     }
     if (fields.empty()) return grpc::Status::OK;
     grpc::Status status =
