@@ -15,7 +15,7 @@
 
 #include "engine/core/address.h"
 #include "engine/core/config_reader.h"
-#include "engine/core/decimal.h"
+#include "flags/flags.h"
 #include "server/models/model_roots.h"
 #include "server/security/clients.h"
 #include "server/status/name.h"
@@ -68,7 +68,10 @@ class JsonConfig : public CLI::Config {
     if (!json.ok()) throw CLI::FileError(std::string(json.status().message()));
     std::vector<CLI::ConfigItem> items;
     for (const auto& [key, value] : json->items()) {
-      if (app_->get_option_no_throw("--" + key) == nullptr) throw UnknownKey(key);
+      const CLI::Option* const option = app_->get_option_no_throw("--" + key);
+      if (option == nullptr) throw UnknownKey(key);
+      if (!option->get_configurable())
+        throw Wrong(fmt::format("\"{}\" is for the command line alone; remove it", key));
       // As CLI11, which takes an empty variable for none.
       const char* const variable = std::getenv(EnvironmentName(key).c_str());
       if (variable != nullptr && *variable != '\0') continue;
@@ -100,10 +103,12 @@ class JsonConfig : public CLI::Config {
     std::string flag = key;
     std::replace(flag.begin(), flag.end(), '_', '-');
     const bool known = app_->get_option_no_throw("--" + flag) != nullptr;
-    return {fmt::format(
-                "--config: {}: unknown key \"{}\"; {}", File(), key,
-                known ? fmt::format("write \"{}\"", flag) : "the keys are the names of the flags"),
-            CLI::ExitCodes::ConfigError};
+    return Wrong(fmt::format(
+        "unknown key \"{}\"; {}", key,
+        known ? fmt::format("write \"{}\"", flag) : "the keys are the names of the flags"));
+  }
+  CLI::ConfigError Wrong(const std::string& problem) const {
+    return {fmt::format("--config: {}: {}", File(), problem), CLI::ExitCodes::ConfigError};
   }
 
   /// The effective value of `option`, or its default.
@@ -124,10 +129,10 @@ class JsonConfig : public CLI::Config {
     return list;
   }
 
-  static std::string Scalar(const std::string& key, const nlohmann::json& value) {
+  std::string Scalar(const std::string& key, const nlohmann::json& value) const {
     if (std::optional<std::string> text = FlagText(value)) return *std::move(text);
-    throw CLI::ConversionError(fmt::format(
-        "--config: \"{}\" is {}; use a string, a number, true or false", key, value.dump()));
+    throw Wrong(
+        fmt::format("\"{}\" is {}; use a string, a number, true or false", key, value.dump()));
   }
 
   const CLI::App* const app_;
@@ -145,25 +150,6 @@ std::vector<const char*> WithConfigOfEnvironment(int argc, const char* const* ar
     arguments.insert(arguments.begin() + 1, {"--config", file});
   }
   return arguments;
-}
-
-/// "--flag=" as "--flag" and "": CLI11 takes the next argument as the value of the former.
-std::vector<std::string> WithEmptyValues(const CLI::App& app,
-                                         const std::vector<const char*>& arguments) {
-  std::vector<std::string> all;
-  bool is_value = false;  // of the option before
-  for (const std::string text : arguments) {
-    const size_t equals = text.find('=');
-    const CLI::Option* const option = !is_value && text.starts_with("--")
-                                          ? app.get_option_no_throw(text.substr(0, equals))
-                                          : nullptr;
-    const bool takes_value = option != nullptr && option->get_items_expected_max() > 0;
-    const bool is_empty = takes_value && equals + 1 == text.size();
-    is_value = takes_value && equals == std::string::npos;
-    all.push_back(is_empty ? text.substr(0, equals) : text);
-    if (is_empty) all.emplace_back();
-  }
-  return all;
 }
 
 absl::Status CheckModelName(const std::string& flag, const std::string& name) {
@@ -257,24 +243,6 @@ absl::StatusOr<std::vector<ModelSource>> ScanModels(const std::string& directory
   return sources;
 }
 
-/// CLI::Range lets NaN through.
-CLI::Validator Number(double low, double high, const char* unit = "NUMBER") {
-  return CLI::Validator(
-      [low, high](std::string& text) {
-        double number = 0;
-        if (CLI::detail::lexical_cast(text, number) && number >= low && number <= high) {
-          return std::string();
-        }
-        return fmt::format("{} is not a number from {} to {}", text, low, high);
-      },
-      fmt::format("{} in [{} - {}]", unit, low, high));
-}
-
-/// CLI11 reads whole numbers as C does: "0100" as 64, "0x10" as 16.
-CLI::Validator Decimal() {
-  return CLI::Validator([](std::string& text) { return NotDecimal(text); }, "");
-}
-
 /// An option whose values have names. CLI::CheckedTransformer would replace the names by numbers,
 /// in --help and --print-config too.
 template <typename Value>
@@ -282,25 +250,12 @@ CLI::Option* AddChoice(CLI::App* app, const std::string& flag, Value* value,
                        const std::map<std::string, Value>& values, const std::string& initial,
                        const std::string& description) {
   const auto set = [value, values](const std::string& name) { *value = values.at(name); };
+  std::vector<std::string> words;
+  words.reserve(values.size());
+  for (const auto& [word, meaning] : values) words.push_back(word);
   return app->add_option_function<std::string>(flag, set, description)
-      ->check(CLI::IsMember(values))
+      ->check(flags::OneOf(words))
       ->default_str(initial);
-}
-
-CLI::Validator Seconds(double low, double high) { return Number(low, high, "SECONDS"); }
-
-/// 0, which has a meaning of its own, or a number in a range.
-CLI::Validator ZeroOr(double low, double high, const char* unit) {
-  return CLI::Validator(
-      [low, high](std::string& text) {
-        double number = 0;
-        if (CLI::detail::lexical_cast(text, number) &&
-            (number == 0 || (number >= low && number <= high))) {
-          return std::string();
-        }
-        return fmt::format("{} is neither 0 nor a number from {} to {}", text, low, high);
-      },
-      fmt::format("{} 0 or in [{} - {}]", unit, low, high));
 }
 
 /// A time in seconds, from `low` to `high`.
@@ -310,7 +265,7 @@ void AddSeconds(CLI::App* app, const std::string& flag, std::chrono::millisecond
     *time = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
   };
   app->add_option_function<double>(flag, set, description)
-      ->check(Seconds(low, high))
+      ->check(flags::Between(low, high, "SECONDS"))
       ->default_str(fmt::format("{}", time->count() / 1e3));
 }
 
@@ -485,7 +440,7 @@ void AddSecurityFlags(CLI::App* app, Flags* flags) {
              "How often to check these files for changes");
   app->add_option("--reflection", flags->reflection,
                   "Offer grpc.reflection: \"on\", \"off\", or \"auto\": only on loopback")
-      ->check(CLI::IsMember({"auto", "on", "off"}));
+      ->check(flags::OneOf({"auto", "on", "off"}));
   app->add_option(
          "--admin", flags->admin,
          "Let admins load and unload models: \"on\", \"off\", or \"auto\": if there are "
@@ -494,7 +449,7 @@ void AddSecurityFlags(CLI::App* app, Flags* flags) {
          "nobody on others. Callers that a proxy forwards with x-forwarded-for, "
          "forwarded or via are not admins; use \"off\" or --clients behind a proxy on this "
          "machine that adds none of these")
-      ->check(CLI::IsMember({"auto", "on", "off"}));
+      ->check(flags::OneOf({"auto", "on", "off"}));
 }
 
 void AddEngineFlags(CLI::App* app, Flags* flags) {
@@ -502,12 +457,12 @@ void AddEngineFlags(CLI::App* app, Flags* flags) {
   Config& config = flags->config;
   app->add_option("--device", config.engine.device,
                   "\"cpu\", \"cuda\", or \"auto\": CUDA if there is a GPU")
-      ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
+      ->check(flags::OneOf({"auto", "cpu", "cuda"}));
   app->add_option(
          "--devices", config.engine.devices,
          "Numbers of the GPUs to use, \"0,1\", all of one kind: each holds every model, and "
          "an image goes to one that has room. On the CPU each number is a separate worker")
-      ->check(CLI::Range(0, 1023))
+      ->check(flags::Between(0, 1023))
       ->delimiter(',');
   app->add_flag("--generic-kernels", config.engine.generic_kernels,
                 "On a Hopper GPU, use the kernels for all GPUs");
@@ -525,18 +480,18 @@ void AddEngineFlags(CLI::App* app, Flags* flags) {
   app->add_flag("--fp32", config.engine.fp32, "Compute in 32 bits, for debugging; slower on a GPU");
   app->add_option("--max-rows", config.engine.max_rows,
                   "Rows of the largest evaluation, 2 or more; 0: 64 on a GPU, 16 on the CPU")
-      ->check(ZeroOr(2, 1024, "INT"));
+      ->check(flags::ZeroOr(2, 1024, "INT"));
   app->add_option("--max-slots", config.engine.max_slots,
                   "Images in flight per model and device; 0: same as --max-rows")
-      ->check(CLI::Range(0, 4096));
+      ->check(flags::Between(0, 4096));
   app->add_option(
          "--max-prompt-chunks", config.engine.max_prompt_chunks,
          "Chunks of a prompt that models read (CLIP: 75 tokens each); longer prompts are cut "
          "off. Memory for keys and values of prompts is proportional to it")
-      ->check(CLI::Range(1, 16));
+      ->check(flags::Between(1, 16));
   app->add_option("--max-evaluations", config.engine.max_evaluations,
                   "Longest plan a request may need, in model evaluations per image")
-      ->check(CLI::Range(1, 100000));
+      ->check(flags::Between(1, 100000));
   AddChoice<Batching>(app, "--batching", &config.engine.batching,
                       {{"step", Batching::kStep}, {"request", Batching::kRequest}}, "step",
                       "\"step\": images join at any evaluation; \"request\": only once the batch "
@@ -544,18 +499,18 @@ void AddEngineFlags(CLI::App* app, Flags* flags) {
   app->add_option(
          "--priority-weights", flags->priority_weights,
          "Shares of interactive, normal and batch requests while all of them wait, \"16,4,1\"")
-      ->check(Number(1e-3, 1e3))
+      ->check(flags::Between(1e-3, 1e3, "NUMBER"))
       ->delimiter(',');
   app->add_option("--keep-evaluations", config.engine.keep_evaluations,
                   "An image with at most this many evaluations left keeps its slot even if another "
                   "image has precedence")
-      ->check(CLI::Range(0, 100000));
+      ->check(flags::Between(0, 100000));
   app->add_option(
          "--watchdog-seconds", config.engine.watchdog_seconds,
          "A device that takes longer for one evaluation, or for one step of loading or unloading a "
          "model, counts as lost; without a device the process exits. Reading files may take any "
          "time. At least 1; 0: never")
-      ->check(ZeroOr(1.0, 86400.0, "SECONDS"));
+      ->check(flags::ZeroOr(1.0, 86400.0, "SECONDS"));
   app->add_flag(
       "--allow-nonfinite", config.engine.allow_nonfinite,
       "For debugging: deliver images that contain NaN or infinity. Without it, their requests "
@@ -567,73 +522,73 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
   Config& config = flags->config;
   app->add_option("--max-queued-requests", config.engine.max_queued_requests,
                   "Requests that may wait; more get RESOURCE_EXHAUSTED")
-      ->check(CLI::Range(1, 1 << 24));
+      ->check(flags::Between(1, 1 << 24));
   app->add_option("--max-queued-bytes", config.engine.max_queued_bytes,
                   "Memory of waiting requests, mostly their initial noise and images")
-      ->check(CLI::Range(size_t{1} << 20, size_t{1} << 40));
+      ->check(flags::Between(size_t{1} << 20, size_t{1} << 40));
   app->add_option("--max-queued-images", config.engine.max_queued_images,
                   "Images that may wait; requests beyond that get RESOURCE_EXHAUSTED")
-      ->check(CLI::Range(1, 1 << 24));
+      ->check(flags::Between(1, 1 << 24));
   AddSeconds(app, "--job-retention-seconds", &config.jobs.time, 0.0, 31536000.0,
              "How long results are kept for WatchJob and for retries. Only results of requests "
              "with a request_id or DISCONNECT_POLICY_CONTINUE are kept");
   app->add_option("--max-kept-job-bytes", config.jobs.max_bytes,
                   "Memory for these results and for running jobs together; the oldest results are "
                   "dropped first")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40));
+      ->check(flags::Between(int64_t{0}, int64_t{1} << 40));
   app->add_option("--max-request-bytes", config.limits.max_request_bytes,
                   "Largest request message, uploads included")
-      ->check(CLI::Range(int64_t{1024}, int64_t{2147483647}));
+      ->check(flags::Between(int64_t{1024}, int64_t{2147483647}));
   app->add_option("--max-init-pixels", config.limits.max_init_pixels,
                   "Largest uploaded picture, width times height")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 28));
+      ->check(flags::Between(int64_t{1}, int64_t{1} << 28));
   app->add_option("--max-image-pixels", config.limits.max_image_pixels,
                   "Width times height of the largest image to draw")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 28));
+      ->check(flags::Between(int64_t{1}, int64_t{1} << 28));
   app->add_option("--max-count", config.engine.max_count,
                   "Images of one request; no more than --max-queued-images")
-      ->check(CLI::Range(1, 1 << 16));
+      ->check(flags::Between(1, 1 << 16));
   app->add_option("--max-steps", config.limits.max_steps,
                   "Denoising steps of one request; 0: the model's maximum")
-      ->check(CLI::Range(0, 100000));
+      ->check(flags::Between(0, 100000));
   app->add_option("--max-tensor-bytes", config.limits.max_tensor_bytes,
                   "Size of all images of one request as float32")
-      ->check(CLI::Range(int64_t{1024}, int64_t{1} << 40));
+      ->check(flags::Between(int64_t{1024}, int64_t{1} << 40));
   app->add_option("--max-reply-bytes", config.limits.max_reply_bytes,
                   "Largest reply message, as estimated before drawing; larger results have to be "
                   "streamed. Never more than --max-buffered-bytes")
-      ->check(CLI::Range(int64_t{1024}, int64_t{2147483647}));
+      ->check(flags::Between(int64_t{1024}, int64_t{2147483647}));
   app->add_option("--max-decoding-bytes", config.max_decoding_bytes,
                   "Memory for unpacking uploaded images and noise, over all requests. A "
                   "request that does not fit gets RESOURCE_EXHAUSTED and a time to retry after")
-      ->check(CLI::Range(int64_t{1} << 20, int64_t{1} << 40));
+      ->check(flags::Between(int64_t{1} << 20, int64_t{1} << 40));
   app->add_option("--max-previews-per-second", config.limits.max_previews_per_second,
                   "Previews of one image per second; the others are dropped. 0: no limit")
-      ->check(Number(0.0, 1e6));
+      ->check(flags::Between(0.0, 1e6, "NUMBER"));
   app->add_option(
          "--max-connections", config.connections.max_connections,
          "Concurrent connections, within the system's limit of open files; further ones are "
          "closed")
-      ->check(CLI::Range(1, 1 << 20));
+      ->check(flags::Between(1, 1 << 20));
   app->add_option("--max-streams-per-connection", config.connections.max_streams,
                   "Concurrent calls of one connection; more wait in the client")
-      ->check(CLI::Range(1, 1 << 20));
+      ->check(flags::Between(1, 1 << 20));
   app->add_option(
          "--max-streams-per-client", config.connections.max_streams_per_client,
          "Concurrent calls of one client: a name from --clients or a certificate, else a host")
-      ->check(CLI::Range(1, 1 << 20));
+      ->check(flags::Between(1, 1 << 20));
   app->add_option("--max-queued-requests-per-client", config.engine.max_queued_requests_per_client,
                   "Requests of one client that may wait for the device; 0: --max-queued-requests")
-      ->check(CLI::Range(0, 1 << 20));
+      ->check(flags::Between(0, 1 << 20));
   app->add_option(
          "--max-buffered-bytes", config.connections.max_buffered_bytes,
          "Memory for messages that gRPC sends and receives, over all connections; beyond it gRPC "
          "slows down and then refuses. As much again is for uploads to the HTTP port")
-      ->check(CLI::Range(int64_t{1} << 24, int64_t{1} << 40));
+      ->check(flags::Between(int64_t{1} << 24, int64_t{1} << 40));
   app->add_option("--worker-threads", config.worker_threads,
                   "Threads that check requests and encode images; 0: half of the cores within the "
                   "CPU quota, at least 2")
-      ->check(CLI::Range(0, 1024));
+      ->check(flags::Between(0, 1024));
 }
 
 void AddLogFlags(CLI::App* app, Flags* flags) {
@@ -802,17 +757,16 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   AddLimitFlags(&app, &flags);
   AddLogFlags(&app, &flags);
 
+  flags::CheckNumbers(app);
   for (CLI::Option* option : app.get_options()) {
-    const std::string type = option->get_type_name();
-    // Transforms run before checks, which would judge the octal number.
-    if (type.starts_with("INT") || type.starts_with("UINT")) option->transform(Decimal());
     // DENOISED_VERSION is what images and charts call their tag, and DENOISED_CHECK no setting.
     if (!option->get_configurable() && option != app.get_config_ptr()) continue;
     option->envname(EnvironmentName(option->get_lnames().front()));
   }
 
   try {
-    std::vector<std::string> all = WithEmptyValues(app, {arguments.begin() + 1, arguments.end()});
+    std::vector<std::string> all =
+        flags::WithEmptyValues(app, {arguments.begin() + 1, arguments.end()});
     std::reverse(all.begin(), all.end());  // as CLI11 wants them
     app.parse(std::move(all));
   } catch (const CLI::CallForHelp&) {
@@ -822,7 +776,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
     line.print = std::string("denoised ") + kVersion + "\n";
     return line;
   } catch (const CLI::ParseError& error) {
-    return InvalidArgument("{}; see denoised --help", error.what());
+    return InvalidArgument("{} (see denoised --help)", flags::Explain(app, error));
   }
 
   if (app.get_option("--make-token")->count() > 0) {

@@ -8,7 +8,7 @@ import re
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ROOMS = ["engine", "server", "client", "trainer"]
+ROOMS = ["engine", "flags", "server", "client", "trainer"]
 SOURCES = {".h", ".cc", ".cu", ".cuh"}
 
 # (what, why and what instead, files that may have it)

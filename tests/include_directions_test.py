@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Includes go one way: every #include of engine/, server/, client/ and trainer/ leads to a room that its own
-room may see. docs/architecture.md draws the same picture. Run: tests/include_directions_test.py"""
+"""Includes go one way: every #include of engine/, flags/, server/, client/ and trainer/ leads to a room that its
+own room may see. docs/architecture.md draws the same picture. Run: tests/include_directions_test.py"""
 
 import pathlib
 import re
@@ -41,6 +41,7 @@ ROOMS = [
     ("server/api/", "api"),
     ("server/http/", "http"),
     ("server/", "server"),
+    ("flags/", "flags"),
     ("client/", "client"),
     ("trainer/version.h", "trainer version"),  # generated
     ("trainer/data/", "trainer data"),
@@ -102,11 +103,12 @@ ALLOWED = {
     | {"server status", "telemetry", "security", "server models", "jobs", "api"},
     "server": {"core", "sampling", "engine.h", "proto", "gRPC", "prometheus-cpp", "http"}
     | {"server version", "server status", "telemetry", "images", "security", "server models"}
-    | {"jobs", "api"},
-    "client": {"proto", "gRPC"},
+    | {"jobs", "api", "flags"},
+    "flags": set(),
+    "client": {"proto", "gRPC", "flags"},
     "trainer data": {"core", "images", "training"},
     "trainer": {"core", "io", "images", "models", "sampling", "text", "pipelines", "engine.h", "job.h"}
-    | {"training", "trainer data", "trainer version", "prometheus-cpp"},
+    | {"training", "trainer data", "trainer version", "prometheus-cpp", "flags"},
 }
 
 DIRECTIVE = re.compile(r"^\s*#\s*include\b(.*)$", re.MULTILINE)
@@ -148,7 +150,7 @@ class IncludeDirections(unittest.TestCase):
     def test_repository(self):
         files = [
             file
-            for folder in ("engine", "server", "client", "trainer")
+            for folder in ("engine", "flags", "server", "client", "trainer")
             for file in sorted((ROOT / folder).rglob("*"))
             if file.suffix in SOURCES
         ]
@@ -187,6 +189,8 @@ class IncludeDirections(unittest.TestCase):
             ("engine/engine.h", '#include "engine/models/unet2d.h"'),
             ("engine/engine.h", '#include "engine/batching/job_queue.h"'),
             ("engine/job.h", '#include "engine/batching/admission.h"'),
+            ("engine/resolve.cc", '#include "flags/flags.h"'),
+            ("flags/flags.cc", '#include "engine/core/status.h"'),
             ("server/main.cc", '#include "engine/batching/step_batcher.h"'),
             ("server/main.cc", '#include "engine/resolve.h"'),
             ("server/main.cc", '#include "command/terminal.h"'),

@@ -5,7 +5,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -13,7 +12,7 @@
 
 #include "engine/core/address.h"
 #include "engine/core/config_reader.h"
-#include "engine/core/decimal.h"
+#include "flags/flags.h"
 #include "trainer/differences.h"
 #include "trainer/version.h"
 
@@ -394,40 +393,6 @@ absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
   return absl::OkStatus();
 }
 
-/// CLI11 wraps negative and too large numbers.
-CLI::Validator Seed() {
-  return CLI::Validator(
-      [](std::string& text) {
-        uint64_t seed = 0;
-        const char* const end = text.data() + text.size();
-        const auto [read, error] = std::from_chars(text.data(), end, seed);
-        if (error == std::errc() && read == end) return std::string();
-        return fmt::format("{} is no seed; use a whole number from 0 to {}", text, UINT64_MAX);
-      },
-      "");
-}
-
-/// CLI11 takes NaN and infinities for numbers, also in CLI::Range, and nothing for 0.
-void CheckNumbers(CLI::App& app) {
-  const CLI::Validator check(
-      [](std::string& text) {
-        double number = 0;
-        if (text.empty()) return std::string("the value is empty; use a number");
-        // What is no number at all is refused later.
-        if (!CLI::detail::lexical_cast(text, number) || std::isfinite(number)) return std::string();
-        return fmt::format("{} is not a finite number", text);
-      },
-      "");
-  // As C does, CLI11 reads 010 as 8. Transforms run before checks, which would judge the 8.
-  const CLI::Validator decimal([](std::string& text) { return NotDecimal(text); }, "");
-  for (CLI::Option* const option : app.get_options({})) {
-    const std::string type = option->get_type_name();
-    for (const char* const number : {"FLOAT", "INT", "UINT"})
-      if (type.starts_with(number)) option->check(check);
-    if (type.starts_with("INT") || type.starts_with("UINT")) option->transform(decimal);
-  }
-}
-
 /// The type of a number whose range is checked with other settings, for --help: these are the
 /// ranges of TrainerOptions::Check and Objective::Make.
 std::string In(double low, double high) { return fmt::format("FLOAT in [{} - {}]", low, high); }
@@ -514,7 +479,7 @@ void AddStepFlags(CLI::App& app, Flags* flags) {
                  "Parts of a batch whose gradients are added as a tree; a power of two. The result "
                  "depends on this number, but not on ranks, cores or accumulation");
   app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory");
-  app.add_option("--seed", t.seed, "Seed of all random numbers")->check(Seed());
+  app.add_option("--seed", t.seed, "Seed of all random numbers");
   app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW")->type_name(In(0, 1e3));
   app.add_option("--schedule", flags->schedule,
                  "Learning rate after the warm-up: constant, cosine or inverse-sqrt");
@@ -598,10 +563,10 @@ void AddRunFlags(CLI::App& app, Flags* flags) {
       ->allow_extra_args(false);
   app.add_option("--default-steps", config.default_steps,
                  "Sampling steps that the server uses by default; 0: depends on the objective")
-      ->check(CLI::Range(0, 1000));
+      ->check(flags::Between(0, 1000));
   app.add_option("--default-guidance-scale", config.default_guidance_scale,
                  "Guidance scale that the server uses by default. Default: none")
-      ->check(CLI::Range(0.0, 100.0));
+      ->check(flags::Between(0.0, 100.0));
   app.add_option("--log-steps", config.log_steps, "Steps between log lines");
   app.add_option("--max-skipped", config.max_skipped,
                  "End the run after this many consecutive steps without a finite gradient");
@@ -621,11 +586,11 @@ void AddRunFlags(CLI::App& app, Flags* flags) {
   app.add_option("--rank-seconds", config.rank_seconds,
                  "Seconds that ranks wait for each other, at the start and in a step. Reading and "
                  "encoding pictures may take longer")
-      ->check(CLI::Range(1, 86400));
+      ->check(flags::Between(1, 86400));
   app.add_option("--stop-exit-code", config.stop_exit_code,
                  "Exit code after a stop by a signal before the last step, of all ranks. 75 "
                  "(EX_TEMPFAIL) has a scheduler that restarts failures go on with the run")
-      ->check(CLI::Range(0, 125));
+      ->check(flags::Between(0, 125));
   app.add_flag("--dry-run", config.dry_run, "Print memory, steps and hours, without training");
 }
 
@@ -834,25 +799,6 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   return absl::OkStatus();
 }
 
-/// "--flag=" as "--flag" and "": CLI11 takes the next argument as the value of the former.
-std::vector<std::string> WithEmptyValues(const CLI::App& app,
-                                         const std::vector<std::string>& arguments) {
-  std::vector<std::string> all;
-  bool is_value = false;  // of the option before
-  for (const std::string& text : arguments) {
-    const size_t equals = text.find('=');
-    const CLI::Option* const option = !is_value && text.starts_with("--")
-                                          ? app.get_option_no_throw(text.substr(0, equals))
-                                          : nullptr;
-    const bool takes_value = option != nullptr && option->get_items_expected_max() > 0;
-    const bool is_empty = takes_value && equals + 1 == text.size();
-    is_value = takes_value && equals == std::string::npos;
-    all.push_back(is_empty ? text.substr(0, equals) : text);
-    if (is_empty) all.emplace_back();
-  }
-  return all;
-}
-
 }  // namespace
 
 Shape RunConfig::picture() const {
@@ -917,11 +863,11 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   AddStepFlags(app, &flags);
   AddDataFlags(app, &flags);
   AddRunFlags(app, &flags);
-  CheckNumbers(app);
+  flags::CheckNumbers(app);
 
   std::vector<std::string> given(argv + 1, argv + argc);
   const auto parse = [&](const std::vector<std::string>& settings) -> absl::Status {
-    std::vector<std::string> arguments = WithEmptyValues(app, settings);
+    std::vector<std::string> arguments = flags::WithEmptyValues(app, settings);
     std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
     try {
       app.parse(arguments);
@@ -930,7 +876,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
     } catch (const CLI::CallForVersion&) {
       *print = fmt::format("denoise-train {} ({})\n", kVersion, kBuild);
     } catch (const CLI::ParseError& error) {
-      return InvalidArgument("{}. See denoise-train --help", error.what());
+      return InvalidArgument("{} (see denoise-train --help)", flags::Explain(app, error));
     }
     return absl::OkStatus();
   };

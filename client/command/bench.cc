@@ -18,24 +18,12 @@
 #include "command/load_generator.h"
 #include "command/progress.h"
 #include "command/workload.h"
+#include "flags/flags.h"
 
 namespace denoised::command {
 namespace {
 
 constexpr double kDefaultSeconds = 10;
-
-/// CLI::Range and CLI::PositiveNumber let NaN through.
-CLI::Validator Number(double low, double high) {
-  return CLI::Validator(
-      [low, high](std::string& text) {
-        double number = 0;
-        if (CLI::detail::lexical_cast(text, number) && number >= low && number <= high) {
-          return std::string();
-        }
-        return fmt::format("{} is not a number from {} to {}", text, low, high);
-      },
-      fmt::format("FLOAT in [{} - {}]", low, high));
-}
 
 absl::StatusOr<ImageHashes> ReadHashes(const std::string& path) {
   const auto file = ReadFile(path);
@@ -115,7 +103,7 @@ void AddBenchFlags(CLI::App& command, BenchFlags& flags) {
                    .add_option("-r,--rate", flags.rate,
                                "Open loop: send this many requests per second at random times "
                                "(Poisson), whether or not the server keeps up")
-                   ->check(Number(1e-3, 1e6))
+                   ->check(flags::Between(1e-3, 1e6))
                    ->group(kWhen);
   auto* trace =
       command
@@ -128,29 +116,29 @@ void AddBenchFlags(CLI::App& command, BenchFlags& flags) {
           .add_option("-c,--concurrency", flags.concurrency,
                       "Closed loop: keep this many requests in flight, to measure the "
                       "highest throughput. Default: 1")
-          ->check(CLI::Range(1, 1'000'000))
+          ->check(flags::Between(1, 1'000'000))
           ->group(kWhen);
   rate->excludes(trace)->excludes(concurrency);
   trace->excludes(concurrency);
   command
       .add_option("--speed", flags.speed, "Replay the trace this many times as fast. Default: 1")
-      ->check(Number(1e-3, 1e6))
+      ->check(flags::Between(1e-3, 1e6))
       ->needs(trace)
       ->group(kWhen);
   command
       .add_option("-d,--duration", flags.duration_seconds,
                   "Measure for this many seconds. Default: 10, or the whole trace")
-      ->check(Number(1e-3, 1e7))
+      ->check(flags::Between(1e-3, 1e7))
       ->group(kWhen);
   command.add_option("-n,--requests", flags.requests, "Measure this many requests")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 40))
+      ->check(flags::Between(int64_t{1}, int64_t{1} << 40))
       ->group(kWhen);
   command
       .add_option(
           "--warm-up", flags.warm_up_seconds,
           "Send requests for this many seconds before measuring; a closed loop adds its requests "
           "one by one meanwhile. Default: 1, with --trace 0")
-      ->check(Number(0, 1e6))
+      ->check(flags::Between(0.0, 1e6))
       ->group(kWhen);
 
   constexpr char kWhat[] = "What is requested";
@@ -169,7 +157,7 @@ void AddBenchFlags(CLI::App& command, BenchFlags& flags) {
       ->capture_default_str()
       ->group(kWhat);
   command.add_option("--format", flags.format, "File format of the images; raw: float32")
-      ->check(CLI::IsMember({"png", "jpeg", "webp", "raw"}))
+      ->check(flags::OneOf({"png", "jpeg", "webp", "raw"}))
       ->capture_default_str()
       ->group(kWhat);
   command
@@ -179,7 +167,7 @@ void AddBenchFlags(CLI::App& command, BenchFlags& flags) {
   command
       .add_option("--connections", flags.connections,
                   "Spread the requests over this many connections")
-      ->check(CLI::Range(1, 10'000))
+      ->check(flags::Between(1, 10'000))
       ->capture_default_str()
       ->group(kWhat);
 

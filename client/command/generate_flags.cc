@@ -3,6 +3,7 @@
 
 #include "command/completion.h"
 #include "denoised/generation.h"
+#include "flags/flags.h"
 
 namespace denoised::command {
 namespace {
@@ -89,9 +90,9 @@ void AddSamplingFlags(CLI::App& command, GenerateFlags& flags) {
       "Sampling (other defaults: the model's; see denoise models NAME)");
   command.add_option("--steps", flags.steps, "Number of denoising steps");
   command.add_option("--sampler", flags.sampler, "Sampling algorithm")
-      ->check(CLI::IsMember(Names(client::AllSamplers())));
+      ->check(flags::OneOf(Names(client::AllSamplers())));
   command.add_option("--schedule", flags.schedule, "Spacing of the noise levels")
-      ->check(CLI::IsMember(Names(client::AllNoiseSchedules())));
+      ->check(flags::OneOf(Names(client::AllNoiseSchedules())));
   command.add_option(
       "--guidance", flags.guidance,
       "Classifier-free guidance scale: above 1 the images follow the prompt or class more closely, "
@@ -146,7 +147,7 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
           "--format", flags.format,
           "File format; npy: a NumPy array of float32 in [-1, 1]; raw: the same without a header. "
           "Default: what the name of --out ends in, else png")
-      ->check(CLI::IsMember({"png", "jpeg", "webp", "npy", "raw"}));
+      ->check(flags::OneOf({"png", "jpeg", "webp", "npy", "raw"}));
   command.add_option("--quality", flags.quality,
                      "Quality of jpeg and webp files, 1 to 100. Default: 90");
   CLI::Option* const previews = command.add_flag_function(
@@ -165,14 +166,14 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
       .add_option(
           "--preview-kind", flags.preview_kind,
           "What previews show: the model's prediction of the final image, or the noisy state")
-      ->check(CLI::IsMember({"predicted_x0", "noisy_state"}))
+      ->check(flags::OneOf({"predicted_x0", "noisy_state"}))
       ->capture_default_str();
   command
       .add_option(
           "--preview-decoder", flags.preview_decoder,
           "How previews of latents are decoded: \"linear\", one colour per latent pixel, or "
           "\"tiny\", a small autoencoder. Default: tiny if the model has it")
-      ->check(CLI::IsMember({"linear", "tiny"}));
+      ->check(flags::OneOf({"linear", "tiny"}));
   command
       .add_option(
           "-a,--animate", flags.animate,
@@ -186,7 +187,7 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
   command
       .add_option("--timeout", flags.timeout_seconds,
                   "Give up after this many seconds. Default: never")
-      ->check(CLI::Range(0.001, 1e6));
+      ->check(flags::Between(0.001, 1e6));
   command.add_option(
       "--request-id", flags.request_id,
       "Id of the request, also in the server's log. The same request with the same id "
@@ -194,7 +195,7 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
   command
       .add_option("--priority", flags.priority,
                   "Priority in the queue, highest first. Default: normal")
-      ->check(CLI::IsMember(Names(client::AllPriorities())));
+      ->check(flags::OneOf(Names(client::AllPriorities())));
   command.add_flag(
       "--detach", flags.detach,
       "Print the id of the request as soon as it is queued, and exit. The job goes on; see "

@@ -3,13 +3,10 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <charconv>
 #include <chrono>
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <iostream>
-#include <numeric>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -30,6 +27,7 @@
 #include "command/page.h"
 #include "command/server_info.h"
 #include "command/table.h"
+#include "flags/flags.h"
 
 using namespace denoised;  // NOLINT: the program itself
 
@@ -113,66 +111,6 @@ Example:
   return {models, load, unload, alias};
 }
 
-/// What is wrong with a number that CLI11 would not read in base 10; empty if nothing is.
-std::string NotDecimal(const std::string& text, bool integer) {
-  const size_t begin = std::min(text.find_first_not_of(" \t\n\v\f\r"), text.size());
-  const bool signs = begin < text.size() && (text[begin] == '-' || text[begin] == '+');
-  const std::string sign = signs && text[begin] == '-' ? "-" : "";
-  const std::string_view digits = std::string_view(text).substr(begin + (signs ? 1 : 0));
-  if (digits.size() < 2 || digits[0] != '0') return "";
-  const auto letter = static_cast<char>(digits[1] | 0x20);  // in lower case
-  if (const int base = letter == 'x' ? 16 : letter == 'b' && integer ? 2 : 0; base > 0) {
-    uint64_t value = 0;
-    const char* const end = digits.data() + digits.size();
-    const auto [read, error] = std::from_chars(digits.data() + 2, end, value, base);
-    const bool whole = error == std::errc() && read == end;
-    return fmt::format("{} is not decimal; write {}", text,
-                       whole ? sign + std::to_string(value) : "a decimal number");
-  }
-  // 010 as FLOAT is ten to everybody.
-  if (!integer || digits.find_first_not_of("0123456789") != std::string_view::npos) return "";
-  const size_t first = std::min(digits.find_first_not_of('0'), digits.size() - 1);
-  return fmt::format("{} begins with a zero, which could mean octal; write {}{}", text, sign,
-                     digits.substr(first));
-}
-
-/// CLI11 takes NaN and infinities for numbers, also in CLI::Range, and nothing for 0. It reads
-/// integers as C does, 010 as 8, and wraps what is negative or too large for UINT.
-void CheckNumbers(CLI::App& app) {
-  const auto check = [](bool integer) {
-    return CLI::Validator(
-        [integer](std::string& text) {
-          if (text.empty()) return std::string("the value is empty; use a number");
-          if (std::string wrong = NotDecimal(text, integer); !wrong.empty()) return wrong;
-          double number = 0;
-          // What is no number at all is refused later.
-          if (!CLI::detail::lexical_cast(text, number) || std::isfinite(number)) {
-            return std::string();
-          }
-          return fmt::format("{} is not a finite number", text);
-        },
-        "");
-  };
-  const CLI::Validator unsigned_number(
-      [](std::string& text) {
-        uint64_t number = 0;
-        const char* const end = text.data() + text.size();
-        const auto [read, error] = std::from_chars(text.data(), end, number);
-        if (error == std::errc() && read == end) return std::string();
-        return fmt::format("{} is not a whole number from 0 to {}", text, UINT64_MAX);
-      },
-      "");
-  for (CLI::Option* const option : app.get_options({})) {
-    const std::string type = option->get_type_name();
-    const bool is_unsigned = type.starts_with("UINT");
-    if (is_unsigned) option->transform(unsigned_number);
-    // transform() puts it before a CLI::Range, whose message for 08 would have no remedy.
-    if (is_unsigned || type.starts_with("INT")) option->transform(check(/*integer=*/true));
-    if (type.starts_with("FLOAT")) option->transform(check(/*integer=*/false));
-  }
-  for (CLI::App* const command : app.get_subcommands({})) CheckNumbers(*command);
-}
-
 struct JobCommands {
   CLI::App *list, *get, *watch, *cancel;
 };
@@ -189,7 +127,7 @@ Example:
   CLI::App* list = jobs->add_subcommand("list", "List running and finished jobs");
   list->add_flag("--all", flags.query.all_clients, "Jobs of all clients (admins)");
   list->add_option("--limit", flags.query.limit, "List at most this many jobs, newest first")
-      ->check(CLI::Range(1, INT32_MAX))
+      ->check(flags::Between(1, INT32_MAX))
       ->capture_default_str();
   list->footer(
       "Example:\n  denoise jobs list --json | jq -r '.[] | select(.state==\"running\") | "
@@ -240,7 +178,7 @@ CLI::App* AddHealth(CLI::App& app, command::HealthFlags& flags) {
   health
       ->add_option("--wait", flags.wait_seconds,
                    "Wait up to this many seconds until it is ready. Default: 0")
-      ->check(CLI::Range(0.0, 1e6));
+      ->check(flags::Between(0.0, 1e6));
   health->add_flag("--json", flags.json, "Print JSON");
   health->footer("Example:\n  denoise health --wait 60 && denoise generate -l 7");
   return health;
@@ -304,7 +242,7 @@ CLI::App* AddCompletion(CLI::App& app, std::string& shell) {
       app.add_subcommand("completion", "Print a script that completes commands in a shell");
   completion->add_option("shell", shell, "Shell")
       ->required()
-      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
+      ->check(flags::OneOf({"bash", "zsh", "fish"}));
   completion->footer(
       R"(The Debian package installs the scripts. The names of models come from the server, within a second.
 
@@ -357,164 +295,6 @@ std::vector<std::string> KnownValues(CLI::App& app, command::ConnectionFlags& fl
   return values;
 }
 
-/// "--flag=" as "--flag" and "": CLI11 takes the next argument as the value of the former.
-std::vector<std::string> WithEmptyValues(const CLI::App& app,
-                                         const std::vector<std::string>& arguments) {
-  std::vector<std::string> all;
-  const CLI::App* command = &app;
-  bool options = true;    // until "--"
-  bool is_value = false;  // of the option before
-  for (const std::string& text : arguments) {
-    if (std::exchange(is_value, false)) {
-      all.push_back(text);
-      continue;
-    }
-    options = options && text != "--";
-    const auto named = [&](const CLI::App* each) { return each->check_name(text); };
-    for (const CLI::App* each : command->get_subcommands(named)) command = each;
-    const size_t equals = text.find('=');
-    const CLI::Option* option = nullptr;
-    if (options && text.starts_with("-")) {
-      for (const CLI::App* at = command; at != nullptr && option == nullptr; at = at->get_parent())
-        option = at->get_option_no_throw(text.substr(0, equals));
-    }
-    const bool takes_value = option != nullptr && option->get_items_expected_max() > 0;
-    const bool is_empty = takes_value && text.starts_with("--") && equals + 1 == text.size();
-    is_value = takes_value && equals == std::string::npos;
-    all.push_back(is_empty ? text.substr(0, equals) : text);
-    if (is_empty) all.emplace_back();
-  }
-  return all;
-}
-
-/// The command that was given, or its parent: the last that is known.
-const CLI::App* CommandOf(const CLI::App& app) {
-  const CLI::App* command = &app;
-  while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
-  return command;
-}
-
-/// The number of letters to insert, remove or change (Levenshtein) to make `b` of `a`.
-size_t Distance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), 0);
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = std::exchange(row[0], i);
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t changed = diagonal + (a[i - 1] != b[j - 1] ? 1 : 0);
-      diagonal = std::exchange(row[j], std::min({row[j] + 1, row[j - 1] + 1, changed}));
-    }
-  }
-  return row[b.size()];
-}
-
-/// The commands below `app` that help and completion show.
-std::vector<const CLI::App*> ShownCommands(const CLI::App& app) {
-  return app.get_subcommands([](const CLI::App* each) { return !each->get_group().empty(); });
-}
-
-bool HasOption(const CLI::App& command, const std::string& name) {
-  const CLI::Option* const option = command.get_option_no_throw(name);
-  return option != nullptr && !option->get_group().empty();
-}
-
-/// Adds the commands below `parent` that have the option, as they are called ("jobs list").
-void AddCommandsWith(const std::string& name, const CLI::App& parent, const std::string& path,
-                     std::vector<std::string>* found) {
-  for (const CLI::App* command : ShownCommands(parent)) {
-    const std::string called = path + command->get_name();
-    if (HasOption(*command, name)) found->push_back(called);
-    AddCommandsWith(name, *command, called + " ", found);
-  }
-}
-std::vector<std::string> CommandsWith(const std::string& name, const CLI::App& app) {
-  std::vector<std::string> found;
-  AddCommandsWith(name, app, "", &found);
-  return found;
-}
-
-std::string NameOf(const std::string& option) { return option.substr(0, option.find('=')); }
-
-/// What is wrong with an option that the command does not have, or not at this place.
-std::string UnknownOption(const CLI::App& app, const std::string& given) {
-  const std::string name = NameOf(given);
-  const CLI::App* const command = CommandOf(app);
-  if (HasOption(*command, name)) return fmt::format("{} must follow {}", name, command->get_name());
-  const std::vector<std::string> others = CommandsWith(name, app);
-  if (!others.empty()) {
-    return fmt::format("{} is no option of {}, but of {}", name, command->get_name(),
-                       fmt::join(others, ", "));
-  }
-  std::string close;
-  size_t least = std::min<size_t>(2, (name.size() - 1) / 3) + 1;  // of a few letters all are near
-  for (const CLI::App* at = command; at != nullptr; at = at->get_parent()) {
-    for (const CLI::Option* option : at->get_options()) {
-      for (const std::string& known : option->get_lnames()) {
-        const size_t distance = Distance(name, "--" + known);
-        if (!option->get_group().empty() && distance < least) least = distance, close = known;
-      }
-    }
-  }
-  return fmt::format("{} is no option{}", name,
-                     close.empty() ? "" : fmt::format("; did you mean --{}?", close));
-}
-
-/// "Could not convert: --steps = 1.5", with what the option takes.
-std::string NotConverted(const CLI::App& app, const std::string& what) {
-  const size_t begin = what.find(": "), equals = what.find(" = ");
-  if (begin == std::string::npos || equals == std::string::npos || equals < begin) return what;
-  const std::string name = what.substr(begin + 2, equals - begin - 2);
-  const std::string value = what.substr(equals + 3);
-  const CLI::Option* option = nullptr;
-  for (const CLI::App* at = CommandOf(app); at != nullptr && option == nullptr;
-       at = at->get_parent())
-    option = at->get_option_no_throw(name);
-  const std::string type = option == nullptr ? "" : option->get_type_name();
-  if (!type.starts_with("INT") && !type.starts_with("UINT"))
-    return fmt::format("{}: {} is not a number; use one", name, value);
-  const size_t digits = value.find_first_of("+-") == 0 ? 1 : 0;
-  const bool whole =
-      value.size() > digits && value.find_first_not_of("0123456789", digits) == std::string::npos;
-  return whole ? fmt::format("{}: {} is too {}; use a {} whole number", name, value,
-                             value[0] == '-' ? "small" : "large",
-                             value[0] == '-' ? "larger" : "smaller")
-               : fmt::format("{}: {} is not a whole number; use one", name, value);
-}
-
-/// "--steps: At Most 1 required but received 2" in plain words.
-std::string Repeated(const std::string& what) {
-  constexpr std::string_view kOnce = ": At Most 1 required but received ";
-  const size_t at = what.find(kOnce);
-  if (at == std::string::npos) return what;
-  return fmt::format("{} is given {} times; give it once", what.substr(0, at),
-                     what.substr(at + kOnce.size()));
-}
-
-/// What is wrong with the command line. Of a word that is no command CLI11 says only that one is
-/// required; of an unknown option, whatever else it did not expect.
-std::string Explained(const CLI::App& app, const CLI::Error& error) {
-  const std::vector<std::string> rest = app.remaining(/*recurse=*/true);
-  const auto option = std::find_if(rest.begin(), rest.end(), [](const std::string& text) {
-    return text.size() > 1 && text.starts_with("-");
-  });
-  const bool is_unknown = option != rest.end() && *option != "--";
-  // CLI11 names this error after the command, so its exit code tells what it is.
-  const bool is_extra = error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError);
-  if (is_extra && is_unknown) return UnknownOption(app, *option);
-  if (error.get_name() == "ConversionError") return NotConverted(app, error.what());
-  if (error.get_name() == "ArgumentMismatch") return Repeated(error.what());
-  if (error.get_name() != "RequiredError") return error.what();
-  std::vector<std::string> names;
-  for (const CLI::App* each : ShownCommands(*CommandOf(app))) names.push_back(each->get_name());
-  if (names.empty()) return error.what();  // an argument is required
-  if (is_unknown && option == rest.begin() && CommandsWith(NameOf(*option), app).empty())
-    return UnknownOption(app, *option);
-  const std::string wrong = rest.empty() || rest[0].starts_with("-")
-                                ? "A command is required"
-                                : fmt::format("\"{}\" is no command", rest[0]);
-  return fmt::format("{}; use {}", wrong, fmt::join(names, ", "));
-}
-
 int Run(int argc, char** argv) {
   CLI::App app("Generates images with the diffusion models of a denoised server.", "denoise");
   app.set_version_flag("--version", DENOISED_VERSION);
@@ -549,11 +329,11 @@ int Run(int argc, char** argv) {
   CLI::App* man = AddMan(app, man_folder);
   // Last: subcommands inherit the footer that is set when they are added.
   app.footer(std::string(kFooter) + kExitCodes);
-  CheckNumbers(app);
+  flags::CheckNumbers(app);
   app.failure_message([](const CLI::App* failed, const CLI::Error& error) {
     // It quotes the command line, which may come from somebody else.
     return CLI::FailureMessage::simple(
-        failed, CLI::Error(error.get_name(), command::Printable(Explained(*failed, error)),
+        failed, CLI::Error(error.get_name(), command::Printable(flags::Explain(*failed, error)),
                            error.get_exit_code()));
   });
 
@@ -568,7 +348,7 @@ int Run(int argc, char** argv) {
     return command::kOk;
   }
   try {
-    std::vector<std::string> arguments = WithEmptyValues(app, {argv + 1, argv + argc});
+    std::vector<std::string> arguments = flags::WithEmptyValues(app, {argv + 1, argv + argc});
     std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
     app.parse(std::move(arguments));
   } catch (const CLI::ParseError& error) {

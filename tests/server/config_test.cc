@@ -332,7 +332,28 @@ TEST_F(ConfigTest, NamesFlagValueAndRemedy) {
   EXPECT_THAT(Error({"--max-request-bytes", "3000000000"}), HasSubstr("--max-request-bytes"));
   EXPECT_THAT(Error({"--grace-seconds", "nan"}), HasSubstr("--grace-seconds"));
   EXPECT_THAT(Error({"--log-format", "xml"}), HasSubstr("--log-format"));
-  EXPECT_THAT(Error({"--unknown"}), HasSubstr("--unknown"));
+  const auto expect_begin = [this](const std::vector<std::string>& flags,
+                                   const std::string& begin) {
+    EXPECT_THAT(Error(flags), StartsWith(begin + " (see denoised --help)"));
+  };
+  expect_begin({"--unknown"}, "--unknown is no option");
+  expect_begin({"--max_rows", "4"}, "--max_rows is no option; did you mean --max-rows?");
+  expect_begin({"--max-steps", "--max-rows"},
+               "--max-steps: --max-rows is not a whole number from "
+               "0 to 100000; use one");
+  expect_begin({"--max-rows"}, "--max-rows has no value; give one");
+  expect_begin({"--max-rows", "4", "serve"}, "\"serve\" is one argument too many; leave it out");
+  expect_begin({"--max-steps", "1.5"},
+               "--max-steps: 1.5 is not a whole number from 0 to 100000; use one");
+  expect_begin({"--max-count=4", "--max-count=5"}, "--max-count is given 2 times; give it once");
+  expect_begin({"--grace-seconds", "0x10"}, "--grace-seconds: 0x10 is not decimal; write 16");
+  expect_begin({"--device", "gpu"}, "--device: \"gpu\" is unknown; use auto, cpu or cuda");
+  expect_begin({"--fp32=maybe"}, "--fp32: maybe is neither true nor false; use one of them");
+  expect_begin({"--config", "/absent"},
+               "--config: /absent cannot be read; name a file that is there");
+  const std::string config = Write(R"({"check": true})");
+  expect_begin({"--config", config},
+               "--config: " + config + ": \"check\" is for the command line alone; remove it");
   EXPECT_THAT(Error({"--model", "digits"}), HasSubstr("name=directory"));
   EXPECT_THAT(Error({"--model", "a b=" + Path("a-model")}), HasSubstr("\"a b\""));
   EXPECT_THAT(Error({"--model", "n=/absent"}), HasSubstr("/absent"));
@@ -356,11 +377,12 @@ TEST_F(ConfigTest, IntegersAreDecimal) {
       StartsWith("--max-count: 0100 begins with a zero, which could mean octal; write 100"));
   EXPECT_THAT(Error({"--max-count", "-0100"}), HasSubstr("; write -100"));
   EXPECT_THAT(Error({"--max-count", " 08"}), HasSubstr("begins with a zero"));
-  EXPECT_THAT(Error({"--max-rows", "00"}), HasSubstr("; write 0;"));
+  EXPECT_THAT(Error({"--max-rows", "00"}), HasSubstr("; write 0 (see"));
   EXPECT_THAT(Error({"--max-steps", "0x10"}),
-              StartsWith("--max-steps: 0x10 is hexadecimal; write 16"));
+              StartsWith("--max-steps: 0x10 is not decimal; write 16"));
   EXPECT_THAT(Error({"--max-queued-bytes", "0X100000"}), HasSubstr("; write 1048576"));
-  EXPECT_THAT(Error({"--max-steps", "0b11"}), HasSubstr("--max-steps: 0b11 is binary; write 3"));
+  EXPECT_THAT(Error({"--max-steps", "0b11"}),
+              HasSubstr("--max-steps: 0b11 is not decimal; write 3"));
   EXPECT_THAT(Error({"--devices", "0,01"}), HasSubstr("--devices: 01 begins with a zero"));
   EXPECT_THAT(Error({"--config", Write("{\"max-count\": \"010\"}")}),
               HasSubstr("--max-count: 010 begins with a zero"));
@@ -391,12 +413,14 @@ TEST_F(ConfigTest, WholeNumbersOfAFileMayBeInFloatNotation) {
 
 /// A limit that every evaluation exceeds would end the process at the first load.
 TEST_F(ConfigTest, TheWatchdogIsOffOrWaitsASecond) {
-  for (const char* bad : {"1e-300", "0.99", "86401", "nan", "soon"}) {
+  for (const char* bad : {"1e-300", "0.99", "86401", "soon"}) {
     EXPECT_THAT(Error({"--watchdog-seconds", bad}),
                 HasSubstr(fmt::format("--watchdog-seconds: {} is neither 0 nor a number from 1 to "
                                       "86400",
                                       bad)));
   }
+  EXPECT_THAT(Error({"--watchdog-seconds", "nan"}),
+              HasSubstr("--watchdog-seconds: nan is not a finite number; use one"));
   for (const char* good : {"0", "1", "1.5", "86400"}) {
     EXPECT_EQ(Error({"--watchdog-seconds", good}), "accepted") << good;
   }
