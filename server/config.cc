@@ -646,8 +646,9 @@ absl::Status Finish(Flags* flags) {
       std::min(config->limits.max_reply_bytes, config->connections.max_buffered_bytes);
 
   absl::Status problems;
-  const auto note = [&problems](const absl::Status& status) {
-    if (status.ok()) return;
+  std::set<std::string> said;  // what is given twice is wrong in the same way twice
+  const auto note = [&problems, &said](const absl::Status& status) {
+    if (status.ok() || !said.emplace(status.message()).second) return;
     const std::string before = problems.ok() ? "" : std::string(problems.message()) + "\n";
     problems = absl::Status(problems.ok() ? status.code() : problems.code(),
                             before + std::string(status.message()));

@@ -365,6 +365,9 @@ TEST_F(ConfigTest, NamesFlagValueAndRemedy) {
        {"--listen: \"nowhere\"", "\n--model n: \"/absent\"", "--clients needs"}) {
     EXPECT_THAT(all, HasSubstr(part));
   }
+  for (const std::vector<std::string>& twice : std::vector<std::vector<std::string>>{
+           {"--precision", "x", "--precision", "x"}, {"--http-origins", "x,x"}})
+    EXPECT_THAT(Error(twice), ::testing::Not(HasSubstr("\n")));
   const auto none = Parse({});
   ASSERT_FALSE(none.ok());
   EXPECT_THAT(std::string(none.status().message()), HasSubstr("--model"));
