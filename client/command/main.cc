@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <string>
 #include <string_view>
@@ -404,6 +405,8 @@ int Run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // gRPC would log the same failures, less clearly. Who debugs it sets the variable.
+  setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
   const int code = Run(argc, argv);
   std::cout.flush();  // CLI11 prints the help there
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0 && std::cout.good()) return code;

@@ -135,7 +135,9 @@ TEST_F(CliTest, SpeaksTls) {
   EXPECT_EQ(server.authorization(), "Bearer open-sesame");
   EXPECT_EQ(run({}, {"DENOISE_TLS_CA=" + Path("ca")}).exit_code, 0);
   EXPECT_EQ(run({}).exit_code, 3);
-  EXPECT_EQ(run({"--tls"}).exit_code, 3) << "the system's authorities know nothing of ours";
+  const auto strange = run({"--tls"});
+  EXPECT_EQ(strange.exit_code, 3) << "the system's authorities know nothing of ours";
+  EXPECT_THAT(strange.err, StartsWith("error: ")) << "without gRPC's own log";
   const auto bare = run({"--token-file", Path("token")});
   EXPECT_EQ(bare.exit_code, 2);
   EXPECT_THAT(bare.err, HasSubstr("tls"));
