@@ -73,7 +73,9 @@ absl::StatusOr<std::unique_ptr<Clients>> Clients::Open(const std::string& path,
   if (path.empty()) return clients;
   MutexLock lock(&clients->mutex_);
   clients->version_ = FileVersion(path);
-  DENOISED_ASSIGN_OR_RETURN(clients->entries_, Read(path));
+  auto entries = Read(path);
+  if (!entries.ok()) return Annotate(entries.status(), "--clients");
+  clients->entries_ = *std::move(entries);
   clients->checked_ = std::chrono::steady_clock::now();
   return clients;
 }

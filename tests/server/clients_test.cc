@@ -236,6 +236,8 @@ TEST_F(ClientsTest, LooksNoMoreOftenThanItIsTold) {
 TEST_F(ClientsTest, SaysWhatIsWrongWithTheFile) {
   const std::string digest(64, 'a');
   EXPECT_THAT(Error("[]"), HasSubstr("clients.json"));
+  EXPECT_THAT(std::string(Clients::Open("/absent", 0ms).status().message()),
+              HasSubstr("--clients: /absent: no such file"));
   EXPECT_THAT(Error(R"({"a b": {"token_sha256": [")" + digest + "\"]}}"), HasSubstr("a b"));
   EXPECT_THAT(Error(R"({"": {"token_sha256": [")" + digest + "\"]}}"), HasSubstr("1 to 64"));
   EXPECT_THAT(Error(R"({"a": 1})"), HasSubstr("\"a\" is not an object"));
