@@ -1064,10 +1064,25 @@ class RunTest(unittest.TestCase):
     def test_pictures_on_disk_and_augmented_ones_have_the_same_bits(self):
         flags = {"canvas": 320}  # 12 pictures of 100 KiB
         self.train("resident", **flags)
-        said = self.train("disk", **flags, **{"data-memory": 1})
+        self.assertNotIn("on disk", self.train("room", **flags, **{"data-memory": 2}))
+        disk = {**flags, "data-memory": 1}
+        said = self.train("disk", **disk)
         self.assertIn("on disk", said)
         self.assertEqual(self.state("resident"), self.state("disk"))
         self.assertEqual([p.name for p in (self.root / "disk").glob("pictures-*")], [])
+        # Each rank has a file of its own, and a resumed run may have more memory or less.
+        self.assertIn("on disk", self.train_ranks(0, output="ranks", **disk)[0])
+        self.assertEqual(self.state("resident"), self.state("ranks"))
+        for output, first, then in (("a disk", disk, flags), ("more room", flags, disk), ("disks", disk, disk)):
+            self.train(output, **first, steps=8)
+            said = self.train(output, resume="latest", **then)
+            self.assertIn("resumed at step 8", said)
+            self.assertEqual("on disk" in said, then is disk)
+            self.assertEqual(self.state("resident"), self.state(output))
+        # Ranks need not have the same memory.
+        said = self.train_ranks(0, output="unequal", **{**flags, "data-memory": (1, 2)})
+        self.assertIn("on disk", said[0])
+        self.assertEqual(self.state("resident"), self.state("unequal"))
         self.train("a", augment=0.5)
         self.train("b", augment=0.5, **{"prefetch-threads": 4})
         self.assertEqual(self.state("a"), self.state("b"))

@@ -22,24 +22,27 @@ struct Trained {
 };
 
 /// `steps` steps, from the state `from` unless that is null.
-inline Trained Train(Backend& backend, Exchange& exchange, const NetworkConfig& config,
-                     const TrainerOptions& options, const Dataset& dataset, int steps,
-                     const TrainerState* from = nullptr) {
+inline Trained Train(Trainer& trainer, int steps, const TrainerState* from = nullptr) {
   Trained run;
-  auto trainer = Trainer::Make(backend, exchange, config, options, dataset);
-  EXPECT_TRUE(trainer.ok()) << trainer.status();
   if (from != nullptr) {
-    EXPECT_TRUE((*trainer)->Restore(*from).ok());
+    EXPECT_TRUE(trainer.Restore(*from).ok());
   }
   for (int i = 0; i < steps; ++i) {
-    auto report = (*trainer)->Step();
+    auto report = trainer.Step();
     EXPECT_TRUE(report.ok()) << report.status();
     run.reports.push_back(*report);
   }
-  auto state = (*trainer)->State();
+  auto state = trainer.State();
   EXPECT_TRUE(state.ok()) << state.status();
   run.state = *state;
   return run;
+}
+inline Trained Train(Backend& backend, Exchange& exchange, const NetworkConfig& config,
+                     const TrainerOptions& options, const Dataset& dataset, int steps,
+                     const TrainerState* from = nullptr) {
+  auto trainer = Trainer::Make(backend, exchange, config, options, dataset);
+  EXPECT_TRUE(trainer.ok()) << trainer.status();
+  return Train(**trainer, steps, from);
 }
 
 /// Steps after which a loss has fallen. With sanitizers, which are six times slower, a few: they

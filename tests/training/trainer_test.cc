@@ -18,6 +18,7 @@
 #include "engine/training/unet2d.h"
 #include "tests/training/backends.h"
 #include "tests/training/free_port.h"
+#include "tests/training/gpu_double.h"
 #include "tests/training/trained.h"
 
 namespace denoised::training {
@@ -484,6 +485,62 @@ TEST(Trainer, PrefetchedPicturesHaveTheBitsOfResidentOnes) {
     for (const Trained& run : TrainOnRanks(2, "cpu", TinyConfig(), options, Stripes(), 5))
       ExpectSameBits(resident, run);
   }
+}
+
+/// Each rank has a GPU with this much memory. `held`: what the first allocates for the run.
+std::vector<Trained> TrainInMemory(size_t memory, int ranks, int steps, size_t* held,
+                                   const TrainerState* from = nullptr) {
+  const auto exchanges = NewLoopbackExchanges(ranks);
+  std::vector<Trained> runs(ranks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank)
+    threads.emplace_back([&, rank] {
+      GpuDouble gpu(OpenForTest("cpu"));
+      gpu.SetMemory(memory);
+      const auto trainer = Trainer::Make(gpu, *exchanges[rank], TinyConfig(), Options(), Stripes());
+      EXPECT_TRUE(trainer.ok()) << trainer.status();
+      if (!trainer.ok()) return;
+      if (rank == 0) *held = gpu.allocated();
+      runs[rank] = Train(**trainer, steps, from);
+    });
+  for (std::thread& thread : threads) thread.join();
+  return runs;
+}
+
+TEST(Trainer, PicturesThatDoNotFitAGpuAreFetchedAhead) {
+  const size_t pictures = Stripes().images.bytes(), margin = 256 << 20;
+  const Trained alone = Train(Options(), 5);
+  for (const int ranks : {1, 2}) {
+    SCOPED_TRACE(ranks);
+    const size_t of_a_step = 1600 / ranks;
+    ASSERT_LT(of_a_step, pictures);
+    size_t all = 0, held = 0;
+    for (const Trained& run : TrainInMemory(SIZE_MAX, ranks, 5, &all)) ExpectSameBits(alone, run);
+    TrainInMemory(all + margin, ranks, 1, &held);
+    EXPECT_EQ(held, all) << "they fit, and so does the scratch memory of ops";
+    const size_t ahead = all - pictures + of_a_step;
+    // No room for the pictures; or for them, but then neither for the scratch memory nor for the
+    // pictures of a step beside them.
+    for (const size_t memory : {all - 1, all + margin - 1, all + of_a_step - 1}) {
+      SCOPED_TRACE(memory);
+      const std::vector<Trained> whole = TrainInMemory(memory, ranks, 5, &held);
+      EXPECT_EQ(held, ahead);
+      for (const Trained& run : whole) ExpectSameBits(alone, run);
+      // A resumed run may have more memory, or less.
+      const std::vector<Trained> begun = TrainInMemory(memory, ranks, 3, &held);
+      for (const size_t then : {memory, SIZE_MAX})
+        for (const Trained& run : TrainInMemory(then, ranks, 2, &held, &begun[0].state))
+          ExpectSameBits(alone, run);
+      const std::vector<Trained> fit = TrainInMemory(SIZE_MAX, ranks, 3, &held);
+      for (const Trained& run : TrainInMemory(memory, ranks, 2, &held, &fit[0].state))
+        ExpectSameBits(alone, run);
+    }
+  }
+  GpuDouble gpu(OpenForTest("cpu"));
+  gpu.SetMemory(1 << 20);
+  const auto exchange = NewSoleExchange();
+  const auto status = Trainer::Make(gpu, *exchange, TinyConfig(), Options(), Stripes()).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
 }
 
 TEST(Prefetcher, GivesEveryStepItsOwnBatch) {
