@@ -224,19 +224,21 @@ TEST_P(TrainerBits, AStateIsThatOfTheReportedStep) {
 
 TEST(Trainer, RanksOverTcpDoNotChangeBits) {
   const Trained alone = Train(Options(), 3);
-  constexpr int kRanks = 4;
-  const std::string address = fmt::format("127.0.0.1:{}", FreePort());
-  std::vector<Trained> runs(kRanks);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank)
-    threads.emplace_back([&, rank] {
-      auto exchange = ConnectExchange(rank, kRanks, address, 30);
-      ASSERT_TRUE(exchange.ok()) << exchange.status();
-      runs[rank] = Train(On{}, Options(), 3, **exchange);
-    });
-  for (std::thread& thread : threads) thread.join();
-  if (HasFailure()) return;
-  for (const Trained& run : runs) ExpectSameBits(alone, run);
+  for (const int ranks : {2, 4, 8}) {
+    SCOPED_TRACE(ranks);
+    const std::string address = fmt::format("127.0.0.1:{}", FreePort());
+    std::vector<Trained> runs(ranks);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < ranks; ++rank)
+      threads.emplace_back([&, rank] {
+        auto exchange = ConnectExchange(rank, ranks, address, 30);
+        ASSERT_TRUE(exchange.ok()) << exchange.status();
+        runs[rank] = Train(On{}, Options(), 3, **exchange);
+      });
+    for (std::thread& thread : threads) thread.join();
+    if (HasFailure()) return;
+    for (const Trained& run : runs) ExpectSameBits(alone, run);
+  }
 }
 
 /// A GPU and a thread for each rank, and the choice that denoise-train makes.
