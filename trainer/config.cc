@@ -120,25 +120,52 @@ absl::StatusOr<int> IntOf(const std::optional<Variable>& variable, int otherwise
   return static_cast<int>(value);
 }
 
-/// Ranks as torchrun sets them, else as Kubeflow Trainer's torch policy (PET_*), MPI, or an indexed
-/// Job does.
+/// The variables of a launcher, in the order in which they count: torchrun, which may be started by
+/// one of the others; Kubeflow Trainer's torch policy; Open MPI; MPICH and Intel MPI.
+struct Launcher {
+  const char *size, *rank;
+};
+constexpr Launcher kLaunchers[] = {{"WORLD_SIZE", "RANK"},
+                                   {"PET_NNODES", "PET_NODE_RANK"},
+                                   {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
+                                   {"PMI_SIZE", "PMI_RANK"}};
+/// An indexed Job of Kubernetes sets this alone. It may mean something else than a rank.
+constexpr char kJobIndex[] = "JOB_COMPLETION_INDEX";
+
+/// What is taken from one launcher must not be contradicted by the one of which the rest is taken:
+/// with WORLD_SIZE=4 in a shell, mpirun's two ranks would wait for two more.
+absl::Status CheckAgree(const Variable& taken, const char* other) {
+  const std::optional<Variable> also = FirstSet({other});
+  if (!also || also->value == taken.value) return absl::OkStatus();
+  return InvalidArgument(
+      "the environment's {} is {}, but {} is {}: one of them is of another program; unset it",
+      taken.name, taken.value, also->name, also->value);
+}
+
 absl::Status ReadEnvironment(RunConfig* config) {
-  const std::optional<Variable> size =
-      FirstSet({"WORLD_SIZE", "PET_NNODES", "OMPI_COMM_WORLD_SIZE"});
+  std::optional<Variable> size, rank;
+  for (const Launcher& launcher : kLaunchers) {
+    if (!size) size = FirstSet({launcher.size});
+    if (!rank) rank = FirstSet({launcher.rank});
+  }
   DENOISED_ASSIGN_OR_RETURN(config->ranks, IntOf(size, 1, 1, 1 << 16));
-  const std::optional<Variable> rank =
-      FirstSet({"RANK", "PET_NODE_RANK", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX"});
-  // The index of a Job may mean something else than a rank.
-  if (!size && rank && rank->name != "JOB_COMPLETION_INDEX")
+  if (rank && !size)
     return InvalidArgument(
         "the environment's {} is {}, but no variable says how many ranks there are; set "
         "WORLD_SIZE, or unset {}",
         rank->name, rank->value, rank->name);
+  for (const Launcher& launcher : kLaunchers) {
+    if (size && size->name == launcher.size && rank)
+      DENOISED_RETURN_IF_ERROR(CheckAgree(*rank, launcher.rank));
+    if (rank && rank->name == launcher.rank)
+      DENOISED_RETURN_IF_ERROR(CheckAgree(*size, launcher.size));
+  }
+  if (config->ranks > 1 && !rank) rank = FirstSet({kJobIndex});
   if (config->ranks > 1 && !rank)
     return InvalidArgument(
         "the environment's {} is {}, but no variable says which rank this is; set RANK", size->name,
         config->ranks);
-  if (size && rank && (config->ranks > 1 || rank->name != "JOB_COMPLETION_INDEX")) {
+  if (rank) {
     DENOISED_ASSIGN_OR_RETURN(config->rank, IntOf(rank, 0, 0, 1 << 16));
     if (config->rank >= config->ranks)
       return InvalidArgument("the environment's {} is {}, but {} is {}; ranks count from 0",
@@ -163,12 +190,24 @@ absl::Status ReadEnvironment(RunConfig* config) {
         "the environment's MASTER_PORT is 65535, but torchrun listens there and ranks on the next; "
         "use at most 65534");
   const std::optional<Variable> host = FirstSet({"MASTER_ADDR", "PET_MASTER_ADDR"});
-  const std::optional<Variable> local = FirstSet({"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"});
+  const std::optional<Variable> local =
+      FirstSet({"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"});
   DENOISED_ASSIGN_OR_RETURN(config->cuda_options.number, IntOf(local, 0, 0, 1 << 16));
   const bool here = !host || host->value == "localhost" || host->value == "127.0.0.1";
+  const std::optional<Variable> local_size =
+      FirstSet({"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"});
   DENOISED_ASSIGN_OR_RETURN(config->local_ranks,
-                            IntOf(FirstSet({"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"}),
-                                  here ? config->ranks : 1, 1, 1 << 16));
+                            IntOf(local_size, here ? config->ranks : 1, 1, 1 << 16));
+  // Ranks elsewhere would look for rank 0 on their own host until --rank-seconds are over.
+  const std::optional<Variable> elsewhere = config->local_ranks < config->ranks ? local_size
+                                            : config->ranks > 1 && rank && rank->name == kJobIndex
+                                                ? rank
+                                                : std::nullopt;
+  if (!host && elsewhere)
+    return InvalidArgument(
+        "the environment's {} is {}, so not all {} ranks are on this host, but MASTER_ADDR is not "
+        "set; set it to the host of rank 0",
+        elsewhere->name, elsewhere->value, config->ranks);
   config->address = fmt::format("{}:{}", host ? host->value : "127.0.0.1", taken ? port + 1 : port);
   return absl::OkStatus();
 }

@@ -1180,29 +1180,70 @@ class RunTest(unittest.TestCase):
         self.assertGreater(checked, 11)
 
     def test_ranks_of_other_launchers(self):
-        self.train("one")
-        port = str(free_port())
-        kubeflow = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": port,
-                    "PET_MASTER_ADDR": "127.0.0.1"}  # fmt: skip
-        mpi = {"OMPI_COMM_WORLD_SIZE": "2", "MASTER_PORT": port}
-        for name, env, rank in (("pet", kubeflow, "PET_NODE_RANK"), ("mpi", mpi, "OMPI_COMM_WORLD_RANK")):
-            processes = [
-                subprocess.Popen(
-                    self.arguments(name), stderr=subprocess.PIPE, text=True,
-                    env={**os.environ, **env, rank: str(i), "OMP_NUM_THREADS": "1"})
-                for i in range(2)
-            ]  # fmt: skip
-            for process in processes:
-                _, errors = process.communicate(timeout=120)
-                self.assertEqual(process.returncode, 0, errors)
-            self.assertEqual(self.state("one"), self.state(name))
-        said = self.train("x", rc=2, env={**kubeflow, "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4"})
-        self.assertIn("PET_NPROC_PER_NODE is 4", said)
-        self.assertIn("which rank this is", self.train("x", rc=2, env={"WORLD_SIZE": "2"}))
-        self.assertIn("RANK is 1, but no variable says how many", self.train("x", rc=2, env={"RANK": "1"}))
-        for ranks in ("2", "1"):
-            said = self.train("x", rc=2, env={"WORLD_SIZE": ranks, "RANK": "2"})
-            self.assertIn(f"RANK is 2, but WORLD_SIZE is {ranks}", said)
+        self.train("one", steps=4)
+        here = {"MASTER_ADDR": "127.0.0.1"}
+        for name, env, ranks in [
+            ("kubeflow", {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 1, "PET_MASTER_ADDR": "127.0.0.1"}, "PET_NODE_RANK"),
+            ("open-mpi", {"OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_SIZE": 2}, "OMPI_COMM_WORLD_RANK"),
+            ("mpich", {"PMI_SIZE": 2, "MPI_LOCALNRANKS": 2}, "PMI_RANK"),
+            ("job", {"WORLD_SIZE": 2, **here}, "JOB_COMPLETION_INDEX"),
+            # What is not complete is taken from the next.
+            ("mixed", {"WORLD_SIZE": 2, "OMPI_COMM_WORLD_SIZE": 2, **here}, "OMPI_COMM_WORLD_RANK"),
+        ]:
+            with self.subTest(name=name):
+                port = {"PET_MASTER_PORT" if name == "kubeflow" else "MASTER_PORT": free_port()}
+                env = {key: str(value) for key, value in {**env, **port}.items()}
+                started = [self.start(name, steps=4, env={**env, ranks: str(rank)}) for rank in range(2)]
+                said = [process.stderr.read() for process in started]
+                self.assertEqual([process.wait(timeout=60) for process in started], [0, 0], said)
+                self.assertIn("2 ranks over TCP", said[0])
+                self.assertEqual(self.state("one", 4), self.state(name, 4))
+
+    def test_variables_of_launchers_that_contradict_each_other(self):
+        torchrun, kubeflow = {"WORLD_SIZE": "2", "RANK": "0"}, {"PET_NNODES": "2", "PET_NODE_RANK": "0"}
+        mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+        mpich, job = {"PMI_SIZE": "2", "PMI_RANK": "1"}, {"JOB_COMPLETION_INDEX": "1"}
+        for env, message in [
+            # Half of them.
+            ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but no variable says which rank this is; set RANK"),
+            ({"PET_NNODES": "2"}, "PET_NNODES is 2, but no variable says which rank"),
+            ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2, but no variable says which rank"),
+            ({"PMI_SIZE": "2"}, "PMI_SIZE is 2, but no variable says which rank"),
+            ({"RANK": "1"}, "RANK is 1, but no variable says how many ranks there are; set WORLD_SIZE, or unset RANK"),
+            ({"PET_NODE_RANK": "0"}, "PET_NODE_RANK is 0, but no variable says how many"),
+            ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is 0, but no variable says how many"),
+            ({"PMI_RANK": "0", **job}, "PMI_RANK is 0, but no variable says how many"),
+            # Numbers that no rank has.
+            ({**torchrun, "RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2; ranks count from 0"),
+            ({**torchrun, "RANK": "2", "WORLD_SIZE": "1"}, "RANK is 2, but WORLD_SIZE is 1"),
+            ({**torchrun, "RANK": "-1"}, 'RANK is "-1"; use 0 to 65536'),
+            ({**torchrun, "WORLD_SIZE": "two"}, 'WORLD_SIZE is "two"; use 1 to 65536'),
+            ({**mpich, "PMI_RANK": "2"}, "PMI_RANK is 2, but PMI_SIZE is 2"),
+            ({"WORLD_SIZE": "2", "JOB_COMPLETION_INDEX": "2"}, "JOB_COMPLETION_INDEX is 2, but WORLD_SIZE is 2"),
+            ({**torchrun, "WORLD_SIZE": "3"}, "there are 3 ranks; use a power of two"),
+            ({**torchrun, "MASTER_PORT": "0"}, 'MASTER_PORT is "0"; use 1 to 65535'),
+            ({**torchrun, "LOCAL_RANK": "x"}, 'LOCAL_RANK is "x"'),
+            # One says something else than the other.
+            ({**mpi, "WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but OMPI_COMM_WORLD_SIZE is 2: one of them is of another"),
+            ({**mpi, "WORLD_SIZE": "1"}, "WORLD_SIZE is 1, but OMPI_COMM_WORLD_SIZE is 2"),
+            ({**mpi, "RANK": "0"}, "RANK is 0, but OMPI_COMM_WORLD_RANK is 1"),
+            ({**mpich, "PET_NNODES": "4"}, "PET_NNODES is 4, but PMI_SIZE is 2"),
+            ({**kubeflow, "RANK": "1"}, "RANK is 1, but PET_NODE_RANK is 0"),
+            ({**kubeflow, "PET_NPROC_PER_NODE": "4"}, "PET_NPROC_PER_NODE is 4"),
+            # Others are elsewhere, but where is rank 0?
+            ({**mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "OMPI_COMM_WORLD_LOCAL_SIZE is 1, so not all 2 ranks are on "
+             "this host, but MASTER_ADDR is not set; set it to the host of rank 0"),
+            ({**mpich, "MPI_LOCALNRANKS": "1"}, "MPI_LOCALNRANKS is 1, so not all 2 ranks are on this host"),
+            ({"WORLD_SIZE": "2", **job}, "JOB_COMPLETION_INDEX is 1, so not all 2 ranks are on this host"),
+        ]:
+            with self.subTest(env=env):
+                self.assertIn(message, self.train("x", rc=2, env=env))
+        # torchrun may be started by another launcher, and an index alone need not be a rank.
+        for name, env in [("torchrun", {**mpi, **kubeflow, **mpich, "WORLD_SIZE": "1", "RANK": "0"}),
+                          ("job", {**job, "WORLD_SIZE": "1"}), ("index", job),
+                          ("one", {"WORLD_SIZE": "1"}), ("empty", {"WORLD_SIZE": "", "RANK": ""})]:  # fmt: skip
+            with self.subTest(env=env):
+                self.assertIn(" 1 rank\n", self.train(name, steps=1, env=env))
 
     def test_settings_of_a_file_and_flags_that_win(self):
         config = self.root / "run.json"
