@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <map>
+#include <string_view>
 #include <system_error>
 
 #include "engine/core/address.h"
@@ -22,6 +24,9 @@ namespace {
 using training::AverageOptions;
 using training::ObjectiveOptions;
 using training::RateSchedule;
+
+/// As RateSchedule::Kind counts them.
+constexpr std::string_view kSchedules[] = {"constant", "cosine", "inverse-sqrt"};
 
 /// The fields of --config as arguments, without those that the command line sets itself.
 absl::StatusOr<std::vector<std::string>> ArgumentsOf(const CLI::App& app,
@@ -729,16 +734,11 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   if (flags.min_snr != 0) t.objective.min_snr = flags.min_snr;
   if (flags.cap_snr != 0) t.objective.cap_snr = flags.cap_snr;
   t.objective.logit_normal = !flags.flow_uniform;
-  if (flags.schedule == "constant") {
-    t.rate.kind = RateSchedule::Kind::kConstant;
-  } else if (flags.schedule == "cosine") {
-    t.rate.kind = RateSchedule::Kind::kCosine;
-  } else if (flags.schedule == "inverse-sqrt") {
-    t.rate.kind = RateSchedule::Kind::kInverseSqrt;
-  } else {
+  const auto* const schedule = std::ranges::find(kSchedules, flags.schedule);
+  if (schedule == std::end(kSchedules))
     return InvalidArgument("--schedule is \"{}\"; use constant, cosine or inverse-sqrt",
                            flags.schedule);
-  }
+  t.rate.kind = static_cast<RateSchedule::Kind>(schedule - std::begin(kSchedules));
   if (!flags.averages.empty()) t.averages.clear();
   for (const std::string& text : flags.averages) {
     DENOISED_ASSIGN_OR_RETURN(const AverageOptions average, ParseAverage(text));
@@ -885,6 +885,59 @@ nlohmann::json RunConfig::Fingerprint() const {
   if (t.rate.kind == RateSchedule::Kind::kInverseSqrt)
     print["reference-steps"] = t.rate.reference_steps;
   return print;
+}
+
+nlohmann::json AsFlags(const nlohmann::json& fingerprint) {
+  static const std::map<std::string, std::vector<std::string>> kLists = {
+      {"objective-numbers",
+       {"sigma-data", "log-sigma-mean", "log-sigma-deviation", "timesteps", "beta-start",
+        "beta-end", "min-snr", "flow-uniform"}},
+      {"adam", {"beta1", "beta2", "adam-eps"}},
+      {"sigmas", {"sigma-min", "sigma-max"}},
+      {"loss", {"kl-weight", "edge-weight"}}};
+  nlohmann::json settings = fingerprint, flags;
+  nlohmann::json network = nlohmann::json::object();
+  if (settings.contains("network") && settings["network"].is_object())
+    network = settings["network"];
+  settings.erase("network");
+  const bool pipeline = network.contains("stage");
+  for (const auto& item : network.items()) {
+    if (!pipeline) {
+      flags[item.key() + " of --network"] = item.value();
+    } else if (item.value().is_object()) {  // a part's config
+      for (const auto& field : item.value().items())
+        flags[fmt::format("{} of --pipeline's {}", field.key(), item.key())] = field.value();
+    } else {
+      settings[item.key()] = item.value();
+    }
+  }
+  for (const auto& [list, names] : kLists) {
+    const nlohmann::json values = settings.value(list, nlohmann::json());
+    if (values.size() != names.size()) continue;  // of another version
+    settings.erase(list);
+    for (size_t i = 0; i < names.size(); ++i) settings[names[i]] = values[i];
+  }
+  for (const auto& item : settings.items()) {
+    const std::string& name = item.key();
+    nlohmann::json& value = item.value();
+    std::string flag = "--" + name;
+    if (pipeline && (name == "objective" || name == "timesteps" || name.starts_with("beta-")))
+      flag = name + " of --pipeline's scheduler";
+    if (pipeline && name == "class-dropout") flag = "--caption-dropout";
+    if (name == "flow-uniform" && value.is_boolean()) value = !value.get<bool>();
+    if (name == "schedule" && value.is_number_integer() && value >= 0 &&
+        value < std::size(kSchedules))
+      value = kSchedules[value.get<size_t>()];
+    if (name == "average" && value.is_array())
+      for (nlohmann::json& average : value)
+        if (average.is_string()) {
+          auto text = average.get<std::string>();
+          std::ranges::replace(text, '_', ':');
+          average = text;
+        }
+    flags[flag] = value;
+  }
+  return flags;
 }
 
 absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,

@@ -62,6 +62,10 @@ struct RunConfig {
   nlohmann::json Fingerprint() const;
 };
 
+/// A Fingerprint(), also one of an older version, by the flags and with the values that a user
+/// would type. Some of its fields are lists of several flags' values.
+nlohmann::json AsFlags(const nlohmann::json& fingerprint);
+
 /// Flags win over the JSON object of --config, whose fields are the flags' names. InvalidArgument
 /// and NotFound name the flag or field, its value and the remedy. For --help and --version, sets
 /// `print` to the text to print instead of a run; the result is then incomplete.

@@ -66,28 +66,11 @@ std::string Duration(double seconds) {
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
 
-/// Averages as --average takes them: run.json has the names of their folders, decay_0.999.
-nlohmann::json WithFlagOfAverages(nlohmann::json settings) {
-  const auto found = settings.find("average");
-  if (found == settings.end() || !found->is_array()) return settings;
-  nlohmann::json averages = *found;
-  for (nlohmann::json& each : averages) {
-    if (!each.is_string()) continue;
-    auto text = each.get<std::string>();
-    std::replace(text.begin(), text.end(), '_', ':');
-    each = text;
-  }
-  settings.erase(found);
-  settings["--average"] = averages;
-  return settings;
-}
-
 /// `objective_of_start`: --init-from's scheduler has chosen the objective, and no flag.
 absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now,
                        bool objective_of_start) {
   if (!saved.is_object()) return DataLoss("--resume: the checkpoint's run.json has no settings");
-  std::string differences =
-      Differences(WithFlagOfAverages(saved), WithFlagOfAverages(now), "{} was {} and is {}");
+  std::string differences = Differences(AsFlags(saved), AsFlags(now), "{} was {} and is {}");
   if (differences.empty()) return absl::OkStatus();
   const nlohmann::json was = saved.value("objective", nlohmann::json());
   if (objective_of_start && was.is_string() && was != now["objective"])
@@ -549,12 +532,12 @@ std::string Session::Machine() const {
 /// Ranks that train different things would add gradients of different networks, and those that save
 /// at different steps would wait for each other.
 absl::Status Session::CheckRanks() {
-  nlohmann::json mine = fingerprint_;
+  nlohmann::json mine = AsFlags(fingerprint_);
   mine["step"] = step_;
-  mine["steps"] = config_.trainer.steps;
-  mine["checkpoint-steps"] = config_.checkpoint_steps;
-  mine["sample-steps"] = config_.sample_steps;
-  mine["init-from"] = !config_.init_from.empty();  // folders may have other names elsewhere
+  mine["--steps"] = config_.trainer.steps;
+  mine["--checkpoint-steps"] = config_.checkpoint_steps;
+  mine["--sample-steps"] = config_.sample_steps;
+  mine["--init-from"] = !config_.init_from.empty();  // folders may have other names elsewhere
   if (config_.ranks > 1) {
     DENOISED_ASSIGN_OR_RETURN(const TrainerState state, trainer_->State());
     uLong checksum = 0;

@@ -460,11 +460,11 @@ class RunTest(unittest.TestCase):
         self.train("saved", steps=4)
         self.train("other-weights", steps=4, seed=1)
         for flags, message in [
-            ({"learning-rate": (2e-3, 1e-3)}, "learning-rate is 0.002 and 0.001"),
-            ({"augment": (None, 0.1)}, "augment is not set and 0.1"),
-            ({"steps": (4, 5)}, "steps is 4 and 5"),
-            ({"checkpoint-steps": (4, 2)}, "checkpoint-steps is 4 and 2"),
-            ({"data": (self.data, other)}, 'data is {"crc32":'),
+            ({"learning-rate": (2e-3, 1e-3)}, "--learning-rate is 0.002 and 0.001"),
+            ({"augment": (None, 0.1)}, "--augment is not set and 0.1"),
+            ({"steps": (4, 5)}, "--steps is 4 and 5"),
+            ({"checkpoint-steps": (4, 2)}, "--checkpoint-steps is 4 and 2"),
+            ({"data": (self.data, other)}, '--data is {"crc32":'),
             ({"output": ("saved", "elsewhere"), "resume": "latest"}, "step is 4 and 0"),
             ({"init-from": (self.root / "saved/model", self.root / "other-weights/model")},
              'weights is {"crc32":'),
@@ -951,7 +951,7 @@ class RunTest(unittest.TestCase):
         lines[0]["label"][1] = 9
         (self.data / "metadata.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
         said = self.train("a", rc=2, resume="latest", **{**flags, "steps": 16})
-        self.assertIn("data was", said)
+        self.assertIn("--data was", said)
 
     def test_a_fourier_embedding_takes_the_logarithm_of_a_class(self):
         network = {**NETWORK, "num_class_embeds": None, "class_embed_type": "timestep",
@@ -975,7 +975,7 @@ class RunTest(unittest.TestCase):
         self.train("a", **flags)
         (flat / "0.png").write_bytes(png(lambda x, y: 9))
         said = self.train("a", rc=2, resume="latest", **{**flags, "steps": 8})
-        self.assertIn("data was", said)
+        self.assertIn("--data was", said)
 
     def test_a_grid_of_one_picture(self):
         said = self.train("a", **{"sample-steps": 12, "sample-count": 1})
@@ -1089,15 +1089,41 @@ class RunTest(unittest.TestCase):
         weights = (self.root / "a/model/unet/diffusion_pytorch_model.safetensors").read_bytes()
         self.assertNotIn(b"map_augment", weights)
         said = self.train("a", rc=2, resume="latest", augment=0.25)
-        self.assertIn("augment was 0.5 and is 0.25", said)
+        self.assertIn("--augment was 0.5 and is 0.25", said)
         said = self.train("a", rc=2, resume="latest")
-        self.assertIn("augment was 0.5 and is not set", said)
+        self.assertIn("--augment was 0.5 and is not set", said)
 
     def test_a_setting_that_is_dropped_is_noticed(self):
         self.train("a", objective="v", steps=4, **{"cap-snr": 5})
         said = self.train("a", rc=2, objective="v", resume="latest")
-        self.assertIn("cap-snr was 5.0 and is not set", said)
+        self.assertIn("--cap-snr was 5.0 and is not set", said)
         self.train("a", objective="v", resume="latest", **{"cap-snr": 5})
+
+    def test_a_refused_resume_names_the_flags(self):
+        """As they are typed, in whatever form run.json has them."""
+        (self.root / "other.json").write_text(json.dumps({**NETWORK, "norm_eps": 1e-3}))
+        self.train("a", steps=1)
+        for flags, differences in [
+            ({"batch": 32, "beta2": 0.99}, "--batch was 16 and is 32; --beta2 was 0.999 and is 0.99"),
+            ({"adam-eps": 1e-6}, "--adam-eps was 1e-08 and is 1e-06"),
+            ({"sigma-data": 0.6, "log-sigma-mean": -1},
+             "--log-sigma-mean was -1.2 and is -1.0; --sigma-data was 0.5 and is 0.6"),
+            ({"schedule": "cosine", "average": "power:0.1"},
+             '--average was ["warmup:0.999"] and is ["power:0.1"]; --schedule was "constant" and is "cosine"; '
+             "--steps was not set and is 12"),
+            ({"network": self.root / "other.json"}, "norm_eps of --network was not set and is 0.001"),
+        ]:
+            with self.subTest(flags=flags):
+                said = self.train("a", rc=2, resume="latest", **flags)
+                self.assertIn(f"the checkpoint is of another run: {differences}. Give the same settings", said)
+        self.train("flow", steps=1, objective="flow")
+        said = self.train("flow", rc=2, resume="latest", objective="flow", timesteps=500, **{"flow-uniform": "true"})
+        self.assertIn("run: --flow-uniform was false and is true; --timesteps was 1000 and is 500. Give", said)
+        (self.root / "fourier.json").write_text(json.dumps({**NETWORK, "time_embedding_type": "fourier"}))
+        score = {"network": self.root / "fourier.json", "objective": "score"}
+        self.train("score", steps=1, **score, **{"sigma-max": 5})
+        said = self.train("score", rc=2, resume="latest", **score, **{"sigma-max": 6})
+        self.assertIn("run: --sigma-max was 5.0 and is 6.0. Give", said)
 
     def test_older_runs_are_told_the_flags_of_new_defaults(self):
         self.train("v", objective="v", steps=1)
@@ -1105,7 +1131,7 @@ class RunTest(unittest.TestCase):
         self.train("old", steps=2, average="decay:0.999", objective="edm", **start)
         said = self.train("old", rc=2, resume="latest", **start)
         self.assertIn('--average was ["decay:0.999"] and is ["warmup:0.999"]', said)
-        self.assertIn('objective was "edm" and is "v"', said)
+        self.assertIn('--objective was "edm" and is "v"', said)
         self.assertIn("(the objective and its numbers are those of --init-from's scheduler_config.json; "
                       "pass --objective edm). Give the same", said)  # fmt: skip
         said = self.train("old", rc=2, resume="latest", average="decay:0.999", objective="x0", **start)
@@ -1386,7 +1412,7 @@ class RunTest(unittest.TestCase):
         self.train("a", steps=4)
         self.assertIn("--resume latest", self.train("a", rc=2, steps=4))
         said = self.train("a", rc=2, resume="latest", batch=32)
-        self.assertIn("batch was 16 and is 32", said)
+        self.assertIn("--batch was 16 and is 32", said)
         self.assertIn("is not the folder of a checkpoint", self.train("a", rc=2, resume=self.root / "a"))
         said = self.train("a", resume="latest", steps=3)
         self.assertIn("4 steps were already done, and --steps is 3: only the model is written", said)

@@ -296,6 +296,17 @@ class TextToImageTest(unittest.TestCase):
         self.assertEqual(self.state("whole"), self.state("ranks"))
         self.train("other", seed=1)
         self.assertNotEqual(self.state("whole"), self.state("other"))
+        pipeline = self.root / "pipeline"
+        shutil.copytree(PIPELINE, pipeline)
+        for file, field, value in [("scheduler/scheduler_config.json", "beta_end", 0.02),
+                                   ("unet/config.json", "norm_eps", 1e-3)]:  # fmt: skip
+            config = json.loads((pipeline / file).read_text())
+            (pipeline / file).write_text(json.dumps({**config, field: value}))
+        said = self.train("whole", rc=2, resume="latest", pipeline=pipeline,
+                          **{"caption-dropout": 0.2, "freeze-text": "true"})  # fmt: skip
+        self.assertIn("run: --caption-dropout was 0.1 and is 0.2; --freeze-text was false and is true; "
+                      "beta-end of --pipeline's scheduler was 0.012 and is 0.02; "
+                      "norm_eps of --pipeline's unet was 1e-05 and is 0.001. Give the same", said)  # fmt: skip
 
     def test_kill_and_resume(self):
         flags = {"checkpoint-steps": 1}
@@ -387,7 +398,7 @@ class TextToImageTest(unittest.TestCase):
         # Another caption is another run.
         (self.data / "3.txt").write_text("something else\n")
         said = self.train("files", rc=2, resume="latest", steps=6)
-        self.assertIn("data was", said)
+        self.assertIn("--data was", said)
 
     def test_weights_choose_pictures(self):
         def write(lines):
