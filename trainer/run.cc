@@ -622,10 +622,12 @@ absl::Status Session::CheckSchedule() const {
     const auto steps = served.DefaultSteps(EngineOptions().max_evaluations,
                                            config_.default_steps > 0 ? "--default-steps" : "");
     // A request could name another sampler, but the grids and most requests name none.
-    return Annotate(
-        steps.ok() ? served.scheduler.Compile({.steps = *steps}).status() : steps.status(),
-        fmt::format("{}: the server could not draw with it",
-                    served.directory.scheduler_config_file));
+    absl::Status drawn =
+        steps.ok() ? served.scheduler.Compile({.steps = *steps}).status() : steps.status();
+    // The messages of DefaultSteps() name the file that is to be corrected, but for a flag.
+    if (std::string(drawn.message()).starts_with(served.directory.root)) return drawn;
+    return Annotate(drawn, fmt::format("{}: the server could not draw with it",
+                                       served.directory.scheduler_config_file));
   }
   DENOISED_ASSIGN_OR_RETURN(const training::Objective objective,
                             training::Objective::Make(config_.trainer.objective));

@@ -173,9 +173,8 @@ absl::StatusOr<int> PipelineFiles::DefaultSteps(int max_evaluations,
         }))
       return std::min(wanted, most);
     return InvalidArgument(
-        "{}/scheduler/scheduler_config.json: no sampler can follow this schedule, with {} steps or "
-        "fewer; correct its numbers",
-        directory.root, wanted);
+        "{}: no sampler can follow this schedule, with {} steps or fewer; correct its numbers",
+        directory.scheduler_config_file, wanted);
   }
   if (directory.default_steps == 0) return steps;
   return InvalidArgument(

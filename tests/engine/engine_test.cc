@@ -976,8 +976,14 @@ TEST_F(BadModel, DefaultStepsAreThoseThatTheSamplerCanDo) {
   EXPECT_EQ(steps_of("score"), 10) << "each takes five evaluations";
   for (const char* const field : {"sigma_data", "sigma_max"}) {
     scheduler("EDMEulerScheduler", {{"_class_name", "EDMEulerScheduler"}, {field, 1e300}}, 0);
-    EXPECT_THAT(Refusal(), HasSubstr("no sampler can follow this schedule")) << field;
+    EXPECT_THAT(Refusal(),
+                HasSubstr((root_ / kScheduler).string() + ": no sampler can follow this schedule"))
+        << field;
   }
+  const fs::path beside = root_ / "scheduler_config.json";
+  fs::rename(root_ / kScheduler, beside);
+  fs::remove(root_ / "scheduler");
+  EXPECT_THAT(Refusal(), HasSubstr(beside.string() + ": no sampler can follow this schedule"));
 }
 
 // Its requests may name another sampler, and those that do not are told what is wrong. A default of

@@ -542,6 +542,7 @@ class TextToImageTest(unittest.TestCase):
         index.write_text(json.dumps({**whole, "_denoised": {"default_steps": 50}}))
         said = self.train("refused", rc=2, pipeline=pipeline)
         self.assertIn(f"{index}, _denoised: field 'default_steps' is 50", said)
+        self.assertNotIn(str(scheduler), said)  # one file is to be corrected
         self.train("a flag", pipeline=pipeline, steps=1, **{"default-steps": 49})
         index.write_text(json.dumps(whole))
         # Without a default, it takes as many steps as it can.
@@ -552,6 +553,7 @@ class TextToImageTest(unittest.TestCase):
         scheduler.write_text(json.dumps({**betas, "beta_start": 0.9, "beta_end": 0.99}))
         said = self.train("refused", rc=2, pipeline=pipeline)
         self.assertIn(f"{scheduler}: the server could not draw with it: ", said)
+        self.assertEqual(said.count(str(scheduler)), 1, said)
         scheduler.write_text(json.dumps(betas))
         self.metadata.write_text('{"file_name": "0.png"}\n')
         self.assertIn('0.png: has no caption. Give it "text" in metadata.jsonl, or a .txt of its name if '
