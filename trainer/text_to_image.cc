@@ -102,7 +102,7 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory, 
             file("vae"), field, parts.config("vae")[field].dump());
   // What the server refuses, it would refuse in the model, too.
   const std::string& schedule = from.scheduler_config_file;
-  DENOISED_ASSIGN_OR_RETURN(parts.served, PipelineFiles::Read(directory));
+  DENOISED_ASSIGN_OR_RETURN(parts.served, PipelineFiles::Of(parts.directory));
   DENOISED_ASSIGN_OR_RETURN(parts.objective,
                             training::ObjectiveOfScheduler(*from.scheduler_config, schedule));
   if (!training::IsDdpm(parts.objective.kind))

@@ -107,6 +107,11 @@ std::optional<ParamViolation> WrongWithSteps(const SchedulerConfig& scheduler, i
 
 absl::StatusOr<PipelineFiles> PipelineFiles::Read(const std::string& path) {
   DENOISED_ASSIGN_OR_RETURN(ModelDirectory directory, ModelDirectory::Read(path));
+  return Of(std::move(directory));
+}
+
+absl::StatusOr<PipelineFiles> PipelineFiles::Of(ModelDirectory directory) {
+  const std::string path = directory.root;
   DENOISED_ASSIGN_OR_RETURN(const DenoiserClass* const denoiser, FindDenoiser(directory));
   const PipelineClass* const known = FindPipeline(directory.pipeline_class);
   if (denoiser->reads_text && !known) {

@@ -33,6 +33,8 @@ struct PipelineFiles {
   /// NotFound or InvalidArgument name the file, the field and the remedy. Configs of the parts are
   /// checked by LoadPipeline().
   static absl::StatusOr<PipelineFiles> Read(const std::string& path);
+  /// The same of a directory that was read.
+  static absl::StatusOr<PipelineFiles> Of(ModelDirectory directory);
 
   /// Steps of a request that names neither sampler nor steps. They must be valid, since the client
   /// did not choose them. InvalidArgument if the directory's default_steps cannot be done, or if no
