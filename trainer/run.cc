@@ -119,7 +119,8 @@ class Session {
   absl::Status OpenOutput();
   absl::Status DryRun();
   absl::Status LoadFirstWeights();
-  void SayFirstWeights() const;
+  void SayFirstParts() const;
+  void SayNoiseOfStart() const;
   absl::Status Begin();
   absl::Status Prepare(const std::atomic<bool>& stop);
   absl::Status Resume();
@@ -364,25 +365,24 @@ absl::Status Session::LoadFirstWeights() {
   return trainer_->LoadWeights(Weights(std::move(tensors), weights));
 }
 
-/// Where the weights come from, and whether they learned the same noise.
-void Session::SayFirstWeights() const {
+/// Where the weights of a pipeline's parts come from.
+void Session::SayFirstParts() const {
   const std::string& from = config_.init_from;
-  if (config_.pipeline) {
-    const bool text_alone = from.empty() && !config_.pipeline->network.train_text;
-    const char* const parts = config_.stage == Stage::kAutoencoder ? "vae"
-                              : text_alone                         ? "unet"
-                                                                   : "unet, text_encoder";
-    Say("{}: {}", parts,
-        from.empty() ? "random weights (--init-from starts from a pipeline's)"
-                     : "weights of " + from);
-    if (!text_to_image() &&
-        config_.pipeline->directory.components.contains(ModelDirectory::kTinyVae))
-      Say("{} is left out of the model: it decodes the latents of another autoencoder",
-          ModelDirectory::kTinyVae);
-    if (text_alone && text_to_image())
-      Say("text_encoder: weights of {}, not trained", config_.pipeline->directory.root);
-  }
-  if (from.empty()) return;
+  const bool text_alone = from.empty() && !config_.pipeline->network.train_text;
+  const char* const parts = !text_to_image() ? "vae" : text_alone ? "unet" : "unet, text_encoder";
+  Say("{}: {}", parts,
+      from.empty() ? "random weights (--init-from starts from a pipeline's)"
+                   : "weights of " + from);
+  if (!text_to_image() && config_.pipeline->directory.components.contains(ModelDirectory::kTinyVae))
+    Say("{} is left out of the model: it decodes the latents of another autoencoder",
+        ModelDirectory::kTinyVae);
+  if (text_alone && text_to_image())
+    Say("text_encoder: weights of {}, not trained", config_.pipeline->directory.root);
+}
+
+/// Whether the weights of --init-from learned the same noise.
+void Session::SayNoiseOfStart() const {
+  const std::string& from = config_.init_from;
   const training::ObjectiveOptions& own = config_.trainer.objective;
   if (!config_.start) {
     if (!config_.start_unused.empty())
@@ -483,7 +483,8 @@ absl::Status Session::Begin() {
   SayLost(events.status());
   if (events.ok()) events_.emplace(*std::move(events));
   if (step_ >= config_.trainer.steps) return absl::OkStatus();
-  if (step_ == 0) SayFirstWeights();
+  if (step_ == 0 && config_.pipeline) SayFirstParts();
+  if (step_ == 0 && !config_.init_from.empty()) SayNoiseOfStart();
   const std::string ranks =
       config_.ranks == 1 ? "1 rank"
                          : fmt::format("{} ranks over {}", config_.ranks, chosen.description);
