@@ -63,6 +63,8 @@ std::string Duration(double seconds) {
   return fmt::format("{}s", s);
 }
 
+/// Pictures by which stage vae measures latents.
+constexpr int64_t kMeasuredPictures = 256;
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
 
@@ -318,12 +320,29 @@ absl::Status Session::DryRun() {
   DENOISED_ASSIGN_OR_RETURN(
       const training::TrainerPlan plan,
       Trainer::Plan(*backend_, config_.network, t, pictures_.dataset, config_.ranks));
+  // A save copies the state to the host.
+  size_t saving = config_.cuda ? 0 : plan.state_bytes, encoding = 0;
+  if (config_.pipeline) {
+    // Stage diffusion encodes all pictures before its first step, stage vae some at each save.
+    const Shape picture = config_.picture();
+    const int64_t size = pictures_.dataset.size(),
+                  count = text_to_image() ? size : std::min(kMeasuredPictures, size);
+    DENOISED_ASSIGN_OR_RETURN(encoding,
+                              training::EncodingBytes(*backend_, config_.pipeline->vae,
+                                                      {count, picture[0], picture[1], picture[2]},
+                                                      /*mirrored=*/text_to_image() && t.flip));
+    if (!text_to_image()) saving += encoding;
+  }
   const auto mib = [](size_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
   fmt::print("device       {}, {}\n", backend_->name(), backend_->description());
   fmt::print("parameters   {}\n", plan.parameters);
-  fmt::print("memory       {:.0f} MiB: weights {:.0f}, activations {:.0f}, pictures {:.0f}\n",
-             mib(plan.weight_bytes + plan.activation_bytes + plan.dataset_bytes),
-             mib(plan.weight_bytes), mib(plan.activation_bytes), mib(plan.dataset_bytes));
+  fmt::print(
+      "memory       {:.0f} MiB: weights {:.0f}, activations {:.0f}, pictures {:.0f}, saving "
+      "{:.0f}\n",
+      mib(plan.weight_bytes + plan.activation_bytes + plan.dataset_bytes + saving),
+      mib(plan.weight_bytes), mib(plan.activation_bytes), mib(plan.dataset_bytes), mib(saving));
+  if (text_to_image())
+    fmt::print("encoding     {:.0f} MiB, before the first step\n", mib(encoding));
   fmt::print("steps        {} of {} pictures: {:.1f} times the data set\n", t.steps, t.batch,
              static_cast<double>(t.steps) * static_cast<double>(t.batch) /
                  static_cast<double>(pictures_.dataset.size()));
@@ -699,10 +718,9 @@ absl::StatusOr<Pipeline> Session::PixelPipeline(
 
 /// Pictures from all over the data set, cropped around their middle.
 Tensor Session::SomePictures() const {
-  constexpr int64_t kMost = 256;
   const Tensor& all = pictures_.dataset.images;
   const Shape to = config_.picture();
-  const int64_t count = std::min(kMost, all.dim(0)), top = (all.dim(1) - to[0]) / 2,
+  const int64_t count = std::min(kMeasuredPictures, all.dim(0)), top = (all.dim(1) - to[0]) / 2,
                 left = (all.dim(2) - to[1]) / 2;
   Tensor some = Tensor::Host({count, to[0], to[1], to[2]}, DType::kU8);
   for (int64_t i = 0; i < count; ++i) {

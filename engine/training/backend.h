@@ -458,6 +458,10 @@ struct Cost {
   int64_t more_weights = 0;    // elements that a GPU packs besides, in phases and pairs
 };
 std::unique_ptr<Backend> NewCountingBackend(DType activation_dtype, Cost* cost);
+/// Bytes of the packed weights of parameters with so many elements: for both directions, on the CPU
+/// those of convolutions alone, on a GPU all of them, in the type of activations, and some in
+/// phases or in pairs.
+size_t PackedBytes(const Backend& backend, int64_t elements, const Cost& cost);
 
 /// The balanced binary tree of `backend.h`: sums[0] becomes the sum of all. The count is a power of
 /// two. For backends that sum chunk by chunk on the host.

@@ -120,4 +120,11 @@ std::unique_ptr<Backend> NewCountingBackend(DType activation_dtype, Cost* cost) 
   return std::make_unique<CountingBackend>(activation_dtype, cost);
 }
 
+size_t PackedBytes(const Backend& backend, int64_t elements, const Cost& cost) {
+  const int64_t packed = backend.device() == denoised::Device::kCpu
+                             ? 2 * cost.conv2d_weights
+                             : 2 * elements + cost.more_weights;
+  return static_cast<size_t>(packed) * SizeOf(backend.activation_dtype());
+}
+
 }  // namespace denoised::training

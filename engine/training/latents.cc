@@ -17,16 +17,59 @@ int64_t RowsOfPass(const Backend& backend) {
   return backend.device() == denoised::Device::kCpu ? 8 : 64;
 }
 
+absl::Status CheckEdges(const AutoencoderKLConfig& config, const Shape& pictures) {
+  const int64_t height = pictures[1], width = pictures[2], factor = config.vae.factor();
+  if (height % factor == 0 && width % factor == 0) return absl::OkStatus();
+  return InvalidArgument(
+      "the pictures are {} × {}, but the autoencoder needs multiples of {}; set sample_size", width,
+      height, factor);
+}
+
+Tensor Encode(Backend& backend, const AutoencoderKL& model, const Parameters& parameters,
+              const Tensor& weights, Arena& arena, const Tensor& x) {
+  Pass pass{.backend = backend,
+            .arena = arena,
+            .parameters = parameters,
+            .trained = {},
+            .fixed = weights,
+            .recompute_norms = true,  // drops a norm's output within a module, too
+            .forward_only = true};
+  AutoencoderKL::Kept kept;
+  return model.Encode(pass, x, &kept);
+}
+
+/// The memory of a pass over pictures of shape [rows, H, W, C], by counting.
+struct EncodingCount {
+  size_t activation_bytes = 0;
+  int64_t elements = 0;  // of the weights
+  Cost cost;
+};
+absl::StatusOr<EncodingCount> CountEncoding(const Backend& backend,
+                                            const AutoencoderKLConfig& config, const Shape& shape) {
+  EncodingCount count;
+  Parameters parameters;
+  const std::unique_ptr<Backend> counting =
+      NewCountingBackend(backend.activation_dtype(), &count.cost);
+  DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<AutoencoderKL> model,
+                            AutoencoderKL::Make(Declare(*counting, parameters).Frozen(), config));
+  count.elements = parameters.fixed_elements();
+  DENOISED_ASSIGN_OR_RETURN(const Tensor weights,
+                            counting->Allocate({count.elements}, DType::kF32, ""));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor x,
+                            counting->Allocate(shape, backend.activation_dtype(), ""));
+  Arena arena = Arena::Measuring(backend.device());
+  Encode(*counting, *model, parameters, weights, arena, x);
+  count.activation_bytes = arena.peak();
+  return count;
+}
+
 /// Moments [M, h, w, 2C] of pictures: mean, then the logarithm of the variance.
 absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& config,
                                const AutoencoderWeights& weights, const Tensor& pictures,
                                bool mirrored, const std::atomic<bool>* stop) {
   const int64_t count = pictures.dim(0), height = pictures.dim(1), width = pictures.dim(2),
                 channels = pictures.dim(3), factor = config.vae.factor();
-  if (height % factor != 0 || width % factor != 0)
-    return InvalidArgument(
-        "the pictures are {} × {}, but the autoencoder needs multiples of {}; set sample_size",
-        width, height, factor);
+  DENOISED_RETURN_IF_ERROR(CheckEdges(config, pictures.shape()));
   Parameters parameters;
   DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<AutoencoderKL> model,
                             AutoencoderKL::Make(Declare(backend, parameters).Frozen(), config));
@@ -41,29 +84,8 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
   model->Pack({backend, parameters, {}, fixed});
   const int64_t pass_rows = RowsOfPass(backend);
 
-  const auto encode = [&](Backend& on, const AutoencoderKL& with, const Parameters& its,
-                          const Tensor& its_weights, Arena& arena, const Tensor& x) {
-    Pass pass{.backend = on,
-              .arena = arena,
-              .parameters = its,
-              .trained = {},
-              .fixed = its_weights,
-              .recompute_norms = true,  // drops a norm's output within a module, too
-              .forward_only = true};
-    AutoencoderKL::Kept kept;
-    return with.Encode(pass, x, &kept);
-  };
-  // Counts the memory that a pass needs.
-  Cost cost;
-  Parameters counted;
-  const std::unique_ptr<Backend> counting = NewCountingBackend(backend.activation_dtype(), &cost);
-  DENOISED_ASSIGN_OR_RETURN(const std::unique_ptr<AutoencoderKL> counted_model,
-                            AutoencoderKL::Make(Declare(*counting, counted).Frozen(), config));
-  Arena measuring = Arena::Measuring(backend.device());
   const Shape shape{pass_rows, height, width, channels};
-  DENOISED_ASSIGN_OR_RETURN(const Tensor nothing,
-                            counting->Allocate(shape, backend.activation_dtype(), ""));
-  encode(*counting, *counted_model, counted, fixed, measuring, nothing);
+  DENOISED_ASSIGN_OR_RETURN(const EncodingCount counted, CountEncoding(backend, config, shape));
 
   struct Worker {
     Arena arena;
@@ -73,9 +95,9 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
     const auto allocate = [&](const Shape& of, DType dtype) {
       return backend.Allocate(of, dtype, "the pictures of a pass");
     };
-    DENOISED_ASSIGN_OR_RETURN(Tensor block,
-                              backend.Allocate({static_cast<int64_t>(measuring.peak())}, DType::kU8,
-                                               "activations of the autoencoder"));
+    DENOISED_ASSIGN_OR_RETURN(
+        Tensor block, backend.Allocate({static_cast<int64_t>(counted.activation_bytes)}, DType::kU8,
+                                       "activations of the autoencoder"));
     Worker worker{Arena(std::move(block)), {}, {}, {}, {}, {}, {}};
     DENOISED_ASSIGN_OR_RETURN(worker.pictures, allocate(shape, DType::kU8));
     DENOISED_ASSIGN_OR_RETURN(worker.rows, allocate({pass_rows, kSampleNumbers}, DType::kI32));
@@ -119,7 +141,7 @@ absl::StatusOr<Tensor> Moments(Backend& backend, const AutoencoderKLConfig& conf
                          .condition = at->condition});
     DENOISED_ASSIGN_OR_RETURN(
         const Tensor done,
-        backend.Download(encode(backend, *model, parameters, fixed, at->arena, at->x)));
+        backend.Download(Encode(backend, *model, parameters, fixed, at->arena, at->x)));
     std::copy_n(done.as<float>(), std::min(pass_rows, total - index * pass_rows) * latent,
                 moments.as<float>() + index * pass_rows * latent);
     return absl::OkStatus();
@@ -177,6 +199,22 @@ absl::StatusOr<Tensor> EncodePosteriors(Backend& backend, const AutoencoderKLCon
     }
   }
   return moments;
+}
+
+absl::StatusOr<size_t> EncodingBytes(const Backend& backend, const AutoencoderKLConfig& config,
+                                     const Shape& pictures, bool mirrored) {
+  DENOISED_RETURN_IF_ERROR(CheckEdges(config, pictures));
+  const int64_t pass_rows = RowsOfPass(backend);
+  const Shape shape{pass_rows, pictures[1], pictures[2], pictures[3]};
+  DENOISED_ASSIGN_OR_RETURN(const EncodingCount counted, CountEncoding(backend, config, shape));
+  const int64_t total = (mirrored ? 2 : 1) * pictures[0],
+                workers = std::min<int64_t>(backend.workers(), (total + pass_rows - 1) / pass_rows);
+  // A picture as it is, as the network reads it, and as MakeSamples()'s target.
+  const size_t pixel = SizeOf(DType::kU8) + SizeOf(backend.activation_dtype()) + sizeof(float);
+  const size_t of_worker = counted.activation_bytes + static_cast<size_t>(shape.elements()) * pixel;
+  return static_cast<size_t>(workers) * of_worker +
+         static_cast<size_t>(counted.elements) * sizeof(float) +
+         PackedBytes(backend, counted.elements, counted.cost);
 }
 
 absl::Status StandardizeLatents(Backend& backend, const AutoencoderKLConfig& config,

@@ -24,6 +24,11 @@ absl::StatusOr<Tensor> EncodePosteriors(Backend& backend, const AutoencoderKLCon
                                         const AutoencoderWeights& weights, const Tensor& pictures,
                                         bool mirrored, const std::atomic<bool>* stop = nullptr);
 
+/// The memory that encoding takes on the device, for pictures of this shape, without scratch memory
+/// of ops. Errors as EncodePosteriors().
+absl::StatusOr<size_t> EncodingBytes(const Backend& backend, const AutoencoderKLConfig& config,
+                                     const Shape& pictures, bool mirrored);
+
 /// Measures mean and deviation of each latent channel over `pictures` (U8 [M, H, W, C]) and folds
 /// them into quant_conv and post_quant_conv, so that with scaling_factor 1 latents have mean 0 and
 /// variance 1. InvalidArgument if the autoencoder lacks these convolutions, FailedPrecondition if a

@@ -519,15 +519,14 @@ absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkC
   // Weights, two moments, averages, gradients, and another rank's.
   const int64_t copies = 3 + static_cast<int64_t>(options.averages.size()) +
                          GradientsAtOnce(local_chunks / pass_chunks, workers) + (ranks > 1);
-  // Weights are packed for both directions: on the CPU those of convolutions alone, on a GPU all
-  // of them, in the type of activations, and some in phases or in pairs.
   const int64_t elements = pass.trained_elements + pass.fixed_elements;
-  const int64_t packed = cpu ? 2 * pass.cost.conv2d_weights
-                             : (2 * elements + pass.cost.more_weights) /
-                                   (backend.activation_dtype() == DType::kF32 ? 1 : 2);
   plan.weight_bytes =
-      static_cast<size_t>(pass.trained_elements * copies + pass.fixed_elements + packed) *
-      sizeof(float);
+      static_cast<size_t>(pass.trained_elements * copies + pass.fixed_elements) * sizeof(float) +
+      PackedBytes(backend, elements, pass.cost);
+  plan.state_bytes = static_cast<size_t>(pass.trained_elements *
+                                             (3 + static_cast<int64_t>(options.averages.size())) +
+                                         std::max<int64_t>(16, pass.fixed_elements)) *
+                     sizeof(float);
   plan.step_flops = 2 * pass.cost.multiply_adds * static_cast<double>(options.chunks / pass_chunks);
   return plan;
 }

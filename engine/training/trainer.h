@@ -89,6 +89,7 @@ struct TrainerPlan {
   size_t weight_bytes = 0;      // masters, gradients, moments, averages, packed weights
   size_t activation_bytes = 0;  // of all passes at one time, without scratch memory of ops
   size_t dataset_bytes = 0;     // of the pictures in the device's memory
+  size_t state_bytes = 0;       // of State(), on the host
   double step_flops = 0;        // of a whole step
 };
 

@@ -7,6 +7,7 @@ usage: text_to_image_test.py DENOISE_TRAIN [unittest arguments]"""
 import binascii
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -453,10 +454,20 @@ class TextToImageTest(unittest.TestCase):
         self.assertEqual(defaults["_denoised"], shipped["_denoised"])
 
     def test_dry_run(self):
+        said = {}
         for stage in ("vae", "diffusion"):
-            said = self.train("dry", stage=stage, **{"dry-run": "true"})
-            self.assertIn("hours", said)
+            said[stage] = self.train("dry", stage=stage, pipeline=REPOSITORY / "models/emoji-64", chunks=1, batch=1,
+                                     device="cpu", env={"OMP_NUM_THREADS": "1"}, **{"dry-run": "true"})  # fmt: skip
+            self.assertIn("hours", said[stage])
         self.assertFalse((self.root / "dry").exists())
+        # A save copies weights, moments and an average. Stage vae then encodes pictures as stage diffusion does at its
+        # beginning.
+        encoding = int(re.search(r"\nencoding +(\d+) MiB, before the first step\n", said["diffusion"])[1])
+        self.assertGreater(encoding, 50)
+        for stage, extra in (("vae", encoding), ("diffusion", 0)):
+            parameters = int(re.search(r"\nparameters +(\d+)\n", said[stage])[1])
+            saving = int(re.search(r", saving (\d+)\n", said[stage])[1])
+            self.assertAlmostEqual(saving, 4 * 4 * parameters / 2**20 + extra, delta=2)
 
     def test_refuses_by_name(self):
         pipeline = self.root / "pipeline"

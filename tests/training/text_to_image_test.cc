@@ -10,11 +10,13 @@
 
 #include "engine/core/config_reader.h"
 #include "engine/io/safetensors.h"
+#include "engine/training/autoencoder_kl.h"
 #include "engine/training/latents.h"
 #include "engine/training/trainer.h"
 #include "tests/models/golden.h"
 #include "tests/training/backends.h"
 #include "tests/training/finite_differences.h"
+#include "tests/training/gpu_double.h"
 #include "tests/training/trained.h"
 
 namespace denoised::training {
@@ -406,6 +408,39 @@ TEST_P(Latents, AreThoseOfDiffusers) {
   // Mirrored pictures have other latents.
   const Tensor other = posteriors->Slice(image.dim(0), image.dim(0));
   EXPECT_GT(RelativeError(other.span<float>(), posteriors->Slice(0, image.dim(0)).ToFloats()), 0.1);
+}
+
+/// But for packed weights, which the backend holds, and the plan of a pass: below 8 KiB.
+TEST(LatentMemory, IsWhatEncodingAllocates) {
+  const AutoencoderKLConfig config = Autoencoder().vae;
+  Cost cost;
+  Parameters parameters;
+  const auto counting = NewCountingBackend(DType::kF32, &cost);
+  ASSERT_TRUE(AutoencoderKL::Make(Declare(*counting, parameters).Frozen(), config).ok());
+  const auto weights = VaeWeights();
+  ASSERT_TRUE(weights.ok()) << weights.status();
+  GpuDouble gpu(OpenForTest("cpu"));
+  const Tensor pictures = Tensor::Host({5, 16, 16, 3}, DType::kU8);
+  std::memset(pictures.data(), 9, pictures.bytes());
+  const auto told = EncodingBytes(gpu, config, pictures.shape(), /*mirrored=*/false);
+  ASSERT_TRUE(told.ok()) << told.status();
+  ASSERT_TRUE(EncodePosteriors(gpu, config, *weights, pictures, /*mirrored=*/false).ok());
+  const auto allocated =
+      static_cast<double>(*told - PackedBytes(gpu, parameters.fixed_elements(), cost));
+  EXPECT_NEAR(static_cast<double>(gpu.peak()), allocated + 4096, 4096);
+  EXPECT_FALSE(EncodingBytes(gpu, config, {5, 17, 16, 3}, /*mirrored=*/false).ok());
+  // A CPU takes eight pictures at a time on each thread.
+  const auto cpu = OpenForTest("cpu");
+  const int64_t workers = std::min(cpu->workers(), 3);
+  const auto of = [&](int64_t count, bool mirrored) {
+    const auto bytes = EncodingBytes(*cpu, config, {count, 16, 16, 3}, mirrored);
+    EXPECT_TRUE(bytes.ok()) << bytes.status();
+    return static_cast<int64_t>(*bytes);
+  };
+  EXPECT_EQ(of(9, false), of(8, true));
+  const int64_t fixed = 4 * parameters.fixed_elements() +
+                        static_cast<int64_t>(PackedBytes(*cpu, parameters.fixed_elements(), cost));
+  EXPECT_EQ(of(12, true) - fixed, workers * (of(8, false) - fixed));
 }
 
 TEST_P(Latents, AreStandardisedInTheConvolutionsBeside) {

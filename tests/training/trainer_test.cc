@@ -927,6 +927,83 @@ TEST(Trainer, PlanCountsTheMemory) {
   EXPECT_EQ(Trainer::Plan(**backend, TinyConfig(), options, on_disk, 1)->dataset_bytes, batches);
 }
 
+/// What is allocated but for packed weights, which the backend holds. Beside it are the plan of a
+/// batch and numbers of a step: below 4 KiB here.
+TEST(Trainer, ThePlanIsWhatATrainerAllocates) {
+  Cost cost;
+  const auto counting = NewCountingBackend(DType::kF32, &cost);
+  Parameters parameters;
+  ASSERT_TRUE(UNet2D::Make(*counting, parameters, TinyConfig(), 0).ok());
+  const int64_t packed =
+      4 * (2 * (parameters.trained_elements() + parameters.fixed_elements()) + cost.more_weights);
+  for (const auto& [ranks, accumulation, prefetch_threads] :
+       {std::tuple{1, 1, 0}, {1, 4, 0}, {1, 1, 2}, {2, 1, 0}, {4, 2, 1}}) {
+    SCOPED_TRACE(testing::Message() << ranks << " ranks, accumulation " << accumulation << ", "
+                                    << prefetch_threads << " threads");
+    TrainerOptions options = Options();
+    options.accumulation = accumulation;
+    options.prefetch_threads = prefetch_threads;
+    GpuDouble gpu(OpenForTest("cpu"));
+    const auto plan = Trainer::Plan(gpu, TinyConfig(), options, Stripes(), ranks);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    const auto exchanges = NewLoopbackExchanges(ranks);
+    const auto trainer = Trainer::Make(gpu, *exchanges[0], TinyConfig(), options, Stripes());
+    ASSERT_TRUE(trainer.ok()) << trainer.status();
+    const auto planned =
+        static_cast<int64_t>(plan->weight_bytes + plan->activation_bytes + plan->dataset_bytes) -
+        packed;
+    EXPECT_NEAR(static_cast<double>(gpu.allocated()), static_cast<double>(planned + 2048), 2048);
+    const auto state = (*trainer)->State();
+    ASSERT_TRUE(state.ok()) << state.status();
+    size_t saved =
+        state->trained.bytes() + state->fixed.bytes() + state->m.bytes() + state->v.bytes();
+    for (const Tensor& average : state->averages) saved += average.bytes();
+    EXPECT_EQ(plan->state_bytes, saved);
+    if (ranks > 1) continue;
+    const size_t before = gpu.allocated();
+    EXPECT_TRUE((*trainer)->Step().ok());
+    EXPECT_EQ(gpu.allocated(), before) << "a step keeps nothing more";
+  }
+}
+
+/// docs/benchmarks/train.json has what an H200 took for a run, context excluded.
+TEST(Trainer, ThePlanIsNearWhatAGpuTook) {
+  const auto record = ReadJsonFile(DENOISED_SOURCE_DIR "/docs/benchmarks/train.json");
+  ASSERT_TRUE(record.ok()) << record.status();
+  int compared = 0;
+  for (const nlohmann::json& row : (*record)["rows"]) {
+    const auto name = row["name"].get<std::string>();
+    SCOPED_TRACE(name);
+    const std::string network = name.substr(0, name.find('/'));
+    const std::string file =
+        network == "mnist-32"
+            ? DENOISED_SOURCE_DIR "/models/mnist-32/unet/config.json"
+            : DENOISED_SOURCE_DIR "/tests/models/configs/" + network + "/config.json";
+    const auto json = ReadJsonFile(file);
+    ASSERT_TRUE(json.ok()) << json.status();
+    const auto config = UNet2DConfig::Parse(*json, file);
+    ASSERT_TRUE(config.ok()) << config.status();
+    // As train_bench.cc has them.
+    TrainerOptions options;
+    options.batch = std::stoll(name.substr(name.rfind(':') + 1));
+    Dataset dataset;
+    const Shape sample = SampleShape(*config);
+    dataset.images = Tensor::Host({2048, sample[0], sample[1], sample[2]}, DType::kU8);
+    dataset.labels.assign(2048, 0);
+    const GpuDouble gpu(OpenForTest("cpu"), DType::kBF16);
+    const auto plan = Trainer::Plan(gpu, *config, options, dataset, 1);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    const double planned =
+        static_cast<double>(plan->weight_bytes + plan->activation_bytes + plan->dataset_bytes) /
+        (1 << 20);
+    const double took = row["ours"]["MiB_device"];
+    EXPECT_LE(planned, took);
+    EXPECT_GT(planned, 0.9 * took);
+    ++compared;
+  }
+  EXPECT_EQ(compared, 3);
+}
+
 TEST(Schedule, Rates) {
   RateSchedule schedule{.kind = RateSchedule::Kind::kCosine, .rate = 2, .warmup_steps = 4};
   EXPECT_DOUBLE_EQ(schedule.At(0, 104), 0.5);
