@@ -6,9 +6,9 @@
 namespace denoised::cuda {
 
 cudaError_t LaunchConv2dE4m3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  return im2col::Launch<Element::kE4m3x2>(conv, plan, queue);
+  return im2col::Kernels<Element::kE4m3x2>::Launch(conv, plan, queue);
 }
 
-cudaError_t LoadConv2dE4m3Kernels() { return im2col::Load<Element::kE4m3x2>(); }
+cudaError_t LoadConv2dE4m3Kernels() { return im2col::Kernels<Element::kE4m3x2>::Load(); }
 
 }  // namespace denoised::cuda

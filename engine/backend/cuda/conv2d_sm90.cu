@@ -13,11 +13,11 @@ cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
   if (!spec.IsPersistent()) return LaunchConvFewPixels(conv, plan, queue);
   if (spec.loader == Loader::kHaloTile) return LaunchConv3x3Hopper(conv, plan, queue);
   if (spec.element == Element::kE4m3x2) return LaunchConv2dE4m3(conv, plan, queue);
-  return im2col::Launch<Element::kBf16>(conv, plan, queue);
+  return im2col::Kernels<Element::kBf16>::Launch(conv, plan, queue);
 }
 
 cudaError_t LoadConv2dHopperKernels() {
-  for (cudaError_t (*load)() : {im2col::Load<Element::kBf16>, LoadConv2dE4m3Kernels,
+  for (cudaError_t (*load)() : {im2col::Kernels<Element::kBf16>::Load, LoadConv2dE4m3Kernels,
                                 LoadConv3x3HopperKernels, LoadConvFewPixelsKernels}) {
     if (cudaError_t error = load(); error != cudaSuccess) return error;
   }

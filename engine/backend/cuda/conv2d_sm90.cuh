@@ -89,13 +89,6 @@ template <Element kElement>
 constexpr bool IsIm2col(const HopperTileSpec& spec) {
   return spec.IsPersistent() && spec.loader == Loader::kIm2col && spec.element == kElement;
 }
-template <Element kElement>
-using Kernels =
-    HopperKernels<IsIm2col<kElement>, Form<Ending::kPlain>, Form<Ending::kResidual>,
-                  Form<Ending::kGate>, Form<Ending::kGateE4m3>, Form<Ending::kAny>,
-                  Form<Ending::kAny, true>, Form<Ending::kAny, true, true>,
-                  Form<Ending::kAny, false, false, true>, Form<Ending::kAny, true, false, true>>;
-
 struct Params : MainloopParams {
   CUtensorMap residual, out;  // if in_boxes
   bool in_boxes = false;      // a tile's outputs are TMA boxes of 64 pixels
@@ -668,20 +661,19 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   return LaunchPersistent<T>(kernel, tiles, plan.cluster, conv, params, queue);
 }
 
+template <int kRow, typename F>
+struct Kernel {
+  using T = Tile<kRow>;
+  static constexpr auto* kFunction = Conv2dHopperKernel<T, F>;
+  static cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+    return LaunchWithTile<T>(kFunction, conv, plan, queue);
+  }
+};
 template <Element kElement>
-cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  return Kernels<kElement>::Select(conv, plan, [&](auto row, auto form) {
-    using T = Tile<row>;
-    return LaunchWithTile<T>(Conv2dHopperKernel<T, decltype(form)>, conv, plan, queue);
-  });
-}
-
-template <Element kElement>
-cudaError_t Load() {
-  return Kernels<kElement>::ForEach([](auto row, auto form) {
-    using T = Tile<row>;
-    return LoadKernel(Conv2dHopperKernel<T, decltype(form)>, T::kSharedBytes);
-  });
-}
+using Kernels =
+    HopperKernels<Kernel, IsIm2col<kElement>, Form<Ending::kPlain>, Form<Ending::kResidual>,
+                  Form<Ending::kGate>, Form<Ending::kGateE4m3>, Form<Ending::kAny>,
+                  Form<Ending::kAny, true>, Form<Ending::kAny, true, true>,
+                  Form<Ending::kAny, false, false, true>, Form<Ending::kAny, true, false, true>>;
 
 }  // namespace denoised::cuda::im2col

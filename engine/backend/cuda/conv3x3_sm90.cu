@@ -105,9 +105,6 @@ struct Form {
 constexpr bool IsPersistentHaloTile(const HopperTileSpec& spec) {
   return spec.IsPersistent() && spec.loader == Loader::kHaloTile;
 }
-using Kernels = HopperKernels<IsPersistentHaloTile, Form<false, false>, Form<true, false>,
-                              Form<false, true>, Form<true, true>>;
-
 struct Params : MainloopParams {
   CUtensorMap residual, out;
   FastDivmod tiles_x, tiles_y;  // per image
@@ -134,11 +131,11 @@ __device__ inline TileAt TileOf(const Params& params, int index, int rank) {
 }
 
 /// A CTA's shared memory (CUTLASS: SharedStorage), its tiles, and its share of k.
-template <typename T, bool kShortcut, bool kSplitOverCluster>
+template <typename T, typename F>
 struct Cta : TileScheduler<T::kPingPong> {
-  using Slots = HaloTilesOf<kShortcut>;
-  using Step = StepAt<kShortcut, kTaps>;
-  static constexpr int kMulticastCtas = kSplitOverCluster ? 1 : T::kCluster;
+  using Slots = HaloTilesOf<F::kShortcut>;
+  using Step = StepAt<F::kShortcut, kTaps>;
+  static constexpr int kMulticastCtas = F::kSplitOverCluster ? 1 : T::kCluster;
 
   const Params& params;
   unsigned char* halo_tiles;  // Slots
@@ -172,12 +169,12 @@ struct Cta : TileScheduler<T::kPingPong> {
         staged(order + 2),
         received(staged + 2 * T::kBuffers),
         rank(static_cast<int>(ClusterRank())),
-        begin(conv, params, kSplitOverCluster ? params.depth.steps.value * rank >> 1 : 0),
+        begin(conv, params, F::kSplitOverCluster ? params.depth.steps.value * rank >> 1 : 0),
         steps(params.depth.steps.value),
         end_chunk(params.depth.windowed),
         end_of_shortcut(params.depth.shortcut),
         normalises(T::kFusesInputNorm && conv.input_factors != nullptr) {
-    if (!kSplitOverCluster) return;
+    if (!F::kSplitOverCluster) return;
     const int end_step = steps * (rank + 1) >> 1;
     const Step end(conv, params, end_step);
     end_chunk = end.chunk + (end.tap > 0 ? 1 : 0), end_of_shortcut = end.of_shortcut;
@@ -190,7 +187,8 @@ struct Cta : TileScheduler<T::kPingPong> {
   /// A thread for each CTA that shares the stage tells it that the stage is free.
   __device__ void ReleaseStage(int stage) const {
     const int thread = threadIdx.x % 128;
-    if (thread < kMulticastCtas) pipeline.ConsumerRelease(stage, kSplitOverCluster ? rank : thread);
+    if (thread < kMulticastCtas)
+      pipeline.ConsumerRelease(stage, F::kSplitOverCluster ? rank : thread);
   }
 
   /// Called by one thread.
@@ -202,16 +200,16 @@ struct Cta : TileScheduler<T::kPingPong> {
     }
     for (int i = 0; i < 2; ++i) InitBarrier(&order[i], 4);  // a lane of each warp
     for (int i = 0; i < 2 * T::kBuffers; ++i) InitBarrier(&staged[i], 1);
-    if (kSplitOverCluster) InitBarrier(received, 1);
+    if (F::kSplitOverCluster) InitBarrier(received, 1);
     FenceBarrierInit();
-    if (kSplitOverCluster) ArriveExpectTx(received, T::kReceivedBytes);
+    if (F::kSplitOverCluster) ArriveExpectTx(received, T::kReceivedBytes);
   }
 };
 
 /// The thread that loads halo tiles, and the weights of all steps.
-template <typename T, bool kShortcut, bool kSplitOverCluster>
+template <typename T, typename F>
 struct HaloTileLoader {
-  using C = Cta<T, kShortcut, kSplitOverCluster>;
+  using C = Cta<T, F>;
   using Slots = typename C::Slots;
   /// The next halo tile of the window, or of the shortcut.
   struct Next {
@@ -232,7 +230,7 @@ struct HaloTileLoader {
   template <bool kOf>
   __device__ void LoadNext(Next& at) const {
     const int end = kOf ? cta.end_of_shortcut : cta.end_chunk;
-    if (at.index >= cta.tiles || (kSplitOverCluster && at.chunk == end)) return;
+    if (at.index >= cta.tiles || (F::kSplitOverCluster && at.chunk == end)) return;
     const int around = kOf ? 0 : 1;
     cta.halo_pipeline.ProducerAcquire({at.slot, at.round});
     ArriveExpectTx(&cta.halo_pipeline.full[at.slot], kOf ? kShortcutSlot : params.halo_tile_bytes);
@@ -242,7 +240,7 @@ struct HaloTileLoader {
     if (++at.slot == (kOf ? Slots::kSlots : Slots::kWindowed)) {
       at.slot = kOf ? Slots::kWindowed : 0, ++at.round;
     }
-    if (++at.chunk == end && !kSplitOverCluster) {
+    if (++at.chunk == end && !F::kSplitOverCluster) {
       at.chunk = 0, at.index += cta.stride;
       at.tile = cta.Tile(at.index);
     }
@@ -262,10 +260,10 @@ struct HaloTileLoader {
     Next next_of_shortcut = {cta.first_tile, cta.begin.of_shortcut, Slots::kWindowed, its_first};
     const auto load_next = [&] { LoadNext<false>(next); };
     const auto load_next_of_shortcut = [&] {
-      if constexpr (kShortcut) LoadNext<true>(next_of_shortcut);
+      if constexpr (F::kShortcut) LoadNext<true>(next_of_shortcut);
     };
     // A split that begins within a halo tile has kLead of its steps among the first stages.
-    const int halo_tiles = kSplitOverCluster && !kShortcut && cta.begin.tap > 0 ? 3 : 2;
+    const int halo_tiles = F::kSplitOverCluster && !F::kShortcut && cta.begin.tap > 0 ? 3 : 2;
     for (int i = 0; i < halo_tiles; ++i) load_next();
     for (int i = 0; i < Slots::kOfShortcut; ++i) load_next_of_shortcut();
 
@@ -291,7 +289,7 @@ struct HaloTileLoader {
       for (; step < cta.steps; ++step) {
         cta.pipeline.ProducerAcquire(state);
         LoadWeights(n0, at, state.stage);
-        if (kShortcut) {
+        if (F::kShortcut) {
           replace_released();
         } else if (at.tap == kLead) {
           load_next();
@@ -300,7 +298,7 @@ struct HaloTileLoader {
         state.Advance();
       }
     }
-    for (int i = 0; kShortcut && i < T::kStages; ++i) replace_released();
+    for (int i = 0; F::kShortcut && i < T::kStages; ++i) replace_released();
     ReleaseDependents();
   }
 };
@@ -337,9 +335,9 @@ __device__ inline void NormaliseHaloTiles(const Conv2dLaunch& conv, const Params
 }
 
 /// A consumer warpgroup: multiplies taps of halo tiles.
-template <typename T, bool kShortcut, bool kSplitOverCluster>
+template <typename T, typename F>
 struct Consumer {
-  using C = Cta<T, kShortcut, kSplitOverCluster>;
+  using C = Cta<T, F>;
   using Slots = typename C::Slots;
   // In e4m3, of a tile's first run: sooner, the previous tile's output is still being stored.
   static constexpr int kStagingStep = 3;
@@ -349,8 +347,8 @@ struct Consumer {
   const C& cta;
   const int group;
   const bool leads = threadIdx.x % 128 == 0;
-  const bool has_first_run = !kSplitOverCluster || cta.rank == 0,
-             finishes = !kSplitOverCluster || group == cta.rank;
+  const bool has_first_run = !F::kSplitOverCluster || cta.rank == 0,
+             finishes = !F::kSplitOverCluster || group == cta.rank;
   const bool adds = has_first_run && params.add.data != nullptr;
 
   const SubtilesAt windowed = {params.pitch.value,
@@ -411,11 +409,11 @@ struct Consumer {
   template <bool kIsFirst, int kSubtiles, int kAccumulators>
   __device__ void Multiply(int run, float (&accumulators)[kSubtiles][kAccumulators]) {
     const int steps = params.depth.steps.value;
-    const int count = T::kE4m3            ? kTaps
-                      : kSplitOverCluster ? cta.steps
-                                          : (steps * (run + 1) >> params.log_splits) -
-                                                (steps * run >> params.log_splits);
-    if (kSplitOverCluster) operands.WaitForHaloTile();  // a split may begin inside a halo tile
+    const int count = T::kE4m3               ? kTaps
+                      : F::kSplitOverCluster ? cta.steps
+                                             : (steps * (run + 1) >> params.log_splits) -
+                                                   (steps * run >> params.log_splits);
+    if (F::kSplitOverCluster) operands.WaitForHaloTile();  // a split may begin inside a halo tile
     Mainloop<T::kSpec.element, kIsFirst ? FirstMma::kAdds : FirstMma::kAsTold>(
         operands, count, !T::kE4m3 && run == 0, accumulators,
         [&](int step) {
@@ -513,9 +511,9 @@ struct Consumer {
       }
       if (T::kAddsEarly && adds) LoadAdded(0, added);
       if (T::kPingPong || group == 1) Wait(&cta.order[group], (tiles_done + group + 1) & 1);
-      const int last_run = T::kE4m3                           ? params.depth.windowed - 1
-                           : T::kSplitK && !kSplitOverCluster ? (1 << params.log_splits) - 1
-                                                              : 0;
+      const int last_run = T::kE4m3                              ? params.depth.windowed - 1
+                           : T::kSplitK && !F::kSplitOverCluster ? (1 << params.log_splits) - 1
+                                                                 : 0;
 #pragma unroll 1
       for (int run = 0; run <= last_run; ++run) {
         if (!T::kE4m3 && run == last_run && finishes) BeginStaging();
@@ -538,7 +536,7 @@ struct Consumer {
         ScaleAndAddBias(params.scales, params.bias, tile.n0, total[0]);
         add_per_image();
       }
-      if constexpr (kSplitOverCluster) {
+      if constexpr (F::kSplitOverCluster) {
         Exchange(total[0]);
         if (!finishes) continue;
       }
@@ -548,21 +546,20 @@ struct Consumer {
   }
 };
 
-template <typename T, bool kShortcut, bool kSplitOverCluster>
+template <typename T, typename F>
 __global__ void __launch_bounds__(T::kThreads, 1)
     Conv3x3HopperKernel(const __grid_constant__ Conv2dLaunch conv,
                         const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
   // Without a shuffle, the compiler would compute the address again in every step.
-  using C = Cta<T, kShortcut, kSplitOverCluster>;
-  const C cta(conv, params,
-              static_cast<unsigned char*>(
-                  __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(block_shared), 0))));
+  const Cta<T, F> cta(conv, params,
+                      static_cast<unsigned char*>(__cvta_shared_to_generic(
+                          __shfl_sync(~0u, SharedAddress(block_shared), 0))));
   const int warp = UniformWarp(), group = warp / 4;
   constexpr int kProducerWarp = 8;
   if (warp == kProducerWarp && ElectOne()) {
-    PrefetchTensorMaps<kShortcut>(params);
+    PrefetchTensorMaps<F::kShortcut>(params);
     cta.InitBarriers();
   }
   __syncthreads();
@@ -572,14 +569,14 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     DecreaseRegisters<T::kProducerRegisters>();
     WaitForCluster();
     if (warp == kProducerWarp && ElectOne()) {
-      HaloTileLoader<T, kShortcut, kSplitOverCluster>{conv, params, cta}.Load();
+      HaloTileLoader<T, F>{conv, params, cta}.Load();
     } else if (warp > kProducerWarp && cta.normalises) {
       NormaliseHaloTiles<T>(conv, params, cta, threadIdx.x - (kProducerWarp + 1) * 32);
     }
   } else {
     IncreaseRegisters<T::kConsumerRegisters>();
     WaitForCluster();
-    Consumer<T, kShortcut, kSplitOverCluster>{conv, params, cta, group}.Run();
+    Consumer<T, F>{conv, params, cta, group}.Run();
   }
 
   ArriveAtCluster();  // others may still signal or write into this CTA's shared memory
@@ -644,23 +641,23 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
                          queue, EpilogueOf(conv), params);
 }
 
+template <int kRow, typename F>
+struct Kernel {
+  using T = Tile<kRow>;
+  static constexpr auto* kFunction = Conv3x3HopperKernel<T, F>;
+  static cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+    return LaunchWithTile<T>(kFunction, conv, plan, queue);
+  }
+};
+using Kernels = HopperKernels<Kernel, IsPersistentHaloTile, Form<false, false>, Form<true, false>,
+                              Form<false, true>, Form<true, true>>;
+
 }  // namespace
 
 cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue) {
-  return Kernels::Select(conv, plan, [&](auto row, auto form) {
-    using T = Tile<row>;
-    return LaunchWithTile<T>(Conv3x3HopperKernel<T, form.kShortcut, form.kSplitOverCluster>, conv,
-                             plan, queue);
-  });
+  return Kernels::Launch(conv, plan, queue);
 }
-
-cudaError_t LoadConv3x3HopperKernels() {
-  return Kernels::ForEach([](auto row, auto form) {
-    using T = Tile<row>;
-    return LoadKernel(Conv3x3HopperKernel<T, form.kShortcut, form.kSplitOverCluster>,
-                      T::kSharedBytes);
-  });
-}
+cudaError_t LoadConv3x3HopperKernels() { return Kernels::Load(); }
 
 }  // namespace denoised::cuda

@@ -63,14 +63,13 @@ struct Tile {
   static constexpr int kBoundThreads = kThreads > 256 ? kThreads : 256;
   static constexpr int kStages = kSpec.kernel.stages;  // at most
   static constexpr int kBarriers = (2 * kStages + 2 * kSlots + kWindowed + 1 + 1) / 2 * 2;
+  /// At most. With many steps and an SM to itself, a CTA gains more from a longer pipeline. With
+  /// 128 outputs it needs all memory for a pipeline that is long enough.
+  static constexpr int kSharedBytes = (kOutputs > 64 ? 227 : 190) * 1024;
 };
 /// Two CTAs fit on an SM, the second of this launch or the next. The next launch can load its first
 /// weights and instructions early only if it fits beside this one.
 constexpr int kMostBytes = 228 * 1024 / 2 - 1024;
-/// With many steps and an SM to itself, a CTA gains more from a longer pipeline. With 128 outputs
-/// it needs all memory for a pipeline that is long enough.
-template <typename T>
-constexpr int kMostBytesAlone = (T::kOutputs > 64 ? 227 : 190) * 1024;
 constexpr int kManySteps = 12;
 
 struct Params : MainloopParams {
@@ -662,8 +661,6 @@ struct Form {
   }
 };
 constexpr bool IsOfFewPixels(const HopperTileSpec& spec) { return !spec.IsPersistent(); }
-using Kernels = HopperKernels<IsOfFewPixels, Form<false, 0>, Form<true, 0>, Form<false, 2>,
-                              Form<false, 4>, Form<false, 8>>;
 
 template <typename T>
 cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLaunch& conv,
@@ -698,9 +695,9 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   static_assert(kMaxSplits == 8 &&
                 (T::kGroups == 1 || T::kAllHaloTileBytes + T::kBarriers * 8 +
                                             T::kGroups * kMostReceived + 2 * T::kStageBytes <=
-                                        kMostBytesAlone<T>));
+                                        T::kSharedBytes));
   params.stages =
-      std::min(T::kStages, ((alone ? kMostBytesAlone<T> : kMostBytes) - others) / T::kStageBytes);
+      std::min(T::kStages, ((alone ? T::kSharedBytes : kMostBytes) - others) / T::kStageBytes);
   if (norm_run > 0) {
     const int image_pixels = conv.out_height * conv.out_width;
     params.norm_count_inverse = 1.0f / (static_cast<float>(image_pixels) * norm_run);
@@ -723,6 +720,17 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
       queue, EpilogueOf(conv), params);
 }
 
+template <int kRow, typename F>
+struct Kernel {
+  using T = Tile<kRow, F::kShortcut>;
+  static constexpr auto* kFunction = FewPixelsKernel<T, F::kNormRun>;
+  static cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
+    return LaunchWithTile<T>(kFunction, conv, plan, queue);
+  }
+};
+using Kernels = HopperKernels<Kernel, IsOfFewPixels, Form<false, 0>, Form<true, 0>, Form<false, 2>,
+                              Form<false, 4>, Form<false, 8>>;
+
 }  // namespace
 
 bool SuitsOutputNorm(const ConvLayer& conv) {
@@ -737,17 +745,8 @@ bool SuitsOutputNorm(const ConvLayer& conv) {
 
 cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan,
                                 const Queue& queue) {
-  return Kernels::Select(conv, plan, [&](auto row, auto form) {
-    using T = Tile<row, form.kShortcut>;
-    return LaunchWithTile<T>(FewPixelsKernel<T, form.kNormRun>, conv, plan, queue);
-  });
+  return Kernels::Launch(conv, plan, queue);
 }
-
-cudaError_t LoadConvFewPixelsKernels() {
-  return Kernels::ForEach([](auto row, auto form) {
-    using T = Tile<row, form.kShortcut>;
-    return LoadKernel(FewPixelsKernel<T, form.kNormRun>, kMostBytesAlone<T>);
-  });
-}
+cudaError_t LoadConvFewPixelsKernels() { return Kernels::Load(); }
 
 }  // namespace denoised::cuda

@@ -22,29 +22,28 @@ constexpr bool HasRegisters(const HopperTileSpec& spec) {
          65536 / kernel.threads / 8 * 8 * kernel.threads;
 }
 
-/// The kernels of a file, from which launching and loading follow: one for each row of kTiles for
-/// which kIsHere holds, and each of the forms that the row has. A form has
+/// The kernels of a file: one for each row of kTiles for which kIsHere holds, and each of the forms
+/// that the row has. A form has
 ///   constexpr bool IsOf(spec): whether a tile has a kernel of this form;
 ///   bool Suits(conv, plan): whether this kernel computes a launch, if none before it does.
-template <bool (*kIsHere)(const HopperTileSpec&), typename... Forms>
+/// Kernel<row, form> has T, its tile; kFunction, the kernel; Launch(conv, plan, queue).
+template <template <int, typename> typename Kernel, bool (*kIsHere)(const HopperTileSpec&),
+          typename... Forms>
 struct HopperKernels {
-  /// Returns then(row, form) for the kernel of a launch. `row` is a std::integral_constant.
-  template <typename Then>
-  static cudaError_t Select(const Conv2dLaunch& conv, const HopperPlan& plan, const Then& then) {
+  static cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
     cudaError_t result = cudaErrorInvalidValue;
     Visit([&](auto row, auto form) {
       if (plan.tile != HopperTile(row.value) || !form.Suits(conv, plan)) return false;
-      result = then(row, form);
+      result = Kernel<row, decltype(form)>::Launch(conv, plan, queue);
       return true;
     });
     return result;
   }
-  /// Calls then(row, form) for every kernel, until one fails.
-  template <typename Then>
-  static cudaError_t ForEach(const Then& then) {
+  static cudaError_t Load() {
     cudaError_t result = cudaSuccess;
     Visit([&](auto row, auto form) {
-      result = then(row, form);
+      using K = Kernel<row, decltype(form)>;
+      result = LoadKernel(K::kFunction, K::T::kSharedBytes);
       return result != cudaSuccess;
     });
     return result;
