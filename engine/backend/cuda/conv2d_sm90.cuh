@@ -658,7 +658,8 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   const int64_t tiles = int64_t{params.grid.phases} * rows * params.n_tiles;
-  return LaunchPersistent<T>(kernel, tiles, plan.cluster, conv, params, queue);
+  return LaunchClusters(kernel, std::min<int64_t>(tiles, queue.multiprocessors / plan.cluster),
+                        plan.cluster, T::kThreads, T::kSharedBytes, conv, params, queue);
 }
 
 template <int kRow, typename F>

@@ -630,15 +630,9 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   const int64_t tiles = int64_t{params.m_tiles / multicast_ctas} * params.n_tiles.value;
-  if (!split_over_cluster) {
-    return LaunchPersistent<T>(kernel, tiles, T::kCluster, conv, params, queue);
-  }
-  return LaunchDependent(kernel,
-                         {.grid = static_cast<unsigned>(tiles * T::kCluster),
-                          .block = T::kThreads,
-                          .shared_bytes = T::kSharedBytes,
-                          .cluster = T::kCluster},
-                         queue, EpilogueOf(conv), params);
+  const int64_t at_once = split_over_cluster ? tiles : queue.multiprocessors / T::kCluster;
+  return LaunchClusters(kernel, std::min(tiles, at_once), T::kCluster, T::kThreads, T::kSharedBytes,
+                        conv, params, queue);
 }
 
 template <int kRow, typename F>

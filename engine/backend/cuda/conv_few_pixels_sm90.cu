@@ -711,13 +711,8 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   };
   if (cudaError_t error = InitMainloop(&params, conv, T::kOutputs, encode); error != cudaSuccess)
     return error;
-  return LaunchDependent(
-      kernel,
-      {.grid = static_cast<unsigned>(tiles * plan.cluster),
-       .block = T::kThreads,
-       .shared_bytes = static_cast<size_t>(params.stages * T::kStageBytes + others),
-       .cluster = static_cast<unsigned>(plan.cluster)},
-      queue, EpilogueOf(conv), params);
+  return LaunchClusters(kernel, tiles, plan.cluster, T::kThreads,
+                        params.stages * T::kStageBytes + others, conv, params, queue);
 }
 
 template <int kRow, typename F>

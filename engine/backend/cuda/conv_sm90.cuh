@@ -87,16 +87,16 @@ struct TileScheduler {
   __device__ int StrideOfConsumer() const { return kInFlight * stride; }
 };
 
-/// Launches persistent CTAs in clusters of `cluster` CTAs: as many clusters as the device holds, at
-/// most one per tile.
-template <typename T, typename Params>
-cudaError_t LaunchPersistent(void (*kernel)(Conv2dLaunch, Params), int64_t tiles, int cluster,
-                             const Conv2dLaunch& conv, const Params& params, const Queue& queue) {
-  const int64_t at_once = queue.multiprocessors / cluster;
+/// Launches `clusters` clusters of `cluster` CTAs each. Persistent CTAs: as many as the device
+/// holds, at most one cluster per tile.
+template <typename Params>
+cudaError_t LaunchClusters(void (*kernel)(Conv2dLaunch, Params), int64_t clusters, int cluster,
+                           int threads, int shared_bytes, const Conv2dLaunch& conv,
+                           const Params& params, const Queue& queue) {
   return LaunchDependent(kernel,
-                         {.grid = static_cast<unsigned>(std::min(tiles, at_once) * cluster),
-                          .block = T::kThreads,
-                          .shared_bytes = T::kSharedBytes,
+                         {.grid = static_cast<unsigned>(clusters * cluster),
+                          .block = static_cast<unsigned>(threads),
+                          .shared_bytes = static_cast<size_t>(shared_bytes),
                           .cluster = static_cast<unsigned>(cluster)},
                          queue, EpilogueOf(conv), params);
 }
