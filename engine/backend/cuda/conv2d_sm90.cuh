@@ -51,8 +51,6 @@ struct Tile {
   static constexpr int kBoxBytes = kBoxPixels * kBox * 2;
   static constexpr int kStagingBytes = kStaged ? kGroups * kBoxes * kBoxBytes : 0;
   static constexpr int kThreads = kSpec.kernel.threads;
-  static constexpr int kProducerRegisters = kSpec.kernel.producer_registers;
-  static constexpr int kConsumerRegisters = kSpec.kernel.consumer_registers;
   static constexpr int kBarriers = 2 * kStages + kGroups * (2 + kBoxes);
   static constexpr int kSharedBytes = kStages * kStageBytes + kStagingBytes + kBarriers * 8;
   static_assert(kN % 32 == 0 && kThreads == 128 * (kGroups + 1) && kSharedBytes <= 232448);
@@ -197,99 +195,6 @@ struct EpilogueBuffer {
   }
 };
 
-/// Run by one thread per consumer, so that consumers never wait for a copy. Stores boxes by TMA as
-/// soon as they are filled, then loads the next tile's residual into them. Tiles start at `index`;
-/// the consumer's part of each begins at pixel `pixels_on`.
-template <typename T, bool kDoubled>
-__device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& params,
-                                     const EpilogueBuffer<T>& epilogue, int index, int tiles,
-                                     int stride, int rank, int pixels_on) {
-  for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
-    const TileAt tile = TileOf<T, kDoubled>(params, index, rank);
-    const bool gated = T::kGates && conv.gated;
-    const int box_outputs = gated ? T::kGatedBox : T::kBox, outputs_per = gated ? 2 : 1;
-    const auto for_boxes = [&](const auto& what) {
-#pragma unroll 1
-      for (int box = 0; box < T::kBoxes; ++box) {
-        const int across = box % T::kAcross;
-        if (gated && across >= T::kGatedAcross) continue;
-        const int m = tile.m0 + pixels_on + box / T::kAcross * 64;
-        const int n = tile.n0 / outputs_per + across * box_outputs;
-        what(box, n, m, m < params.grid.pixels && n < conv.outputs / outputs_per);
-      }
-    };
-    uint32_t bytes = 0;
-    if (conv.residual.data != nullptr) {
-      for_boxes([&](int, int, int, bool exists) { bytes += exists ? T::kBoxBytes : 0; });
-    }
-    ArriveExpectTx(epilogue.ready, bytes);
-    if (bytes > 0) {
-      for_boxes([&](int box, int n, int m, bool exists) {
-        if (!exists) return;
-        if constexpr (kDoubled) {
-          TmaLoad(epilogue.Box(box), &params.residual, epilogue.ready, n, tile.phase % 2,
-                  m % params.grid.width, tile.phase / 2, m / params.grid.width);
-        } else {
-          TmaLoad(epilogue.Box(box), &params.residual, epilogue.ready, n, m);
-        }
-      });
-    }
-    for_boxes([&](int box, int n, int m, bool exists) {
-      Wait(&epilogue.filled[box], parity);
-      if (!exists) return;
-      if constexpr (kDoubled) {
-        TmaStore(&params.out, epilogue.Box(box), n, tile.phase % 2, m % params.grid.width,
-                 tile.phase / 2, m / params.grid.width);
-      } else {
-        TmaStore(&params.out, epilogue.Box(box), n, m);
-      }
-    });
-    TmaStoreCommit();
-    TmaStoreWaitRead();
-  }
-}
-
-/// The same by a warp, for doubled images whose lines are neither whole boxes nor whole parts of
-/// one.
-template <typename T>
-__device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& params,
-                                       const EpilogueBuffer<T>& epilogue, int index, int tiles,
-                                       int stride, int rank, int pixels_on) {
-  constexpr int kLanes = T::kBox / 8, kRows = 32 / kLanes;  // lanes per pixel, pixels at a time
-  const int lane = threadIdx.x % 32, width = params.grid.width.value;
-  for (uint32_t parity = 0; index < tiles; index += stride, parity ^= 1) {
-    const TileAt tile = TileOf<T, true>(params, index, rank);
-    // Calls what(vector in shared memory, output pixel, n) for vectors of the outputs from n.
-    const auto for_vectors = [&](int box, const auto& what) {
-      const int n = tile.n0 + box % T::kAcross * T::kBox + lane % kLanes * 8;
-      const int m0 = tile.m0 + pixels_on + box / T::kAcross * 64;
-      const int rows = n < conv.outputs ? min(64, params.grid.pixels - m0) : 0;
-      int x = (m0 + lane / kLanes) % params.grid.width;
-      int pixel = static_cast<int>(OutputPixel(conv, params.grid, m0 + lane / kLanes, tile.phase));
-#pragma unroll 1
-      for (int row = lane / kLanes; row < rows; row += kRows) {
-        what(epilogue.VectorAt(box, row, lane % kLanes), pixel, n);
-        x += kRows, pixel += 2 * kRows;
-        for (; x >= width; x -= width) pixel += 2 * width;  // skips a line
-      }
-    };
-    if (conv.residual.data != nullptr) {
-      for (int box = 0; box < T::kBoxes; ++box) {
-        for_vectors(
-            box, [&](uint4* vector, int pixel, int n) { *vector = LoadResidual(conv, pixel, n); });
-      }
-    }
-    Arrive(epilogue.ready);
-    for (int box = 0; box < T::kBoxes; ++box) {
-      Wait(&epilogue.filled[box], parity);
-      for_vectors(box, [&](const uint4* vector, int pixel, int n) {
-        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) +
-                                  int64_t{pixel} * conv.out.stride + n) = *vector;
-      });
-    }
-  }
-}
-
 /// A CTA's shared memory (CUTLASS: SharedStorage) and its tiles.
 template <typename T, bool kDoubled>
 struct Cta : TileScheduler<T::kPingPong> {
@@ -342,6 +247,104 @@ struct Cta : TileScheduler<T::kPingPong> {
     FenceBarrierInit();
   }
 };
+
+/// Run by one thread per consumer, so that consumers never wait for a copy. Stores boxes by TMA as
+/// soon as they are filled, then loads the next tile's residual into them.
+template <typename T, bool kDoubled>
+__device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& params,
+                                     const Cta<T, kDoubled>& cta, int group) {
+  const EpilogueBuffer<T> epilogue = cta.Epilogue(group);
+  const int pixels_on = cta.FirstPixel(group);
+  uint32_t parity = 0;
+  for (int index = cta.FirstTile(group); index < cta.tiles;
+       index += cta.StrideOfConsumer(), parity ^= 1) {
+    const TileAt tile = TileOf<T, kDoubled>(params, index, cta.rank);
+    const bool gated = T::kGates && conv.gated;
+    const int box_outputs = gated ? T::kGatedBox : T::kBox, outputs_per = gated ? 2 : 1;
+    const auto for_boxes = [&](const auto& what) {
+#pragma unroll 1
+      for (int box = 0; box < T::kBoxes; ++box) {
+        const int across = box % T::kAcross;
+        if (gated && across >= T::kGatedAcross) continue;
+        const int m = tile.m0 + pixels_on + box / T::kAcross * 64;
+        const int n = tile.n0 / outputs_per + across * box_outputs;
+        what(box, n, m, m < params.grid.pixels && n < conv.outputs / outputs_per);
+      }
+    };
+    uint32_t bytes = 0;
+    if (conv.residual.data != nullptr) {
+      for_boxes([&](int, int, int, bool exists) { bytes += exists ? T::kBoxBytes : 0; });
+    }
+    ArriveExpectTx(epilogue.ready, bytes);
+    if (bytes > 0) {
+      for_boxes([&](int box, int n, int m, bool exists) {
+        if (!exists) return;
+        if constexpr (kDoubled) {
+          TmaLoad(epilogue.Box(box), &params.residual, epilogue.ready, n, tile.phase % 2,
+                  m % params.grid.width, tile.phase / 2, m / params.grid.width);
+        } else {
+          TmaLoad(epilogue.Box(box), &params.residual, epilogue.ready, n, m);
+        }
+      });
+    }
+    for_boxes([&](int box, int n, int m, bool exists) {
+      Wait(&epilogue.filled[box], parity);
+      if (!exists) return;
+      if constexpr (kDoubled) {
+        TmaStore(&params.out, epilogue.Box(box), n, tile.phase % 2, m % params.grid.width,
+                 tile.phase / 2, m / params.grid.width);
+      } else {
+        TmaStore(&params.out, epilogue.Box(box), n, m);
+      }
+    });
+    TmaStoreCommit();
+    TmaStoreWaitRead();
+  }
+}
+
+/// The same by a warp, for doubled images whose lines are neither whole boxes nor whole parts of
+/// one.
+template <typename T, bool kDoubled>
+__device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& params,
+                                       const Cta<T, kDoubled>& cta, int group) {
+  constexpr int kLanes = T::kBox / 8, kRows = 32 / kLanes;  // lanes per pixel, pixels at a time
+  const EpilogueBuffer<T> epilogue = cta.Epilogue(group);
+  const int pixels_on = cta.FirstPixel(group);
+  const int lane = threadIdx.x % 32, width = params.grid.width.value;
+  uint32_t parity = 0;
+  for (int index = cta.FirstTile(group); index < cta.tiles;
+       index += cta.StrideOfConsumer(), parity ^= 1) {
+    const TileAt tile = TileOf<T, true>(params, index, cta.rank);
+    // Calls what(vector in shared memory, output pixel, n) for vectors of the outputs from n.
+    const auto for_vectors = [&](int box, const auto& what) {
+      const int n = tile.n0 + box % T::kAcross * T::kBox + lane % kLanes * 8;
+      const int m0 = tile.m0 + pixels_on + box / T::kAcross * 64;
+      const int rows = n < conv.outputs ? min(64, params.grid.pixels - m0) : 0;
+      int x = (m0 + lane / kLanes) % params.grid.width;
+      int pixel = static_cast<int>(OutputPixel(conv, params.grid, m0 + lane / kLanes, tile.phase));
+#pragma unroll 1
+      for (int row = lane / kLanes; row < rows; row += kRows) {
+        what(epilogue.VectorAt(box, row, lane % kLanes), pixel, n);
+        x += kRows, pixel += 2 * kRows;
+        for (; x >= width; x -= width) pixel += 2 * width;  // skips a line
+      }
+    };
+    if (conv.residual.data != nullptr) {
+      for (int box = 0; box < T::kBoxes; ++box) {
+        for_vectors(
+            box, [&](uint4* vector, int pixel, int n) { *vector = LoadResidual(conv, pixel, n); });
+      }
+    }
+    Arrive(epilogue.ready);
+    for (int box = 0; box < T::kBoxes; ++box) {
+      Wait(&epilogue.filled[box], parity);
+      for_vectors(box, [&](const uint4* vector, int pixel, int n) {
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) +
+                                  int64_t{pixel} * conv.out.stride + n) = *vector;
+      });
+    }
+  }
+}
 
 /// The thread that loads the stages of all tiles.
 template <typename T, typename F>
@@ -554,7 +557,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (cta.multicast_ctas > 1) ArriveAtClusterRelaxed();
 
   if (group == T::kGroups) {
-    DecreaseRegisters<T::kProducerRegisters>();
+    DecreaseRegisters<T::kSpec.kernel.producer_registers>();
     if (cta.multicast_ctas > 1) WaitForCluster();
     if (warp == kProducerWarp && ElectOne()) {
       if (cta.multicast_ctas > 1) loader.LoadEarly();
@@ -565,15 +568,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     if (kStores && of >= 0 && of < T::kGroups) {
       WaitForPredecessors();
       if (cta.scatters) {
-        ScatterEpilogue<T>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
-                           cta.StrideOfConsumer(), cta.rank, cta.FirstPixel(of));
+        ScatterEpilogue(conv, params, cta, of);
       } else if (ElectOne()) {
-        StoreEpilogue<T, F::kDoubled>(conv, params, cta.Epilogue(of), cta.FirstTile(of), cta.tiles,
-                                      cta.StrideOfConsumer(), cta.rank, cta.FirstPixel(of));
+        StoreEpilogue(conv, params, cta, of);
       }
     }
   } else {
-    IncreaseRegisters<T::kConsumerRegisters>();
+    IncreaseRegisters<T::kSpec.kernel.consumer_registers>();
     if (cta.multicast_ctas > 1) WaitForCluster();
     Consumer<T, F>{conv, params, cta, group}.Run();
   }

@@ -71,8 +71,6 @@ struct Tile {
       std::max(HaloTilesOf<false>::kBytes, kSplitK ? HaloTilesOf<true>::kBytes : 0);
   static constexpr int kSharedBytes =
       kAllHaloTileBytes + kStages * kStageBytes + kStagingBytes + kReceivedBytes + kBarriers * 8;
-  static constexpr int kConsumerRegisters = kSpec.kernel.consumer_registers;
-  static constexpr int kProducerRegisters = kSpec.kernel.producer_registers;
   static constexpr bool kFusesInputNorm = kSpec.FusesInputNorm();
   // conv.add is loaded before the products if there are registers for it.
   static constexpr bool kAddsEarly = kAddsRuns && kN < (kE4m3 ? 160 : 192);
@@ -566,7 +564,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   ArriveAtCluster();
 
   if (group >= 2) {
-    DecreaseRegisters<T::kProducerRegisters>();
+    DecreaseRegisters<T::kSpec.kernel.producer_registers>();
     WaitForCluster();
     if (warp == kProducerWarp && ElectOne()) {
       HaloTileLoader<T, F>{conv, params, cta}.Load();
@@ -574,7 +572,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       NormaliseHaloTiles<T>(conv, params, cta, threadIdx.x - (kProducerWarp + 1) * 32);
     }
   } else {
-    IncreaseRegisters<T::kConsumerRegisters>();
+    IncreaseRegisters<T::kSpec.kernel.consumer_registers>();
     WaitForCluster();
     Consumer<T, F>{conv, params, cta, group}.Run();
   }
