@@ -331,16 +331,16 @@ __device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& p
     };
     if (conv.residual.data != nullptr) {
       for (int box = 0; box < T::kBoxes; ++box) {
-        for_vectors(
-            box, [&](uint4* vector, int pixel, int n) { *vector = LoadResidual(conv, pixel, n); });
+        for_vectors(box, [&](uint4* vector, int pixel, int n) {
+          *vector = *Bf16At<uint4>(conv.residual, pixel, n);
+        });
       }
     }
     Arrive(epilogue.ready);
     for (int box = 0; box < T::kBoxes; ++box) {
       Wait(&epilogue.filled[box], parity);
       for_vectors(box, [&](const uint4* vector, int pixel, int n) {
-        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) +
-                                  int64_t{pixel} * conv.out.stride + n) = *vector;
+        *Bf16At<uint4>(conv.out, pixel, n) = *vector;
       });
     }
   }

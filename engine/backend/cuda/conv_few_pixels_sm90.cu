@@ -214,9 +214,9 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
       return Apply(Affine{of.x, of.y}, statistics[i * kHalfRuns / kHalf]);
     };
     const auto activate = [](float h) { return SiluOfHalf(h); };
-    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(conv.out.data) + row * conv.out.stride +
-                              n) = {NormaliseWord(words.x, of_output(0), of_output(1), activate),
-                                    NormaliseWord(words.y, of_output(2), of_output(3), activate)};
+    *Bf16At<uint2>(conv.out, row, n) = {
+        NormaliseWord(words.x, of_output(0), of_output(1), activate),
+        NormaliseWord(words.y, of_output(2), of_output(3), activate)};
   }
 }
 
@@ -473,9 +473,7 @@ struct Outputs {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           if (rows[h] < 0 || At(j) >= conv.outputs) continue;
-          *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(conv.out.data) +
-                                       rows[h] * conv.out.stride + At(j)) =
-              PackBf16(v[2 * h], v[2 * h + 1]);
+          *Bf16At<uint32_t>(conv.out, rows[h], At(j)) = PackBf16(v[2 * h], v[2 * h + 1]);
         }
       }
 #pragma unroll

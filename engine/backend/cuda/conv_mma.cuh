@@ -152,10 +152,7 @@ __device__ inline void FinishWarp(const Conv2dLaunch& conv, const float (&sums)[
       float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
       if constexpr (kVectors) {
         const uint4 packed = FinishVector(conv, has_beside, beside[0][pass], v);
-        if (pixel >= 0) {
-          *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(conv.out.data) +
-                                    pixel * conv.out.stride + n) = packed;
-        }
+        if (pixel >= 0) *Bf16At<uint4>(conv.out, pixel, n) = packed;
         beside[0][pass] = beside[1][pass];
         if (part + 2 < kM) load_beside(part + 2, pass, &beside[1][pass]);
       } else {

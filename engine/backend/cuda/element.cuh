@@ -35,6 +35,13 @@ __device__ inline void Store(const Rows& rows, int64_t row, int64_t column, floa
   }
 }
 
+/// The address of a word (uint32_t, uint2 or uint4) of a matrix in bf16.
+template <typename Word>
+__device__ inline Word* Bf16At(const Rows& rows, int64_t row, int64_t column) {
+  return reinterpret_cast<Word*>(static_cast<__nv_bfloat16*>(rows.data) + row * rows.stride +
+                                 column);
+}
+
 __device__ inline uint32_t PackBf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);

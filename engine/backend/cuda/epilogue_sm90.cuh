@@ -96,12 +96,6 @@ __device__ inline void ApplyEpilogue(const Conv2dLaunch& conv, bool silu,
   for (int j = 0; j < kAccumulators; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
 }
 
-/// Eight outputs of the residual.
-__device__ inline uint4 LoadResidual(const Conv2dLaunch& conv, int64_t pixel, int n) {
-  return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(conv.residual.data) +
-                                         pixel * conv.residual.stride + n);
-}
-
 /// The swizzle of rows of kBox (16, 32 or 64) bf16: vector v is stored at v ^ SwizzleOf(row).
 template <int kBox>
 __device__ inline int SwizzleOf(int row) {
