@@ -263,25 +263,24 @@ struct Cta {
   __device__ void ReleaseStage(int stage) const {
     if (threadIdx.x % kConsumers == 0) pipeline.ConsumerRelease(stage);
   }
-};
 
-/// One thread: initialises the barriers.
-template <typename T>
-__device__ inline void InitBarriers(const Cta<T>& cta, const Params& params) {
+  /// Called by one thread.
+  __device__ void InitBarriers(const Params& params) const {
 #pragma unroll 1
-  for (int stage = 0; stage < params.stages; ++stage) cta.pipeline.InitStage(stage, T::kGroups);
-  cta.halo_pipeline.Init(T::kGroups);
-  for (int slot = 0; slot < T::kWindowed; ++slot) {
-    InitBarrier(&cta.halo_tile_normal[slot], T::kTransformers);
+    for (int stage = 0; stage < params.stages; ++stage) pipeline.InitStage(stage, T::kGroups);
+    halo_pipeline.Init(T::kGroups);
+    for (int slot = 0; slot < T::kWindowed; ++slot) {
+      InitBarrier(&halo_tile_normal[slot], T::kTransformers);
+    }
+    InitBarrier(received, 1);
+    FenceBarrierInit();
+    if (params.log_cluster > 0) {
+      const int own = rank == 0 ? 1 : splits;
+      ArriveExpectTx(received, (SlotsOf(params.log_splits, params.log_cluster) - own) * T::kGroups *
+                                   SlotBytes(T::kOutputs, params.log_cluster));
+    }
   }
-  InitBarrier(cta.received, 1);
-  FenceBarrierInit();
-  if (params.log_cluster > 0) {
-    const int own = cta.rank == 0 ? 1 : cta.splits;
-    ArriveExpectTx(cta.received, (SlotsOf(params.log_splits, params.log_cluster) - own) *
-                                     T::kGroups * SlotBytes(T::kOutputs, params.log_cluster));
-  }
-}
+};
 
 // Producers. A warp elects a thread for each load, not for the loop: what the loop computes then
 // stays in uniform registers, where TMA needs it.
@@ -539,7 +538,7 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
 
   if (warp == T::kWeightWarp && ElectOne()) {
     PrefetchTensorMaps<T::kShortcut>(params);
-    InitBarriers(cta, params);
+    cta.InitBarriers(params);
   }
   __syncthreads();
   if (clustered) ArriveAtCluster();
