@@ -80,15 +80,10 @@ struct Partials {
 template <int kM, int kN>
 __device__ __forceinline__ void MoveTo(float (&sums)[kM][kN][4], float (&totals)[kM][kN][4]) {
 #pragma unroll
-  for (int i = 0; i < kM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        totals[i][j][e] += sums[i][j][e];
-        sums[i][j][e] = 0;
-      }
-    }
+  for (int i = 0; i < kM * kN * 4; ++i) {
+    float& sum = sums[i / 4 / kN][i / 4 % kN][i % 4];
+    totals[i / 4 / kN][i / 4 % kN][i % 4] += sum;
+    sum = 0;
   }
 }
 /// Stores a thread's sums of its split. The last CTA of a tile adds those of all splits, in order,

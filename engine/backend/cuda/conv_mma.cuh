@@ -45,12 +45,7 @@ __device__ inline uint4 FinishVector(const Conv2dLaunch& conv, bool has_beside, 
 #pragma unroll
     for (int j = 0; j < 4; ++j) AddPair(words[j], v[2 * j], v[2 * j + 1]);
   }
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] *= conv.scale;
-  if (conv.activation == Activation::kSilu) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
-  }
+  ApplyEpilogue(conv, conv.activation == Activation::kSilu, v);
   return PackBf16(v);
 }
 

@@ -85,17 +85,6 @@ __device__ inline void ScaleAndAddBias(const float* scales, const float* bias, i
   }
 }
 
-/// act(accumulator · scale), in place.
-template <int kAccumulators>
-__device__ inline void ApplyEpilogue(const Conv2dLaunch& conv, bool silu,
-                                     float (&v)[kAccumulators]) {
-#pragma unroll
-  for (int j = 0; j < kAccumulators; ++j) v[j] *= conv.scale;
-  if (!silu) return;
-#pragma unroll
-  for (int j = 0; j < kAccumulators; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
-}
-
 /// The swizzle of rows of kBox (16, 32 or 64) bf16: vector v is stored at v ^ SwizzleOf(row).
 template <int kBox>
 __device__ inline int SwizzleOf(int row) {

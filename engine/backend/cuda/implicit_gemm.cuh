@@ -110,6 +110,16 @@ __device__ inline void LoadInputs(const Conv2dLaunch& conv, const Window& window
   }
 }
 
+/// act(sum · scale), in place. silu: whether that is the activation, else there is none.
+template <int kSums>
+__device__ inline void ApplyEpilogue(const Conv2dLaunch& conv, bool silu, float (&v)[kSums]) {
+#pragma unroll
+  for (int j = 0; j < kSums; ++j) v[j] *= conv.scale;
+  if (!silu) return;
+#pragma unroll
+  for (int j = 0; j < kSums; ++j) v[j] = __fdividef(v[j], 1.0f + __expf(-v[j]));
+}
+
 /// Finishes the outputs n … n + 7 (those that exist) of an output pixel, from their sums.
 __device__ inline void FinishOutputs(const Conv2dLaunch& conv, int64_t pixel, int n,
                                      float (&v)[8]) {
