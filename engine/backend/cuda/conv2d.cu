@@ -269,11 +269,6 @@ cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
                          queue, conv, bias, PlaneOf(conv), n_tiles);
 }
 
-template <typename T, Inputs kInputs, bool kVectors>
-cudaError_t LoadTile() {
-  return LoadKernel(Conv2dKernel<T, kInputs, kVectors>, T::kSharedBytes);
-}
-
 /// A tile, and which layers have it: their elements, how their inputs are read, and whether their
 /// outputs are vectors.
 struct Choice {
@@ -293,7 +288,8 @@ constexpr Choice ChoiceOf(double step_alone = 0, double rest_alone = 0, double s
           kInputs,
           kVectors,
           {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
-          {LaunchTile<T, kInputs, kVectors>, LoadTile<T, kInputs, kVectors>}};
+          {LaunchTile<T, kInputs, kVectors>,
+           [] { return LoadKernel(Conv2dKernel<T, kInputs, kVectors>, T::kSharedBytes); }}};
 }
 using SmallTile = Tile<64, 64, 2, 2, 4, 4>;
 using E4m3Tile = Tile<64, 64, 2, 2, 4, 3, Element::kE4m3x2>;  // two sets of accumulators

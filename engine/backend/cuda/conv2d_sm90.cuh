@@ -649,14 +649,13 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
                ? EncodePhases(map, rows, channels, conv, columns)
                : EncodeRows(map, rows, channels, params.grid.pixels, columns, kBoxPixels);
   };
-  CUresult result = CUDA_SUCCESS;
   if (params.in_boxes) {
-    result = conv.gated ? encode_boxes(&params.out, conv.out, conv.outputs / 2, T::kGatedBox)
-                        : encode_boxes(&params.out, conv.out, conv.outputs, T::kBox);
+    CUresult result = encode_boxes(&params.out, conv.out, conv.outputs / (conv.gated ? 2 : 1),
+                                   conv.gated ? T::kGatedBox : T::kBox);
+    if (result == CUDA_SUCCESS && conv.residual.data != nullptr)
+      result = encode_boxes(&params.residual, conv.residual, conv.outputs, T::kBox);
+    if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
   }
-  if (result == CUDA_SUCCESS && params.in_boxes && conv.residual.data != nullptr)
-    result = encode_boxes(&params.residual, conv.residual, conv.outputs, T::kBox);
-  if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
 
   const int64_t tiles = int64_t{params.grid.phases} * rows * params.n_tiles;
   return LaunchClusters(kernel, std::min<int64_t>(tiles, queue.multiprocessors / plan.cluster),

@@ -444,11 +444,6 @@ cudaError_t LaunchTile(Conv2dLaunch conv, const Queue& queue) {
                          queue, conv, bias, QuadsOf(conv, T::kQuadEdge), n_tiles, partials);
 }
 
-template <typename T, SplitK kMode>
-cudaError_t LoadTile() {
-  return LoadKernel(Conv3x3Kernel<T, kMode>, T::kSharedBytes);
-}
-
 struct Choice {
   int quad, subtiles, n, taps;
   SplitK split_k;
@@ -458,13 +453,14 @@ struct Choice {
 template <typename T, SplitK kMode = SplitK::kNone>
 constexpr Choice ChoiceOf(double step_alone, double rest_alone, double step_shared,
                           double rest_shared) {
-  return {T::kQuadEdge,
-          T::kSubtiles,
-          T::kN,
-          T::kTaps,
-          kMode,
-          {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
-          {LaunchTile<T, kMode>, LoadTile<T, kMode>}};
+  return {
+      T::kQuadEdge,
+      T::kSubtiles,
+      T::kN,
+      T::kTaps,
+      kMode,
+      {T::kBlocks, step_alone, rest_alone, step_shared, rest_shared},
+      {LaunchTile<T, kMode>, [] { return LoadKernel(Conv3x3Kernel<T, kMode>, T::kSharedBytes); }}};
 }
 using Tile2x64 = Tile<2, 64, 8, 32, 3, 2, 2>;
 using Tile1x64 = Tile<1, 64, 4, 32, 3, 2, 4>;

@@ -588,9 +588,10 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   Params params;
   params.log_splits = BinaryLogarithm(plan.splits);
   static_assert(kMaxSplits <= kTaps, "each split has a step");
-  params.images_at_once = conv.width <= kSubtileEdge ? 2 : 1;
-  const int tiles_x =
-      params.images_at_once == 2 ? 1 : (conv.width + 2 * kSubtileEdge - 1) / (2 * kSubtileEdge);
+  const bool two_images = conv.width <= kSubtileEdge;  // in a tile
+  const int tile_width = two_images ? kSubtileEdge : 2 * kSubtileEdge;
+  params.images_at_once = two_images ? 2 : 1;
+  const int tiles_x = (conv.width + tile_width - 1) / tile_width;
   const int tiles_y = (conv.height + kSubtileEdge - 1) / kSubtileEdge;
   const int groups = (conv.images + params.images_at_once - 1) / params.images_at_once;
   const int m_tiles = tiles_x * tiles_y * groups;
@@ -601,13 +602,11 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   params.m_tiles = (m_tiles + multicast_ctas - 1) / multicast_ctas * multicast_ctas;
   params.tiles_x = FastDivmod(tiles_x), params.tiles_y = FastDivmod(tiles_y);
   params.n_tiles = FastDivmod((conv.outputs + T::kN - 1) / T::kN);
-  const int pitch = params.images_at_once == 2 ? kSubtileEdge + 2 : 2 * kSubtileEdge + 2;
+  const int pitch = tile_width + 2, halo_tile_pixels = pitch * (kSubtileEdge + 2);
   params.pitch = FastDivmod(pitch);
-  const int halo_tile_pixels = pitch * (kSubtileEdge + 2);
-  params.subtile_pixel = params.images_at_once == 2 ? halo_tile_pixels : kSubtileEdge;
-  params.shortcut_pitch = params.images_at_once == 2 ? kSubtileEdge : 2 * kSubtileEdge;
-  params.shortcut_subtile_pixel =
-      params.images_at_once == 2 ? kSubtileEdge * kSubtileEdge : kSubtileEdge;
+  params.shortcut_pitch = tile_width;
+  params.subtile_pixel = two_images ? halo_tile_pixels : kSubtileEdge;
+  params.shortcut_subtile_pixel = two_images ? kSubtileEdge * kSubtileEdge : kSubtileEdge;
   params.halo_tile_bytes = halo_tile_pixels * params.images_at_once * kStepBytes;
 
   const auto encode_halo_tile = [&](CUtensorMap* map, const Rows& rows, int channels,
