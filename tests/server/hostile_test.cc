@@ -13,14 +13,18 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
+#include <future>
 #include <limits>
 #include <thread>
 
 #include "engine/images/png.h"
 #include "tests/eventually.h"
+#include "tests/server/peak_memory.h"
 #include "tests/server/png_bomb.h"
 #include "tests/server/server_fixture.h"
 
@@ -147,6 +151,26 @@ TEST_F(HostileTest, MalformedMessagesAreRefused) {
     EXPECT_FALSE(status.ok()) << testing::PrintToString(bytes);
   }
   EXPECT_EQ(engine_->evaluations(), 0);
+  EXPECT_TRUE(Generate().ok());
+}
+
+/// 200 KB that would be 200 MB before their size is looked at.
+TEST_F(HostileTest, CompressedMessagesAreRefusedUnread) {
+  Start();
+  ASSERT_TRUE(Generate().ok());
+  grpc::Slice zeros(192 << 20);
+  std::memset(const_cast<uint8_t*>(zeros.begin()), 0, zeros.size());
+  for (const auto algorithm : {GRPC_COMPRESS_GZIP, GRPC_COMPRESS_DEFLATE}) {
+    const int64_t growth = PeakGrowth([&] {
+      grpc::ClientContext context;
+      context.set_compression_algorithm(algorithm);
+      const grpc::Status status =
+          denoised::CallByName(Connect(), &context, "/denoised.v1.ImageGeneration/GetServerInfo",
+                               grpc::ByteBuffer(&zeros, 1));
+      EXPECT_EQ(status.error_code(), StatusCode::UNIMPLEMENTED) << status.error_message();
+    });
+    EXPECT_LT(growth, 64 << 20);
+  }
   EXPECT_TRUE(Generate().ok());
 }
 

@@ -84,11 +84,16 @@ grpc::Status CallByName(const std::shared_ptr<grpc::Channel>& channel, grpc::Cli
                         const std::string& path, const std::string& request,
                         std::string* response) {
   const grpc::Slice slice(request);
-  const grpc::ByteBuffer send(&slice, 1);
+  return CallByName(channel, context, path, grpc::ByteBuffer(&slice, 1), response);
+}
+
+grpc::Status CallByName(const std::shared_ptr<grpc::Channel>& channel, grpc::ClientContext* context,
+                        const std::string& path, const grpc::ByteBuffer& request,
+                        std::string* response) {
   grpc::ByteBuffer receive;
   grpc::GenericStub stub(channel);
   grpc::CompletionQueue queue;
-  auto call = stub.PrepareUnaryCall(context, path, send, &queue);
+  auto call = stub.PrepareUnaryCall(context, path, request, &queue);
   call->StartCall();
   grpc::Status status;
   call->Finish(&receive, &status, nullptr);

@@ -53,6 +53,11 @@ grpc::Status CallByName(const std::shared_ptr<grpc::Channel>& channel, grpc::Cli
                         const std::string& path, const std::string& request = "",
                         std::string* response = nullptr);
 
+/// The same with a message that is not copied.
+grpc::Status CallByName(const std::shared_ptr<grpc::Channel>& channel, grpc::ClientContext* context,
+                        const std::string& path, const grpc::ByteBuffer& request,
+                        std::string* response = nullptr);
+
 /// The detail of this type that a status carries; a test fails without one.
 template <typename Detail>
 Detail Find(const grpc::Status& status) {
