@@ -13,9 +13,9 @@ bool HasPassed(const grpc::CallbackServerContext& context) {
 bool GrpcUnaryCall::IsLate() const { return HasPassed(*grpc_context_); }
 
 void GrpcUnaryCall::Answer(const grpc::Status& status, v1::GenerateResponse* images) {
-  if (images != nullptr) reply_(images);
+  if (images != nullptr) status_ = reply_(images);
   context_.write_watch->Arm(grpc_context_);
-  Finish(status);
+  Finish(images != nullptr ? status_ : status);
 }
 
 void GrpcUnaryCall::OnDone() {

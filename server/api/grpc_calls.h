@@ -17,8 +17,9 @@ namespace denoised {
 
 class GrpcUnaryCall final : public grpc::ServerUnaryReactor, public UnaryCall {
  public:
-  /// Makes the reply of the images; on a worker, before gRPC sends it, and only when all went well.
-  using Reply = std::function<void(v1::GenerateResponse* images)>;
+  /// Makes the reply of the images, or says why there is none; on a worker, before gRPC sends it,
+  /// and only when all went well.
+  using Reply = std::function<grpc::Status(v1::GenerateResponse* images)>;
 
   /// `method` is its full name.
   GrpcUnaryCall(const GenerationCallContext& context, const char* method,

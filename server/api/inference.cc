@@ -16,6 +16,7 @@
 #include "server/api/translate.h"
 #include "server/security/clients.h"
 #include "server/status/quote.h"
+#include "server/status/status_details.h"
 
 namespace denoised {
 namespace {
@@ -190,6 +191,26 @@ bool Fits(const RepeatedField<int64_t>& shape, const Shape64& wanted) {
       shape.begin(), shape.end(), wanted.begin(), wanted.end(), [](int64_t has, int64_t wants) {
         return wants >= 0 ? has == wants : has >= 1 && has <= std::numeric_limits<int32_t>::max();
       });
+}
+
+/// Adds a violation where files of so many pixels are too large to be unpacked for the output
+/// `image` too, or both together for one reply of `count` images.
+void CheckBoth(int64_t pixels, int channels, int64_t count, int64_t max_reply_bytes,
+               const MemoryBudget& memory, std::vector<FieldViolation>* violations) {
+  const int64_t bytes = 2 * pixels * channels;
+  if (bytes > max_reply_bytes / std::max<int64_t>(count, 1)) {
+    violations->push_back(
+        {"outputs", fmt::format("image and encoded take {} bytes an image in one reply of at most "
+                                "{}; ask for one of them, or for fewer images",
+                                bytes, max_reply_bytes)});
+  }
+  const int64_t unpacked = pixels * kPngDecodingBytesPerPixel;
+  if (unpacked > memory.bytes()) {
+    violations->push_back(
+        {"outputs", fmt::format("image and encoded of one file take {} bytes to unpack it, and "
+                                "there are {} for all requests; ask for one of them",
+                                unpacked, memory.bytes())});
+  }
 }
 
 /// Nothing where the parameter is of another type. One that does not fit is the largest.
@@ -481,21 +502,22 @@ class RequestReader {
       if (std::count(names.begin(), names.end(), wanted.name()) == 0) {
         Violate("outputs", "has {}, which model '{}' does not give; use {}", Quote(wanted.name()),
                 model_.name, fmt::join(names, ", "));
-      } else if (std::count(result_.outputs.begin(), result_.outputs.end(), wanted.name()) != 0) {
+      } else if (Wants(wanted.name())) {
         Violate("outputs", "has {} twice; ask for it once", wanted.name());
       } else if (!wanted.parameters().empty()) {
         Violate("outputs", "has the parameter {} of {}, and this server knows none; leave it out",
                 Quote(wanted.parameters().begin()->first), wanted.name());
       } else {
-        result_.outputs.push_back(wanted.name());
+        result_.outputs.names.push_back(wanted.name());
       }
     }
-    if (request_.outputs().empty()) result_.outputs = names;
+    if (request_.outputs().empty()) result_.outputs.names = names;
+    result_.outputs.channels = model_.channels;
     if (ArePictures(model_)) Format();
   }
 
-  bool Wants(const char* output) const {
-    return std::count(result_.outputs.begin(), result_.outputs.end(), output) != 0;
+  bool Wants(const std::string& output) const {
+    return std::count(result_.outputs.names.begin(), result_.outputs.names.end(), output) != 0;
   }
 
   /// A request has one format. With pixels and files wanted it is PNG, which holds both.
@@ -520,22 +542,10 @@ class RequestReader {
     const int64_t width = params.has_width() ? params.width() : model_.width;
     const int64_t height = params.has_height() ? params.height() : model_.height;
     if (std::min(width, height) < 1 || std::max(width, height) > model_.max_edge) return;
-    // An init image's own size is known when it is decoded. Until then it counts as the model's.
-    const int64_t pixels = width * height;
-    const int64_t bytes = 2 * pixels * model_.channels;
-    if (bytes > limits_.max_reply_bytes / std::max<int64_t>(batch_, 1)) {
-      Violate("outputs",
-              "image and encoded take {} bytes an image in one reply of at most {}; ask "
-              "for one of them, or for fewer images",
-              bytes, limits_.max_reply_bytes);
-    }
-    const int64_t unpacked = pixels * kPngDecodingBytesPerPixel;
-    if (unpacked > memory_.bytes()) {
-      Violate("outputs",
-              "image and encoded of one file take {} bytes to unpack it, and there are {} for all "
-              "requests; ask for one of them",
-              unpacked, memory_.bytes());
-    }
+    // An init image's own size is known when it is decoded. Until then it counts as the model's,
+    // and WriteInference looks again.
+    CheckBoth(width * height, model_.channels, batch_, limits_.max_reply_bytes, memory_,
+              &violations_);
   }
 
   const inference::ModelInferRequest& request_;
@@ -554,17 +564,17 @@ void AppendLittleEndian(T value, std::string* bytes) {
   bytes->append(reinterpret_cast<const char*>(&value), sizeof(value));
 }
 
-void AppendPixels(const v1::Image& image, MemoryBudget* memory, std::string* bytes) {
+/// `image` has a tensor, or its file passes CheckBoth.
+absl::Status AppendPixels(const v1::Image& image, MemoryBudget* memory, std::string* bytes) {
   if (image.has_tensor()) {
     bytes->append(image.tensor().data());
-    return;
+    return absl::OkStatus();
   }
   const int64_t count = int64_t{image.width()} * image.height();
   const MemoryBudget::Lease lease = memory->Wait(count * kPngDecodingBytesPerPixel);
-  const auto pixels = DecodeFile(image.encoded(), count);
-  DENOISED_CHECK(pixels.ok(), "a PNG that was just written: {}",
-                 std::string(pixels.status().message()));
-  bytes->append(pixels->samples.begin(), pixels->samples.end());
+  DENOISED_ASSIGN_OR_RETURN(const auto pixels, DecodeFile(image.encoded(), count));
+  bytes->append(pixels.samples.begin(), pixels.samples.end());
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -637,13 +647,14 @@ std::string InputName(const std::string& field) {
   return field;
 }
 
-void WriteInference(const v1::GenerateResponse& images, const std::vector<std::string>& outputs,
-                    MemoryBudget* memory, inference::ModelInferResponse* response) {
+grpc::Status WriteInference(const v1::GenerateResponse& images, const InferenceOutputs& outputs,
+                            int64_t max_reply_bytes, MemoryBudget* memory,
+                            inference::ModelInferResponse* response) {
   const v1::GenerationParams& params = images.params();
   response->set_model_name(params.model());
   response->set_model_version(images.run().model_version());
   (*response->mutable_parameters())["request_id"].set_string_param(params.request_id());
-  for (const std::string& name : outputs) {
+  for (const std::string& name : outputs.names) {
     auto& output = *response->add_outputs();
     std::string& bytes = *response->add_raw_output_contents();
     output.set_name(name);
@@ -652,7 +663,16 @@ void WriteInference(const v1::GenerateResponse& images, const std::vector<std::s
       const v1::Image& first = images.images(0);
       const bool floats = first.tensor().data_type() == v1::DATA_TYPE_FLOAT32;
       output.set_datatype(floats ? "FP32" : "UINT8");
-      for (const v1::Image& image : images.images()) AppendPixels(image, memory, &bytes);
+      if (!first.has_tensor()) {
+        std::vector<FieldViolation> violations;
+        CheckBoth(int64_t{first.width()} * first.height(), outputs.channels, images.images_size(),
+                  max_reply_bytes, *memory, &violations);
+        if (!violations.empty()) return InvalidFields(violations, params.request_id());
+      }
+      for (const v1::Image& image : images.images()) {
+        const absl::Status status = AppendPixels(image, memory, &bytes);
+        if (!status.ok()) return JobStatus(status, params.request_id());
+      }
       const int64_t pixels = int64_t{images.images_size()} * first.height() * first.width();
       output.add_shape(first.height());
       output.add_shape(first.width());
@@ -671,6 +691,7 @@ void WriteInference(const v1::GenerateResponse& images, const std::vector<std::s
       }
     }
   }
+  return grpc::Status::OK;
 }
 
 }  // namespace denoised

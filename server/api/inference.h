@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <grpcpp/support/status.h>
+
 #include <chrono>
 #include <optional>
 #include <string>
@@ -49,12 +51,18 @@ namespace denoised {
 /// Lists the inputs and outputs of a model that is ready.
 void DescribeTensors(const ModelInfo& model, inference::ModelMetadataResponse* metadata);
 
+/// What a request asks to be given.
+struct InferenceOutputs {
+  std::vector<std::string> names;  // in the order of the reply
+  int channels = 0;                // of each image
+};
+
 /// A ModelInferRequest in our own types.
 struct Inference {
   v1::GenerationParams params;                       // without the model
   std::optional<std::chrono::microseconds> timeout;  // from its arrival
-  std::vector<std::string> outputs;                  // in the order of the reply
-  MemoryBudget::Lease upload;                        // of files and texts in `params`
+  InferenceOutputs outputs;
+  MemoryBudget::Lease upload;  // of files and texts in `params`
   /// ResourceExhausted if other requests hold the memory that they need.
   absl::Status memory_status;
 };
@@ -73,8 +81,10 @@ Inference ReadInference(const inference::ModelInferRequest& request, const Model
 std::string InputName(const std::string& field);
 
 /// The reply but for its id. `images` are in the order of their indices. Where files are to be
-/// unpacked too, one after another, it waits for the memory of each.
-void WriteInference(const v1::GenerateResponse& images, const std::vector<std::string>& outputs,
-                    MemoryBudget* memory, inference::ModelInferResponse* response);
+/// unpacked too, one after another, it waits for the memory of each. Not OK if they are too large
+/// for that or for a reply: an init image can make images larger than ReadInference could know.
+grpc::Status WriteInference(const v1::GenerateResponse& images, const InferenceOutputs& outputs,
+                            int64_t max_reply_bytes, MemoryBudget* memory,
+                            inference::ModelInferResponse* response);
 
 }  // namespace denoised

@@ -103,11 +103,11 @@ grpc::ServerUnaryReactor* InferenceService::ModelMetadata(
 grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerContext* context,
                                                        const inference::ModelInferRequest* request,
                                                        inference::ModelInferResponse* response) {
-  const auto outputs = std::make_shared<std::vector<std::string>>();
+  const auto outputs = std::make_shared<InferenceOutputs>();
   const auto call = std::make_shared<GrpcUnaryCall>(
       context_, kModelInfer, context, [=, this, id = request->id()](v1::GenerateResponse* images) {
-        WriteInference(*images, *outputs, decoding_, response);
         response->set_id(id);
+        return WriteInference(*images, *outputs, context_.max_reply_bytes, decoding_, response);
       });
   const auto begin = [=, this, record = &call->record()](
                          const auto& watcher,

@@ -31,7 +31,10 @@ grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerC
                                                            v1::GenerateResponse* response) {
   const auto call = std::make_shared<GrpcUnaryCall>(
       context_, kGenerate, context,
-      [response](v1::GenerateResponse* images) { response->Swap(images); });
+      [response](v1::GenerateResponse* images) {
+        response->Swap(images);
+        return grpc::Status::OK;
+      });
   const Priority priority = ReadPriority(request->params());
   call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
     const v1::GenerateRequest taken = Take(request);

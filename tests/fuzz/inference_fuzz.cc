@@ -69,7 +69,7 @@ void Ask(const inference::ModelInferRequest& request, const ModelInfo& model) {
                 condition.class_vector_size() == model.class_vector_size,
             "a vector for each image");
   }
-  Require(!inference.outputs.empty(), "something is wanted");
+  Require(!inference.outputs.names.empty(), "something is wanted");
   // Names of inputs for all that Translate finds wrong.
   Translate(params, nullptr, true, "fuzz", model, limits, &memory, &violations);
   for (FieldViolation& violation : violations) violation.field = InputName(violation.field);

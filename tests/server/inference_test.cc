@@ -990,7 +990,8 @@ TEST(InferenceTensorsTest, AFileIsUnpackedOnceThereIsMemory) {
   std::atomic<bool> written = false;
   ModelInferResponse response;
   std::jthread writer([&] {
-    WriteInference(images, {"image"}, &memory, &response);
+    const InferenceOutputs outputs{.names = {"image"}, .channels = 1};
+    EXPECT_TRUE(WriteInference(images, outputs, 1 << 20, &memory, &response).ok());
     written = true;
   });
   std::this_thread::sleep_for(50ms);
@@ -1009,6 +1010,22 @@ TEST_F(InferenceTest, AFileThatCanNeverBeUnpackedIsRefusedAtOnce) {
   EXPECT_EQ(engine_->evaluations(), 0);
   ModelInferRequest request;
   request.add_outputs()->set_name("image");
+  EXPECT_TRUE(Infer(request).ok());
+}
+
+/// The height of what is drawn is known when the picture is decoded.
+TEST_F(InferenceTest, APicturesProportionsDoNotPassTheBounds) {
+  constexpr int kWidth = 256;
+  config_.max_decoding_bytes = 2 * kWidth * 32 * kPngDecodingBytesPerPixel;
+  Start();
+  const auto picture = EncodeFile(Tensor::Host({8, 8, 1}, DType::kF32), FileFormat::kPng, 90, {});
+  ASSERT_TRUE(picture.ok());
+  ModelInferRequest request;
+  AddBytes(&request, "init_image", *picture);
+  AddNumber(&request, "strength", 1);
+  AddInt(&request, "width", kWidth);
+  EXPECT_THAT(Violated(Infer(request)), ElementsAre("outputs"));
+  request.add_outputs()->set_name("encoded");
   EXPECT_TRUE(Infer(request).ok());
 }
 
