@@ -131,6 +131,24 @@ Difference Compare(const v1::StreamGenerateRequest& a, const v1::StreamGenerateR
   return difference;
 }
 
+/// How a request differs from that of a job, `there`, which the job answers with the parameters
+/// `effective`; empty if it asks for the same.
+std::string DifferenceFrom(const v1::StreamGenerateRequest& there,
+                           const v1::GenerationParams& effective, v1::StreamGenerateRequest asked) {
+  // Generate has no preview options, so it may join a job that StreamGenerate started.
+  if (!asked.has_preview() && there.has_preview()) *asked.mutable_preview() = there.preview();
+  const Difference difference = Compare(there, asked);
+  if (difference.count == 0) return "";
+  // The parameters that the job answers with ask for the same.
+  v1::StreamGenerateRequest answered = there;
+  *answered.mutable_params() = effective;
+  CopyUploads(there.params(), answered.mutable_params());
+  const Difference other = Compare(answered, asked);
+  if (other.count == 0) return "";
+  // Of the two forms, the request has what it was made of.
+  return other.count < difference.count ? other.first : difference.first;
+}
+
 grpc::Status AlreadyExists(const JobRequest& request, const std::string& difference) {
   const std::string& id = request.params.request_id();
   return FieldStatus(absl::StatusCode::kAlreadyExists,
@@ -157,15 +175,17 @@ std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
                                         grpc::Status* refusal) {
   const v1::GenerationParams& params = request.params;
   const bool named = IsRequestId(params.request_id());
-  Entry entry;
-  if (named) entry.asked = Asked(request);
   const absl::StatusOr<std::string> id = named ? params.request_id() : MakeJobId();
   if (!id.ok()) {
     *refusal = ToGrpcStatus(id.status(), reason::kServerError, "");
     return nullptr;
   }
   const bool survives = params.disconnect_policy() == v1::DISCONNECT_POLICY_CONTINUE;
-  auto generation =
+  Entry entry;
+  entry.asked = std::make_shared<const v1::StreamGenerateRequest>(
+      named ? Asked(request) : v1::StreamGenerateRequest());
+  entry.asked_bytes = entry.asked->ByteSizeLong();
+  entry.generation =
       std::make_shared<Generation>(context_, this,
                                    Generation::Origin{.caller = request.caller,
                                                       .peer = request.peer,
@@ -175,35 +195,33 @@ std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
                                                       .deadline = request.deadline,
                                                       .survives = survives,
                                                       .kept = named || survives});
-  entry.generation = generation;
-  {
-    MutexLock lock(&mutex_);
-    entry.number = ++last_number_;
-    const auto [known, fresh] = entries_.try_emplace(KeyOf(*generation), entry);
-    if (!fresh) {
-      Entry& there = known->second;
-      v1::StreamGenerateRequest asked = entry.asked;
-      // Generate has no preview options, so it may join a job that StreamGenerate started.
-      if (request.preview == nullptr && there.asked.has_preview()) {
-        *asked.mutable_preview() = there.asked.preview();
-      }
-      if (const Difference difference = Compare(there.asked, asked); difference.count > 0) {
-        // The parameters that the job answers with ask for the same.
-        v1::StreamGenerateRequest answered = there.asked;
-        *answered.mutable_params() = there.generation->Params();
-        CopyUploads(there.asked.params(), answered.mutable_params());
-        if (const Difference other = Compare(answered, asked); other.count > 0) {
-          // Of the two forms, the request has what it was made of.
-          *refusal = AlreadyExists(request,
-                                   other.count < difference.count ? other.first : difference.first);
-          return nullptr;
+  const std::shared_ptr<Generation> generation = entry.generation;
+  std::shared_ptr<Generation> same;  // has the id, and asks for the same
+  while (true) {
+    Entry there;
+    {
+      MutexLock lock(&mutex_);
+      const auto [known, fresh] = entries_.try_emplace(KeyOf(*generation));
+      if (fresh || known->second.generation == same) {
+        if (!fresh) {
+          if (same->Join(watcher)) return same;
+          Forget(*same);
         }
+        known->second = std::move(entry);
+        known->second.number = ++last_number_;
+        generation->Watch(watcher);
+        break;
       }
-      if (there.generation->Join(watcher)) return there.generation;
-      Forget(*there.generation);
-      there = std::move(entry);
+      there = known->second;
     }
-    generation->Watch(watcher);
+    // Without the lock, since a request may be large. Meanwhile the entry may become another's.
+    if (const std::string difference =
+            DifferenceFrom(*there.asked, there.generation->Params(), *entry.asked);
+        !difference.empty()) {
+      *refusal = AlreadyExists(request, difference);
+      return nullptr;
+    }
+    same = std::move(there.generation);
   }
   generation->Start(request);
   return generation;
@@ -269,7 +287,7 @@ void Jobs::Ended(const std::shared_ptr<Generation>& generation) {
   const auto entry = entries_.find(KeyOf(*generation));
   // A retry may have replaced it.
   if (entry == entries_.end() || entry->second.generation != generation) return;
-  const size_t bytes = kEntryBytes + entry->second.asked.ByteSizeLong() + generation->bytes();
+  const size_t bytes = kEntryBytes + entry->second.asked_bytes + generation->bytes();
   if (!keep || bytes > static_cast<size_t>(retention_.max_bytes)) {
     entries_.erase(entry);
     return;

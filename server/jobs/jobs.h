@@ -28,8 +28,8 @@ class Jobs {
 
   /// Returns the job of this client and request_id if it is running or kept; otherwise starts a new
   /// one. `watcher` watches it. Returns null and sets `refusal` to ALREADY_EXISTS, naming the
-  /// field, if the existing job is of a different request. Any other error becomes the final status
-  /// of the new job. Call on a worker thread.
+  /// field, if the existing job is of a different request, and to INTERNAL if the system gives no
+  /// id. Any other error becomes the final status of the new job. Call on a worker thread.
   std::shared_ptr<Generation> Begin(const JobRequest& request,
                                     const std::shared_ptr<GenerationWatcher>& watcher,
                                     grpc::Status* refusal);
@@ -61,8 +61,9 @@ class Jobs {
   using Key = std::pair<std::string, std::string>;  // client, request_id
   struct Entry {
     std::shared_ptr<Generation> generation;
-    uint64_t number = 0;              // counts up in the order of their starts
-    v1::StreamGenerateRequest asked;  // only of requests whose client chose the id
+    uint64_t number = 0;  // counts up in the order of their starts
+    std::shared_ptr<const v1::StreamGenerateRequest> asked;  // empty unless the client chose the id
+    size_t asked_bytes = 0;
     std::optional<std::chrono::system_clock::time_point> expires;
   };
   struct Kept {
