@@ -26,9 +26,11 @@ struct ConnectionLimits {
   std::chrono::milliseconds max_age{0};         // 0: no limit
   std::chrono::milliseconds handshake{20'000};  // from TCP to HTTP/2, TLS included
   int max_connections = 10'000;
-  int max_streams = 1000;             // concurrent calls of one connection
-  int max_streams_per_client = 4096;  // concurrent calls for images of one client
-  /// Over all connections: messages in gRPC, and as much again for bodies on the HTTP port.
+  int max_streams = 1000;                  // concurrent calls of one connection
+  int max_streams_per_client = 4096;       // concurrent calls for images of one client
+  int max_queued_requests_per_client = 0;  // 0: no limit of their own
+  /// Over all connections: messages in gRPC, and as much again for messages that are read until
+  /// their jobs begin, and for bodies on the HTTP port.
   int64_t max_buffered_bytes = int64_t{1} << 30;
 };
 

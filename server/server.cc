@@ -122,6 +122,7 @@ struct Server::State {
       : config(config),
         client_load(config.connections.max_streams_per_client),
         decoding(config.max_decoding_bytes),
+        messages(config.connections.max_buffered_bytes),
         clients(std::move(clients_in)),
         calls(clients.get(), &metrics),
         jobs({.engine = engine_in.get(),
@@ -139,22 +140,17 @@ struct Server::State {
         catalog(std::move(models), engine.get(), &metrics),
         info(DescribeSettings(config), engine.get(), &health),
         preparer(&catalog, engine.get(), config.limits, &decoding, &queue_wait),
-        call_context{&calls,
-                     &jobs,
-                     &workers,
-                     &client_load,
-                     &queue_wait,
-                     &write_watch,
-                     config.limits.max_reply_bytes},
+        call_context{&calls,      &jobs,        &workers,  &client_load,
+                     &queue_wait, &write_watch, &messages, config.limits.max_reply_bytes},
         methods(&jobs, &catalog, &info, config.limits),
         service(call_context, &methods),
         model_changes(&catalog, &info, config.limits),
         admin(config.admin ? std::make_unique<AdminCalls>(&calls, &drain) : nullptr),
         inference(call_context, engine.get(), &catalog, &info, config.limits, &decoding,
                   &metrics.totals(), admin.get()),
-        model_admin(admin ? std::make_unique<ModelAdminService>(admin.get(), &model_changes)
-                          : nullptr),
-        http_bodies(config.connections.max_buffered_bytes) {
+        model_admin(
+            admin ? std::make_unique<ModelAdminService>(call_context, admin.get(), &model_changes)
+                  : nullptr) {
     engine->SetObserver(&metrics);
   }
 
@@ -177,7 +173,7 @@ struct Server::State {
   Health health{&drain};
   QueueWait queue_wait;
   ClientLoad client_load;
-  MemoryBudget decoding;
+  MemoryBudget decoding, messages;
   std::unique_ptr<Clients> clients;
   Calls calls;
   Jobs jobs;
@@ -197,9 +193,8 @@ struct Server::State {
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<Acceptor> acceptor;
   std::unique_ptr<MetricsPort> metrics_port;  // null when it is not wanted
-  MemoryBudget http_bodies;
-  std::unique_ptr<HttpApi> http_api;    // null as `http_port`
-  std::unique_ptr<HttpPort> http_port;  // null when it is not wanted
+  std::unique_ptr<HttpApi> http_api;          // null as `http_port`
+  std::unique_ptr<HttpPort> http_port;        // null when it is not wanted
 
   Mutex mutex;
   ConditionVariable loaded_changed;
@@ -331,7 +326,7 @@ absl::Status Server::State::ServeHttp() {
       // A message in base64, and what stands around it.
       .max_body_bytes = config.limits.max_request_bytes / 3 * 4 + (64 << 10)};
   DENOISED_ASSIGN_OR_RETURN(http_port,
-                            HttpPort::Listen(options, http_api.get(), &http_bodies, &metrics));
+                            HttpPort::Listen(options, http_api.get(), &messages, &metrics));
   http_port->Start();
   return absl::OkStatus();
 }

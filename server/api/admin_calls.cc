@@ -97,20 +97,21 @@ void AdminCalls::Post(std::shared_ptr<CallRecord> record, ModelChange change,
   grpc::Status refusal = Authorize(call->record->caller());
   if (refusal.ok()) refusal = CheckServing();
   if (!refusal.ok()) return End(call, refusal);
-  threads.Post(Priority::kNormal, [this, call, work = std::move(work)] {
-    const grpc::Status status = CheckServing();  // the drain may have begun meanwhile
-    End(call, status.ok() ? work() : status);
-  });
+  const CallRecord& asker = *call->record;
+  threads.Post(Priority::kNormal, ClientKey(asker.caller(), asker.peer()),
+               [this, call, work = std::move(work)] {
+                 const grpc::Status status = CheckServing();  // the drain may have begun meanwhile
+                 End(call, status.ok() ? work() : status);
+               });
 }
 
 grpc::ServerUnaryReactor* AdminCalls::Post(grpc::CallbackServerContext* context, const char* method,
                                            ModelChange change, std::function<grpc::Status()> work,
-                                           std::function<void()> reply) {
+                                           std::function<grpc::Status()> reply) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   Post(std::make_shared<CallRecord>(calls_, method, context), std::move(change), std::move(work),
        [reactor, reply = std::move(reply)](const grpc::Status& status) {
-         if (status.ok() && reply != nullptr) reply();
-         reactor->Finish(status);
+         reactor->Finish(status.ok() ? reply() : status);
        });
   return reactor;
 }

@@ -40,10 +40,10 @@ class AdminCalls {
   void Post(std::shared_ptr<CallRecord> record, ModelChange change,
             std::function<grpc::Status()> work, std::function<void(const grpc::Status&)> end);
   /// The same for a call of gRPC, whose messages `work` must not use. `reply` makes the response
-  /// after `work` has succeeded; it may be null.
+  /// after `work` has succeeded.
   grpc::ServerUnaryReactor* Post(grpc::CallbackServerContext* context, const char* method,
                                  ModelChange change, std::function<grpc::Status()> work,
-                                 std::function<void()> reply);
+                                 std::function<grpc::Status()> reply);
 
   /// Ends the calls whose changes are not done: a drain cannot wait until models are loaded. The
   /// changes go on.

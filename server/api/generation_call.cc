@@ -10,20 +10,32 @@
 #include "server/status/status_details.h"
 
 namespace denoised {
-void GenerationCall::Post(Priority priority, Beginning begin) {
-  self_ = shared_from_this();
-  context_.workers->Post(priority, ClientKey(record_.caller(), record_.peer()),
-                         [self = self_, begin = std::move(begin)] { self->Begin(begin); });
+
+grpc::Status GenerationCall::Admit() {
+  if (stream_) return grpc::Status::OK;
+  stream_.emplace();
+  return AdmitStream(context_, record_.caller(), record_.peer(), &*stream_);
 }
 
-void GenerationCall::Begin(const Beginning& begin) {
-  std::shared_ptr<Generation> generation;
-  grpc::Status refusal;
-  if (!stream_) {
-    stream_.emplace();
-    refusal = AdmitStream(context_, record_.caller(), record_.peer(), &*stream_);
-  }
-  if (refusal.ok()) generation = begin(shared_from_this(), &refusal);
+void GenerationCall::Post(Priority priority, Beginning begin) {
+  // At once: what waits for a worker takes memory.
+  if (const grpc::Status refusal = Admit(); !refusal.ok()) return Refuse(refusal);
+  self_ = shared_from_this();
+  context_.workers->Post(priority, ClientKey(record_.caller(), record_.peer()),
+                         [self = self_, begin = std::move(begin)] {
+                           grpc::Status refusal;
+                           const auto generation = begin(self, &refusal);
+                           self->Begun(generation, refusal);
+                         });
+}
+
+void GenerationCall::Refuse(const grpc::Status& status) {
+  self_ = shared_from_this();
+  Begun(nullptr, status);
+}
+
+void GenerationCall::Begun(const std::shared_ptr<Generation>& generation,
+                           const grpc::Status& refusal) {
   bool broken;
   {
     MutexLock lock(&mutex_);

@@ -28,6 +28,7 @@ struct GenerationCallContext {
   ClientLoad* client_load;
   const QueueWait* queue_wait;
   WriteWatch* write_watch;
+  MemoryBudget* messages;   // for messages and bodies that are read, until their jobs are begun
   int64_t max_reply_bytes;  // of one reply with all images
 };
 
@@ -41,8 +42,13 @@ class GenerationCall : public GenerationWatcher,
   using Beginning = std::function<std::shared_ptr<Generation>(
       const std::shared_ptr<GenerationWatcher>& watcher, grpc::Status* refusal)>;
 
+  /// Counts the call as the client's, unless that was done. Not OK if the client has too many: then
+  /// Refuse it.
+  grpc::Status Admit();
   /// Runs `begin` on a worker. Refuses the call if the client has too many.
   void Post(Priority priority, Beginning begin);
+  /// Ends the call, instead of Post.
+  void Refuse(const grpc::Status& status);
 
   /// For a call that AdmitStream has counted or refused already; `begin` tells a refusal. Call it
   /// before Post.
@@ -88,7 +94,8 @@ class GenerationCall : public GenerationWatcher,
   grpc::Status refusal_;  // why there is no generation
 
  private:
-  void Begin(const Beginning& begin);
+  /// Goes on with the generation, or ends with `refusal`.
+  void Begun(const std::shared_ptr<Generation>& generation, const grpc::Status& refusal);
 
   std::optional<ClientLoad::Lease> stream_;  // nothing before it is counted
   std::shared_ptr<GenerationCall> self_;

@@ -26,8 +26,9 @@ void GrpcUnaryCall::OnDone() {
 bool GrpcStreamCall::IsLate() const { return HasPassed(*grpc_context_); }
 
 void GrpcStreamCall::Write(const EventLog::Event& event) {
+  if (!Serialize(event, &event_).ok()) return Written(false);  // it has more than 2 GiB
   context_.write_watch->Arm(grpc_context_);
-  StartWrite(&event);
+  StartWrite(&event_);
 }
 
 void GrpcStreamCall::OnWriteDone(bool ok) {

@@ -6,10 +6,12 @@
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <utility>
 
 #include "server/api/generation_call.h"
+#include "server/api/grpc_messages.h"
 
 /// Calls for images that gRPC carries, on its callback API. `grpc_context` must outlive the call.
 
@@ -40,8 +42,7 @@ class GrpcUnaryCall final : public grpc::ServerUnaryReactor, public UnaryCall {
   const Reply reply_;
 };
 
-class GrpcStreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateResponse>,
-                             public StreamCall {
+class GrpcStreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public StreamCall {
  public:
   GrpcStreamCall(const GenerationCallContext& context, const char* method,
                  grpc::CallbackServerContext* grpc_context, uint64_t sequence)
@@ -58,17 +59,48 @@ class GrpcStreamCall final : public grpc::ServerWriteReactor<v1::StreamGenerateR
   bool IsLost() const override { return grpc_context_->IsCancelled(); }
 
   grpc::CallbackServerContext* const grpc_context_;
+  grpc::ByteBuffer event_;  // the write in flight
 };
-
-/// Moves the message of a call out of gRPC, which would keep it until the call ends: an upload can
-/// be large, and its job can wait for long. (gRPC made it, and not as a constant.)
-template <typename Message>
-Message Take(const Message* message) {
-  return std::move(*const_cast<Message*>(message));
-}
 
 /// gRPC's deadline, a point of the wall clock, on the steady clock.
 std::optional<std::chrono::steady_clock::time_point> DeadlineOf(
     const grpc::CallbackServerContext& context);
+
+/// As Beginning, with the message of the call, which is gone when it returns.
+template <typename Message>
+using BeginningWith = std::function<std::shared_ptr<Generation>(
+    const Message& message, const std::shared_ptr<GenerationWatcher>& watcher,
+    grpc::Status* refusal)>;
+
+/// Begins a call that has just come: admits it, reads its message and has a worker run `begin`.
+template <typename Message>
+void Start(const GenerationCallContext& context, const std::shared_ptr<GenerationCall>& call,
+           const grpc::ByteBuffer* bytes, Priority (*priority)(const Message& message),
+           BeginningWith<Message> begin) {
+  const auto received = std::make_shared<Received<Message>>();
+  grpc::Status refusal = call->Admit();
+  if (refusal.ok()) {
+    refusal = Parse(Take(bytes), context.messages, context.queue_wait->RetryDelay(),
+                    &received->message, &received->memory);
+  }
+  if (!refusal.ok()) return call->Refuse(refusal);
+  call->Post(priority(received->message),
+             [received, begin = std::move(begin)](const auto& watcher, grpc::Status* refusal) {
+               const Received<Message> taken = std::move(*received);
+               return begin(taken.message, watcher, refusal);
+             });
+}
+
+/// The reply to a call that needs no generation: what `answer` makes of its message, as bytes.
+template <typename Request, typename Response, typename Answer>
+grpc::Status Respond(const GenerationCallContext& context, const grpc::ByteBuffer* request,
+                     grpc::ByteBuffer* response, const Answer& answer) {
+  Received<Request> asked;
+  Response reply;
+  grpc::Status status = Parse(Take(request), context.messages, context.queue_wait->RetryDelay(),
+                              &asked.message, &asked.memory);
+  if (status.ok()) status = answer(asked.message, &reply);
+  return status.ok() ? Serialize(reply, response) : status;
+}
 
 }  // namespace denoised

@@ -30,45 +30,80 @@ std::string Together(const std::string& name, const std::string& version) {
 
 }  // namespace
 
-grpc::ServerUnaryReactor* InferenceService::ServerLive(grpc::CallbackServerContext* context,
-                                                       const inference::ServerLiveRequest*,
-                                                       inference::ServerLiveResponse* response) {
-  CallRecord record(context_.calls, "inference.GRPCInferenceService.ServerLive", context);
+template <typename Request, typename Response>
+grpc::ServerUnaryReactor* InferenceService::Answer(
+    const char* name,
+    grpc::Status (InferenceService::*method)(const Request&, CallRecord*, Response*) const,
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+    grpc::ByteBuffer* response) {
+  CallRecord record(context_.calls, name, context);
+  return Reply(context, &record,
+               Respond<Request, Response>(context_, request, response,
+                                          [&](const Request& asked, Response* reply) {
+                                            return (this->*method)(asked, &record, reply);
+                                          }));
+}
+
+grpc::Status InferenceService::ServerLive(const inference::ServerLiveRequest&, CallRecord*,
+                                          inference::ServerLiveResponse* response) const {
   response->set_live(info_->health().live());
-  return Reply(context, &record, grpc::Status::OK);
+  return grpc::Status::OK;
+}
+
+grpc::ServerUnaryReactor* InferenceService::ServerLive(grpc::CallbackServerContext* context,
+                                                       const grpc::ByteBuffer* request,
+                                                       grpc::ByteBuffer* response) {
+  return Answer("inference.GRPCInferenceService.ServerLive", &InferenceService::ServerLive, context,
+                request, response);
+}
+
+grpc::Status InferenceService::ServerReady(const inference::ServerReadyRequest&, CallRecord*,
+                                           inference::ServerReadyResponse* response) const {
+  response->set_ready(info_->health().ready());
+  return grpc::Status::OK;
 }
 
 grpc::ServerUnaryReactor* InferenceService::ServerReady(grpc::CallbackServerContext* context,
-                                                        const inference::ServerReadyRequest*,
-                                                        inference::ServerReadyResponse* response) {
-  CallRecord record(context_.calls, "inference.GRPCInferenceService.ServerReady", context);
-  response->set_ready(info_->health().ready());
-  return Reply(context, &record, grpc::Status::OK);
+                                                        const grpc::ByteBuffer* request,
+                                                        grpc::ByteBuffer* response) {
+  return Answer("inference.GRPCInferenceService.ServerReady", &InferenceService::ServerReady,
+                context, request, response);
+}
+
+grpc::Status InferenceService::ModelReady(const inference::ModelReadyRequest& request,
+                                          CallRecord* record,
+                                          inference::ModelReadyResponse* response) const {
+  grpc::Status status;
+  if (const auto model =
+          catalog_->Select(Together(request.name(), request.version()), "name", "", &status)) {
+    record->model = EngineName(model->name, model->version);
+    response->set_ready(CheckReady(*model, "").ok());
+  }
+  return status;
 }
 
 grpc::ServerUnaryReactor* InferenceService::ModelReady(grpc::CallbackServerContext* context,
-                                                       const inference::ModelReadyRequest* request,
-                                                       inference::ModelReadyResponse* response) {
-  CallRecord record(context_.calls, "inference.GRPCInferenceService.ModelReady", context);
-  grpc::Status status;
-  if (const auto model =
-          catalog_->Select(Together(request->name(), request->version()), "name", "", &status)) {
-    record.model = EngineName(model->name, model->version);
-    response->set_ready(CheckReady(*model, "").ok());
-  }
-  return Reply(context, &record, status);
+                                                       const grpc::ByteBuffer* request,
+                                                       grpc::ByteBuffer* response) {
+  return Answer("inference.GRPCInferenceService.ModelReady", &InferenceService::ModelReady, context,
+                request, response);
 }
 
-grpc::ServerUnaryReactor* InferenceService::ServerMetadata(
-    grpc::CallbackServerContext* context, const inference::ServerMetadataRequest*,
-    inference::ServerMetadataResponse* response) {
-  CallRecord record(context_.calls, "inference.GRPCInferenceService.ServerMetadata", context);
+grpc::Status InferenceService::ServerMetadata(const inference::ServerMetadataRequest&, CallRecord*,
+                                              inference::ServerMetadataResponse* response) const {
   response->set_name("denoised");
   response->set_version(kVersion);
   for (const char* extension : {"model_repository", "statistics", "model_configuration"}) {
     response->add_extensions(extension);
   }
-  return Reply(context, &record, grpc::Status::OK);
+  return grpc::Status::OK;
+}
+
+grpc::ServerUnaryReactor* InferenceService::ServerMetadata(grpc::CallbackServerContext* context,
+                                                           const grpc::ByteBuffer* request,
+                                                           grpc::ByteBuffer* response) {
+  return Answer("inference.GRPCInferenceService.ServerMetadata", &InferenceService::ServerMetadata,
+                context, request, response);
 }
 
 template <typename Request>
@@ -83,12 +118,11 @@ std::optional<CatalogModel> InferenceService::SelectReady(const Request& request
   return model;
 }
 
-grpc::ServerUnaryReactor* InferenceService::ModelMetadata(
-    grpc::CallbackServerContext* context, const inference::ModelMetadataRequest* request,
-    inference::ModelMetadataResponse* response) {
-  CallRecord record(context_.calls, "inference.GRPCInferenceService.ModelMetadata", context);
+grpc::Status InferenceService::ModelMetadata(const inference::ModelMetadataRequest& request,
+                                             CallRecord* record,
+                                             inference::ModelMetadataResponse* response) const {
   grpc::Status status;
-  const auto model = SelectReady(*request, &record, &status);
+  const auto model = SelectReady(request, record, &status);
   if (model) {
     response->set_name(model->name);
     for (const CatalogModel& each : catalog_->All()) {
@@ -97,29 +131,42 @@ grpc::ServerUnaryReactor* InferenceService::ModelMetadata(
     response->set_platform("denoised_diffusers");
     DescribeTensors(*model->info, response);
   }
-  return Reply(context, &record, status);
+  return status;
+}
+
+grpc::ServerUnaryReactor* InferenceService::ModelMetadata(grpc::CallbackServerContext* context,
+                                                          const grpc::ByteBuffer* request,
+                                                          grpc::ByteBuffer* response) {
+  return Answer("inference.GRPCInferenceService.ModelMetadata", &InferenceService::ModelMetadata,
+                context, request, response);
 }
 
 grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerContext* context,
-                                                       const inference::ModelInferRequest* request,
-                                                       inference::ModelInferResponse* response) {
-  const auto outputs = std::make_shared<InferenceOutputs>();
+                                                       const grpc::ByteBuffer* request,
+                                                       grpc::ByteBuffer* response) {
+  struct Wanted {
+    std::string id;
+    InferenceOutputs outputs;
+  };
+  const auto wanted = std::make_shared<Wanted>();
   const auto call = std::make_shared<GrpcUnaryCall>(
-      context_, kModelInfer, context, [=, this, id = request->id()](v1::GenerateResponse* images) {
-        response->set_id(id);
-        return WriteInference(*images, *outputs, context_.max_reply_bytes, decoding_, response);
+      context_, kModelInfer, context, [=, this](v1::GenerateResponse* images) {
+        inference::ModelInferResponse reply;
+        reply.set_id(wanted->id);
+        const grpc::Status status =
+            WriteInference(*images, wanted->outputs, context_.max_reply_bytes, decoding_, &reply);
+        return status.ok() ? Serialize(reply, response) : status;
       });
   const auto begin = [=, this, record = &call->record()](
-                         const auto& watcher,
+                         const inference::ModelInferRequest& request, const auto& watcher,
                          grpc::Status* refusal) -> std::shared_ptr<Generation> {
-    const inference::ModelInferRequest taken = Take(request);
-    const std::string name = Together(taken.model_name(), taken.model_version());
+    const std::string name = Together(request.model_name(), request.model_version());
     const auto model = catalog_->Select(name, "model_name", "", refusal);
     if (!model) return nullptr;
     *refusal = CheckReady(ShownTo(record->caller().admin, *model), "");
     if (!refusal->ok()) return nullptr;
     std::vector<FieldViolation> violations;
-    Inference inference = ReadInference(taken, *model->info, limits_, decoding_, &violations);
+    Inference inference = ReadInference(request, *model->info, limits_, decoding_, &violations);
     if (!violations.empty()) {
       *refusal = InvalidFields(violations, "");
       return nullptr;
@@ -130,7 +177,7 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
       return nullptr;
     }
     inference.params.set_model(name);
-    *outputs = std::move(inference.outputs);
+    *wanted = {request.id(), std::move(inference.outputs)};
     JobRequest asked =
         MakeJobRequest(*record, DeadlineOf(*context), inference.params, nullptr, true);
     asked.field_name = InputName;
@@ -140,95 +187,125 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
     }
     return BeginJob(context_, *record, asked, watcher, refusal);
   };
-  call->Post(ReadPriority(*request), begin);
+  Start<inference::ModelInferRequest>(context_, call, request, ReadPriority, begin);
   return call.get();
 }
 
-grpc::ServerUnaryReactor* InferenceService::ModelConfig(
-    grpc::CallbackServerContext* context, const inference::ModelConfigRequest* request,
-    inference::ModelConfigResponse* response) {
-  CallRecord record(context_.calls, "inference.GRPCInferenceService.ModelConfig", context);
+grpc::Status InferenceService::ModelConfig(const inference::ModelConfigRequest& request,
+                                           CallRecord* record,
+                                           inference::ModelConfigResponse* response) const {
   grpc::Status status;
-  const auto model = SelectReady(*request, &record, &status);
+  const auto model = SelectReady(request, record, &status);
   if (model) DescribeConfig(*model, response->mutable_config());
-  return Reply(context, &record, status);
+  return status;
 }
 
-grpc::ServerUnaryReactor* InferenceService::ModelStatistics(
-    grpc::CallbackServerContext* context, const inference::ModelStatisticsRequest* request,
-    inference::ModelStatisticsResponse* response) {
-  CallRecord record(context_.calls, "inference.GRPCInferenceService.ModelStatistics", context);
+grpc::ServerUnaryReactor* InferenceService::ModelConfig(grpc::CallbackServerContext* context,
+                                                        const grpc::ByteBuffer* request,
+                                                        grpc::ByteBuffer* response) {
+  return Answer("inference.GRPCInferenceService.ModelConfig", &InferenceService::ModelConfig,
+                context, request, response);
+}
+
+grpc::Status InferenceService::ModelStatistics(const inference::ModelStatisticsRequest& request,
+                                               CallRecord*,
+                                               inference::ModelStatisticsResponse* response) const {
   grpc::Status status;
   std::optional<CatalogModel> asked;
-  if (!request->name().empty()) {
-    asked = catalog_->Select(Together(request->name(), request->version()), "name", "", &status);
-  } else if (!request->version().empty()) {
+  if (!request.name().empty()) {
+    asked = catalog_->Select(Together(request.name(), request.version()), "name", "", &status);
+  } else if (!request.version().empty()) {
     status = InvalidFields({{"version", "is given without a name; give both, or neither"}}, "");
   }
-  if (!status.ok()) return Reply(context, &record, status);
+  if (!status.ok()) return status;
   std::map<std::string, uint64_t> evaluations;
   for (const EngineStats& stats : engine_->Stats()) {
     evaluations[stats.model] = stats.evaluations;
   }
   for (const CatalogModel& model : catalog_->All()) {
     if (asked && model.name != asked->name) continue;
-    if (!request->version().empty() && model.version != asked->version) continue;
+    if (!request.version().empty() && model.version != asked->version) continue;
     const std::string name = EngineName(model.name, model.version);
     DescribeStatistics(model, totals_->Of(name), evaluations[name], response->add_model_stats());
   }
-  return Reply(context, &record, grpc::Status::OK);
+  return grpc::Status::OK;
 }
 
-grpc::ServerUnaryReactor* InferenceService::RepositoryIndex(
-    grpc::CallbackServerContext* context, const inference::RepositoryIndexRequest* request,
-    inference::RepositoryIndexResponse* response) {
-  CallRecord record(context_.calls, "inference.GRPCInferenceService.RepositoryIndex", context);
-  const auto violations = CheckRepositoryName(request->repository_name());
-  if (!violations.empty()) return Reply(context, &record, InvalidFields(violations, ""));
+grpc::ServerUnaryReactor* InferenceService::ModelStatistics(grpc::CallbackServerContext* context,
+                                                            const grpc::ByteBuffer* request,
+                                                            grpc::ByteBuffer* response) {
+  return Answer("inference.GRPCInferenceService.ModelStatistics",
+                &InferenceService::ModelStatistics, context, request, response);
+}
+
+grpc::Status InferenceService::RepositoryIndex(const inference::RepositoryIndexRequest& request,
+                                               CallRecord* record,
+                                               inference::RepositoryIndexResponse* response) const {
+  const auto violations = CheckRepositoryName(request.repository_name());
+  if (!violations.empty()) return InvalidFields(violations, "");
   std::vector<CatalogModel> models = catalog_->All();
-  for (CatalogModel& model : models) model = ShownTo(record.caller().admin, std::move(model));
-  DescribeIndex(models, request->ready(), response);
-  return Reply(context, &record, grpc::Status::OK);
+  for (CatalogModel& model : models) model = ShownTo(record->caller().admin, std::move(model));
+  DescribeIndex(models, request.ready(), response);
+  return grpc::Status::OK;
 }
 
-grpc::ServerUnaryReactor* InferenceService::PostChange(grpc::CallbackServerContext* context,
-                                                       const char* method, ModelChange change,
-                                                       std::function<grpc::Status()> work) {
-  if (admin_ != nullptr) {
-    return admin_->Post(context, method, std::move(change), std::move(work), nullptr);
+grpc::ServerUnaryReactor* InferenceService::RepositoryIndex(grpc::CallbackServerContext* context,
+                                                            const grpc::ByteBuffer* request,
+                                                            grpc::ByteBuffer* response) {
+  return Answer("inference.GRPCInferenceService.RepositoryIndex",
+                &InferenceService::RepositoryIndex, context, request, response);
+}
+
+template <typename Request, typename Response, typename Work>
+grpc::ServerUnaryReactor* InferenceService::Change(grpc::CallbackServerContext* context,
+                                                   const char* method, const char* verb,
+                                                   const grpc::ByteBuffer* request,
+                                                   grpc::ByteBuffer* response, Work work) {
+  const auto asked = std::make_shared<Received<Request>>();
+  const grpc::Status status =
+      admin_ == nullptr ? NoAdmins()
+                        : Parse(Take(request), context_.messages, context_.queue_wait->RetryDelay(),
+                                &asked->message, &asked->memory);
+  if (!status.ok()) {
+    CallRecord record(context_.calls, method, context);
+    return Reply(context, &record, status);
   }
-  CallRecord record(context_.calls, method, context);
-  return Reply(context, &record, NoAdmins());
+  return admin_->Post(
+      context, method, {verb, asked->message.model_name()},
+      [asked, work] { return work(asked->message); },
+      [response] { return Serialize(Response(), response); });
 }
 
 grpc::ServerUnaryReactor* InferenceService::RepositoryModelLoad(
-    grpc::CallbackServerContext* context, const inference::RepositoryModelLoadRequest* request,
-    inference::RepositoryModelLoadResponse*) {
-  const ModelChange change{"load", request->model_name()};
-  constexpr char kMethod[] = "inference.GRPCInferenceService.RepositoryModelLoad";
-  return PostChange(context, kMethod, change, [this, asked = Take(request)] {
-    const std::string& name = asked.model_name();
-    const auto violations =
-        CheckRepositoryChange(asked.repository_name(), name, asked.parameters(), nullptr);
-    if (!violations.empty()) return InvalidFields(violations, "");
-    return ToGrpc(
-        catalog_->Load({.name = name, .unload_previous = true, .name_field = "model_name"})
-            .status());
-  });
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+    grpc::ByteBuffer* response) {
+  using Request = inference::RepositoryModelLoadRequest;
+  return Change<Request, inference::RepositoryModelLoadResponse>(
+      context, "inference.GRPCInferenceService.RepositoryModelLoad", "load", request, response,
+      [this](const Request& asked) {
+        const std::string& name = asked.model_name();
+        const auto violations =
+            CheckRepositoryChange(asked.repository_name(), name, asked.parameters(), nullptr);
+        if (!violations.empty()) return InvalidFields(violations, "");
+        return ToGrpc(
+            catalog_->Load({.name = name, .unload_previous = true, .name_field = "model_name"})
+                .status());
+      });
 }
 
 grpc::ServerUnaryReactor* InferenceService::RepositoryModelUnload(
-    grpc::CallbackServerContext* context, const inference::RepositoryModelUnloadRequest* request,
-    inference::RepositoryModelUnloadResponse*) {
-  const ModelChange change{"unload", request->model_name()};
-  constexpr char kMethod[] = "inference.GRPCInferenceService.RepositoryModelUnload";
-  return PostChange(context, kMethod, change, [this, asked = Take(request)] {
-    const std::string& name = asked.model_name();
-    const auto violations = CheckRepositoryChange(asked.repository_name(), name, asked.parameters(),
-                                                  "unload_dependents");
-    if (!violations.empty()) return InvalidFields(violations, "");
-    return ToGrpc(catalog_->Unload(name, "model_name"));
-  });
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+    grpc::ByteBuffer* response) {
+  using Request = inference::RepositoryModelUnloadRequest;
+  return Change<Request, inference::RepositoryModelUnloadResponse>(
+      context, "inference.GRPCInferenceService.RepositoryModelUnload", "unload", request, response,
+      [this](const Request& asked) {
+        const std::string& name = asked.model_name();
+        const auto violations = CheckRepositoryChange(asked.repository_name(), name,
+                                                      asked.parameters(), "unload_dependents");
+        if (!violations.empty()) return InvalidFields(violations, "");
+        return ToGrpc(catalog_->Unload(name, "model_name"));
+      });
 }
 
 }  // namespace denoised

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <functional>
 #include <optional>
 
 #include "inference/open_inference.grpc.pb.h"
@@ -14,10 +13,28 @@
 
 namespace denoised {
 
+using InferenceInBytes = inference::GRPCInferenceService::WithRawCallbackMethod_ServerLive<
+    inference::GRPCInferenceService::WithRawCallbackMethod_ServerReady<
+        inference::GRPCInferenceService::WithRawCallbackMethod_ModelReady<
+            inference::GRPCInferenceService::WithRawCallbackMethod_ServerMetadata<
+                inference::GRPCInferenceService::WithRawCallbackMethod_ModelMetadata<
+                    inference::GRPCInferenceService::WithRawCallbackMethod_ModelInfer<
+                        inference::GRPCInferenceService::WithRawCallbackMethod_ModelConfig<
+                            inference::GRPCInferenceService::WithRawCallbackMethod_ModelStatistics<
+                                inference::GRPCInferenceService::
+                                    WithRawCallbackMethod_RepositoryIndex<
+                                        inference::GRPCInferenceService::
+                                            WithRawCallbackMethod_RepositoryModelLoad<
+                                                inference::GRPCInferenceService::
+                                                    WithRawCallbackMethod_RepositoryModelUnload<
+                                                        inference::GRPCInferenceService::
+                                                            Service>>>>>>>>>>>;
+
 /// The Open Inference Protocol for clients of Triton and KServe. Requests share the queue, limits,
 /// metrics and log of ImageGenerationService, and Triton's extensions those of ModelAdminService.
-/// No method blocks. All pointers must outlive the service, and the service its calls.
-class InferenceService final : public inference::GRPCInferenceService::CallbackService {
+/// No method blocks. Messages are bytes. All pointers must outlive the service, and the service its
+/// calls.
+class InferenceService final : public InferenceInBytes {
  public:
   /// `admin` is null if nobody may change models.
   InferenceService(const GenerationCallContext& context, const Engine* engine, Catalog* catalog,
@@ -33,38 +50,38 @@ class InferenceService final : public inference::GRPCInferenceService::CallbackS
         admin_(admin) {}
 
   grpc::ServerUnaryReactor* ServerLive(grpc::CallbackServerContext* context,
-                                       const inference::ServerLiveRequest* request,
-                                       inference::ServerLiveResponse* response) override;
+                                       const grpc::ByteBuffer* request,
+                                       grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ServerReady(grpc::CallbackServerContext* context,
-                                        const inference::ServerReadyRequest* request,
-                                        inference::ServerReadyResponse* response) override;
+                                        const grpc::ByteBuffer* request,
+                                        grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ModelReady(grpc::CallbackServerContext* context,
-                                       const inference::ModelReadyRequest* request,
-                                       inference::ModelReadyResponse* response) override;
+                                       const grpc::ByteBuffer* request,
+                                       grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ServerMetadata(grpc::CallbackServerContext* context,
-                                           const inference::ServerMetadataRequest* request,
-                                           inference::ServerMetadataResponse* response) override;
+                                           const grpc::ByteBuffer* request,
+                                           grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ModelMetadata(grpc::CallbackServerContext* context,
-                                          const inference::ModelMetadataRequest* request,
-                                          inference::ModelMetadataResponse* response) override;
+                                          const grpc::ByteBuffer* request,
+                                          grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ModelInfer(grpc::CallbackServerContext* context,
-                                       const inference::ModelInferRequest* request,
-                                       inference::ModelInferResponse* response) override;
+                                       const grpc::ByteBuffer* request,
+                                       grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ModelConfig(grpc::CallbackServerContext* context,
-                                        const inference::ModelConfigRequest* request,
-                                        inference::ModelConfigResponse* response) override;
+                                        const grpc::ByteBuffer* request,
+                                        grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ModelStatistics(grpc::CallbackServerContext* context,
-                                            const inference::ModelStatisticsRequest* request,
-                                            inference::ModelStatisticsResponse* response) override;
+                                            const grpc::ByteBuffer* request,
+                                            grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* RepositoryIndex(grpc::CallbackServerContext* context,
-                                            const inference::RepositoryIndexRequest* request,
-                                            inference::RepositoryIndexResponse* response) override;
-  grpc::ServerUnaryReactor* RepositoryModelLoad(
-      grpc::CallbackServerContext* context, const inference::RepositoryModelLoadRequest* request,
-      inference::RepositoryModelLoadResponse* response) override;
-  grpc::ServerUnaryReactor* RepositoryModelUnload(
-      grpc::CallbackServerContext* context, const inference::RepositoryModelUnloadRequest* request,
-      inference::RepositoryModelUnloadResponse* response) override;
+                                            const grpc::ByteBuffer* request,
+                                            grpc::ByteBuffer* response) override;
+  grpc::ServerUnaryReactor* RepositoryModelLoad(grpc::CallbackServerContext* context,
+                                                const grpc::ByteBuffer* request,
+                                                grpc::ByteBuffer* response) override;
+  grpc::ServerUnaryReactor* RepositoryModelUnload(grpc::CallbackServerContext* context,
+                                                  const grpc::ByteBuffer* request,
+                                                  grpc::ByteBuffer* response) override;
 
  private:
   /// The model that a request names. Returns nothing and sets `status` if it cannot draw now. Its
@@ -72,9 +89,37 @@ class InferenceService final : public inference::GRPCInferenceService::CallbackS
   template <typename Request>
   std::optional<CatalogModel> SelectReady(const Request& request, CallRecord* record,
                                           grpc::Status* status) const;
-  /// AdminCalls::Post, or UNIMPLEMENTED if nobody may change models.
-  grpc::ServerUnaryReactor* PostChange(grpc::CallbackServerContext* context, const char* method,
-                                       ModelChange change, std::function<grpc::Status()> work);
+  /// Calls that have nothing to wait for: each fills in the reply and says in the record what was
+  /// asked for.
+  grpc::Status ServerLive(const inference::ServerLiveRequest& request, CallRecord* record,
+                          inference::ServerLiveResponse* response) const;
+  grpc::Status ServerReady(const inference::ServerReadyRequest& request, CallRecord* record,
+                           inference::ServerReadyResponse* response) const;
+  grpc::Status ModelReady(const inference::ModelReadyRequest& request, CallRecord* record,
+                          inference::ModelReadyResponse* response) const;
+  grpc::Status ServerMetadata(const inference::ServerMetadataRequest& request, CallRecord* record,
+                              inference::ServerMetadataResponse* response) const;
+  grpc::Status ModelMetadata(const inference::ModelMetadataRequest& request, CallRecord* record,
+                             inference::ModelMetadataResponse* response) const;
+  grpc::Status ModelConfig(const inference::ModelConfigRequest& request, CallRecord* record,
+                           inference::ModelConfigResponse* response) const;
+  grpc::Status ModelStatistics(const inference::ModelStatisticsRequest& request, CallRecord* record,
+                               inference::ModelStatisticsResponse* response) const;
+  grpc::Status RepositoryIndex(const inference::RepositoryIndexRequest& request, CallRecord* record,
+                               inference::RepositoryIndexResponse* response) const;
+  /// Ends such a call.
+  template <typename Request, typename Response>
+  grpc::ServerUnaryReactor* Answer(const char* name,
+                                   grpc::Status (InferenceService::*method)(const Request&,
+                                                                            CallRecord*, Response*)
+                                       const,
+                                   grpc::CallbackServerContext* context,
+                                   const grpc::ByteBuffer* request, grpc::ByteBuffer* response);
+  /// Has `work` change the models as a message asks. UNIMPLEMENTED if nobody may.
+  template <typename Request, typename Response, typename Work>
+  grpc::ServerUnaryReactor* Change(grpc::CallbackServerContext* context, const char* method,
+                                   const char* verb, const grpc::ByteBuffer* request,
+                                   grpc::ByteBuffer* response, Work work);
 
   const GenerationCallContext context_;
   const Engine* const engine_;

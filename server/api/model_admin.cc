@@ -107,38 +107,53 @@ grpc::Status ModelChanges::Make(const v1::DeleteAliasRequest& request,
 
 template <typename Request, typename Response>
 grpc::ServerUnaryReactor* ModelAdminService::Change(grpc::CallbackServerContext* context,
-                                                    const char* method, const Request* request,
-                                                    Response* response) {
-  ModelChange change = ModelChanges::Describe(*request);
-  const auto made = std::make_shared<Response>();
+                                                    const char* method,
+                                                    const grpc::ByteBuffer* request,
+                                                    grpc::ByteBuffer* response) {
+  struct Exchanged {
+    Received<Request> asked;
+    Response made;
+  };
+  const auto both = std::make_shared<Exchanged>();
+  const grpc::Status status =
+      Parse(Take(request), context_.messages, context_.queue_wait->RetryDelay(),
+            &both->asked.message, &both->asked.memory);
+  if (!status.ok()) {
+    CallRecord record(context_.calls, method, context);
+    return Reply(context, &record, status);
+  }
   return admin_->Post(
-      context, method, std::move(change),
-      [this, asked = Take(request), made] { return changes_->Make(asked, made.get()); },
-      [response, made] { response->Swap(made.get()); });
+      context, method, ModelChanges::Describe(both->asked.message),
+      [this, both] { return changes_->Make(both->asked.message, &both->made); },
+      [response, both] { return Serialize(both->made, response); });
 }
 
 grpc::ServerUnaryReactor* ModelAdminService::LoadModel(grpc::CallbackServerContext* context,
-                                                       const v1::LoadModelRequest* request,
-                                                       v1::LoadModelResponse* response) {
-  return Change(context, "denoised.v1.ModelAdmin.LoadModel", request, response);
+                                                       const grpc::ByteBuffer* request,
+                                                       grpc::ByteBuffer* response) {
+  return Change<v1::LoadModelRequest, v1::LoadModelResponse>(
+      context, "denoised.v1.ModelAdmin.LoadModel", request, response);
 }
 
 grpc::ServerUnaryReactor* ModelAdminService::UnloadModel(grpc::CallbackServerContext* context,
-                                                         const v1::UnloadModelRequest* request,
-                                                         v1::UnloadModelResponse* response) {
-  return Change(context, "denoised.v1.ModelAdmin.UnloadModel", request, response);
+                                                         const grpc::ByteBuffer* request,
+                                                         grpc::ByteBuffer* response) {
+  return Change<v1::UnloadModelRequest, v1::UnloadModelResponse>(
+      context, "denoised.v1.ModelAdmin.UnloadModel", request, response);
 }
 
 grpc::ServerUnaryReactor* ModelAdminService::SetAlias(grpc::CallbackServerContext* context,
-                                                      const v1::SetAliasRequest* request,
-                                                      v1::SetAliasResponse* response) {
-  return Change(context, "denoised.v1.ModelAdmin.SetAlias", request, response);
+                                                      const grpc::ByteBuffer* request,
+                                                      grpc::ByteBuffer* response) {
+  return Change<v1::SetAliasRequest, v1::SetAliasResponse>(
+      context, "denoised.v1.ModelAdmin.SetAlias", request, response);
 }
 
 grpc::ServerUnaryReactor* ModelAdminService::DeleteAlias(grpc::CallbackServerContext* context,
-                                                         const v1::DeleteAliasRequest* request,
-                                                         v1::DeleteAliasResponse* response) {
-  return Change(context, "denoised.v1.ModelAdmin.DeleteAlias", request, response);
+                                                         const grpc::ByteBuffer* request,
+                                                         grpc::ByteBuffer* response) {
+  return Change<v1::DeleteAliasRequest, v1::DeleteAliasResponse>(
+      context, "denoised.v1.ModelAdmin.DeleteAlias", request, response);
 }
 
 }  // namespace denoised

@@ -21,101 +21,122 @@ constexpr char kWatchJob[] = "denoised.v1.ImageGeneration.WatchJob";
 template <typename Request, typename Response>
 grpc::ServerUnaryReactor* ImageGenerationService::Answer(
     const char* name, grpc::Status (Methods::*method)(const Request&, CallRecord*, Response*) const,
-    grpc::CallbackServerContext* context, const Request* request, Response* response) {
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+    grpc::ByteBuffer* response) {
   CallRecord record(context_.calls, name, context);
-  return Reply(context, &record, (methods_->*method)(*request, &record, response));
+  return Reply(context, &record,
+               Respond<Request, Response>(context_, request, response,
+                                          [&](const Request& asked, Response* reply) {
+                                            return (methods_->*method)(asked, &record, reply);
+                                          }));
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerContext* context,
-                                                           const v1::GenerateRequest* request,
-                                                           v1::GenerateResponse* response) {
+                                                           const grpc::ByteBuffer* request,
+                                                           grpc::ByteBuffer* response) {
   const auto call = std::make_shared<GrpcUnaryCall>(
       context_, kGenerate, context,
-      [response](v1::GenerateResponse* images) {
-        response->Swap(images);
-        return grpc::Status::OK;
+      [response](v1::GenerateResponse* images) { return Serialize(*images, response); });
+  Start<v1::GenerateRequest>(
+      context_, call, request,
+      [](const v1::GenerateRequest& asked) { return ReadPriority(asked.params()); },
+      [=, this, record = &call->record()](const v1::GenerateRequest& asked, const auto& watcher,
+                                          auto* refusal) {
+        return BeginJob(
+            context_, *record,
+            MakeJobRequest(*record, DeadlineOf(*context), asked.params(), nullptr, true), watcher,
+            refusal);
       });
-  const Priority priority = ReadPriority(request->params());
-  call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
-    const v1::GenerateRequest taken = Take(request);
-    return BeginJob(context_, *record,
-                    MakeJobRequest(*record, DeadlineOf(*context), taken.params(), nullptr, true),
-                    watcher, refusal);
-  });
   return call.get();
 }
 
-grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::StreamGenerate(
-    grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) {
+grpc::ServerWriteReactor<grpc::ByteBuffer>* ImageGenerationService::StreamGenerate(
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
   const auto call = std::make_shared<GrpcStreamCall>(context_, kStreamGenerate, context, 0);
-  const Priority priority = ReadPriority(request->params());
-  call->Post(priority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
-    const v1::StreamGenerateRequest taken = Take(request);
-    const v1::PreviewOptions* preview = taken.has_preview() ? &taken.preview() : nullptr;
-    return BeginJob(context_, *record,
-                    MakeJobRequest(*record, DeadlineOf(*context), taken.params(), preview, false),
-                    watcher, refusal);
-  });
+  Start<v1::StreamGenerateRequest>(
+      context_, call, request,
+      [](const v1::StreamGenerateRequest& asked) { return ReadPriority(asked.params()); },
+      [=, this, record = &call->record()](const v1::StreamGenerateRequest& asked,
+                                          const auto& watcher, auto* refusal) {
+        const v1::PreviewOptions* preview = asked.has_preview() ? &asked.preview() : nullptr;
+        return BeginJob(
+            context_, *record,
+            MakeJobRequest(*record, DeadlineOf(*context), asked.params(), preview, false), watcher,
+            refusal);
+      });
   return call.get();
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::GetJob(grpc::CallbackServerContext* context,
-                                                         const v1::GetJobRequest* request,
-                                                         v1::GetJobResponse* response) {
+                                                         const grpc::ByteBuffer* request,
+                                                         grpc::ByteBuffer* response) {
   return Answer("denoised.v1.ImageGeneration.GetJob", &Methods::GetJob, context, request, response);
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerContext* context,
-                                                           const v1::ListJobsRequest* request,
-                                                           v1::ListJobsResponse* response) {
+                                                           const grpc::ByteBuffer* request,
+                                                           grpc::ByteBuffer* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   const auto record =
       std::make_shared<CallRecord>(context_.calls, "denoised.v1.ImageGeneration.ListJobs", context);
-  context_.workers->Post(Priority::kNormal, [=, this] {
-    const grpc::Status status = methods_->ListJobs(*request, record.get(), response);
+  context_.workers->Post(Priority::kNormal, ClientKey(record->caller(), record->peer()), [=, this] {
+    const grpc::Status status = Respond<v1::ListJobsRequest, v1::ListJobsResponse>(
+        context_, request, response,
+        [&](const v1::ListJobsRequest& asked, v1::ListJobsResponse* reply) {
+          return methods_->ListJobs(asked, record.get(), reply);
+        });
     record->End(status.error_code(), status.error_message());
     reactor->Finish(status);
   });
   return reactor;
 }
 
-grpc::ServerWriteReactor<v1::StreamGenerateResponse>* ImageGenerationService::WatchJob(
-    grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) {
-  const auto call =
-      std::make_shared<GrpcStreamCall>(context_, kWatchJob, context, request->after_sequence());
+grpc::ServerWriteReactor<grpc::ByteBuffer>* ImageGenerationService::WatchJob(
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
+  // The call is made with the event after which it begins.
+  const auto asked = std::make_shared<Received<v1::WatchJobRequest>>();
+  const grpc::Status parsed =
+      Parse(Take(request), context_.messages, context_.queue_wait->RetryDelay(), &asked->message,
+            &asked->memory);
+  const uint64_t sequence = asked->message.after_sequence();
+  const auto call = std::make_shared<GrpcStreamCall>(context_, kWatchJob, context, sequence);
+  if (!parsed.ok()) {
+    call->Refuse(parsed);
+    return call.get();
+  }
   // Nothing is decoded or encoded to begin a watch.
   constexpr Priority kPriority = Priority::kInteractive;
   call->Post(kPriority, [=, this, record = &call->record()](const auto& watcher, auto* refusal) {
-    return BeginWatch(context_, *record, request->request_id(),
-                      {"after_sequence", request->after_sequence()}, watcher, refusal);
+    return BeginWatch(context_, *record, asked->message.request_id(), {"after_sequence", sequence},
+                      watcher, refusal);
   });
   return call.get();
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::CancelJob(grpc::CallbackServerContext* context,
-                                                            const v1::CancelJobRequest* request,
-                                                            v1::CancelJobResponse* response) {
+                                                            const grpc::ByteBuffer* request,
+                                                            grpc::ByteBuffer* response) {
   return Answer("denoised.v1.ImageGeneration.CancelJob", &Methods::CancelJob, context, request,
                 response);
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::GetServerInfo(
-    grpc::CallbackServerContext* context, const v1::GetServerInfoRequest* request,
-    v1::GetServerInfoResponse* response) {
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+    grpc::ByteBuffer* response) {
   return Answer("denoised.v1.ImageGeneration.GetServerInfo", &Methods::GetServerInfo, context,
                 request, response);
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServerContext* context,
-                                                             const v1::ListModelsRequest* request,
-                                                             v1::ListModelsResponse* response) {
+                                                             const grpc::ByteBuffer* request,
+                                                             grpc::ByteBuffer* response) {
   return Answer("denoised.v1.ImageGeneration.ListModels", &Methods::ListModels, context, request,
                 response);
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::GetModel(grpc::CallbackServerContext* context,
-                                                           const v1::GetModelRequest* request,
-                                                           v1::GetModelResponse* response) {
+                                                           const grpc::ByteBuffer* request,
+                                                           grpc::ByteBuffer* response) {
   return Answer("denoised.v1.ImageGeneration.GetModel", &Methods::GetModel, context, request,
                 response);
 }

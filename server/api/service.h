@@ -7,38 +7,50 @@
 
 namespace denoised {
 
-/// denoised.v1.ImageGeneration on gRPC's callback API. No method blocks: workers and the engine do
-/// the work. All pointers must outlive the service, and the service its calls.
-class ImageGenerationService final : public v1::ImageGeneration::CallbackService {
+using ImageGenerationInBytes = v1::ImageGeneration::WithRawCallbackMethod_Generate<
+    v1::ImageGeneration::WithRawCallbackMethod_StreamGenerate<
+        v1::ImageGeneration::WithRawCallbackMethod_GetJob<
+            v1::ImageGeneration::WithRawCallbackMethod_ListJobs<
+                v1::ImageGeneration::WithRawCallbackMethod_WatchJob<
+                    v1::ImageGeneration::WithRawCallbackMethod_CancelJob<
+                        v1::ImageGeneration::WithRawCallbackMethod_GetServerInfo<
+                            v1::ImageGeneration::WithRawCallbackMethod_ListModels<
+                                v1::ImageGeneration::WithRawCallbackMethod_GetModel<
+                                    v1::ImageGeneration::Service>>>>>>>>>;
+
+/// denoised.v1.ImageGeneration on gRPC's callback API, with messages as bytes. No method blocks:
+/// workers and the engine do the work. All pointers must outlive the service, and the service its
+/// calls.
+class ImageGenerationService final : public ImageGenerationInBytes {
  public:
   ImageGenerationService(const GenerationCallContext& context, const Methods* methods)
       : context_(context), methods_(methods) {}
 
   grpc::ServerUnaryReactor* Generate(grpc::CallbackServerContext* context,
-                                     const v1::GenerateRequest* request,
-                                     v1::GenerateResponse* response) override;
-  grpc::ServerWriteReactor<v1::StreamGenerateResponse>* StreamGenerate(
-      grpc::CallbackServerContext* context, const v1::StreamGenerateRequest* request) override;
+                                     const grpc::ByteBuffer* request,
+                                     grpc::ByteBuffer* response) override;
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* StreamGenerate(
+      grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) override;
   grpc::ServerUnaryReactor* GetJob(grpc::CallbackServerContext* context,
-                                   const v1::GetJobRequest* request,
-                                   v1::GetJobResponse* response) override;
+                                   const grpc::ByteBuffer* request,
+                                   grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ListJobs(grpc::CallbackServerContext* context,
-                                     const v1::ListJobsRequest* request,
-                                     v1::ListJobsResponse* response) override;
-  grpc::ServerWriteReactor<v1::StreamGenerateResponse>* WatchJob(
-      grpc::CallbackServerContext* context, const v1::WatchJobRequest* request) override;
+                                     const grpc::ByteBuffer* request,
+                                     grpc::ByteBuffer* response) override;
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* WatchJob(grpc::CallbackServerContext* context,
+                                                       const grpc::ByteBuffer* request) override;
   grpc::ServerUnaryReactor* CancelJob(grpc::CallbackServerContext* context,
-                                      const v1::CancelJobRequest* request,
-                                      v1::CancelJobResponse* response) override;
+                                      const grpc::ByteBuffer* request,
+                                      grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
-                                          const v1::GetServerInfoRequest* request,
-                                          v1::GetServerInfoResponse* response) override;
+                                          const grpc::ByteBuffer* request,
+                                          grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
-                                       const v1::ListModelsRequest* request,
-                                       v1::ListModelsResponse* response) override;
+                                       const grpc::ByteBuffer* request,
+                                       grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
-                                     const v1::GetModelRequest* request,
-                                     v1::GetModelResponse* response) override;
+                                     const grpc::ByteBuffer* request,
+                                     grpc::ByteBuffer* response) override;
 
  private:
   /// Ends a call that has nothing to wait for.
@@ -46,8 +58,8 @@ class ImageGenerationService final : public v1::ImageGeneration::CallbackService
   grpc::ServerUnaryReactor* Answer(const char* name,
                                    grpc::Status (Methods::*method)(const Request&, CallRecord*,
                                                                    Response*) const,
-                                   grpc::CallbackServerContext* context, const Request* request,
-                                   Response* response);
+                                   grpc::CallbackServerContext* context,
+                                   const grpc::ByteBuffer* request, grpc::ByteBuffer* response);
 
   const GenerationCallContext context_;
   const Methods* const methods_;

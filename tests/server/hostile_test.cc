@@ -20,6 +20,7 @@
 #include <fstream>
 #include <future>
 #include <limits>
+#include <mutex>
 #include <thread>
 
 #include "engine/images/png.h"
@@ -668,6 +669,132 @@ TEST_F(HostileTest, AConnectionHasOnlySoManyStreams) {
     }
     EXPECT_TRUE(reader->Finish().ok());
   }
+}
+
+std::string Varint(size_t value) {
+  std::string bytes;
+  for (; value >= 128; value >>= 7) bytes += static_cast<char>(value % 128 + 128);
+  return bytes + static_cast<char>(value);
+}
+
+/// A GenerateRequest or StreamGenerateRequest with so many conditions, of two bytes each.
+std::string EmptyConditions(int count) {
+  std::string conditions;
+  for (int i = 0; i < count; ++i) conditions.append("\x2a\x00", 2);
+  return "\x0a" + Varint(conditions.size()) + conditions;
+}
+
+/// 8 MB that would be 300 MB and more once they are parsed, for any method. What it knows of them
+/// is refused by the number of fields, without being made.
+TEST_F(HostileTest, ManySmallFieldsAreRefusedUnparsed) {
+  constexpr int kFields = 4'000'000;
+  Start();
+  ASSERT_TRUE(Generate().ok());
+  std::string unknown, raw;
+  for (int i = 0; i < kFields; ++i) {
+    unknown.append("\x7a\x00", 2);
+    raw.append("\x3a\x00", 2);
+  }
+  const std::pair<const char*, std::string> kCases[] = {
+      {"/denoised.v1.ImageGeneration/Generate", EmptyConditions(kFields)},
+      {"/denoised.v1.ImageGeneration/StreamGenerate", EmptyConditions(kFields)},
+      {"/denoised.v1.ImageGeneration/GetServerInfo", unknown},
+      {"/denoised.v1.ModelAdmin/LoadModel", unknown},
+      {"/inference.GRPCInferenceService/ServerLive", unknown},
+      {"/inference.GRPCInferenceService/ModelInfer", raw}};
+  for (const auto& [path, message] : kCases) {
+    const int64_t growth = PeakGrowth([&] {
+      const grpc::Status status = CallByName(path, message);
+      EXPECT_EQ(status.error_code(), StatusCode::INVALID_ARGUMENT) << path;
+      EXPECT_THAT(status.error_message(), HasSubstr("more than 1000000 fields")) << path;
+    });
+    EXPECT_LT(growth, 96 << 20) << path;
+  }
+  EXPECT_TRUE(Generate().ok());
+}
+
+/// Keeps the only worker busy until it is gone.
+class BusyWorker {
+ public:
+  BusyWorker(FakeEngine* engine, v1::ImageGeneration::Stub* stub) : engine_(engine) {
+    engine->OnSubmit([this](const JobSpec& spec) {
+      if (spec.request_id != "holder") return;
+      holds_ = true;
+      may_go_on_.get_future().wait();
+    });
+    call_ = std::thread([stub] {
+      grpc::ClientContext context;
+      v1::GenerateRequest request;
+      request.mutable_params()->set_request_id("holder");
+      v1::GenerateResponse response;
+      EXPECT_TRUE(stub->Generate(&context, request, &response).ok());
+    });
+    EXPECT_TRUE(Eventually([this] { return holds_.load(); }));
+  }
+  ~BusyWorker() {
+    may_go_on_.set_value();
+    call_.join();
+    engine_->OnSubmit(nullptr);
+  }
+
+ private:
+  FakeEngine* const engine_;
+  std::promise<void> may_go_on_;
+  std::atomic<bool> holds_{false};
+  std::thread call_;
+};
+
+/// While 400 KB that take up to 45 MB wait for a worker, there is no room for as much again.
+TEST_F(HostileTest, MessagesThatWaitTakeNoMoreThanTheBound) {
+  constexpr int kCalls = 3;
+  config_.worker_threads = 1;
+  config_.connections.max_buffered_bytes = 64 << 20;
+  Start();
+  const std::string message = EmptyConditions(200'000);
+  const char* const kPath = "/denoised.v1.ImageGeneration/Generate";
+  std::mutex mutex;
+  std::vector<grpc::Status> ended;
+  std::vector<std::jthread> calls;
+  {
+    const BusyWorker worker(engine_, stub_.get());
+    for (int i = 0; i < kCalls; ++i) {
+      calls.emplace_back([&] {
+        const grpc::Status status = CallByName(kPath, message);
+        std::lock_guard lock(mutex);
+        ended.push_back(status);
+      });
+    }
+    EXPECT_TRUE(Eventually([&] {
+      std::lock_guard lock(mutex);
+      return ended.size() == kCalls - 1;
+    }));
+    std::lock_guard lock(mutex);
+    for (const grpc::Status& status : ended) {
+      EXPECT_EQ(status.error_code(), StatusCode::RESOURCE_EXHAUSTED);
+      EXPECT_EQ(Find<google::rpc::ErrorInfo>(status).reason(), "DECODING_MEMORY");
+      EXPECT_TRUE(Find<google::rpc::RetryInfo>(status).has_retry_delay());
+    }
+  }
+  calls.clear();
+  ASSERT_EQ(ended.size(), size_t{kCalls});
+  EXPECT_EQ(ended.back().error_code(), StatusCode::INVALID_ARGUMENT) << "it had waited";
+  EXPECT_EQ(CallByName(kPath, message).error_code(), StatusCode::INVALID_ARGUMENT);
+}
+
+TEST_F(HostileTest, TooManyCallsOfAClientAreRefusedWhileWorkersAreBusy) {
+  config_.worker_threads = 1;
+  config_.connections.max_streams_per_client = 1;
+  Start();
+  {
+    const BusyWorker worker(engine_, stub_.get());
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + 20s);
+    v1::GenerateResponse response;
+    const grpc::Status status = stub_->Generate(&context, {}, &response);
+    EXPECT_EQ(status.error_code(), StatusCode::RESOURCE_EXHAUSTED);
+    EXPECT_EQ(Find<google::rpc::ErrorInfo>(status).reason(), "CLIENT_LIMIT");
+  }
+  EXPECT_TRUE(Eventually([this] { return Generate().ok(); }));
 }
 
 /// A hundred uploads that stop before their end would hold 6 GB.
