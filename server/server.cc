@@ -323,8 +323,10 @@ absl::Status Server::State::ServeHttp() {
       .handshake = connections.handshake,
       .idle = connections.max_idle.count() > 0 ? std::min(connections.max_idle, idle) : idle,
       .write_timeout = config.write_timeout,
-      // A message in base64, and what stands around it.
-      .max_body_bytes = config.limits.max_request_bytes / 3 * 4 + (64 << 10)};
+      // A message in base64, and what stands around it; no more than there may be of all bodies,
+      // which nobody should be told to try again.
+      .max_body_bytes = std::min(config.limits.max_request_bytes / 3 * 4 + (64 << 10),
+                                 connections.max_buffered_bytes)};
   DENOISED_ASSIGN_OR_RETURN(http_port,
                             HttpPort::Listen(options, http_api.get(), &messages, &metrics));
   http_port->Start();

@@ -555,7 +555,8 @@ void Connection::RefuseBody() {
   const auto& bound = request_.max_body_bytes;
   Refuse(shared_->handler->Malformed(
       413, bound ? fmt::format("the body is larger than {} bytes; send less", *bound)
-                 : fmt::format("the body is larger than {} bytes; see --max-request-bytes",
+                 : fmt::format("the body is larger than {} bytes; see --max-request-bytes and "
+                               "--max-buffered-bytes",
                                shared_->options.max_body_bytes)));
 }
 

@@ -327,7 +327,22 @@ TEST_F(HostileHttpTest, NoBodyIsReadForWhatTakesNone) {
   ExpectServing();
 }
 
-/// A hundred uploads that stop before their end would hold 6 GB.
+/// 503 would have it sent again and again.
+TEST_F(HostileHttpTest, ABodyThatCanNeverFitIsTooLarge) {
+  config_.connections.max_buffered_bytes = 1 << 20;
+  Start();
+  for (const char* length : {"Content-Length: 2000000", "Transfer-Encoding: chunked"}) {
+    HttpClient client = Connect();
+    client.Send(std::string(kPost) + length + "\r\n\r\n");
+    for (int i = 0; i < 16; ++i) client.Send("1ffe0\r\n" + std::string(0x1ffe0, ' ') + "\r\n");
+    const auto reply = client.ReadHead();
+    EXPECT_EQ(reply.code, 413) << length;
+    EXPECT_EQ(reply.headers.count("retry-after"), 0u) << length;
+  }
+  ExpectServing();
+}
+
+/// A hundred uploads that stop before their end would hold 3 GB.
 TEST_F(HostileHttpTest, HalfSentBodiesHoldNoMoreThanTheBound) {
   config_.connections.max_buffered_bytes = 32 << 20;
   Start();
@@ -337,7 +352,7 @@ TEST_F(HostileHttpTest, HalfSentBodiesHoldNoMoreThanTheBound) {
   const std::string piece(1 << 20, ' ');
   for (int i = 0; i < 100; ++i) {
     clients.push_back(Connect());
-    clients.back().Send(kPost + std::string("Content-Length: 60000000\r\n\r\n") + piece);
+    clients.back().Send(kPost + std::string("Content-Length: 30000000\r\n\r\n") + piece);
   }
   EXPECT_TRUE(Eventually([&] {
     return std::any_of(clients.begin(), clients.end(),
