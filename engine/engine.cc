@@ -35,7 +35,6 @@ class DeviceEngine final : public Engine {
         admission_({.requests = options.max_queued_requests,
                     .images = options.max_queued_images,
                     .bytes = options.max_queued_bytes,
-                    .requests_per_client = options.max_queued_requests_per_client,
                     .weights = options.priority_weights}),
         queue_(admission_) {}
   ~DeviceEngine() override;
@@ -613,8 +612,6 @@ absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& option
   DENOISED_RETURN_IF_ERROR(within("max_count", options.max_count, 1, 65536));
   DENOISED_RETURN_IF_ERROR(within("max_queued_requests", options.max_queued_requests, 1, 1 << 24));
   DENOISED_RETURN_IF_ERROR(within("max_queued_images", options.max_queued_images, 1, 1 << 24));
-  DENOISED_RETURN_IF_ERROR(
-      within("max_queued_requests_per_client", options.max_queued_requests_per_client, 0, 1 << 24));
   if (options.devices.empty())
     return InvalidArgument("devices is empty; name the devices by their numbers, such as 0");
   for (auto it = options.devices.begin(); it != options.devices.end(); ++it) {

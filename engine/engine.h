@@ -56,7 +56,6 @@ struct EngineOptions {
   int max_queued_requests = 4096;
   int max_queued_images = 4096;
   size_t max_queued_bytes = size_t{1} << 30;  // host memory that waiting jobs hold
-  int max_queued_requests_per_client = 0;     // 0: as max_queued_requests
   Batching batching = Batching::kStep;
   /// The share of a client by Priority, where clients of several priorities wait.
   std::array<double, kPriorities> priority_weights = {16, 4, 1};

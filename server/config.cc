@@ -577,8 +577,10 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
          "--max-streams-per-client", config.connections.max_streams_per_client,
          "Concurrent calls of one client: a name from --clients or a certificate, else a host")
       ->check(flags::Between(1, 1 << 20));
-  app->add_option("--max-queued-requests-per-client", config.engine.max_queued_requests_per_client,
-                  "Requests of one client that may wait for the device; 0: --max-queued-requests")
+  app->add_option("--max-queued-requests-per-client",
+                  config.connections.max_queued_requests_per_client,
+                  "Requests of one client, as above, that may wait for the device; 0: "
+                  "--max-queued-requests")
       ->check(flags::Between(0, 1 << 20));
   app->add_option(
          "--max-buffered-bytes", config.connections.max_buffered_bytes,

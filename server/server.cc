@@ -120,7 +120,8 @@ struct Server::State {
   State(const Config& config, std::unique_ptr<Engine> engine_in,
         std::unique_ptr<Clients> clients_in, CatalogOptions models)
       : config(config),
-        client_load(config.connections.max_streams_per_client),
+        client_load(config.connections.max_streams_per_client,
+                    config.connections.max_queued_requests_per_client),
         decoding(config.max_decoding_bytes),
         messages(config.connections.max_buffered_bytes),
         clients(std::move(clients_in)),

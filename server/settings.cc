@@ -42,8 +42,8 @@ v1::ServerLimits LimitsOf(const Config& config) {
   limits.set_max_queued_requests(engine.max_queued_requests);
   limits.set_max_queued_images(engine.max_queued_images);
   limits.set_max_queued_bytes(static_cast<int64_t>(engine.max_queued_bytes));
-  if (engine.max_queued_requests_per_client > 0) {
-    limits.set_max_queued_requests_per_client(engine.max_queued_requests_per_client);
+  if (connections.max_queued_requests_per_client > 0) {
+    limits.set_max_queued_requests_per_client(connections.max_queued_requests_per_client);
   }
   limits.set_max_streams_per_client(connections.max_streams_per_client);
   limits.set_max_streams_per_connection(connections.max_streams);

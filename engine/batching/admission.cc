@@ -192,7 +192,6 @@ class Admission::Ticket {
   JobId id = 0;
   std::shared_ptr<Lane> lane;
   Client* client = nullptr;
-  std::string client_name;
   Priority priority = Priority::kNormal;
   double weight = 1;
   double entered = 0, key = 0;  // virtual times
@@ -279,7 +278,6 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   Client& client = ClientOf(lane, spec);
   ticket->id = id;
   ticket->client = &client;
-  ticket->client_name = spec.client;
   ticket->priority = spec.priority;
   ticket->bytes = HostBytes(job);
   ticket->rows = job.MostRows();
@@ -305,14 +303,7 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
         std::clamp(DrainSeconds() * std::max(share, kRetryShare), kShortestRetry, kLongestRetry);
   };
   absl::Status refusal;
-  if (const auto own = queued_requests_of_.find(spec.client);
-      limits_.requests_per_client > 0 && own != queued_requests_of_.end() &&
-      own->second >= limits_.requests_per_client) {
-    retry(1.0 / limits_.requests_per_client);
-    refusal = ResourceExhausted(
-        "{} requests of client '{}' are queued, the limit for one client is {}; retry later",
-        own->second, spec.client, limits_.requests_per_client);
-  } else if (queued_requests_ >= limits_.requests) {
+  if (queued_requests_ >= limits_.requests) {
     retry(1.0 / limits_.requests);
     refusal = ResourceExhausted("{} requests are queued, the limit is {}; retry later",
                                 queued_requests_, limits_.requests);
@@ -364,7 +355,6 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   ++queued_requests_;
   queued_images_ += spec.count;
   queued_bytes_ += ticket->bytes;
-  ++queued_requests_of_[spec.client];
   return ticket;
 }
 
@@ -452,8 +442,6 @@ void Admission::Unqueue(Ticket& ticket, int images, int64_t work) {
   --totals.queued_requests[static_cast<size_t>(ticket.priority)];
   --queued_requests_;
   queued_bytes_ -= ticket.bytes;
-  const auto own = queued_requests_of_.find(ticket.client_name);
-  if (--own->second == 0) queued_requests_of_.erase(own);
 }
 
 void Admission::Began(Ticket& ticket, int evaluations_left, size_t parked_bytes) {
@@ -503,7 +491,6 @@ void Admission::WaitAgain(Ticket& ticket, int evaluations_left) {
     ++totals.queued_requests[static_cast<size_t>(ticket.priority)];
     ++queued_requests_;
     queued_bytes_ += ticket.bytes;
-    ++queued_requests_of_[ticket.client_name];
   }
   ticket.waiting_work += work;
   ticket.lane->waiting_rows += ticket.rows;

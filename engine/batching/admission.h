@@ -57,7 +57,6 @@ class Admission {
     int requests = 4096;
     int images = 4096;
     size_t bytes = size_t{1} << 30;
-    int requests_per_client = 0;  // 0: as requests
     std::array<double, kPriorities> weights = {16, 4, 1};
   };
 
@@ -180,7 +179,6 @@ class Admission {
   int queued_requests_ ABSL_GUARDED_BY(mutex_) = 0, queued_images_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   /// By client; a client without requests has no entry.
-  std::map<std::string, int> queued_requests_of_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace denoised

@@ -28,8 +28,9 @@ ClientLoad::Lease& ClientLoad::Lease::operator=(Lease&& other) noexcept {
 
 absl::StatusOr<ClientLoad::Lease> ClientLoad::Admit(Kind kind, const Caller& caller,
                                                     const std::string& peer) {
-  const int limit = kind == kStream ? LowerLimit(caller.limits.max_streams, max_streams_)
-                                    : caller.limits.max_queued_requests;
+  const int limit = kind == kStream
+                        ? LowerLimit(caller.limits.max_streams, max_streams_)
+                        : LowerLimit(caller.limits.max_queued_requests, max_queued_requests_);
   std::string key = ClientKey(caller, peer);
   MutexLock lock(&mutex_);
   const auto it = counts_[kind].find(key);

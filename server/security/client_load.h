@@ -42,14 +42,15 @@ class ClientLoad {
     std::string key_;
   };
 
-  /// Limits for every client; a client's own limits can be lower.
-  explicit ClientLoad(int max_streams) : max_streams_(max_streams) {}
+  /// Limits for every client, 0 for none; a client's own limits can be lower.
+  ClientLoad(int max_streams, int max_queued_requests)
+      : max_streams_(max_streams), max_queued_requests_(max_queued_requests) {}
 
   /// `peer` as gRPC writes addresses, "ipv4:192.0.2.7:34152". ResourceExhausted names the limit.
   absl::StatusOr<Lease> Admit(Kind kind, const Caller& caller, const std::string& peer);
 
  private:
-  const int max_streams_;
+  const int max_streams_, max_queued_requests_;
   Mutex mutex_;
   /// By kind and client; all > 0.
   std::array<std::map<std::string, int>, 2> counts_ ABSL_GUARDED_BY(mutex_);

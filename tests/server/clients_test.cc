@@ -275,7 +275,7 @@ TEST_F(ClientsTest, TokensAreForClientsWithANameAlone) {
 }
 
 TEST(ClientLoadTest, BoundsEachClientByItself) {
-  ClientLoad load(3);
+  ClientLoad load(3, 0);
   const Caller studio{.name = "studio"}, small{.name = "small", .limits = {.max_streams = 1}};
   std::vector<ClientLoad::Lease> leases;
   const auto admit = [&](const Caller& caller, const std::string& peer = "ipv4:10.0.0.1:1") {
@@ -295,7 +295,7 @@ TEST(ClientLoadTest, BoundsEachClientByItself) {
 }
 
 TEST(ClientLoadTest, TheQueueIsCountedByItself) {
-  ClientLoad load(1);
+  ClientLoad load(1, 0);
   const Caller studio{.name = "studio", .limits = {.max_queued_requests = 1}};
   auto stream = load.Admit(ClientLoad::kStream, studio, "");
   auto place = load.Admit(ClientLoad::kQueued, studio, "");
@@ -308,15 +308,32 @@ TEST(ClientLoadTest, TheQueueIsCountedByItself) {
   EXPECT_TRUE(load.Admit(ClientLoad::kQueued, {}, "ipv4:10.0.0.1:1").ok()) << "no limit of its own";
 }
 
+TEST(ClientLoadTest, ALimitForAllCanBeLowered) {
+  ClientLoad load(9, 2);
+  const Caller studio{.name = "studio", .limits = {.max_queued_requests = 3}};
+  const Caller small{.name = "small", .limits = {.max_queued_requests = 1}};
+  std::vector<ClientLoad::Lease> leases;
+  const auto admit = [&](const Caller& caller) {
+    auto lease = load.Admit(ClientLoad::kQueued, caller, "");
+    if (lease.ok()) leases.push_back(*std::move(lease));
+    return std::string(lease.status().message());
+  };
+  EXPECT_EQ(admit(studio) + admit(studio) + admit(small), "");
+  EXPECT_THAT(admit(studio), HasSubstr("may have 2"));
+  EXPECT_THAT(admit(small), HasSubstr("may have 1"));
+}
+
 TEST(ClientLoadTest, TellsStrangersApartByTheirHost) {
-  ClientLoad load(1);
-  const auto admit = [&](const char* peer) { return load.Admit(ClientLoad::kStream, {}, peer); };
-  const auto first = admit("ipv4:10.0.0.1:1000");
-  EXPECT_TRUE(first.ok());
-  EXPECT_THAT(std::string(admit("ipv4:10.0.0.1:2000").status().message()),
-              HasSubstr("ipv4:10.0.0.1"));
-  EXPECT_TRUE(admit("ipv4:10.0.0.2:1000").ok());
-  EXPECT_TRUE(admit("ipv6:%5B2001:db8::1%5D:1000").ok());
+  ClientLoad load(1, 1);
+  for (const auto kind : {ClientLoad::kStream, ClientLoad::kQueued}) {
+    const auto admit = [&](const char* peer) { return load.Admit(kind, {}, peer); };
+    const auto first = admit("ipv4:10.0.0.1:1000");
+    EXPECT_TRUE(first.ok());
+    EXPECT_THAT(std::string(admit("ipv4:10.0.0.1:2000").status().message()),
+                HasSubstr("ipv4:10.0.0.1"));
+    EXPECT_TRUE(admit("ipv4:10.0.0.2:1000").ok());
+    EXPECT_TRUE(admit("ipv6:%5B2001:db8::1%5D:1000").ok());
+  }
 }
 
 }  // namespace

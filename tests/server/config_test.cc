@@ -201,7 +201,7 @@ TEST_F(ConfigTest, ReadsLimits) {
   EXPECT_EQ(config.connections.max_connections, 7);
   EXPECT_EQ(config.connections.max_streams, 8);
   EXPECT_EQ(config.connections.max_streams_per_client, 9);
-  EXPECT_EQ(config.engine.max_queued_requests_per_client, 10);
+  EXPECT_EQ(config.connections.max_queued_requests_per_client, 10);
   EXPECT_EQ(config.connections.max_buffered_bytes, 33554432);
   EXPECT_EQ(config.connections.max_idle.count(), 1500);
   EXPECT_EQ(config.connections.handshake.count(), 2500);

@@ -206,7 +206,7 @@ class GenerationTest : public ::testing::Test {
   }
 
   Metrics metrics_;
-  ClientLoad client_load_{0};
+  ClientLoad client_load_{0, 0};
   MemoryBudget decoding_{1 << 20};
   FakeEngine engine_;
   Catalog catalog_;
