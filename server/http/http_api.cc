@@ -756,9 +756,9 @@ void HttpApi::ListJobs(const std::shared_ptr<Exchange>& exchange) {
   if (const auto it = query.find("page_token"); it != query.end()) {
     request.set_page_token(it->second);
   }
-  context_.calls.workers->Post(Priority::kNormal, [this, exchange, request] {
-    Answer(exchange, request, &Methods::ListJobs);
-  });
+  context_.calls.workers->Post(
+      Priority::kNormal, ClientOf(exchange->request()),
+      [this, exchange, request] { Answer(exchange, request, &Methods::ListJobs); });
 }
 
 void HttpApi::GetJob(const std::shared_ptr<Exchange>& exchange) {
@@ -845,8 +845,7 @@ std::shared_ptr<Generation> BeginOpenAi(const GenerationCallContext& context,
 void HttpApi::OpenAi(const std::shared_ptr<Exchange>& exchange, bool edit) {
   // Whether it is a stream stands in the body, which a worker reads.
   context_.calls.workers->Post(
-      Priority::kNormal, ClientKey(*exchange->request().caller, exchange->request().peer),
-      [this, exchange, edit] {
+      Priority::kNormal, ClientOf(exchange->request()), [this, exchange, edit] {
         const auto request = std::make_shared<OpenAiRequest>();
         const HttpRequest& http = exchange->request();
         // Before the body is parsed, which a client with too many streams must not cause.
@@ -916,7 +915,7 @@ void HttpApi::ImageFile(const std::shared_ptr<Exchange>& exchange) {
 }
 
 void HttpApi::Scrape(const std::shared_ptr<Exchange>& exchange) {
-  context_.calls.workers->Post(Priority::kNormal,
+  context_.calls.workers->Post(Priority::kNormal, ClientOf(exchange->request()),
                                [this, exchange] { exchange->Reply(Text(200, context_.scrape())); });
 }
 

@@ -12,6 +12,10 @@ CallOrigin OriginOf(const HttpRequest& request) {
           .via = "http"};
 }
 
+std::string ClientOf(const HttpRequest& request) {
+  return ClientKey(request.caller == nullptr ? Caller() : *request.caller, request.peer);
+}
+
 void HttpUnaryCall::Answer(const grpc::Status& status, v1::GenerateResponse* images) {
   HttpReply reply = images != nullptr ? make_(images) : ErrorReply(status);
   AddHeaders(&reply);
@@ -29,7 +33,8 @@ void HttpStreamCall::BeginStream() {
 }
 
 void HttpStreamCall::Continue() {
-  context_.workers->Post(Priority::kInteractive,
+  // An event of the generation was written, so there is one.
+  context_.workers->Post(generation_->priority(), ClientOf(exchange_->request()),
                          [this, self = shared_from_this()] { Written(true); });
 }
 

@@ -16,6 +16,8 @@ namespace denoised {
 
 /// The origin of the call that `request` makes.
 CallOrigin OriginOf(const HttpRequest& request);
+/// ClientKey of the client that makes `request`.
+std::string ClientOf(const HttpRequest& request);
 
 /// What both kinds of calls have of their exchange. `Call`: UnaryCall or StreamCall.
 template <typename Call>

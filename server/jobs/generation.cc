@@ -109,6 +109,7 @@ void Generation::Start(const JobRequest& request) {
     {
       MutexLock lock(&mutex_);
       if (job_.spec.sampler.sampler) sampler_ = Name(*job_.spec.sampler.sampler);
+      priority_ = job_.spec.priority;
       if (include_timings_ && !std::exchange(queued, true)) {
         timeline_.Add(v1::TimelineEntry::MILESTONE_QUEUED, SecondsSinceArrival());
       }
@@ -183,6 +184,11 @@ Generation::News Generation::Next(const GenerationWatcher* watcher, uint64_t seq
 std::optional<grpc::Status> Generation::end() const {
   MutexLock lock(&mutex_);
   return end_;
+}
+
+Priority Generation::priority() const {
+  MutexLock lock(&mutex_);
+  return priority_;
 }
 
 v1::Job Generation::Describe() const {

@@ -106,6 +106,8 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   const Origin& origin() const { return origin_; }
   double SecondsSinceArrival() const;
   bool include_timings() const { return include_timings_; }
+  /// Once it has events.
+  Priority priority() const;
   /// The Job for GetJob, without expire_time.
   v1::Job Describe() const;
   /// As its replies tell them: every default filled in, without uploads.
@@ -199,6 +201,7 @@ class Generation final : public JobListener, public std::enable_shared_from_this
   v1::GenerationParams params_ ABSL_GUARDED_BY(mutex_);  // effective
   v1::Run run_ ABSL_GUARDED_BY(mutex_);
   std::string sampler_ ABSL_GUARDED_BY(mutex_);  // for the log
+  Priority priority_ ABSL_GUARDED_BY(mutex_) = Priority::kNormal;
   Inbox inbox_ ABSL_GUARDED_BY(mutex_);
   EventLog log_ ABSL_GUARDED_BY(mutex_);
   Timeline timeline_ ABSL_GUARDED_BY(mutex_);

@@ -33,9 +33,8 @@ class WorkerPool {
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
-  /// Tasks may post further tasks, also while the pool is being destroyed.
-  void Post(Priority priority, std::function<void()> task) { Post(priority, "", std::move(task)); }
-  /// `client`: ClientKey of the client that it is for; empty: of none.
+  /// Tasks may post further tasks, also while the pool is being destroyed. `client`: ClientKey of
+  /// the client that it is for; empty: of none.
   void Post(Priority priority, const std::string& client, std::function<void()> task);
   /// Calls task(0) … task(count − 1) on the calling thread, and on threads that have nothing to do
   /// when it begins; returns when all have returned. Other tasks take their turns between those of

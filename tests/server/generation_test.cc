@@ -595,7 +595,7 @@ class OneWorkerTest : public GenerationTest {
 
 TEST_F(OneWorkerTest, InteractiveJobsAreEncodedBeforeBatchJobs) {
   std::promise<void> drawn;
-  workers_.Post(Priority::kInteractive, [&] { drawn.get_future().wait(); });
+  workers_.Post(Priority::kInteractive, "", [&] { drawn.get_future().wait(); });
   v1::GenerationParams params = Params("batch");
   params.set_count(32);
   params.set_priority(v1::PRIORITY_BATCH);

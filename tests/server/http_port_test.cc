@@ -38,7 +38,7 @@ class Handler final : public HttpHandler {
     return std::nullopt;
   }
   void Serve(std::shared_ptr<Exchange> exchange) override {
-    workers_.Post(Priority::kNormal, [this, exchange] { Work(exchange); });
+    workers_.Post(Priority::kNormal, "", [this, exchange] { Work(exchange); });
   }
   HttpReply Malformed(int code, const std::string& problem) override {
     return {.code = code, .body = problem};
@@ -78,11 +78,12 @@ class Handler final : public HttpHandler {
   }
   void Part(const std::shared_ptr<Exchange>& exchange, int left) {
     if (left == 0) return exchange->End({});
-    exchange->Write("event: part\ndata: " + std::string(1000, 'x') + "\n\n", [this, exchange,
-                                                                              left](bool ok) {
-      if (!ok) return;
-      workers_.Post(Priority::kInteractive, [this, exchange, left] { Part(exchange, left - 1); });
-    });
+    exchange->Write("event: part\ndata: " + std::string(1000, 'x') + "\n\n",
+                    [this, exchange, left](bool ok) {
+                      if (!ok) return;
+                      workers_.Post(Priority::kInteractive, "",
+                                    [this, exchange, left] { Part(exchange, left - 1); });
+                    });
   }
 
   std::atomic<int> stopped_{0};

@@ -19,9 +19,9 @@ TEST(WorkerPoolTest, RunsEverythingThatWasPostedAlsoByTasks) {
   {
     WorkerPool pool(2);
     for (int i = 0; i < 100; ++i) {
-      pool.Post(Priority::kNormal, [&] {
+      pool.Post(Priority::kNormal, "", [&] {
         ++ran;
-        pool.Post(Priority::kNormal, [&] { ++ran; });
+        pool.Post(Priority::kNormal, "", [&] { ++ran; });
       });
     }
   }
@@ -31,11 +31,11 @@ TEST(WorkerPoolTest, RunsEverythingThatWasPostedAlsoByTasks) {
 TEST(WorkerPoolTest, RunsSideBySide) {
   std::promise<void> first, second;  // outlive the tasks
   WorkerPool pool(2);
-  pool.Post(Priority::kNormal, [&] {
+  pool.Post(Priority::kNormal, "", [&] {
     first.set_value();
     EXPECT_EQ(second.get_future().wait_for(std::chrono::minutes(1)), std::future_status::ready);
   });
-  pool.Post(Priority::kNormal, [&] {
+  pool.Post(Priority::kNormal, "", [&] {
     EXPECT_EQ(first.get_future().wait_for(std::chrono::minutes(1)), std::future_status::ready);
     second.set_value();
   });
@@ -46,7 +46,7 @@ TEST(WorkerPoolTest, ForEachCallsEachOnceAlsoFromTasks) {
   {
     WorkerPool pool(3);
     for (int i = 0; i < 10; ++i) {
-      pool.Post(Priority::kNormal, [&] {
+      pool.Post(Priority::kNormal, "", [&] {
         pool.ForEach(Priority::kNormal, "", 200, [&](int index) { ++calls[index]; });
       });
     }
@@ -83,7 +83,7 @@ TEST(WorkerPoolTest, OthersTakeTurnsWithThePartsOfForEach) {
         if (std::this_thread::get_id() == caller) {
           if (part == 0) urgent->get_future().wait_for(std::chrono::milliseconds(100));
         } else if (helped++ == 0) {
-          pool.Post(Priority::kInteractive, [&, urgent] {
+          pool.Post(Priority::kInteractive, "", [&, urgent] {
             before = helped.load();
             urgent->set_value();
           });
@@ -97,7 +97,7 @@ TEST(WorkerPoolTest, OthersTakeTurnsWithThePartsOfForEach) {
 TEST(WorkerPoolTest, ForEachNeedsNoIdleThread) {
   std::promise<void> reached, done;
   WorkerPool pool(1);
-  pool.Post(Priority::kNormal, [&] {
+  pool.Post(Priority::kNormal, "", [&] {
     reached.set_value();
     done.get_future().wait();
   });
@@ -134,7 +134,7 @@ std::string Order(const std::string& posted) {
   std::promise<void> reached, posting;
   {
     WorkerPool pool(1);
-    pool.Post(Priority::kBatch, [&] {
+    pool.Post(Priority::kBatch, "", [&] {
       reached.set_value();
       posting.get_future().wait();
     });
@@ -143,7 +143,7 @@ std::string Order(const std::string& posted) {
       const Priority priority = kind == 'i'   ? Priority::kInteractive
                                 : kind == 'n' ? Priority::kNormal
                                               : Priority::kBatch;
-      pool.Post(priority, [&ran, kind] { ran += kind; });
+      pool.Post(priority, "", [&ran, kind] { ran += kind; });
     }
     posting.set_value();
   }
@@ -174,14 +174,14 @@ TEST(WorkerPoolTest, AQueueSavesUpNoTurns) {
   std::promise<void> reached, posting;
   {
     WorkerPool pool(1);
-    for (int i = 0; i < 1000; ++i) pool.Post(Priority::kInteractive, [] {});
-    pool.Post(Priority::kInteractive, [&] {
+    for (int i = 0; i < 1000; ++i) pool.Post(Priority::kInteractive, "", [] {});
+    pool.Post(Priority::kInteractive, "", [&] {
       reached.set_value();
       posting.get_future().wait();
     });
     reached.get_future().wait();
-    for (int i = 0; i < 10; ++i) pool.Post(Priority::kBatch, [&] { ran += 'b'; });
-    for (int i = 0; i < 10; ++i) pool.Post(Priority::kInteractive, [&] { ran += 'i'; });
+    for (int i = 0; i < 10; ++i) pool.Post(Priority::kBatch, "", [&] { ran += 'b'; });
+    for (int i = 0; i < 10; ++i) pool.Post(Priority::kInteractive, "", [&] { ran += 'i'; });
     posting.set_value();
   }
   EXPECT_LE(std::count(ran.begin(), ran.begin() + 11, 'b'), 1) << ran;
