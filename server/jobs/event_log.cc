@@ -19,7 +19,9 @@ void EventLog::Push(Event event) {
     replaced = std::exchange(previews_[event.image().image().index()], 0);
   }
   if (const auto old = events_.find(replaced); old != events_.end()) Drop(old);
-  bytes_ += event.ByteSizeLong();
+  const size_t bytes = event.ByteSizeLong();
+  bytes_ += bytes;
+  *all_ += bytes;
   events_.emplace_hint(events_.end(), sequence_, std::make_shared<const Event>(std::move(event)));
 }
 
@@ -33,7 +35,9 @@ void EventLog::Forget(uint64_t sequence) {
 }
 
 void EventLog::Drop(Events::iterator event) {
-  bytes_ -= event->second->ByteSizeLong();
+  const size_t bytes = event->second->ByteSizeLong();
+  bytes_ -= bytes;
+  *all_ -= bytes;
   events_.erase(event);
 }
 

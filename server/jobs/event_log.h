@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -18,8 +19,13 @@ class EventLog {
  public:
   using Event = v1::StreamGenerateResponse;
 
-  /// `request_id` goes into every event.
-  explicit EventLog(std::string request_id) : request_id_(std::move(request_id)) {}
+  /// `request_id` goes into every event. `all` counts the bytes of all logs and outlives them.
+  EventLog(std::string request_id, std::atomic<size_t>* all)
+      : request_id_(std::move(request_id)), all_(all) {}
+  ~EventLog() { *all_ -= bytes_; }
+
+  EventLog(const EventLog&) = delete;
+  EventLog& operator=(const EventLog&) = delete;
 
   void Push(Event event);
   /// The first event after `sequence`; null when there is none.
@@ -37,6 +43,7 @@ class EventLog {
   void Drop(Events::iterator event);
 
   const std::string request_id_;
+  std::atomic<size_t>* const all_;
   Events events_;
   uint64_t sequence_ = 0;
   uint64_t queued_ = 0;               // number of the latest; 0: none

@@ -39,7 +39,10 @@ constexpr std::chrono::milliseconds kProgressPeriod{100};
 }  // namespace
 
 Generation::Generation(const JobContext& context, Jobs* jobs, Origin origin)
-    : context_(context), jobs_(jobs), origin_(std::move(origin)), log_(origin_.request_id) {}
+    : context_(context),
+      jobs_(jobs),
+      origin_(std::move(origin)),
+      log_(origin_.request_id, jobs->event_bytes()) {}
 
 double Generation::SecondsSinceArrival() const {
   return std::chrono::duration<double>(Clock::now() - origin_.arrival).count();

@@ -331,14 +331,11 @@ void Jobs::Forget(const Generation& generation) {
   kept_.erase(kept);
 }
 
-size_t Jobs::size() const {
-  MutexLock lock(&mutex_);
-  return entries_.size();
-}
-
 size_t Jobs::bytes() const {
   MutexLock lock(&mutex_);
-  return kept_bytes_ + RunningBytes();
+  size_t bytes = event_bytes_;
+  for (const Kept& each : kept_) bytes += each.bytes - each.generation->bytes();
+  return bytes;
 }
 
 std::map<std::pair<std::string, v1::JobState>, int> Jobs::CountByState() const {

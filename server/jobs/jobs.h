@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <map>
@@ -51,9 +52,11 @@ class Jobs {
   /// jobs count towards it.
   void Expire();
 
-  /// The number of running and kept generations, and the bytes of their events.
-  size_t size() const;
+  /// Bytes of what is kept, and of the events of all generations: also of those that have ended and
+  /// live only as long as calls read them.
   size_t bytes() const;
+  /// Counts the events of all generations. They must not outlive it.
+  std::atomic<size_t>* event_bytes() { return &event_bytes_; }
   /// Their number by model name and state.
   std::map<std::pair<std::string, v1::JobState>, int> CountByState() const;
 
@@ -80,6 +83,7 @@ class Jobs {
 
   const JobContext context_;
   const JobRetention retention_;
+  std::atomic<size_t> event_bytes_{0};  // before entries_, which hold generations
   mutable Mutex mutex_;
   std::map<Key, Entry> entries_ ABSL_GUARDED_BY(mutex_);
   uint64_t last_number_ ABSL_GUARDED_BY(mutex_) = 0;  // of all that began

@@ -60,7 +60,8 @@ std::string ReadAll(const EventLog& log, uint64_t sequence = 0) {
 }
 
 TEST(EventLogTest, AReaderThatKeepsUpSeesEverything) {
-  EventLog log("r");
+  std::atomic<size_t> all = 0;
+  EventLog log("r", &all);
   log.Push(Progress(1));
   EXPECT_EQ(ReadAll(log), "1:progress1");
   log.Push(Preview(0, 1));
@@ -73,7 +74,8 @@ TEST(EventLogTest, AReaderThatKeepsUpSeesEverything) {
 }
 
 TEST(EventLogTest, ASlowReaderGetsTheLatestOfEachAndEveryImage) {
-  EventLog log("r");
+  std::atomic<size_t> all = 0;
+  EventLog log("r", &all);
   for (int i = 1; i <= 100; ++i) {
     log.Push(Progress(i));
     log.Push(Preview(0, i));
@@ -85,7 +87,8 @@ TEST(EventLogTest, ASlowReaderGetsTheLatestOfEachAndEveryImage) {
 }
 
 TEST(EventLogTest, OnlyTheLatestPlaceIsKept) {
-  EventLog log("r");
+  std::atomic<size_t> all = 0;
+  EventLog log("r", &all);
   log.Push(Queued(2));
   log.Push(Queued(1));
   EXPECT_EQ(ReadAll(log), "2:queued1");
@@ -96,7 +99,8 @@ TEST(EventLogTest, OnlyTheLatestPlaceIsKept) {
 }
 
 TEST(EventLogTest, NoPreviewAfterItsImage) {
-  EventLog log("r");
+  std::atomic<size_t> all = 0;
+  EventLog log("r", &all);
   log.Push(Preview(0, 1));
   log.Push(Preview(1, 1));
   log.Push(Image(0));
@@ -104,7 +108,8 @@ TEST(EventLogTest, NoPreviewAfterItsImage) {
 }
 
 TEST(EventLogTest, ReadersDoNotDisturbEachOther) {
-  EventLog log("r");
+  std::atomic<size_t> all = 0;
+  EventLog log("r", &all);
   log.Push(Image(0));
   log.Push(Image(1));
   EXPECT_EQ(ReadAll(log), ReadAll(log));
@@ -112,7 +117,8 @@ TEST(EventLogTest, ReadersDoNotDisturbEachOther) {
 }
 
 TEST(EventLogTest, ForgottenEventsTakeNoMemory) {
-  EventLog log("r");
+  std::atomic<size_t> all = 0;
+  EventLog log("r", &all);
   EXPECT_EQ(log.bytes(), 0u);
   log.Push(Progress(1));
   log.Push(Image(0));
