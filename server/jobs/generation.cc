@@ -65,11 +65,18 @@ grpc::Status Generation::Refusal(const absl::Status& status, const Estimate& est
     case absl::StatusCode::kDeadlineExceeded:
       return ToGrpcStatus(status, reason::kDeadlineExceeded, origin_.request_id, retry);
     case absl::StatusCode::kUnavailable:
-      return context_.drain->draining() ? Draining(origin_.request_id)
-                                        : JobStatus(status, origin_.request_id);
+      return context_.drain->draining() ? Draining(origin_.request_id) : ToStatus(status);
     default:
-      return JobStatus(status, origin_.request_id);
+      return ToStatus(status);
   }
+}
+
+grpc::Status Generation::ToStatus(const absl::Status& status) const {
+  // The engine is unavailable in a drain, or when its last device is lost.
+  if (absl::IsUnavailable(status) && !context_.drain->draining()) {
+    return ToGrpcStatus(status, reason::kDeviceLost, origin_.request_id);
+  }
+  return JobStatus(status, origin_.request_id);
 }
 
 void Generation::Start(const JobRequest& request) {
@@ -428,7 +435,7 @@ void Generation::Deliver() {
     }
     TellWatchers();
   }
-  End(status.ok() ? grpc::Status::OK : JobStatus(status, origin_.request_id));
+  End(status.ok() ? grpc::Status::OK : ToStatus(status));
 }
 
 void Generation::Write(Inbox inbox, std::vector<v1::PreviewEvent> previews) {

@@ -162,6 +162,8 @@ class Generation final : public JobListener, public std::enable_shared_from_this
 
   /// The client's status if the engine refused the job.
   grpc::Status Refusal(const absl::Status& status, const Estimate& estimate) const;
+  /// The client's status if the job failed.
+  grpc::Status ToStatus(const absl::Status& status) const;
   /// Logs QueuedEvent, always the first event.
   void LogQueued(const Estimate& estimate) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Whether another preview of this image would exceed the rate limit.

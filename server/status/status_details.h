@@ -34,6 +34,7 @@ inline constexpr char kQueueFull[] = "QUEUE_FULL";
 inline constexpr char kDecodingMemory[] = "DECODING_MEMORY";
 inline constexpr char kDeviceMemory[] = "DEVICE_MEMORY";
 inline constexpr char kDraining[] = "DRAINING";
+inline constexpr char kDeviceLost[] = "DEVICE_LOST";  // the last one: the server is about to exit
 inline constexpr char kCancelled[] = "CANCELLED";
 inline constexpr char kDeadlineExceeded[] = "DEADLINE_EXCEEDED";
 inline constexpr char kNonfiniteImage[] = "NONFINITE_IMAGE";

@@ -553,6 +553,18 @@ TEST_F(GenerationTest, NothingIsKeptOfWhatNobodyCanAskFor) {
   EXPECT_EQ(jobs_.bytes(), 0u);
 }
 
+TEST_F(GenerationTest, ALostDeviceIsNoDrain) {
+  for (const bool draining : {false, true}) {
+    engine_.Pause(true);
+    const auto call = Begin({});
+    ASSERT_TRUE(Eventually([&] { return engine_.QueuedImages("digits") == 1; }));
+    if (draining) drain_.state = DrainState::kDraining;
+    engine_.FailJobs(Unavailable("the last device is lost"));
+    engine_.Pause(false);
+    EXPECT_EQ(ReasonOf(call->Wait()), draining ? "DRAINING" : "DEVICE_LOST");
+  }
+}
+
 /// What a slow reader has yet to read takes memory, although nobody else can ask for it.
 TEST_F(GenerationTest, WhatCallsStillHoldIsCounted) {
   const v1::GenerationParams params;
