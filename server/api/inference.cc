@@ -39,7 +39,12 @@ bool Always(const ModelInfo&) { return true; }
 
 bool ReadsText(const ModelInfo& model) { return model.text.has_value(); }
 bool HasTwoTexts(const ModelInfo& model) { return model.text && model.text->two_encoders; }
+bool TakesPicture(const ModelInfo& model) { return ArePictures(model) && model.images.init; }
+bool TakesStrength(const ModelInfo& model) { return TakesPicture(model) && model.images.strength; }
 bool TakesMask(const ModelInfo& model) { return ArePictures(model) && model.images.mask; }
+bool NeedsPicture(const ModelInfo& model) { return model.images.required; }
+bool NeedsMask(const ModelInfo& model) { return model.images.mask_required; }
+bool Never(const ModelInfo&) { return false; }
 bool HasImageGuidance(const ModelInfo& model) { return model.images.guidance; }
 bool HasRescale(const ModelInfo& model) { return model.guidance_rescale; }
 
@@ -49,13 +54,14 @@ struct Input {
   const char* name;
   const char* path;
   bool (*is_for)(const ModelInfo& model);
+  bool (*is_required)(const ModelInfo& model) = Never;  // of those that it is for
 };
 
 constexpr Input kInputs[] = {
     {"seed", "seeds", Always},
     {"label", "conditions.class_label", HasLabels},
-    {"class_vector", "conditions.class_vector", HasVectors},
-    {"prompt", "conditions.text", ReadsText},
+    {"class_vector", "conditions.class_vector", HasVectors, Always},
+    {"prompt", "conditions.text", ReadsText, Always},
     {"negative_prompt", "conditions.negative_text", ReadsText},
     {"prompt_2", "conditions.text_2", HasTwoTexts},
     {"negative_prompt_2", "conditions.negative_text_2", HasTwoTexts},
@@ -77,9 +83,9 @@ constexpr Input kInputs[] = {
     {"s_tmax", "s_tmax", Always},
     {"s_noise", "s_noise", Always},
     {"solver_order", "solver_order", Always},
-    {"init_image", "init_image.encoded", ArePictures},
-    {"strength", "init_image.strength", ArePictures},
-    {"mask", "mask.encoded", TakesMask},
+    {"init_image", "init_image.encoded", TakesPicture, NeedsPicture},
+    {"strength", "init_image.strength", TakesStrength},
+    {"mask", "mask.encoded", TakesMask, NeedsMask},
     {"format", "output.format", ArePictures},
     {"quality", "output.quality", ArePictures},
 };
@@ -593,6 +599,12 @@ void DescribeTensors(const ModelInfo& model, inference::ModelMetadataResponse* m
   for (const Output& output : OutputsOf(model)) {
     describe(metadata->add_outputs(), output.name, output.datatype, output.shape);
   }
+}
+
+bool IsRequired(const std::string& input, const ModelInfo& model) {
+  return std::any_of(std::begin(kInputs), std::end(kInputs), [&](const Input& each) {
+    return each.name == input && each.is_for(model) && each.is_required(model);
+  });
 }
 
 Priority ReadPriority(const inference::ModelInferRequest& request) {

@@ -35,7 +35,7 @@
 ///   image_guidance_scale, guidance_rescale                FP64: models that take them
 ///   eta, s_churn, s_tmin, s_tmax, s_noise                 FP64
 ///   sampler, noise_schedule     BYTES, "heun", "karras": values of the enum without their prefix
-///   init_image, strength        BYTES, a PNG, JPEG or WebP file; FP64
+///   init_image, strength        BYTES, a PNG, JPEG or WebP file; FP64; of models that take them
 ///   mask                        BYTES, such a file, of models that take one
 ///   format, quality             BYTES, "png", "jpeg" or "webp"; INT32: of the output `encoded`
 ///
@@ -50,6 +50,9 @@ namespace denoised {
 
 /// Lists the inputs and outputs of a model that is ready.
 void DescribeTensors(const ModelInfo& model, inference::ModelMetadataResponse* metadata);
+
+/// Whether the model draws nothing without this input.
+bool IsRequired(const std::string& input, const ModelInfo& model);
 
 /// What a request asks to be given.
 struct InferenceOutputs {

@@ -52,7 +52,7 @@ void DescribeConfig(const CatalogModel& model, inference::ModelConfig* config) {
     input.set_name(tensor.name());
     input.set_data_type(ConfigType(tensor.datatype()));
     *input.mutable_dims() = tensor.shape();
-    input.set_optional(true);
+    input.set_optional(!IsRequired(tensor.name(), *model.info));
   }
   for (const auto& tensor : metadata.outputs()) {
     inference::ModelOutput& output = *config->add_output();

@@ -33,6 +33,7 @@ using namespace std::chrono_literals;
 using grpc::StatusCode;
 using inference::ModelInferRequest;
 using inference::ModelInferResponse;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsSupersetOf;
@@ -948,11 +949,45 @@ TEST_F(InferenceTest, PixelsAndFilesTogetherCountTwice) {
   EXPECT_THAT(Violated(Infer(request)), ElementsAre("batch size"));
 }
 
+std::vector<std::string> InputsOf(const ModelInfo& model) {
+  inference::ModelMetadataResponse metadata;
+  DescribeTensors(model, &metadata);
+  std::vector<std::string> names;
+  for (const auto& input : metadata.inputs()) {
+    names.push_back(input.name() + (IsRequired(input.name(), model) ? " (required)" : ""));
+  }
+  return names;
+}
+
+TEST(InferenceTensorsTest, WhatAModelNeedsIsNotOptional) {
+  ModelInfo model;
+  model.channels = 3;
+  EXPECT_THAT(InputsOf(model), Not(Contains(HasSubstr("init_image")))) << "it has no encoder";
+  EXPECT_THAT(InputsOf(model), Not(Contains(HasSubstr("strength"))));
+  model.images.init = true;
+  EXPECT_THAT(InputsOf(model), Contains("init_image"));
+  EXPECT_THAT(InputsOf(model), Not(Contains(HasSubstr("strength"))));
+  model.images.strength = model.images.mask = true;
+  EXPECT_THAT(InputsOf(model), Contains("strength"));
+  EXPECT_THAT(InputsOf(model), Contains("mask"));
+  EXPECT_THAT(InputsOf(model), Not(Contains(HasSubstr("required"))));
+  model.images.required = model.images.mask_required = true;
+  model.text = {.max_clip_skip = 2, .max_chunks = 3, .chunk_tokens = 75};
+  for (const char* input : {"init_image", "mask", "prompt"}) {
+    EXPECT_THAT(InputsOf(model), Contains(input + std::string(" (required)")));
+  }
+  model.text.reset();
+  model.condition = ClassCondition::kVector;
+  model.class_vector_size = 3;
+  EXPECT_THAT(InputsOf(model), Contains("class_vector (required)"));
+}
+
 TEST(InferenceTensorsTest, MemoryOfAnUploadIsReserved) {
   ModelInfo model;
   model.channels = 1;
   model.width = model.height = 32;
   model.max_edge = 4096;
+  model.images.init = true;
   ModelInferRequest request;
   AddBytes(&request, "init_image", std::string(1000, 'x'));
   request.add_outputs()->set_name("encoded");
