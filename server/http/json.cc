@@ -370,6 +370,17 @@ google::rpc::Status DetailsOf(const grpc::Status& status) {
   return rpc;
 }
 
+/// In seconds; nothing if the status does not ask to come back.
+std::optional<double> RetryDelay(const grpc::Status& status) {
+  const google::rpc::Status rpc = DetailsOf(status);
+  google::rpc::RetryInfo retry;
+  for (const auto& detail : rpc.details()) {
+    if (!detail.UnpackTo(&retry)) continue;
+    return static_cast<double>(retry.retry_delay().seconds()) + retry.retry_delay().nanos() / 1e9;
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 std::string ToJson(const pb::Message& message) {
@@ -494,7 +505,8 @@ int HttpCode(const grpc::Status& status) {
     case grpc::StatusCode::ALREADY_EXISTS:
       return 409;
     case grpc::StatusCode::RESOURCE_EXHAUSTED:
-      return 429;
+      // Memory of the device may be free later, though nobody can say when.
+      return RetryDelay(status) || ReasonOf(status) == reason::kDeviceMemory ? 429 : 413;
     case grpc::StatusCode::CANCELLED:
       return 499;
     case grpc::StatusCode::UNIMPLEMENTED:
@@ -531,15 +543,8 @@ std::string ErrorJson(const grpc::Status& status, int code) {
 HttpReply ErrorReply(int code, const grpc::Status& status) {
   HttpReply reply = JsonReply(ErrorJson(status, code) + "\n");
   reply.code = code;
-  std::optional<double> seconds;  // after which to come back
-  if (code == 503) seconds = 1;
-  const google::rpc::Status rpc = DetailsOf(status);
-  google::rpc::RetryInfo retry;
-  for (const auto& detail : rpc.details()) {
-    if (!detail.UnpackTo(&retry)) continue;
-    seconds =
-        static_cast<double>(retry.retry_delay().seconds()) + retry.retry_delay().nanos() / 1e9;
-  }
+  std::optional<double> seconds = RetryDelay(status);
+  if (code == 503 && !seconds) seconds = 1;
   if (seconds) {
     const auto rounded = [](double number) {
       return std::to_string(static_cast<int64_t>(std::ceil(number)));
