@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <boost/asio/bind_executor.hpp>
 #include <boost/asio/dispatch.hpp>
@@ -18,6 +19,7 @@
 #include <boost/asio/strand.hpp>
 #include <boost/asio/write.hpp>
 #include <boost/beast/http.hpp>
+#include <ctime>
 #include <deque>
 #include <set>
 #include <sstream>
@@ -71,6 +73,15 @@ std::string Authority(const tcp::endpoint& endpoint) {
   return fmt::format("{}:{}",
                      address.is_v4() ? address.to_string() : "[" + address.to_string() + "]",
                      endpoint.port());
+}
+
+/// "Sun, 06 Nov 1994 08:49:37 GMT" (RFC 9110, section 5.6.7).
+std::string Now() {
+  const std::time_t now = std::time(nullptr);
+  std::tm time{};
+  gmtime_r(&now, &time);
+  std::array<char, 32> text{};
+  return {text.data(), std::strftime(text.data(), text.size(), "%a, %d %b %Y %H:%M:%S GMT", &time)};
 }
 
 /// A body that grows with what arrives. Beast's string_body takes what Content-Length announces at
@@ -566,6 +577,7 @@ std::string Connection::HeadOf(const HttpReply& reply, bool whole) {
   head.version(11);
   head.result(static_cast<unsigned>(reply.code));
   if (reply.code == 499) head.reason("Client Closed Request");
+  head.set(http::field::date, Now());
   for (const auto& [name, value] : reply.headers) head.insert(name, value);
   if (exchange_) {
     for (const auto& [name, value] : exchange_->request().reply_headers) head.insert(name, value);

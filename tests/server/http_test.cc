@@ -435,6 +435,8 @@ TEST_F(HttpTest, AFullQueueSaysWhenToComeBack) {
   first.ReadHead();
   const HttpAnswer full = Ask("POST", "/v1/generate", "{}");
   EXPECT_EQ(full.code, 429);
+  EXPECT_THAT(full.Header("date"),
+              ::testing::MatchesRegex("[A-Z][a-z]+, [0-9]+ [A-Z][a-z]+ [0-9]+ [0-9:]+ GMT"));
   EXPECT_EQ(full.Error("type"), "rate_limit_error");
   EXPECT_EQ(full.Error("code"), "queue_full");
   EXPECT_FALSE(full.Header("retry-after").empty());
