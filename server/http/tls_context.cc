@@ -96,8 +96,10 @@ std::shared_ptr<ssl::context> TlsContext::Current() {
     context_ = *std::move(read);
     version_ = std::move(version);
     log::Info("certificate of the HTTP port read again");
-  } else {
-    // Perhaps the key of a new certificate is still to come: tried again at the next look.
+  } else if (version != failed_version_) {
+    // Perhaps the key of a new certificate is still to come: tried again at the next look, and told
+    // once.
+    failed_version_ = std::move(version);
     log::Error("certificate of the HTTP port not read again; the one known before stays",
                {{"error", std::string(read.status().message())}});
   }

@@ -29,7 +29,8 @@ class TlsContext {
   const SecurityConfig config_;
   Mutex mutex_;
   std::shared_ptr<boost::asio::ssl::context> context_ ABSL_GUARDED_BY(mutex_);
-  std::string version_ ABSL_GUARDED_BY(mutex_);  // which state of the files was read
+  std::string version_ ABSL_GUARDED_BY(mutex_);         // which state of the files was read
+  std::string failed_version_ ABSL_GUARDED_BY(mutex_);  // which could not be, and was told
   std::chrono::steady_clock::time_point checked_ ABSL_GUARDED_BY(mutex_);
 };
 
