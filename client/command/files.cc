@@ -89,6 +89,13 @@ absl::StatusOr<std::string> FillPath(const std::string& pattern, const PathField
     } else if (name == "label") {
       path += fields.label;
     } else if (name == "model") {
+      // The server says what its model is called, and must not choose the folder.
+      if (fields.model.starts_with('.') || fields.model.find('/') != std::string::npos) {
+        return absl::InvalidArgumentError(
+            fmt::format("the server's name of the model is no part of a path, so {{model}} in {} "
+                        "cannot be filled in; write the name yourself",
+                        pattern));
+      }
       path += fields.model;
     } else {
       return absl::InvalidArgumentError(

@@ -36,7 +36,7 @@ struct PathFields {
 
 /// `pattern` with its placeholders filled in. When it would give the same path to all of several
 /// images, "-{index}" goes before the extension. The index has as many digits as the last one.
-/// INVALID_ARGUMENT for an unknown placeholder.
+/// INVALID_ARGUMENT for an unknown placeholder, and for a model whose name would be a folder.
 absl::StatusOr<std::string> FillPath(const std::string& pattern, const PathFields& fields);
 
 }  // namespace denoised::command

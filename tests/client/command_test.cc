@@ -240,6 +240,14 @@ TEST(FillPathTest, FillsPlaceholders) {
   EXPECT_THAT(std::string(FillPath("{sed}.png", fields).status().message()), HasSubstr("{seed}"));
 }
 
+TEST(FillPathTest, AServerChoosesNoFolder) {
+  for (const char* model : {"../../x", "/tmp/x", "a/b", "..", ".hidden"}) {
+    EXPECT_FALSE(FillPath("out/{model}.png", {.model = model}).ok()) << model;
+    EXPECT_EQ(*FillPath("out/x.png", {.model = model}), "out/x.png");
+  }
+  EXPECT_EQ(*FillPath("out/{model}.png", {.model = "digits-1.5@2"}), "out/digits-1.5@2.png");
+}
+
 TEST(LabelsTest, NamesIndicesAndRepetition) {
   const std::vector<std::string> names = {"cat", "dog"};
   EXPECT_THAT(*ResolveLabels({"dog", "0"}, names, 5), ElementsAre(1, 0, 1, 0, 1));
