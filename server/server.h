@@ -22,8 +22,8 @@ namespace denoised {
 class Server {
  public:
   /// Opens the ports, then starts to load `config.models`. Until they are ready, health is
-  /// NOT_SERVING and requests get FAILED_PRECONDITION. InvalidArgument if an address cannot be
-  /// bound.
+  /// NOT_SERVING and requests get FAILED_PRECONDITION. Unavailable if an address cannot be bound;
+  /// InvalidArgument if a setting is wrong.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const Config& config,
                                                        std::unique_ptr<Engine> engine);
   /// Drains with no grace period, unless Drain was called.

@@ -141,7 +141,7 @@ void Collect(const Engine& engine, std::vector<MetricFamily>* families) {
   }
 }
 
-/// A gauge without labels.
+/// A metric without labels.
 MetricFamily Single(MetricType type, const char* name, const char* help, double value) {
   MetricFamily family = Family(type, name, help);
   Add(&family, {}, value);

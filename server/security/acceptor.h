@@ -22,8 +22,9 @@ class Acceptor {
   /// Listens on every address of "host:port"; port 0 picks one that is free. Connections beyond
   /// `max_connections`, or beyond what the process may open, are closed at once. This port may use
   /// `reserve` more of the descriptors that are kept for other purposes, at most 64. `metrics`
-  /// counts both kinds and outlives the acceptor. InvalidArgument names `flag`, "--listen", and
-  /// what the system says.
+  /// counts both kinds and outlives the acceptor. Errors name `flag`, "--listen", and what the
+  /// system says: InvalidArgument if there is no such address, Unavailable if it cannot be bound,
+  /// ResourceExhausted without a free descriptor.
   static absl::StatusOr<std::unique_ptr<Acceptor>> Listen(const std::string& flag,
                                                           const std::string& address,
                                                           int max_connections, Metrics* metrics,

@@ -24,8 +24,9 @@ struct Credentials;
 
 /// Credentials for the port. If `config` names a certificate: TLS, whose files are read again when
 /// they change; and every call except health checks must be from a client that `clients` knows. A
-/// refused call ends with UNAUTHENTICATED before its message is read. Without a certificate: no
-/// checks.
+/// refused call ends with UNAUTHENTICATED before its message is read. Without a certificate: the
+/// same check if there are clients (--allow-plaintext-tokens), for connections of this host alone;
+/// else none.
 ///
 /// InvalidArgument and NotFound name the flag and the file. `clients` and `metrics` must outlive
 /// the server.
