@@ -22,6 +22,9 @@ constexpr int64_t kMaxFields = 1'000'000;
 /// A field of two bytes may be an empty message in a list: the largest, a tensor of ModelInfer, has
 /// 192 bytes, the allocator's header and a place in a list that grows by doubling.
 constexpr int64_t kFieldBytes = 224;
+/// What takes no more counts as part of its call, so that jobs can be cancelled when all the memory
+/// for messages is taken.
+constexpr int64_t kSmallBytes = 16 << 10;
 /// A number of a packed list, which grows by doubling, may have one byte on the wire.
 constexpr int64_t kNumberBytes = 16;
 
@@ -107,8 +110,9 @@ grpc::Status Parse(grpc::ByteBuffer bytes, MemoryBudget* memory, std::chrono::mi
         reason::kInvalidFields, "");
   }
   if (!whole) return malformed;
+  const int64_t taken = static_cast<int64_t>(bytes.Length()) + measure.bytes();
   const absl::Status reserved =
-      memory->Reserve(static_cast<int64_t>(bytes.Length()) + measure.bytes(), lease);
+      taken > kSmallBytes ? memory->Reserve(taken, lease) : absl::OkStatus();
   if (absl::IsInvalidArgument(reserved)) {
     return ToGrpcStatus(Annotate(reserved, "the message"), reason::kInvalidFields, "");
   }

@@ -35,6 +35,7 @@ TEST(GrpcMessagesTest, AMessageArrivesAndIsCounted) {
   v1::GenerateRequest request;
   request.mutable_params()->set_model("digits");
   request.mutable_params()->add_seeds(7);
+  for (int i = 0; i < 100; ++i) request.mutable_params()->add_conditions();
   MemoryBudget memory(1 << 20);
   Received<v1::GenerateRequest> received;
   ASSERT_TRUE(Parse(BytesOf(request.SerializeAsString()), &memory, kRetry, &received.message,
@@ -47,18 +48,22 @@ TEST(GrpcMessagesTest, AMessageArrivesAndIsCounted) {
 }
 
 TEST(GrpcMessagesTest, WhatCannotBeIsInvalidAndWhatDoesNotFitNowIsNot) {
-  MemoryBudget memory(10'000);
-  const grpc::ByteBuffer large = BytesOf(Repeated(std::string("\x0a\x00", 2), 100));
-  MemoryBudget::Lease lease, others;
-  v1::GenerateRequest message;
-  EXPECT_EQ(Parse(large, &memory, kRetry, &message, &lease).error_code(),
-            grpc::StatusCode::INVALID_ARGUMENT);
-  ASSERT_TRUE(memory.Reserve(9'999, &others).ok());
-  const grpc::Status later =
-      Parse(BytesOf(std::string("\x0a\x00", 2)), &memory, kRetry, &message, &lease);
+  const auto parse = [](int fields, MemoryBudget* memory) {
+    MemoryBudget::Lease lease;
+    v1::GenerateRequest message;
+    return Parse(BytesOf(Repeated(std::string("\x0a\x00", 2), fields)), memory, kRetry, &message,
+                 &lease);
+  };
+  MemoryBudget memory(30'000);
+  EXPECT_EQ(parse(200, &memory).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_TRUE(parse(100, &memory).ok());
+  MemoryBudget::Lease others;
+  ASSERT_TRUE(memory.Reserve(30'000, &others).ok());
+  const grpc::Status later = parse(100, &memory);
   EXPECT_EQ(later.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_EQ(ReasonOf(later), "DECODING_MEMORY");
-  EXPECT_EQ(memory.reserved(), 9'999);
+  EXPECT_TRUE(parse(3, &memory).ok()) << "as that of CancelJob";
+  EXPECT_EQ(memory.reserved(), 30'000);
 }
 
 TEST(GrpcMessagesTest, MalformedMessagesAreToldByName) {
