@@ -98,8 +98,8 @@ grpc::ByteBuffer Take(const grpc::ByteBuffer* bytes) {
 grpc::Status Parse(grpc::ByteBuffer bytes, MemoryBudget* memory, std::chrono::milliseconds retry,
                    google::protobuf::Message* message, MemoryBudget::Lease* lease) {
   const Descriptor& type = *message->GetDescriptor();
-  const grpc::Status malformed = ToGrpcStatus(
-      InvalidArgument("the message is no {}", type.full_name()), reason::kInvalidFields, "");
+  grpc::Status malformed = ToGrpcStatus(InvalidArgument("the message is no {}", type.full_name()),
+                                        reason::kInvalidFields, "");
   grpc::ProtoBufferReader measured(&bytes);
   if (!measured.status().ok()) return malformed;
   Measure measure(&measured);

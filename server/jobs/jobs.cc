@@ -195,7 +195,7 @@ std::shared_ptr<Generation> Jobs::Begin(const JobRequest& request,
                                                       .deadline = request.deadline,
                                                       .survives = survives,
                                                       .kept = named || survives});
-  const std::shared_ptr<Generation> generation = entry.generation;
+  std::shared_ptr<Generation> generation = entry.generation;
   std::shared_ptr<Generation> same;  // has the id, and asks for the same
   while (true) {
     Entry there;
