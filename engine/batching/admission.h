@@ -178,7 +178,6 @@ class Admission {
   std::set<const Lane*> busy_ ABSL_GUARDED_BY(mutex_);
   int queued_requests_ ABSL_GUARDED_BY(mutex_) = 0, queued_images_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  /// By client; a client without requests has no entry.
 };
 
 }  // namespace denoised

@@ -162,7 +162,7 @@ class Evaluator {
   Options options_;
   std::vector<int> buckets_;
   SlotState state_;
-  Tensor rows_;                                         // I32 [max_rows, 4]
+  Tensor rows_;                                         // I32 [max_rows, 6]
   std::vector<std::shared_ptr<const void>> downloads_;  // their memory
   Tensor source_, noise_;                               // F32 [H, W, C]: uploaded by Begin()
   Tensor factors_;              // F32 [max_rows, 2], of models whose whole outputs may be measured

@@ -75,7 +75,12 @@ void JobQueue::StopWaiting(const Job& job) {
   LaneQueue& queue = found->second;
   queue.waiting.erase(job.key());
   // A device that has no memory for the size now may have some for later jobs.
-  if (queue.waiting.empty()) queue.refused.clear(), queue.left.reset();
+  if (queue.waiting.empty()) {
+    queue.refused.clear();
+    queue.later.clear();
+    queue.waits.reset();
+    queue.left.reset();
+  }
   if (!queue.needed()) queues_.erase(found);
 }
 
@@ -159,7 +164,7 @@ void JobQueue::RemoveModel(const std::string& name, int device) {
     queue.open.erase(device);
     if (queue.opening == device) queue.opening.reset();
   }
-  HasMoreMemory(device);
+  MayHaveRoomLocked(device);
   std::erase_if(queues_, [](const auto& entry) { return !entry.second.needed(); });
   admission_.SetDevices(name, static_cast<int>(model->second.devices.size()));
   if (!model->second.devices.empty()) return;
@@ -181,6 +186,7 @@ void JobQueue::Lose(int device) {
     for (auto& [lane, queue] : queues_) {
       queue.open.erase(device);
       queue.refused.clear();  // these devices try again: they may be the only ones left
+      queue.later.erase(device);
       if (queue.opening == device) queue.opening.reset();
     }
     std::erase_if(queues_, [](const auto& entry) { return !entry.second.needed(); });
@@ -260,14 +266,28 @@ void JobQueue::FinishLocked(Job& job, const absl::Status& status, std::optional<
   job_ended_.NotifyAll();
 }
 
-/// It may try again to take memory for sizes.
-void JobQueue::HasMoreMemory(int device) {
-  for (auto& [lane, queue] : queues_) queue.refused.erase(device);
+void JobQueue::MayHaveRoom(int device) {
+  MutexLock lock(&mutex_);
+  MayHaveRoomLocked(device);
+}
+
+void JobQueue::MayHaveRoomLocked(int device) {
+  for (auto& [lane, queue] : queues_) {
+    queue.refused.erase(device);
+    queue.later.erase(device);
+  }
+}
+
+bool JobQueue::WaitsForRoom(int device) const {
+  MutexLock lock(&mutex_);
+  return std::any_of(queues_.begin(), queues_.end(), [device](const auto& entry) {
+    return entry.second.later.contains(device) && !entry.second.waiting.empty();
+  });
 }
 
 bool JobQueue::MayOpen(const LaneQueue& queue, int device) const {
   return models_.at(queue.size.model).devices.count(device) && !queue.opening &&
-         !queue.refused.count(device) &&
+         !queue.refused.count(device) && (!queue.later.count(device) || HasWaited(queue)) &&
          (queue.open.empty() ||
           admission_.Exceeds(*queue.size.lane, static_cast<int>(queue.open.size())));
 }
@@ -282,23 +302,45 @@ bool JobQueue::HasWork(int device) const {
 
 std::optional<JobQueue::Size> JobQueue::ToOpen(int device) {
   MutexLock lock(&mutex_);
-  LaneQueue* first = nullptr;
   const auto next_job = [](const LaneQueue& queue) { return queue.waiting.begin()->second->id; };
+  // Younger jobs of a model take no room that an older one waits for.
+  std::map<std::string, JobId> waits;
+  for (const auto& [lane, queue] : queues_) {
+    if (queue.waiting.empty() || !queue.later.contains(device)) continue;
+    const auto oldest = waits.try_emplace(queue.size.model, next_job(queue)).first;
+    oldest->second = std::min(oldest->second, next_job(queue));
+  }
+  LaneQueue* first = nullptr;
   for (auto& [lane, queue] : queues_) {
     if (queue.waiting.empty() || queue.open.count(device) || !MayOpen(queue, device)) continue;
+    const auto older = waits.find(queue.size.model);
+    if (older != waits.end() && older->second < next_job(queue) && !HasWaited(queue)) {
+      if (!queue.waits) queue.waits = now_();
+      continue;
+    }
     if (!first || next_job(queue) < next_job(*first)) first = &queue;
   }
   if (!first) return std::nullopt;
   first->opening = device;
-  return first->size;
+  Size size = first->size;
+  size.waited = HasWaited(*first);
+  return size;
 }
 
 void JobQueue::OpenLater(const Size& size, int device) {
-  MutexLock lock(&mutex_);
-  const auto found = queues_.find(size.lane);
-  if (found == queues_.end()) return;
-  if (found->second.opening == device) found->second.opening.reset();
-  if (!found->second.needed()) queues_.erase(found);
+  {
+    MutexLock lock(&mutex_);
+    const auto found = queues_.find(size.lane);
+    if (found == queues_.end()) return;
+    LaneQueue& queue = found->second;
+    if (queue.opening == device) queue.opening.reset();
+    if (!queue.waiting.empty()) {
+      queue.later.insert(device);
+      if (!queue.waits) queue.waits = now_();
+    }
+    if (!queue.needed()) queues_.erase(found);
+  }
+  Wake();  // another device may have room
 }
 
 void JobQueue::Opened(const Size& size, int device, const absl::Status& status) {
@@ -312,6 +354,7 @@ void JobQueue::Opened(const Size& size, int device, const absl::Status& status) 
     if (queue.opening == device) queue.opening.reset();
     if (status.ok()) {
       queue.open.insert(device);
+      queue.waits.reset();
     } else {
       queue.refused.insert(device);
       const std::set<int>& devices = found->second.devices;
@@ -335,7 +378,7 @@ bool JobQueue::Close(const std::shared_ptr<Admission::Lane>& lane, int device) {
   if (!queue.waiting.empty()) return false;
   queue.open.erase(device);
   if (!queue.needed()) queues_.erase(found);
-  HasMoreMemory(device);
+  MayHaveRoomLocked(device);
   return true;
 }
 
@@ -347,13 +390,11 @@ std::shared_ptr<JobQueue::Job> JobQueue::First(const std::shared_ptr<Admission::
   LaneQueue& queue = found->second;
   if (queue.waiting.empty() || !queue.open.count(device)) return nullptr;
   const int share = admission_.RowsForEach(*lane, static_cast<int>(queue.open.size()));
-  if (own_rows < share) {
-    queue.left.reset();
-  } else {
+  if (own_rows >= share) {
     const Clock::time_point now = now_();
-    if (!queue.left) queue.left = now;
+    if (!queue.left) queue.left = {device, now};
     const double patience = kPatience * admission_.Cost(*lane, share);
-    if (patience == 0 || ToSeconds(now - *queue.left) < patience) return nullptr;
+    if (patience == 0 || ToSeconds(now - queue.left->second) < patience) return nullptr;
   }
   return queue.waiting.begin()->second;
 }
@@ -363,6 +404,7 @@ std::shared_ptr<JobQueue::Image> JobQueue::Take(const std::shared_ptr<Job>& job,
   if (job->over || job->ending || job->waiting() == 0) return nullptr;
   const auto queue = queues_.find(Admission::LaneOf(*job->ticket));
   if (queue == queues_.end() || !queue->second.open.count(device)) return nullptr;
+  if (queue->second.left && queue->second.left->first != device) queue->second.left.reset();
   std::shared_ptr<Image> image;
   if (!job->again.empty()) {
     image = job->again.front();

@@ -31,6 +31,8 @@ namespace denoised {
 class JobQueue {
  public:
   using Clock = std::chrono::steady_clock;
+  /// For so long a size waits until others make room.
+  static constexpr std::chrono::seconds kWaitForRoom{30};
   struct Image;
 
   struct Job {
@@ -145,6 +147,7 @@ class JobQueue {
     std::shared_ptr<Admission::Lane> lane;
     std::string model;
     int height = 0, width = 0;
+    bool waited = false;  // so long for room that it waits no more: OpenLater() must not follow
   };
   /// A size with waiting jobs that this device should take memory for, because no device has memory
   /// for it or those that have cannot hold all its images: the one whose next job is the oldest.
@@ -153,8 +156,13 @@ class JobQueue {
   /// The device can draw this size. Otherwise `status` says why not, and jobs that no device can
   /// draw end with it.
   void Opened(const Size& size, int device, const absl::Status& status);
-  /// The device has no memory for the size now, because other sizes are in use.
+  /// The device has no memory for the size now, because other sizes are in use. ToOpen() returns it
+  /// again after MayHaveRoom(), or when it has waited for half a minute.
   void OpenLater(const Size& size, int device);
+  /// Whether jobs wait because of OpenLater().
+  bool WaitsForRoom(int device) const;
+  /// The device may try again to take memory for sizes.
+  void MayHaveRoom(int device);
   /// The device gives up its memory for the size. False if jobs wait for it.
   bool Close(const std::shared_ptr<Admission::Lane>& lane, int device);
 
@@ -202,7 +210,10 @@ class JobQueue {
     std::map<std::pair<double, JobId>, std::shared_ptr<Job>> waiting;  // jobs with images, in order
     std::set<int> open, refused;  // devices that have memory for the size; that could not get it
     std::optional<int> opening;   // the device that is taking it
-    std::optional<Clock::time_point> left;  // since when devices leave images to the others
+    std::set<int> later;          // devices that had no room for it
+    std::optional<Clock::time_point> waits;  // for room, since then
+    /// The device that leaves images to the others, since then.
+    std::optional<std::pair<int, Clock::time_point>> left;
     Round round;
     bool needed() const { return !waiting.empty() || !open.empty() || opening; }
   };
@@ -212,8 +223,11 @@ class JobQueue {
     EndReason reason;
   };
 
+  bool HasWaited(const LaneQueue& queue) const {
+    return queue.waits && now_() - *queue.waits >= kWaitForRoom;
+  }
   bool MayOpen(const LaneQueue& queue, int device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void HasMoreMemory(int device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void MayHaveRoomLocked(int device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wait(const std::shared_ptr<Job>& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StopWaiting(const Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StartEnding(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -248,36 +248,31 @@ absl::Status StepBatcher::RemoveModel(const std::string& model) {
   std::erase_if(batches_, [&](const auto& batch) { return batch->model.name == model; });
   conditioners_.erase(model);
   models_.erase(model);
-  no_room_ = false;
   queue_.RemoveModel(model, options_.device);
   return status;
 }
 
 /// Takes memory for a size that was asked for. If sizes that are in use leave too little, its jobs
-/// wait until one of them is idle. If there is none, the jobs that no device can draw end with
-/// ResourceExhausted. False if there was nothing to do.
+/// wait until one of them is idle. If there is none, or they have waited long, the jobs that no
+/// device can draw end with ResourceExhausted. False if there was nothing to do.
 absl::StatusOr<bool> StepBatcher::OpenSizes() {
-  const auto is_idle = [this](const auto& batch) { return IsIdle(*batch); };
-  if (no_room_ && std::none_of(batches_.begin(), batches_.end(), is_idle)) return false;
-  no_room_ = false;
+  if (CanMakeRoom()) queue_.MayHaveRoom(options_.device);
   const auto size = queue_.ToOpen(options_.device);
   if (!size) return false;
   const BatchedModel& model = models_.at(size->model);
-  auto batch = MakingRoom([&]() -> absl::StatusOr<std::unique_ptr<Batch>> {
-    const int slots = SlotsOfNewSize(*size);
-    if (slots == 0) return ResourceExhausted("other image sizes are in use");
-    return MakeBatch(model, size->height, size->width, slots);
-  });
+  const int slots = SlotsOfNewSize(*size);
+  absl::StatusOr<std::unique_ptr<Batch>> batch;
+  if (slots > 0)
+    batch = MakingRoom([&] { return MakeBatch(model, size->height, size->width, slots); });
   DENOISED_RETURN_IF_ERROR(this->status());
-  const absl::Status status = batch.status();
-  // MakingRoom() evicted those that were idle.
-  no_room_ = absl::IsResourceExhausted(status) &&
-             std::any_of(batches_.begin(), batches_.end(),
-                         [](const auto& other) { return !other->first_size; });
-  if (no_room_) {
+  // MakingRoom() has evicted what was idle.
+  const bool others_in_use = std::any_of(batches_.begin(), batches_.end(),
+                                         [](const auto& other) { return !other->first_size; });
+  if (slots == 0 || (absl::IsResourceExhausted(batch.status()) && others_in_use && !size->waited)) {
     queue_.OpenLater(*size, options_.device);
-    return false;
+    return true;
   }
+  const absl::Status status = batch.status();
   if (status.ok()) batches_.push_back(*std::move(batch));
   queue_.Opened(*size, options_.device, status);
   return true;
@@ -285,7 +280,7 @@ absl::StatusOr<bool> StepBatcher::OpenSizes() {
 
 /// How many images in flight a size other than the model's own gets, so that the memory of all such
 /// sizes stays within bounds. Idle sizes are evicted to make room. 0: those in use leave too
-/// little.
+/// little; it may have more than the budget when it has waited for that.
 int StepBatcher::SlotsOfNewSize(const JobQueue::Size& size) {
   const Batch& own = OwnSizeOf(size.model);
   const double of_own = static_cast<double>(own.evaluator->slot_bytes()),
@@ -306,7 +301,7 @@ int StepBatcher::SlotsOfNewSize(const JobQueue::Size& size) {
   };
   while (left() < least * slot && EvictIdleBatch(&size.model)) {
   }
-  if (others && left() < least * slot) return 0;
+  if (others && !size.waited && left() < least * slot) return 0;
   return std::clamp(static_cast<int>(kSizeShare * left() / slot), least, own.model.slots);
 }
 
@@ -356,6 +351,13 @@ bool StepBatcher::IsIdle(const Batch& batch) const {
   return !batch.first_size && batch.active == 0 &&
          std::none_of(evaluated_.begin(), evaluated_.end(),
                       [&](const auto& evaluated) { return evaluated.lane == batch.lane; });
+}
+
+/// Whether a size waits for room, and another one is idle that may give it.
+bool StepBatcher::CanMakeRoom() const {
+  return queue_.WaitsForRoom(options_.device) &&
+         std::any_of(batches_.begin(), batches_.end(),
+                     [this](const auto& batch) { return IsIdle(*batch); });
 }
 
 /// Frees the least recently used idle batch of `model`, or of any model if it is null, whose size
@@ -419,7 +421,7 @@ size_t StepBatcher::PromptBytes(const std::string& model) const {
 }
 
 bool StepBatcher::busy() const {
-  return !evaluated_.empty() || queue_.HasWork(options_.device) ||
+  return !evaluated_.empty() || queue_.HasWork(options_.device) || CanMakeRoom() ||
          std::any_of(batches_.begin(), batches_.end(),
                      [](const auto& batch) { return batch->active; });
 }
@@ -823,7 +825,7 @@ bool StepBatcher::EvaluationsWait() const {
   return std::any_of(batches_.begin(), batches_.end(), [&](const auto& batch) {
     if (batch->rows > 0) return true;
     if (!Admits(*batch)) return false;
-    const auto job = queue_.First(batch->lane, options_.device, batch->rows);
+    const auto job = queue_.First(batch->lane, options_.device, 0);
     return job && batch->HasRoom(*job);
   });
 }

@@ -118,6 +118,7 @@ class StepBatcher {
   template <typename Take>
   auto MakingRoom(Take take) -> decltype(take());
   bool IsIdle(const Batch& batch) const;
+  bool CanMakeRoom() const;
   bool EvictIdleBatch(const std::string* model);
   bool EvaluationsWait() const;
   absl::Status Decode(Batch& batch, Evaluated* evaluated);
@@ -152,7 +153,6 @@ class StepBatcher {
   std::vector<std::shared_ptr<Image>> parked_;                        // since the last launch
   std::deque<Evaluated> evaluated_;                                   // enqueued, not yet reported
   std::unique_ptr<Marker> last_end_;  // of the evaluation reported last
-  bool no_room_ = false;              // a size waits until one that is in use is idle
 };
 
 }  // namespace denoised

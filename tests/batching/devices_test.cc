@@ -409,11 +409,32 @@ TEST(Devices, OneThatTakesNothingLeavesItsShareToTheOthersAfterTwoEvaluations) {
   EXPECT_FALSE(queue.First(lane, 0, 2));
   clock.Advance(0.24);
   EXPECT_FALSE(queue.First(lane, 0, 2));
-  EXPECT_TRUE(queue.First(lane, 1, 0)) << "it is there, so the first device waits anew";
+  EXPECT_TRUE(queue.Take(queue.First(lane, 1, 0), 1)) << "it is there: the first waits anew";
   clock.Advance(0.02);
   EXPECT_FALSE(queue.First(lane, 0, 2));
   clock.Advance(0.26);
-  for (const int own_rows : {2, 3}) EXPECT_TRUE(queue.Take(queue.First(lane, 0, own_rows), 0));
+  EXPECT_TRUE(queue.Take(queue.First(lane, 0, 2), 0));
+}
+
+TEST(Devices, ASizeThatOneHasNoRoomForIsForTheOthersAtOnce) {
+  Simulation requests({});
+  Admission admission({});
+  JobQueue queue(admission);
+  int woken = 0;
+  queue.SetWake([&] { ++woken; });
+  const auto lane =
+      admission.Open("fake", Simulation::kSize, Simulation::kSize, {.rows = 4, .slots = 4});
+  for (const int device : {0, 1}) queue.AddModel("fake", device);
+  ASSERT_TRUE(queue.Submit(requests.Job({.steps = 5}), std::make_shared<Collector>()).ok());
+  const auto size = queue.ToOpen(0);
+  ASSERT_TRUE(size.has_value());
+  EXPECT_FALSE(queue.HasWork(1));
+  woken = 0;
+  queue.OpenLater(*size, 0);
+  EXPECT_EQ(woken, 1);
+  EXPECT_TRUE(queue.WaitsForRoom(0));
+  EXPECT_FALSE(queue.HasWork(0));
+  EXPECT_TRUE(queue.ToOpen(1).has_value());
 }
 
 TEST(Devices, AnImageThatWasDrawnButNotToldIsDrawnAgain) {

@@ -1209,6 +1209,57 @@ TEST(Faults, SizesThatAreInUseMakeTheOthersWait) {
   }
 }
 
+/// Not for ever: neither one that could only fit without the others, nor one of a model whose sizes
+/// are always in use.
+TEST(Faults, ASizeWaitsForRoomHalfAMinute) {
+  for (const bool limited : {false, true}) {
+    SCOPED_TRACE(limited);
+    Simulation simulation({.slots = 4, .cost = [](int) { return 1.0; }});
+    simulation.Add("plain", 0);
+    SimulatedBackend& backend = *simulation.devices[0].backend;
+    std::vector<std::shared_ptr<Heard>> jobs;
+    for (int width = 5; width <= 16; ++width)
+      jobs.push_back(
+          simulation.Submit({.steps = 1000, .model = "plain", .size = 8, .width = width}));
+    for (int i = 0; i < 24; ++i) simulation.Step();
+    std::erase_if(jobs, [](const auto& heard) { return !heard->started_at.has_value(); });
+    EXPECT_GE(jobs.size(), 2u);
+    EXPECT_LT(jobs.size(), 12u);
+    if (limited) backend.memory_limit = backend.allocated();
+    const auto late = simulation.Submit({.steps = 1, .model = "plain", .size = 9});
+    const auto submitted = simulation.clock.now;
+    while (!late->done) simulation.Step();
+    EXPECT_GE(simulation.clock.now - submitted, JobQueue::kWaitForRoom);
+    EXPECT_LE(simulation.clock.now - submitted, 3 * JobQueue::kWaitForRoom);
+    if (limited) {
+      EXPECT_EQ(late->done->code(), absl::StatusCode::kResourceExhausted);
+    } else {
+      EXPECT_TRUE(late->done->ok()) << *late->done << "; it may have more than the budget";
+    }
+    for (const auto& heard : jobs) EXPECT_FALSE(heard->done.has_value());
+  }
+}
+
+/// A size waits while its model's others are in use; then a command evicts these before a step
+/// does.
+TEST(Faults, ASizeThatWaitsIsOpenedThoughAnotherHandMadeTheRoom) {
+  Simulation simulation({.slots = 4});
+  simulation.Add("plain", 0);
+  SimulatedBackend& backend = *simulation.devices[0].backend;
+  StepBatcher& batcher = *simulation.devices[0].batcher;
+  const auto used = simulation.Submit({.steps = 3, .model = "plain", .size = 8});
+  simulation.Step();
+  backend.memory_limit = backend.allocated();
+  const auto waits = simulation.Submit({.steps = 3, .model = "plain", .size = 7});
+  while (!used->done) simulation.Step();
+  EXPECT_FALSE(waits->done.has_value());
+  EXPECT_TRUE(batcher.busy());
+  EXPECT_TRUE(batcher.EvictIdle());
+  simulation.RunAll();
+  ASSERT_TRUE(waits->done.has_value());
+  EXPECT_TRUE(waits->done->ok()) << *waits->done;
+}
+
 TEST(Faults, TenThousandCancelsLeakNoSlotAndChangeNoBit) {
   Simulation simulation({.max_rows = 8, .limits = {.requests = 20'000, .images = 40'000}});
   CancelStorm storm(simulation, 2);

@@ -114,7 +114,7 @@ absl::StatusOr<EffectiveJob> FakeEngine::Resolve(const JobSpec& spec,
   };
   EffectiveJob job{.spec = spec, .precision = model->precision};
   JobSpec& full = job.spec;
-  if (spec.count > model->max_count) {
+  if (spec.count < 1 || spec.count > model->max_count) {
     violate("count", fmt::format("is {}; use 1 to {}", spec.count, model->max_count));
   }
   for (size_t i = 0; i < spec.class_labels.size(); ++i) {

@@ -856,7 +856,7 @@ TEST_F(InferenceTest, RefusesByName) {
        },
        "label", "has the parameter \"shared_memory_region\""},
       // Values.
-      {[](auto* r) { AddInt(r, "steps", 0); }, "steps", "is 0; use at least 1"},
+      {[](auto* r) { AddInt(r, "steps", 0); }, "steps", "is 0; use 1 to 1000"},
       {[](auto* r) {
          AddLabels(r, {1, 10});
        },

@@ -364,7 +364,7 @@ cudaError_t LaunchE4m3Scales(float* scales, int outputs, float input_scale, cons
 cudaError_t LaunchRoundToE4m3(const Rows& x, int channels, const Rows& x2, int channels2,
                               int64_t rows, const Rows& out, const Queue& queue);
 
-/// Slot state (backend.h's SlotState): `elements` = H · W · channels per image.
+/// Slot state (sampler_ops.h's SlotState): `elements` = H · W · channels per image.
 struct SlotsLaunch {
   float* x = nullptr;                       // [slots, elements]
   float* registers = nullptr;               // [slots, kRegisters, elements]
