@@ -148,7 +148,7 @@ client generate --model mnist-32 --count 4 --steps 20 --seed 2 --grid 2x2 --out 
   >"$scratch/drained.log" 2>&1 &
 request=$!
 for ((attempt = 0; attempt < 1000; ++attempt)); do
-  active=$(curl -sS "http://$metrics/metrics" | sed -n 's/^denoised_active_images{.*} //p')
+  active=$(curl -sS "http://$metrics/metrics" | sed -n 's/^denoised_active_images{.*model="mnist-32".*} //p')
   [[ "$active" == 4 ]] && break
   sleep 0.02
 done
