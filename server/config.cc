@@ -586,8 +586,7 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
          "--max-buffered-bytes", config.connections.max_buffered_bytes,
          "Memory for messages that gRPC sends and receives, over all connections; beyond it gRPC "
          "slows down and then refuses. As much again is for messages that are read until their "
-         "jobs "
-         "begin, and for uploads to the HTTP port")
+         "jobs begin, together with uploads to the HTTP port")
       ->check(flags::Between(int64_t{1} << 24, int64_t{1} << 40));
   app->add_option("--worker-threads", config.worker_threads,
                   "Threads that check requests and encode images; 0: half of the cores within the "

@@ -561,7 +561,7 @@ def rollout(flags):
         wait_until(lambda: all(results.values()), "rollout: clients draw")
 
         # The kubelet: the hook, then SIGTERM. Meanwhile the endpoint goes, which takes a while.
-        hook = POD["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        hook = POD["initContainers"][0]["lifecycle"]["preStop"]["exec"]["command"]
         hook = [part.replace("127.0.0.1/9901", f"127.0.0.1/{old.admin}") for part in hook]
         status = subprocess.run(hook, check=False, timeout=20).returncode
         check(status == 0, f"rollout: the preStop hook ends with {status}")

@@ -70,8 +70,8 @@ INSIDE_HTTP = {
 }
 # What gives a server an address outside the cluster.
 PUBLIC_KINDS = {"Gateway", "GRPCRoute", "HTTPRoute", "TLSRoute", "TCPRoute", "Ingress"}
-# How often a server may take each of its bounds of memory: uploads over HTTP have one of their own, and so have the
-# links to results. The others are bounds of one request, within these.
+# How often a server may take each of its bounds of memory: messages that are read and uploads over HTTP share a
+# second one, and links to results have one. The others are bounds of one request, within these.
 MEMORY_BOUNDS = {
     "--max-buffered-bytes": 2,
     "--max-decoding-bytes": 1,
@@ -445,6 +445,7 @@ def probe_complaints(server, settings):
 
 def drain_complaints(pod, server, envoy, config, settings):
     complaints = []
+    hook = "\n".join(envoy.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", []))
     lame_duck, grace = (float(settings.get(f"DENOISED_{name}_SECONDS", 0)) for name in ("LAME_DUCK", "GRACE"))
     if lame_duck < 5:
         complaints.append("new requests are refused before clients know that the pod leaves")
@@ -453,10 +454,11 @@ def drain_complaints(pod, server, envoy, config, settings):
     if needed > left:
         complaints.append(f"a drain takes up to {needed:g} s, and the pod has {left}")
     if envoy in pod["containers"]:  # not a sidecar, which outlives the server anyway
-        pause = envoy.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        pause = next((int(line.split()[1]) for line in hook.splitlines() if line.startswith("sleep ")), 0)
         if not needed <= pause < left:
             complaints.append(f"Envoy ends after {pause} s, a drain after up to {needed:g}, and the pod after {left}")
-    hook = " ".join(server.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", []))
+    if "lifecycle" in server:
+        complaints.append("a restart of the server alone runs its hooks, too; Envoy's run when the pod ends")
     admin = config.get("admin", {})
     address = next(find(admin, "socket_address"), {})
     if address.get("address") != "127.0.0.1":
@@ -669,8 +671,9 @@ def checks_self_test(rendered):
         ("no lame duck", changed(plain, setting("DENOISED_LAME_DUCK_SECONDS", "0"))),
         ("a drain that the kubelet cuts off", changed(plain, setting("DENOISED_GRACE_SECONDS", "115"))),
         ("a short time to end", changed(plain, field("Deployment", "spec", "template", "spec", "terminationGracePeriodSeconds"))),
-        ("KServe's Envoy ends first", changed(kserve, field(*runtime, 1, "lifecycle", "preStop", "sleep", "seconds", value=20))),
-        ("no preStop hook", changed(plain, field("Deployment", *container, "lifecycle"))),
+        ("KServe's Envoy ends first", changed(kserve, field(*runtime, 1, "lifecycle", "preStop", "exec", "command", 2, value="sleep 20"))),
+        ("no preStop hook", changed(plain, field("Deployment", *sidecar, "lifecycle"))),
+        ("a hook of the server", changed(plain, field("Deployment", *container, "lifecycle", value={"preStop": {"sleep": {"seconds": 5}}}))),
         ("a hook of another port", changed(plain, envoy("port_value: 9901", "port_value: 9902"))),
         ("an open admin port", changed(plain, envoy("{address: 127.0.0.1, port_value: 9901}", '{address: "::", port_value: 9901}'))),
         ("an admin port that takes all", changed(plain, envoy("allow_paths", "ignored"))),

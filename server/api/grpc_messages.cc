@@ -27,6 +27,9 @@ constexpr int64_t kFieldBytes = 224;
 constexpr int64_t kSmallBytes = 16 << 10;
 /// A number of a packed list, which grows by doubling, may have one byte on the wire.
 constexpr int64_t kNumberBytes = 16;
+/// protobuf reserves so much for a string at most; a longer one grows by doubling
+/// (parse_context.h).
+constexpr int kReservedString = 50'000'000;
 
 /// Walks over a message without making it.
 class Measure {
@@ -80,6 +83,7 @@ class Measure {
           WireFormatLite::WireTypeForFieldType(type) == WireFormatLite::WIRETYPE_VARINT;
       packed_ += varints ? length * kNumberBytes : length;
     }
+    if (length > kReservedString) packed_ += length;
     return input_.Skip(length);
   }
 

@@ -27,9 +27,8 @@ struct Received {
 grpc::ByteBuffer Take(const grpc::ByteBuffer* bytes);
 
 /// Parses `bytes`, after it has reserved in `memory` what the message will take, if that is more
-/// than 16 KiB. INVALID_ARGUMENT
-/// if that is too much for good or they are no such message; RESOURCE_EXHAUSTED, to be tried again
-/// after `retry`, if other messages take too much now.
+/// than 16 KiB. INVALID_ARGUMENT if that is too much for good or they are no such message;
+/// RESOURCE_EXHAUSTED, to be tried again after `retry`, if other messages take too much now.
 grpc::Status Parse(grpc::ByteBuffer bytes, MemoryBudget* memory, std::chrono::milliseconds retry,
                    google::protobuf::Message* message, MemoryBudget::Lease* lease);
 
