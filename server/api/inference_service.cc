@@ -44,8 +44,8 @@ grpc::ServerUnaryReactor* InferenceService::Answer(
                                           }));
 }
 
-grpc::Status InferenceService::ServerLive(const inference::ServerLiveRequest&, CallRecord*,
-                                          inference::ServerLiveResponse* response) const {
+grpc::Status InferenceService::FillServerLive(const inference::ServerLiveRequest&, CallRecord*,
+                                              inference::ServerLiveResponse* response) const {
   response->set_live(info_->health().live());
   return grpc::Status::OK;
 }
@@ -53,12 +53,12 @@ grpc::Status InferenceService::ServerLive(const inference::ServerLiveRequest&, C
 grpc::ServerUnaryReactor* InferenceService::ServerLive(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* request,
                                                        grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ServerLive", &InferenceService::ServerLive, context,
-                request, response);
+  return Answer("inference.GRPCInferenceService.ServerLive", &InferenceService::FillServerLive,
+                context, request, response);
 }
 
-grpc::Status InferenceService::ServerReady(const inference::ServerReadyRequest&, CallRecord*,
-                                           inference::ServerReadyResponse* response) const {
+grpc::Status InferenceService::FillServerReady(const inference::ServerReadyRequest&, CallRecord*,
+                                               inference::ServerReadyResponse* response) const {
   response->set_ready(info_->health().ready());
   return grpc::Status::OK;
 }
@@ -66,13 +66,13 @@ grpc::Status InferenceService::ServerReady(const inference::ServerReadyRequest&,
 grpc::ServerUnaryReactor* InferenceService::ServerReady(grpc::CallbackServerContext* context,
                                                         const grpc::ByteBuffer* request,
                                                         grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ServerReady", &InferenceService::ServerReady,
+  return Answer("inference.GRPCInferenceService.ServerReady", &InferenceService::FillServerReady,
                 context, request, response);
 }
 
-grpc::Status InferenceService::ModelReady(const inference::ModelReadyRequest& request,
-                                          CallRecord* record,
-                                          inference::ModelReadyResponse* response) const {
+grpc::Status InferenceService::FillModelReady(const inference::ModelReadyRequest& request,
+                                              CallRecord* record,
+                                              inference::ModelReadyResponse* response) const {
   grpc::Status status;
   if (const auto model =
           catalog_->Select(Together(request.name(), request.version()), "name", "", &status)) {
@@ -85,12 +85,13 @@ grpc::Status InferenceService::ModelReady(const inference::ModelReadyRequest& re
 grpc::ServerUnaryReactor* InferenceService::ModelReady(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* request,
                                                        grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ModelReady", &InferenceService::ModelReady, context,
-                request, response);
+  return Answer("inference.GRPCInferenceService.ModelReady", &InferenceService::FillModelReady,
+                context, request, response);
 }
 
-grpc::Status InferenceService::ServerMetadata(const inference::ServerMetadataRequest&, CallRecord*,
-                                              inference::ServerMetadataResponse* response) const {
+grpc::Status InferenceService::FillServerMetadata(
+    const inference::ServerMetadataRequest&, CallRecord*,
+    inference::ServerMetadataResponse* response) const {
   response->set_name("denoised");
   response->set_version(kVersion);
   for (const char* extension : {"model_repository", "statistics", "model_configuration"}) {
@@ -102,8 +103,8 @@ grpc::Status InferenceService::ServerMetadata(const inference::ServerMetadataReq
 grpc::ServerUnaryReactor* InferenceService::ServerMetadata(grpc::CallbackServerContext* context,
                                                            const grpc::ByteBuffer* request,
                                                            grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ServerMetadata", &InferenceService::ServerMetadata,
-                context, request, response);
+  return Answer("inference.GRPCInferenceService.ServerMetadata",
+                &InferenceService::FillServerMetadata, context, request, response);
 }
 
 template <typename Request>
@@ -118,9 +119,9 @@ std::optional<CatalogModel> InferenceService::SelectReady(const Request& request
   return model;
 }
 
-grpc::Status InferenceService::ModelMetadata(const inference::ModelMetadataRequest& request,
-                                             CallRecord* record,
-                                             inference::ModelMetadataResponse* response) const {
+grpc::Status InferenceService::FillModelMetadata(const inference::ModelMetadataRequest& request,
+                                                 CallRecord* record,
+                                                 inference::ModelMetadataResponse* response) const {
   grpc::Status status;
   const auto model = SelectReady(request, record, &status);
   if (model) {
@@ -137,8 +138,8 @@ grpc::Status InferenceService::ModelMetadata(const inference::ModelMetadataReque
 grpc::ServerUnaryReactor* InferenceService::ModelMetadata(grpc::CallbackServerContext* context,
                                                           const grpc::ByteBuffer* request,
                                                           grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ModelMetadata", &InferenceService::ModelMetadata,
-                context, request, response);
+  return Answer("inference.GRPCInferenceService.ModelMetadata",
+                &InferenceService::FillModelMetadata, context, request, response);
 }
 
 grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerContext* context,
@@ -191,9 +192,9 @@ grpc::ServerUnaryReactor* InferenceService::ModelInfer(grpc::CallbackServerConte
   return call.get();
 }
 
-grpc::Status InferenceService::ModelConfig(const inference::ModelConfigRequest& request,
-                                           CallRecord* record,
-                                           inference::ModelConfigResponse* response) const {
+grpc::Status InferenceService::FillModelConfig(const inference::ModelConfigRequest& request,
+                                               CallRecord* record,
+                                               inference::ModelConfigResponse* response) const {
   grpc::Status status;
   const auto model = SelectReady(request, record, &status);
   if (model) DescribeConfig(*model, response->mutable_config());
@@ -203,13 +204,13 @@ grpc::Status InferenceService::ModelConfig(const inference::ModelConfigRequest& 
 grpc::ServerUnaryReactor* InferenceService::ModelConfig(grpc::CallbackServerContext* context,
                                                         const grpc::ByteBuffer* request,
                                                         grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ModelConfig", &InferenceService::ModelConfig,
+  return Answer("inference.GRPCInferenceService.ModelConfig", &InferenceService::FillModelConfig,
                 context, request, response);
 }
 
-grpc::Status InferenceService::ModelStatistics(const inference::ModelStatisticsRequest& request,
-                                               CallRecord*,
-                                               inference::ModelStatisticsResponse* response) const {
+grpc::Status InferenceService::FillModelStatistics(
+    const inference::ModelStatisticsRequest& request, CallRecord*,
+    inference::ModelStatisticsResponse* response) const {
   grpc::Status status;
   std::optional<CatalogModel> asked;
   if (!request.name().empty()) {
@@ -235,12 +236,12 @@ grpc::ServerUnaryReactor* InferenceService::ModelStatistics(grpc::CallbackServer
                                                             const grpc::ByteBuffer* request,
                                                             grpc::ByteBuffer* response) {
   return Answer("inference.GRPCInferenceService.ModelStatistics",
-                &InferenceService::ModelStatistics, context, request, response);
+                &InferenceService::FillModelStatistics, context, request, response);
 }
 
-grpc::Status InferenceService::RepositoryIndex(const inference::RepositoryIndexRequest& request,
-                                               CallRecord* record,
-                                               inference::RepositoryIndexResponse* response) const {
+grpc::Status InferenceService::FillRepositoryIndex(
+    const inference::RepositoryIndexRequest& request, CallRecord* record,
+    inference::RepositoryIndexResponse* response) const {
   const auto violations = CheckRepositoryName(request.repository_name());
   if (!violations.empty()) return InvalidFields(violations, "");
   std::vector<CatalogModel> models = catalog_->All();
@@ -253,7 +254,7 @@ grpc::ServerUnaryReactor* InferenceService::RepositoryIndex(grpc::CallbackServer
                                                             const grpc::ByteBuffer* request,
                                                             grpc::ByteBuffer* response) {
   return Answer("inference.GRPCInferenceService.RepositoryIndex",
-                &InferenceService::RepositoryIndex, context, request, response);
+                &InferenceService::FillRepositoryIndex, context, request, response);
 }
 
 template <typename Request, typename Response, typename Work>

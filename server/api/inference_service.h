@@ -91,22 +91,25 @@ class InferenceService final : public InferenceInBytes {
                                           grpc::Status* status) const;
   /// Calls that have nothing to wait for: each fills in the reply and says in the record what was
   /// asked for.
-  grpc::Status ServerLive(const inference::ServerLiveRequest& request, CallRecord* record,
-                          inference::ServerLiveResponse* response) const;
-  grpc::Status ServerReady(const inference::ServerReadyRequest& request, CallRecord* record,
-                           inference::ServerReadyResponse* response) const;
-  grpc::Status ModelReady(const inference::ModelReadyRequest& request, CallRecord* record,
-                          inference::ModelReadyResponse* response) const;
-  grpc::Status ServerMetadata(const inference::ServerMetadataRequest& request, CallRecord* record,
-                              inference::ServerMetadataResponse* response) const;
-  grpc::Status ModelMetadata(const inference::ModelMetadataRequest& request, CallRecord* record,
-                             inference::ModelMetadataResponse* response) const;
-  grpc::Status ModelConfig(const inference::ModelConfigRequest& request, CallRecord* record,
-                           inference::ModelConfigResponse* response) const;
-  grpc::Status ModelStatistics(const inference::ModelStatisticsRequest& request, CallRecord* record,
-                               inference::ModelStatisticsResponse* response) const;
-  grpc::Status RepositoryIndex(const inference::RepositoryIndexRequest& request, CallRecord* record,
-                               inference::RepositoryIndexResponse* response) const;
+  grpc::Status FillServerLive(const inference::ServerLiveRequest& request, CallRecord* record,
+                              inference::ServerLiveResponse* response) const;
+  grpc::Status FillServerReady(const inference::ServerReadyRequest& request, CallRecord* record,
+                               inference::ServerReadyResponse* response) const;
+  grpc::Status FillModelReady(const inference::ModelReadyRequest& request, CallRecord* record,
+                              inference::ModelReadyResponse* response) const;
+  grpc::Status FillServerMetadata(const inference::ServerMetadataRequest& request,
+                                  CallRecord* record,
+                                  inference::ServerMetadataResponse* response) const;
+  grpc::Status FillModelMetadata(const inference::ModelMetadataRequest& request, CallRecord* record,
+                                 inference::ModelMetadataResponse* response) const;
+  grpc::Status FillModelConfig(const inference::ModelConfigRequest& request, CallRecord* record,
+                               inference::ModelConfigResponse* response) const;
+  grpc::Status FillModelStatistics(const inference::ModelStatisticsRequest& request,
+                                   CallRecord* record,
+                                   inference::ModelStatisticsResponse* response) const;
+  grpc::Status FillRepositoryIndex(const inference::RepositoryIndexRequest& request,
+                                   CallRecord* record,
+                                   inference::RepositoryIndexResponse* response) const;
   /// Ends such a call.
   template <typename Request, typename Response>
   grpc::ServerUnaryReactor* Answer(const char* name,
