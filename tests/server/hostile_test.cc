@@ -702,9 +702,10 @@ TEST_F(HostileTest, ManySmallFieldsAreRefusedUnparsed) {
       {"/denoised.v1.ModelAdmin/LoadModel", unknown},
       {"/inference.GRPCInferenceService/ServerLive", unknown},
       {"/inference.GRPCInferenceService/ModelInfer", raw}};
-  for (const auto& [path, message] : kCases) {
+  for (const auto& each : kCases) {
+    const char* const path = each.first;
     const int64_t growth = PeakGrowth([&] {
-      const grpc::Status status = CallByName(path, message);
+      const grpc::Status status = CallByName(path, each.second);
       EXPECT_EQ(status.error_code(), StatusCode::INVALID_ARGUMENT) << path;
       EXPECT_THAT(status.error_message(), HasSubstr("more than 1000000 fields")) << path;
     });
