@@ -24,6 +24,18 @@ std::errc Parse(std::string_view text, Value* value) {
   return read == text.data() + text.size() ? std::errc() : std::errc::invalid_argument;
 }
 
+/// A number that is `good`; what else is given "is not …", as `wrong` says.
+template <typename Value, typename Good>
+CLI::Validator Number(Good good, const std::string& wrong, const std::string& description) {
+  return CLI::Validator(
+      [good, wrong](const std::string& text) {
+        Value number = 0;
+        if (Parse(text, &number) == std::errc() && good(number)) return std::string();
+        return fmt::format("{} {}", text, wrong);
+      },
+      description);
+}
+
 /// "a, b or c".
 std::string Either(const std::vector<std::string>& words) {
   if (words.size() < 2) return fmt::format("{}", fmt::join(words, ""));
@@ -248,40 +260,21 @@ CLI::Validator OneOf(const std::vector<std::string>& words) {
 }
 
 CLI::Validator Between(double low, double high, const std::string& unit) {
-  return CLI::Validator(
-      [low, high](const std::string& text) {
-        double number = 0;
-        if (Parse(text, &number) == std::errc() && number >= low && number <= high) {
-          return std::string();
-        }
-        return fmt::format("{} is not a number from {} to {}; use one", text, low, high);
-      },
-      fmt::format("{} in [{} - {}]", unit, low, high));
+  return Number<double>([=](double number) { return number >= low && number <= high; },
+                        fmt::format("is not a number from {} to {}; use one", low, high),
+                        fmt::format("{} in [{} - {}]", unit, low, high));
 }
 
 CLI::Validator WholeBetween(int64_t low, int64_t high, const std::string& unit) {
-  return CLI::Validator(
-      [low, high](const std::string& text) {
-        int64_t number = 0;
-        if (Parse(text, &number) == std::errc() && number >= low && number <= high) {
-          return std::string();
-        }
-        return fmt::format("{} is not a whole number from {} to {}; use one", text, low, high);
-      },
-      fmt::format("{} in [{} - {}]", unit, low, high));
+  return Number<int64_t>([=](int64_t number) { return number >= low && number <= high; },
+                         fmt::format("is not a whole number from {} to {}; use one", low, high),
+                         fmt::format("{} in [{} - {}]", unit, low, high));
 }
 
 CLI::Validator ZeroOr(double low, double high, const std::string& unit) {
-  return CLI::Validator(
-      [low, high](const std::string& text) {
-        double number = 0;
-        if (Parse(text, &number) == std::errc() &&
-            (number == 0 || (number >= low && number <= high))) {
-          return std::string();
-        }
-        return fmt::format("{} is neither 0 nor a number from {} to {}; use one of these", text,
-                           low, high);
-      },
+  return Number<double>(
+      [=](double number) { return number == 0 || (number >= low && number <= high); },
+      fmt::format("is neither 0 nor a number from {} to {}; use one of these", low, high),
       fmt::format("{} 0 or in [{} - {}]", unit, low, high));
 }
 
