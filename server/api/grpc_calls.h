@@ -72,6 +72,14 @@ using BeginningWith = std::function<std::shared_ptr<Generation>(
     const Message& message, const std::shared_ptr<GenerationWatcher>& watcher,
     grpc::Status* refusal)>;
 
+/// Reads the message of a call: Parse() with the budget of `context`.
+template <typename Message>
+grpc::Status Read(const GenerationCallContext& context, const grpc::ByteBuffer* bytes,
+                  Received<Message>* received) {
+  return Parse(Take(bytes), context.messages, context.queue_wait->RetryDelay(), &received->message,
+               &received->memory);
+}
+
 /// Begins a call that has just come: admits it, reads its message and has a worker run `begin`.
 template <typename Message>
 void Start(const GenerationCallContext& context, const std::shared_ptr<GenerationCall>& call,
@@ -79,10 +87,7 @@ void Start(const GenerationCallContext& context, const std::shared_ptr<Generatio
            BeginningWith<Message> begin) {
   const auto received = std::make_shared<Received<Message>>();
   grpc::Status refusal = call->Admit();
-  if (refusal.ok()) {
-    refusal = Parse(Take(bytes), context.messages, context.queue_wait->RetryDelay(),
-                    &received->message, &received->memory);
-  }
+  if (refusal.ok()) refusal = Read(context, bytes, received.get());
   if (!refusal.ok()) return call->Refuse(refusal);
   call->Post(priority(received->message),
              [received, begin = std::move(begin)](const auto& watcher, grpc::Status* refusal) {
@@ -97,10 +102,25 @@ grpc::Status Respond(const GenerationCallContext& context, const grpc::ByteBuffe
                      grpc::ByteBuffer* response, const Answer& answer) {
   Received<Request> asked;
   Response reply;
-  grpc::Status status = Parse(Take(request), context.messages, context.queue_wait->RetryDelay(),
-                              &asked.message, &asked.memory);
+  grpc::Status status = Read(context, request, &asked);
   if (status.ok()) status = answer(asked.message, &reply);
   return status.ok() ? Serialize(reply, response) : status;
+}
+
+/// Answers such a call by a method of `object`, and ends it.
+template <typename Object, typename Request, typename Response>
+grpc::ServerUnaryReactor* Answer(const GenerationCallContext& context, const char* name,
+                                 const Object& object,
+                                 grpc::Status (Object::*method)(const Request&, CallRecord*,
+                                                                Response*) const,
+                                 grpc::CallbackServerContext* grpc_context,
+                                 const grpc::ByteBuffer* request, grpc::ByteBuffer* response) {
+  CallRecord record(context.calls, name, grpc_context);
+  return Reply(grpc_context, &record,
+               Respond<Request, Response>(context, request, response,
+                                          [&](const Request& asked, Response* reply) {
+                                            return (object.*method)(asked, &record, reply);
+                                          }));
 }
 
 }  // namespace denoised

@@ -30,20 +30,6 @@ std::string Together(const std::string& name, const std::string& version) {
 
 }  // namespace
 
-template <typename Request, typename Response>
-grpc::ServerUnaryReactor* InferenceService::Answer(
-    const char* name,
-    grpc::Status (InferenceService::*method)(const Request&, CallRecord*, Response*) const,
-    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
-    grpc::ByteBuffer* response) {
-  CallRecord record(context_.calls, name, context);
-  return Reply(context, &record,
-               Respond<Request, Response>(context_, request, response,
-                                          [&](const Request& asked, Response* reply) {
-                                            return (this->*method)(asked, &record, reply);
-                                          }));
-}
-
 grpc::Status InferenceService::FillServerLive(const inference::ServerLiveRequest&, CallRecord*,
                                               inference::ServerLiveResponse* response) const {
   response->set_live(info_->health().live());
@@ -53,8 +39,8 @@ grpc::Status InferenceService::FillServerLive(const inference::ServerLiveRequest
 grpc::ServerUnaryReactor* InferenceService::ServerLive(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* request,
                                                        grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ServerLive", &InferenceService::FillServerLive,
-                context, request, response);
+  return Answer(context_, "inference.GRPCInferenceService.ServerLive", *this,
+                &InferenceService::FillServerLive, context, request, response);
 }
 
 grpc::Status InferenceService::FillServerReady(const inference::ServerReadyRequest&, CallRecord*,
@@ -66,8 +52,8 @@ grpc::Status InferenceService::FillServerReady(const inference::ServerReadyReque
 grpc::ServerUnaryReactor* InferenceService::ServerReady(grpc::CallbackServerContext* context,
                                                         const grpc::ByteBuffer* request,
                                                         grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ServerReady", &InferenceService::FillServerReady,
-                context, request, response);
+  return Answer(context_, "inference.GRPCInferenceService.ServerReady", *this,
+                &InferenceService::FillServerReady, context, request, response);
 }
 
 grpc::Status InferenceService::FillModelReady(const inference::ModelReadyRequest& request,
@@ -85,8 +71,8 @@ grpc::Status InferenceService::FillModelReady(const inference::ModelReadyRequest
 grpc::ServerUnaryReactor* InferenceService::ModelReady(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* request,
                                                        grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ModelReady", &InferenceService::FillModelReady,
-                context, request, response);
+  return Answer(context_, "inference.GRPCInferenceService.ModelReady", *this,
+                &InferenceService::FillModelReady, context, request, response);
 }
 
 grpc::Status InferenceService::FillServerMetadata(
@@ -103,7 +89,7 @@ grpc::Status InferenceService::FillServerMetadata(
 grpc::ServerUnaryReactor* InferenceService::ServerMetadata(grpc::CallbackServerContext* context,
                                                            const grpc::ByteBuffer* request,
                                                            grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ServerMetadata",
+  return Answer(context_, "inference.GRPCInferenceService.ServerMetadata", *this,
                 &InferenceService::FillServerMetadata, context, request, response);
 }
 
@@ -138,7 +124,7 @@ grpc::Status InferenceService::FillModelMetadata(const inference::ModelMetadataR
 grpc::ServerUnaryReactor* InferenceService::ModelMetadata(grpc::CallbackServerContext* context,
                                                           const grpc::ByteBuffer* request,
                                                           grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ModelMetadata",
+  return Answer(context_, "inference.GRPCInferenceService.ModelMetadata", *this,
                 &InferenceService::FillModelMetadata, context, request, response);
 }
 
@@ -204,8 +190,8 @@ grpc::Status InferenceService::FillModelConfig(const inference::ModelConfigReque
 grpc::ServerUnaryReactor* InferenceService::ModelConfig(grpc::CallbackServerContext* context,
                                                         const grpc::ByteBuffer* request,
                                                         grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ModelConfig", &InferenceService::FillModelConfig,
-                context, request, response);
+  return Answer(context_, "inference.GRPCInferenceService.ModelConfig", *this,
+                &InferenceService::FillModelConfig, context, request, response);
 }
 
 grpc::Status InferenceService::FillModelStatistics(
@@ -235,7 +221,7 @@ grpc::Status InferenceService::FillModelStatistics(
 grpc::ServerUnaryReactor* InferenceService::ModelStatistics(grpc::CallbackServerContext* context,
                                                             const grpc::ByteBuffer* request,
                                                             grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.ModelStatistics",
+  return Answer(context_, "inference.GRPCInferenceService.ModelStatistics", *this,
                 &InferenceService::FillModelStatistics, context, request, response);
 }
 
@@ -253,7 +239,7 @@ grpc::Status InferenceService::FillRepositoryIndex(
 grpc::ServerUnaryReactor* InferenceService::RepositoryIndex(grpc::CallbackServerContext* context,
                                                             const grpc::ByteBuffer* request,
                                                             grpc::ByteBuffer* response) {
-  return Answer("inference.GRPCInferenceService.RepositoryIndex",
+  return Answer(context_, "inference.GRPCInferenceService.RepositoryIndex", *this,
                 &InferenceService::FillRepositoryIndex, context, request, response);
 }
 
@@ -263,10 +249,7 @@ grpc::ServerUnaryReactor* InferenceService::Change(grpc::CallbackServerContext* 
                                                    const grpc::ByteBuffer* request,
                                                    grpc::ByteBuffer* response, Work work) {
   const auto asked = std::make_shared<Received<Request>>();
-  const grpc::Status status =
-      admin_ == nullptr ? NoAdmins()
-                        : Parse(Take(request), context_.messages, context_.queue_wait->RetryDelay(),
-                                &asked->message, &asked->memory);
+  const grpc::Status status = admin_ == nullptr ? NoAdmins() : Read(context_, request, asked.get());
   if (!status.ok()) {
     CallRecord record(context_.calls, method, context);
     return Reply(context, &record, status);

@@ -110,14 +110,6 @@ class InferenceService final : public InferenceInBytes {
   grpc::Status FillRepositoryIndex(const inference::RepositoryIndexRequest& request,
                                    CallRecord* record,
                                    inference::RepositoryIndexResponse* response) const;
-  /// Ends such a call.
-  template <typename Request, typename Response>
-  grpc::ServerUnaryReactor* Answer(const char* name,
-                                   grpc::Status (InferenceService::*method)(const Request&,
-                                                                            CallRecord*, Response*)
-                                       const,
-                                   grpc::CallbackServerContext* context,
-                                   const grpc::ByteBuffer* request, grpc::ByteBuffer* response);
   /// Has `work` change the models as a message asks. UNIMPLEMENTED if nobody may.
   template <typename Request, typename Response, typename Work>
   grpc::ServerUnaryReactor* Change(grpc::CallbackServerContext* context, const char* method,

@@ -115,9 +115,7 @@ grpc::ServerUnaryReactor* ModelAdminService::Change(grpc::CallbackServerContext*
     Response made;
   };
   const auto both = std::make_shared<Exchanged>();
-  const grpc::Status status =
-      Parse(Take(request), context_.messages, context_.queue_wait->RetryDelay(),
-            &both->asked.message, &both->asked.memory);
+  const grpc::Status status = Read(context_, request, &both->asked);
   if (!status.ok()) {
     CallRecord record(context_.calls, method, context);
     return Reply(context, &record, status);

@@ -18,19 +18,6 @@ constexpr char kWatchJob[] = "denoised.v1.ImageGeneration.WatchJob";
 
 }  // namespace
 
-template <typename Request, typename Response>
-grpc::ServerUnaryReactor* ImageGenerationService::Answer(
-    const char* name, grpc::Status (Methods::*method)(const Request&, CallRecord*, Response*) const,
-    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
-    grpc::ByteBuffer* response) {
-  CallRecord record(context_.calls, name, context);
-  return Reply(context, &record,
-               Respond<Request, Response>(context_, request, response,
-                                          [&](const Request& asked, Response* reply) {
-                                            return (methods_->*method)(asked, &record, reply);
-                                          }));
-}
-
 grpc::ServerUnaryReactor* ImageGenerationService::Generate(grpc::CallbackServerContext* context,
                                                            const grpc::ByteBuffer* request,
                                                            grpc::ByteBuffer* response) {
@@ -70,7 +57,8 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* ImageGenerationService::StreamGenera
 grpc::ServerUnaryReactor* ImageGenerationService::GetJob(grpc::CallbackServerContext* context,
                                                          const grpc::ByteBuffer* request,
                                                          grpc::ByteBuffer* response) {
-  return Answer("denoised.v1.ImageGeneration.GetJob", &Methods::GetJob, context, request, response);
+  return Answer(context_, "denoised.v1.ImageGeneration.GetJob", *methods_, &Methods::GetJob,
+                context, request, response);
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerContext* context,
@@ -95,9 +83,7 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* ImageGenerationService::WatchJob(
     grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
   // The call is made with the event after which it begins.
   const auto asked = std::make_shared<Received<v1::WatchJobRequest>>();
-  const grpc::Status parsed =
-      Parse(Take(request), context_.messages, context_.queue_wait->RetryDelay(), &asked->message,
-            &asked->memory);
+  const grpc::Status parsed = Read(context_, request, asked.get());
   const uint64_t sequence = asked->message.after_sequence();
   const auto call = std::make_shared<GrpcStreamCall>(context_, kWatchJob, context, sequence);
   if (!parsed.ok()) {
@@ -116,29 +102,29 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* ImageGenerationService::WatchJob(
 grpc::ServerUnaryReactor* ImageGenerationService::CancelJob(grpc::CallbackServerContext* context,
                                                             const grpc::ByteBuffer* request,
                                                             grpc::ByteBuffer* response) {
-  return Answer("denoised.v1.ImageGeneration.CancelJob", &Methods::CancelJob, context, request,
-                response);
+  return Answer(context_, "denoised.v1.ImageGeneration.CancelJob", *methods_, &Methods::CancelJob,
+                context, request, response);
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::GetServerInfo(
     grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
     grpc::ByteBuffer* response) {
-  return Answer("denoised.v1.ImageGeneration.GetServerInfo", &Methods::GetServerInfo, context,
-                request, response);
+  return Answer(context_, "denoised.v1.ImageGeneration.GetServerInfo", *methods_,
+                &Methods::GetServerInfo, context, request, response);
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::ListModels(grpc::CallbackServerContext* context,
                                                              const grpc::ByteBuffer* request,
                                                              grpc::ByteBuffer* response) {
-  return Answer("denoised.v1.ImageGeneration.ListModels", &Methods::ListModels, context, request,
-                response);
+  return Answer(context_, "denoised.v1.ImageGeneration.ListModels", *methods_, &Methods::ListModels,
+                context, request, response);
 }
 
 grpc::ServerUnaryReactor* ImageGenerationService::GetModel(grpc::CallbackServerContext* context,
                                                            const grpc::ByteBuffer* request,
                                                            grpc::ByteBuffer* response) {
-  return Answer("denoised.v1.ImageGeneration.GetModel", &Methods::GetModel, context, request,
-                response);
+  return Answer(context_, "denoised.v1.ImageGeneration.GetModel", *methods_, &Methods::GetModel,
+                context, request, response);
 }
 
 }  // namespace denoised

@@ -53,14 +53,6 @@ class ImageGenerationService final : public ImageGenerationInBytes {
                                      grpc::ByteBuffer* response) override;
 
  private:
-  /// Ends a call that has nothing to wait for.
-  template <typename Request, typename Response>
-  grpc::ServerUnaryReactor* Answer(const char* name,
-                                   grpc::Status (Methods::*method)(const Request&, CallRecord*,
-                                                                   Response*) const,
-                                   grpc::CallbackServerContext* context,
-                                   const grpc::ByteBuffer* request, grpc::ByteBuffer* response);
-
   const GenerationCallContext context_;
   const Methods* const methods_;
 };
