@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <memory>
 
@@ -70,14 +71,20 @@ Buffer FilterRows(const Pixels& pixels, int begin, int end) {
 
 /// Blocks of deflate that end at a byte, so that others can follow. docs/benchmarks.md compares
 /// ISA-L with zlib and libdeflate.
+///
+/// ISA-L begins without a history by hashing a part of the stream's own address
+/// (`.write_first_byte` in igzip_icf_body_h1_gr_bt.asm, 2.30 to 2.32): the matches that it finds
+/// then depend on the thread. So the first byte is a stored block (RFC 1951, section 3.2.4), which
+/// is the history that ISA-L begins with.
 absl::StatusOr<Buffer> Compress(const Buffer& in, bool is_last) {
+  const uint8_t first[] = {0x00, 0x01, 0x00, 0xfe, 0xff, in.bytes[0]};
   // Enough for blocks that are stored, which is what ISA-L does with what it cannot shrink.
   constexpr size_t kStoredBlock = 65535, kBlockHeader = 5;
-  const size_t room = in.size + kBlockHeader * (in.size / kStoredBlock + 2);
+  const size_t room = std::size(first) + in.size + kBlockHeader * (in.size / kStoredBlock + 2);
   if (room > std::numeric_limits<uint32_t>::max()) return Internal("too many for ISA-L");
   Buffer out(room);
-  isal_zstream stream{};  // isal_deflate_stateless_init() leaves hist_bits, the window, as it was
-  isal_deflate_stateless_init(&stream);
+  isal_zstream stream{};  // isal_deflate_init() leaves hist_bits, the window, as it was
+  isal_deflate_init(&stream);
   const Buffer tables(ISAL_DEF_LVL1_DEFAULT);
   stream.level = 1;
   stream.level_buf = tables.bytes.get();
@@ -85,14 +92,17 @@ absl::StatusOr<Buffer> Compress(const Buffer& in, bool is_last) {
   stream.gzip_flag = IGZIP_DEFLATE;
   stream.flush = FULL_FLUSH;
   stream.end_of_stream = is_last ? 1 : 0;
-  stream.next_in = in.bytes.get();
-  stream.avail_in = static_cast<uint32_t>(in.size);
-  stream.next_out = out.bytes.get();
-  stream.avail_out = static_cast<uint32_t>(room);
-  if (const int error = isal_deflate_stateless(&stream); error != COMP_OK) {
+  if (const int error = isal_deflate_set_dict(&stream, in.bytes.get(), 1); error != COMP_OK) {
     return Internal("ISA-L's error {}", error);
   }
-  out.size = stream.total_out;
+  stream.next_in = in.bytes.get() + 1;
+  stream.avail_in = static_cast<uint32_t>(in.size - 1);
+  stream.next_out = std::copy(std::begin(first), std::end(first), out.bytes.get());
+  stream.avail_out = static_cast<uint32_t>(room - std::size(first));
+  if (const int error = isal_deflate(&stream); error != COMP_OK || stream.avail_in > 0) {
+    return Internal("ISA-L's error {}, with {} of {} bytes left", error, stream.avail_in, in.size);
+  }
+  out.size = std::size(first) + stream.total_out;
   return out;
 }
 
