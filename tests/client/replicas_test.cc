@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <thread>
 
 #include "denoised/client.h"
@@ -134,6 +135,13 @@ TEST_F(ReplicasTest, WhatALostOneHadIsDrawnByAnother) {
                                             }
                                           }}));
   }
+  // A stream that is not queued yet would be queued by the one that is left.
+  ASSERT_TRUE(Eventually([&] {
+    return std::all_of(std::begin(heard), std::end(heard), [](Heard& each) {
+      std::lock_guard lock(each.mutex);
+      return each.queued == 1;
+    });
+  }));
   std::jthread unary([&] { EXPECT_TRUE(client.Generate({}).ok()); });
   ASSERT_TRUE(
       Eventually([&] { return a_.generations() + b_.generations() >= before + kStreams + 1; }));
@@ -146,7 +154,7 @@ TEST_F(ReplicasTest, WhatALostOneHadIsDrawnByAnother) {
     EXPECT_EQ(heard[i].images[0].seed, uint64_t(i));
     lost += heard[i].server == "ipv4:" + a_.address();
   }
-  EXPECT_EQ(lost, kStreams / 2) << "the test is to lose half of them";
+  EXPECT_TRUE(0 < lost && lost < kStreams) << "the test is to lose some: " << lost;
 }
 
 TEST_F(ReplicasTest, OneServerIsAskedForJobsAndModels) {
