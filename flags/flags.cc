@@ -15,6 +15,8 @@
 namespace denoised::flags {
 namespace {
 
+std::string Spaced(const std::string& unit) { return unit.empty() ? "" : unit + " "; }
+
 /// A number that is all of `text`, in base 10. +5 is 5, as for CLI11.
 template <typename Value>
 std::errc Parse(std::string_view text, Value* value) {
@@ -262,20 +264,20 @@ CLI::Validator OneOf(const std::vector<std::string>& words) {
 CLI::Validator Between(double low, double high, const std::string& unit) {
   return Number<double>([=](double number) { return number >= low && number <= high; },
                         fmt::format("is not a number from {} to {}; use one", low, high),
-                        fmt::format("{} in [{} - {}]", unit, low, high));
+                        fmt::format("{}[{} - {}]", Spaced(unit), low, high));
 }
 
-CLI::Validator WholeBetween(int64_t low, int64_t high, const std::string& unit) {
+CLI::Validator Between(int64_t low, int64_t high) {
   return Number<int64_t>([=](int64_t number) { return number >= low && number <= high; },
                          fmt::format("is not a whole number from {} to {}; use one", low, high),
-                         fmt::format("{} in [{} - {}]", unit, low, high));
+                         fmt::format("[{} - {}]", low, high));
 }
 
 CLI::Validator ZeroOr(double low, double high, const std::string& unit) {
   return Number<double>(
       [=](double number) { return number == 0 || (number >= low && number <= high); },
       fmt::format("is neither 0 nor a number from {} to {}; use one of these", low, high),
-      fmt::format("{} 0 or in [{} - {}]", unit, low, high));
+      fmt::format("{}0 or [{} - {}]", Spaced(unit), low, high));
 }
 
 void CheckNumbers(CLI::App& app) {

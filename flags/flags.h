@@ -16,16 +16,15 @@ namespace denoised::flags {
 CLI::Validator OneOf(const std::vector<std::string>& words);
 
 /// In place of CLI::Range, which takes NaN for a number in it. `unit`: in --help.
-CLI::Validator Between(double low, double high, const std::string& unit = "FLOAT");
+CLI::Validator Between(double low, double high, const std::string& unit = "");
 /// Of whole numbers.
-CLI::Validator WholeBetween(int64_t low, int64_t high, const std::string& unit);
+CLI::Validator Between(int64_t low, int64_t high);
 template <std::integral Int>
 CLI::Validator Between(Int low, Int high) {
-  return WholeBetween(static_cast<int64_t>(low), static_cast<int64_t>(high),
-                      CLI::detail::type_name<Int>());
+  return Between(static_cast<int64_t>(low), static_cast<int64_t>(high));
 }
 /// 0, which has a meaning of its own, or a number as in Between().
-CLI::Validator ZeroOr(double low, double high, const std::string& unit);
+CLI::Validator ZeroOr(double low, double high, const std::string& unit = "");
 
 /// Adds checks to all numbers of `app` and its commands. CLI11 takes NaN and infinities for
 /// numbers, and nothing for 0. It reads integers as C does, 010 as 8 and 0x10 as 16, and wraps or

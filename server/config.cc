@@ -480,7 +480,7 @@ void AddEngineFlags(CLI::App* app, Flags* flags) {
   app->add_flag("--fp32", config.engine.fp32, "Compute in 32 bits, for debugging; slower on a GPU");
   app->add_option("--max-rows", config.engine.max_rows,
                   "Rows of the largest evaluation, 2 or more; 0: 64 on a GPU, 16 on the CPU")
-      ->check(flags::ZeroOr(2, 1024, "INT"));
+      ->check(flags::ZeroOr(2, 1024));
   app->add_option("--max-slots", config.engine.max_slots,
                   "Images in flight per model and device; 0: same as --max-rows")
       ->check(flags::Between(0, 4096));
@@ -499,7 +499,7 @@ void AddEngineFlags(CLI::App* app, Flags* flags) {
   app->add_option(
          "--priority-weights", flags->priority_weights,
          "Shares of interactive, normal and batch requests while all of them wait, \"16,4,1\"")
-      ->check(flags::Between(1e-3, 1e3, "NUMBER"))
+      ->check(flags::Between(1e-3, 1e3))
       ->delimiter(',');
   app->add_option("--keep-evaluations", config.engine.keep_evaluations,
                   "An image with at most this many evaluations left keeps its slot even if another "
@@ -564,7 +564,7 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
       ->check(flags::Between(int64_t{1} << 20, int64_t{1} << 40));
   app->add_option("--max-previews-per-second", config.limits.max_previews_per_second,
                   "Previews of one image per second; the others are dropped. 0: no limit")
-      ->check(flags::Between(0.0, 1e6, "NUMBER"));
+      ->check(flags::Between(0.0, 1e6));
   app->add_option(
          "--max-connections", config.connections.max_connections,
          "Concurrent connections, within the system's limit of open files; further ones are "

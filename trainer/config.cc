@@ -439,30 +439,61 @@ absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
 
 /// The type of a number whose range is checked with other settings, for --help: these are the
 /// ranges of TrainerOptions::Check and Objective::Make.
-std::string In(double low, double high) { return fmt::format("FLOAT in [{} - {}]", low, high); }
-constexpr char kNotNegative[] = "FLOAT in [0 - inf)", kPositive[] = "FLOAT in (0 - inf)",
-               kFraction[] = "FLOAT in (0 - 1)";
+std::string In(double low, double high) { return fmt::format("FLOAT:[{} - {}]", low, high); }
+constexpr char kNotNegative[] = "FLOAT:[0 - inf)", kPositive[] = "FLOAT:(0 - inf)",
+               kFraction[] = "FLOAT:(0 - 1)";
 
 /// What the flags say, before Finish() resolves and checks it.
 struct Flags {
   RunConfig config;
   std::string config_file, network, pipeline, objective = "edm", schedule = "constant";
   std::string stage = "diffusion", device = "auto", dtype, exchange = "auto", model_dtype = "fp32";
+  std::string norms = "auto";
   std::vector<std::string> averages;
   double min_snr = 0, cap_snr = 0, dropout = 0, kl_weight = 1e-4, edge_weight = 0.5;
   bool flow_uniform = false, freeze_text = false;
 };
 
-void AddModelFlags(CLI::App& app, Flags* flags) {
-  RunConfig& config = flags->config;
-  training::TrainerOptions& t = flags->config.trainer;
+void AddRunFlags(CLI::App& app, Flags* flags) {
   app.add_option("--config", flags->config_file,
                  "JSON object whose fields are the flags below, without --. Flags on the command "
                  "line take precedence");
+  app.add_flag("--dry-run", flags->config.dry_run,
+               "Print memory, steps and hours, without training");
+}
+
+void AddDataFlags(CLI::App& app, Flags* flags) {
+  RunConfig& config = flags->config;
+  training::TrainerOptions& t = flags->config.trainer;
+  app.option_defaults()->group("Data");
   app.add_option("--data", config.data,
                  "Folder of PNG, JPEG and WebP files, EDM's ZIP, IDX (MNIST), .npy or .npz");
   app.add_option("--labels", config.labels, "File of labels, for IDX and .npy");
-  app.add_option("--output", config.output, "Folder for checkpoints, logs and the model");
+  app.add_option("--canvas", config.canvas,
+                 "Edge of the stored pictures. If larger than sample_size, pictures are randomly "
+                 "cropped")
+      ->default_str("");
+  app.add_flag("--pad", config.pad,
+               "Add a black border to smaller pictures instead of scaling them up");
+  app.add_flag("--flip", t.flip, "Mirror half of the pictures. Not with --augment, which does so");
+  app.add_option("--augment", t.augment,
+                 "Probability of each EDM augmentation; the augmentation is an input of the "
+                 "network. 0.12 in the paper; 0: none")
+      ->type_name(In(0, 1));
+  app.add_flag("--skip-bad-files", config.skip_bad_files,
+               "Report and skip bad files, and in stage diffusion pictures without a caption");
+  app.add_option(
+      "--data-memory", config.data_memory,
+      "Limit in MiB of decoded pictures in memory; larger data sets are kept in a file in --output "
+      "and read ahead. 0: half of the free memory, divided by the ranks of this host");
+  app.add_option("--prefetch-threads", t.prefetch_threads,
+                 "Threads that prepare the pictures of the next step. 0: 2 if pictures are on disk "
+                 "or augmented, else none");
+}
+
+void AddModelFlags(CLI::App& app, Flags* flags) {
+  RunConfig& config = flags->config;
+  app.option_defaults()->group("Model");
   app.add_option("--network", flags->network, "config.json of a UNet2DModel");
   app.add_option("--pipeline", flags->pipeline,
                  "Instead of --network: a StableDiffusionPipeline directory with the configs, the "
@@ -472,19 +503,42 @@ void AddModelFlags(CLI::App& app, Flags* flags) {
                  "encoder");
   app.add_flag("--freeze-text", flags->freeze_text,
                "Stage diffusion: do not train the text encoder");
-  app.add_option("--kl-weight", flags->kl_weight, "Stage vae: weight of the KL divergence")
-      ->type_name(kNotNegative);
-  app.add_option("--edge-weight", flags->edge_weight,
-                 "Stage vae: weight of the edge loss (differences of neighbouring pixels)")
-      ->type_name(kNotNegative);
   app.add_option("--init-from", config.init_from,
                  "Start from the weights of this diffusers directory. Settings of noise that no "
                  "flag gives are those of its scheduler_config.json");
+  app.add_option("--dropout", flags->dropout,
+                 "Dropout of the resnets. Default: the network's config")
+      ->type_name(In(0, 0.999))
+      ->default_str("");
+  app.add_option("--model-dtype", flags->model_dtype, "dtype of the written model: fp32 or fp16");
+  app.add_option("--class-name", config.class_names,
+                 "Name of a class; repeat for all classes, in the order of the labels. Default: "
+                 "names of folders")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->allow_extra_args(false);
+  app.add_option("--default-steps", config.default_steps,
+                 "Sampling steps that the server uses by default; 0: depends on the objective")
+      ->check(flags::Between(0, 1000));
+  app.add_option("--default-guidance-scale", config.default_guidance_scale,
+                 "Guidance scale that the server uses by default. Default: none")
+      ->check(flags::Between(0.0, 100.0));
+}
+
+void AddObjectiveFlags(CLI::App& app, Flags* flags) {
+  training::TrainerOptions& t = flags->config.trainer;
+  app.option_defaults()->group("Objective");
   app.add_option(
       "--objective", flags->objective,
       "What the network learns to predict: edm (Karras et al. 2022), DDPM's epsilon, v or "
       "x0, flow (flow matching), or score (Song et al. 2021; for NCSN++). Default with "
       "--init-from: as its scheduler_config.json says");
+  app.add_option("--class-dropout,--caption-dropout", t.class_dropout,
+                 "Fraction of pictures trained with the null class, or with an empty caption, for "
+                 "guidance")
+      ->type_name(In(0, 1));
+  app.add_option("--null-class", t.null_class,
+                 "Label of the null class. Default: the last of num_class_embeds")
+      ->default_str("");
   app.add_option("--sigma-data", t.objective.sigma_data, "EDM: standard deviation of the pictures")
       ->type_name(In(1e-3, 1e3));
   app.add_option("--log-sigma-mean", t.objective.log_sigma_mean, "EDM: mean of ln sigma")
@@ -492,12 +546,6 @@ void AddModelFlags(CLI::App& app, Flags* flags) {
   app.add_option("--log-sigma-deviation", t.objective.log_sigma_deviation,
                  "EDM: standard deviation of ln sigma")
       ->type_name(In(1e-3, 10));
-  app.add_option("--sigma-min", t.objective.score_sigma_min, "Score: least noise level")
-      ->type_name(kPositive);
-  app.add_option("--sigma-max", t.objective.score_sigma_max,
-                 "Score: largest noise level; the paper's is the largest distance of two pictures "
-                 "in [0, 1]: 50 at 32x32, 348 at 256x256, 1348 at 1024x1024")
-      ->type_name(kPositive);
   app.add_option("--timesteps", t.objective.timesteps, "DDPM and flow: number of noise levels");
   app.add_option("--beta-schedule", t.objective.beta_schedule,
                  "DDPM: linear, scaled_linear or squaredcos_cap_v2");
@@ -506,23 +554,36 @@ void AddModelFlags(CLI::App& app, Flags* flags) {
   app.add_option("--beta-end", t.objective.beta_end, "DDPM: last beta")->type_name(kFraction);
   app.add_option("--min-snr", flags->min_snr, "DDPM: gamma of min-SNR weighting; 0: none")
       ->type_name(kNotNegative);
+  app.add_option("--cap-snr", flags->cap_snr, "Objective v: cap the loss weight SNR + 1; 0: no cap")
+      ->type_name(kNotNegative);
   app.add_option("--variance-weight", t.objective.variance_weight,
                  "DDPM with a learned variance (out_channels twice in_channels): weight of L_vlb")
       ->type_name(kPositive);
-  app.add_option("--cap-snr", flags->cap_snr, "Objective v: cap the loss weight SNR + 1; 0: no cap")
-      ->type_name(kNotNegative);
   app.add_flag("--flow-uniform", flags->flow_uniform,
                "Objective flow: uniform noise levels instead of logit-normal");
+  app.add_option("--sigma-min", t.objective.score_sigma_min, "Score: least noise level")
+      ->type_name(kPositive);
+  app.add_option("--sigma-max", t.objective.score_sigma_max,
+                 "Score: largest noise level; the paper's is the largest distance of two pictures "
+                 "in [0, 1]: 50 at 32x32, 348 at 256x256, 1348 at 1024x1024")
+      ->type_name(kPositive);
+  app.add_option("--kl-weight", flags->kl_weight, "Stage vae: weight of the KL divergence")
+      ->type_name(kNotNegative);
+  app.add_option("--edge-weight", flags->edge_weight,
+                 "Stage vae: weight of the edge loss (differences of neighbouring pixels)")
+      ->type_name(kNotNegative);
 }
 
-void AddStepFlags(CLI::App& app, Flags* flags) {
+void AddOptimizerFlags(CLI::App& app, Flags* flags) {
+  RunConfig& config = flags->config;
   training::TrainerOptions& t = flags->config.trainer;
+  app.option_defaults()->group("Steps and optimizer");
   app.add_option("--steps", t.steps, "Number of steps");
   app.add_option("--batch", t.batch, "Pictures per step, over all ranks");
+  app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory");
   app.add_option("--chunks", t.chunks,
                  "Parts of a batch whose gradients are added as a tree; a power of two. The result "
                  "depends on this number, but not on ranks, cores or accumulation");
-  app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory");
   app.add_option("--seed", t.seed, "Seed of all random numbers");
   app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW")->type_name(In(0, 1e3));
   app.add_option("--schedule", flags->schedule,
@@ -543,85 +604,47 @@ void AddStepFlags(CLI::App& app, Flags* flags) {
                  "Default: warmup:0.999")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
-  app.add_option("--dropout", flags->dropout,
-                 "Dropout of the resnets. Default: the network's config")
-      ->type_name(In(0, 0.999))
-      ->default_str("");
-  app.add_option("--class-dropout,--caption-dropout", t.class_dropout,
-                 "Fraction of pictures trained with the null class, or with an empty caption, for "
-                 "guidance")
-      ->type_name(In(0, 1));
-  app.add_option("--null-class", t.null_class,
-                 "Label of the null class. Default: the last of num_class_embeds")
-      ->default_str("");
+  app.add_option("--max-skipped", config.max_skipped,
+                 "End the run after this many consecutive steps without a finite gradient");
 }
 
-void AddDataFlags(CLI::App& app, Flags* flags) {
+void AddOutputFlags(CLI::App& app, Flags* flags) {
   RunConfig& config = flags->config;
-  training::TrainerOptions& t = flags->config.trainer;
-  app.add_flag("--flip", t.flip, "Mirror half of the pictures. Not with --augment, which does so");
-  app.add_option("--augment", t.augment,
-                 "Probability of each EDM augmentation; the augmentation is an input of the "
-                 "network. 0.12 in the paper; 0: none")
-      ->type_name(In(0, 1));
-  app.add_option("--canvas", config.canvas,
-                 "Edge of the stored pictures. If larger than sample_size, pictures are randomly "
-                 "cropped")
-      ->default_str("");
-  app.add_flag("--pad", config.pad,
-               "Add a black border to smaller pictures instead of scaling them up");
-  app.add_flag("--skip-bad-files", config.skip_bad_files,
-               "Report and skip bad files, and in stage diffusion pictures without a caption");
-  app.add_option(
-      "--data-memory", config.data_memory,
-      "Limit in MiB of decoded pictures in memory; larger data sets are kept in a file in --output "
-      "and read ahead. 0: half of the free memory, divided by the ranks of this host");
-  app.add_option("--prefetch-threads", t.prefetch_threads,
-                 "Threads that prepare the pictures of the next step. 0: 2 if pictures are on disk "
-                 "or augmented, else none");
-  app.add_flag(
-      "--recompute-norms,!--keep-norms", t.recompute_norms,
-      "Recompute norms in the backward pass, or not: less memory, a little slower, the same "
-      "bits. Default: from 100 million parameters on");
-}
-
-void AddRunFlags(CLI::App& app, Flags* flags) {
-  RunConfig& config = flags->config;
-  app.add_option("--checkpoint-steps", config.checkpoint_steps,
-                 "Steps between checkpoints; each grid has one before it");
-  app.add_option("--keep", config.keep, "Number of checkpoints to keep, with those of grids");
+  app.option_defaults()->group("Output");
+  app.add_option("--output", config.output, "Folder for checkpoints, logs and the model");
   app.add_option("--resume", config.resume,
                  "Resume from the latest checkpoint in --output (\"latest\"; starts anew if none) "
                  "or from this folder");
+  app.add_option("--checkpoint-steps", config.checkpoint_steps,
+                 "Steps between checkpoints; each grid has one before it");
+  app.add_option("--keep", config.keep, "Number of checkpoints to keep, with those of grids");
   app.add_option("--sample-steps", config.sample_steps, "Steps between sample grids; 0: no grids");
   app.add_option("--sample-count", config.sample_count, "Pictures per grid");
   app.add_option("--prompt", config.prompts,
                  "With --pipeline: prompt for the sample grids. May be repeated. Default: captions")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
-  app.add_option("--model-dtype", flags->model_dtype, "dtype of the written model: fp32 or fp16");
-  app.add_option("--class-name", config.class_names,
-                 "Name of a class; repeat for all classes, in the order of the labels. Default: "
-                 "names of folders")
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-      ->allow_extra_args(false);
-  app.add_option("--default-steps", config.default_steps,
-                 "Sampling steps that the server uses by default; 0: depends on the objective")
-      ->check(flags::Between(0, 1000));
-  app.add_option("--default-guidance-scale", config.default_guidance_scale,
-                 "Guidance scale that the server uses by default. Default: none")
-      ->check(flags::Between(0.0, 100.0));
   app.add_option("--log-steps", config.log_steps, "Steps between log lines");
-  app.add_option("--max-skipped", config.max_skipped,
-                 "End the run after this many consecutive steps without a finite gradient");
   app.add_option("--metrics-listen", config.metrics_listen,
                  "Serve Prometheus /metrics on host:port; \"\": do not")
       ->default_str("");
+  app.add_option("--stop-exit-code", config.stop_exit_code,
+                 "Exit code after a stop by a signal before the last step, of all ranks. 75 "
+                 "(EX_TEMPFAIL) has a scheduler that restarts failures go on with the run")
+      ->check(flags::Between(0, 125));
+}
+
+void AddDeviceFlags(CLI::App& app, Flags* flags) {
+  RunConfig& config = flags->config;
+  app.option_defaults()->group("Device and ranks");
   app.add_option("--device", flags->device,
                  "cpu, cuda, or auto: CUDA if this build supports the GPU, else the CPU");
   app.add_option("--dtype", flags->dtype,
                  "CUDA: bf16, or fp32 for debugging. The CPU computes in fp32")
       ->default_str("");
+  app.add_option("--norms", flags->norms,
+                 "Outputs of norms, for the backward pass: keep, recompute (less memory, a little "
+                 "slower, the same bits), or auto: recompute from 100 million parameters on");
   app.add_option("--autotune-cache", config.cuda_options.autotune_cache,
                  "CUDA: folder in which measurements of kernels are kept");
   app.add_option("--exchange", flags->exchange,
@@ -631,11 +654,6 @@ void AddRunFlags(CLI::App& app, Flags* flags) {
                  "Seconds that ranks wait for each other, at the start and in a step. Reading and "
                  "encoding pictures may take longer")
       ->check(flags::Between(1, 86400));
-  app.add_option("--stop-exit-code", config.stop_exit_code,
-                 "Exit code after a stop by a signal before the last step, of all ranks. 75 "
-                 "(EX_TEMPFAIL) has a scheduler that restarts failures go on with the run")
-      ->check(flags::Between(0, 125));
-  app.add_flag("--dry-run", config.dry_run, "Print memory, steps and hours, without training");
 }
 
 /// However it is written: 0.02 or 2e-2.
@@ -712,6 +730,11 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   if (!flags.dtype.empty() && flags.dtype != "fp32" && flags.dtype != "bf16")
     return InvalidArgument("--dtype is \"{}\"; use bf16 or fp32", flags.dtype);
   config.cuda_options.fp32 = flags.dtype == "fp32";
+  if (flags.norms == "keep" || flags.norms == "recompute") {
+    t.recompute_norms = flags.norms == "recompute";
+  } else if (flags.norms != "auto") {
+    return InvalidArgument("--norms is \"{}\"; use auto, keep or recompute", flags.norms);
+  }
   if (flags.exchange == "tcp") {
     config.exchange = training::ExchangeKind::kTcp;
   } else if (flags.exchange == "nccl") {
@@ -951,10 +974,13 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   app.option_defaults()->always_capture_default()->multi_option_policy(
       CLI::MultiOptionPolicy::TakeLast);
   app.set_version_flag("--version", fmt::format("denoise-train {}", kVersion));
-  AddModelFlags(app, &flags);
-  AddStepFlags(app, &flags);
-  AddDataFlags(app, &flags);
   AddRunFlags(app, &flags);
+  AddDataFlags(app, &flags);
+  AddModelFlags(app, &flags);
+  AddObjectiveFlags(app, &flags);
+  AddOptimizerFlags(app, &flags);
+  AddOutputFlags(app, &flags);
+  AddDeviceFlags(app, &flags);
   flags::CheckNumbers(app);
 
   std::vector<std::string> given(argv + 1, argv + argc);

@@ -991,7 +991,7 @@ def main():
     parser.add_argument("--train", type=shapes_of, default=shapes_of(TRAIN_BATCHES),
                         help=f"and pictures of a step; default: {TRAIN_BATCHES}")
     parser.add_argument("--train-flags", default="",
-                        help="further flags of train-bench, such as --train-flags=--recompute-norms")
+                        help="further flags of train-bench, such as --train-flags=--norms=recompute")
     parser.add_argument("--max-autotune", type=shapes_of, default=shapes_of(AUTOTUNED_ROWS),
                         help="of these, which also so, in this order as long as there is time; "
                         f"default: {AUTOTUNED_ROWS}")

@@ -4,7 +4,7 @@
 // (v-prediction) with the text encoder.
 //
 //   train-bench --config=DIR/config.json --batch=128 [--device=cuda] [--chunks=8]
-//               [--recompute-norms|--keep-norms] [--autotune=DIRECTORY] [--steps=3] [--turns]
+//               [--norms=keep|recompute] [--autotune=DIRECTORY] [--steps=3] [--turns]
 //   train-bench --pipeline=models/emoji-64 --stage=diffusion|vae --batch=256 …
 //
 // Prints one line of JSON for each of --steps. A step's time is the host's, from its plan to its
@@ -65,10 +65,8 @@ absl::StatusOr<Options> Parse(int argc, char** argv) {
       options.chunks = std::atoll(value.c_str());
     } else if (flag == "--steps") {
       options.steps = std::atoll(value.c_str());
-    } else if (flag == "--recompute-norms") {
-      options.recompute_norms = true;
-    } else if (flag == "--keep-norms") {
-      options.recompute_norms = false;
+    } else if (flag == "--norms" && (value == "keep" || value == "recompute")) {
+      options.recompute_norms = value == "recompute";
     } else if (flag == "--turns") {
       options.turns = true;
     } else {

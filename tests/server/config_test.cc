@@ -429,7 +429,7 @@ TEST_F(ConfigTest, TheWatchdogIsOffOrWaitsASecond) {
   }
   const auto help = Parse({"--help"});
   ASSERT_TRUE(help.ok() && help->print);
-  EXPECT_THAT(*help->print, HasSubstr("SECONDS 0 or in [1 - 86400]"));
+  EXPECT_THAT(*help->print, HasSubstr("SECONDS 0 or [1 - 86400]"));
 }
 
 TEST_F(ConfigTest, PrintsWhatConfigReads) {

@@ -1197,7 +1197,7 @@ class RunTest(unittest.TestCase):
         self.assertGreater(len(numbers), 18)
         checked = 0
         for flag, rest in numbers:
-            self.assertRegex(rest, r"^ in [\[(]\S+ - \S+[\])]", flag)
+            self.assertRegex(rest, r"^:[\[(]\S+ - \S+[\])]", flag)
             if found := re.match(r" in \[(\S+) - (\S+)\]", rest):
                 low, high = map(re.escape, found.groups())
                 for beyond in (float(found[1]) - 1, float(found[2]) + 1):
@@ -1288,8 +1288,8 @@ class RunTest(unittest.TestCase):
             return int(re.search(r"activations (\d+)", said)[1])
 
         kept = activations()  # a small network
-        self.assertEqual(activations(**{"keep-norms": "true"}), kept)
-        self.assertLess(activations(**{"recompute-norms": "true"}), kept)
+        self.assertEqual(activations(norms="keep"), kept)
+        self.assertLess(activations(norms="recompute"), kept)
         config.write_text('{"metrics-listen": "", "steps": 3}')
         for metrics in ({}, {"metrics-listen": ""}):
             said = self.train(f"empty{len(metrics)}", steps=None, config=config, **metrics)
@@ -1298,7 +1298,7 @@ class RunTest(unittest.TestCase):
         for field, message in [
             ("stepps", "the fields are the names of the flags, without --. See denoise-train --help"),
             ("learning_rate", "write 'learning-rate'"),
-            ("keep_norms", "write 'keep-norms'"),
+            ("sample_steps", "write 'sample-steps'"),
         ]:
             config.write_text(json.dumps({field: 3}))
             said = self.train("c", rc=2, config=config)
