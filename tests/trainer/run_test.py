@@ -1198,7 +1198,7 @@ class RunTest(unittest.TestCase):
         checked = 0
         for flag, rest in numbers:
             self.assertRegex(rest, r"^:[\[(]\S+ - \S+[\])]", flag)
-            if found := re.match(r" in \[(\S+) - (\S+)\]", rest):
+            if found := re.match(r":\[(\S+) - (\S+)\]", rest):
                 low, high = map(re.escape, found.groups())
                 for beyond in (float(found[1]) - 1, float(found[2]) + 1):
                     self.assertRegex(self.train("x", rc=2, **{flag: beyond}), rf"{low}(\.0+)? (to|-) {high}")
