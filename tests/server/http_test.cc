@@ -1384,13 +1384,19 @@ TEST_F(HttpTest, CallsAreCountedAsThoseOfGrpc) {
   Ask("POST", "/v1/generate", "{}");
   Ask("POST", "/v1/images/generations", R"({"prompt": "x"})");
   Ask("GET", "/v1/models");
-  const std::string metrics = Scrape();
-  EXPECT_THAT(metrics, ::testing::ContainsRegex(
-                           "grpc_server_handled_total.*grpc_code=\"OK\".*\"Generate\".* 1\n"));
-  EXPECT_THAT(metrics,
-              ::testing::ContainsRegex(
-                  "grpc_server_handled_total.*grpc_code=\"INVALID_ARGUMENT\".*\"Generate\".* 1\n"));
-  EXPECT_THAT(metrics, ::testing::ContainsRegex("grpc_server_handled_total.*\"ListModels\".* 1\n"));
+  for (const char* series :
+       {"grpc_server_handled_total.*grpc_code=\"OK\".*\"Generate\".* 1\n",
+        "grpc_server_handled_total.*grpc_code=\"INVALID_ARGUMENT\".*\"Generate\".* 1\n",
+        "grpc_server_handled_total.*\"ListModels\".* 1\n"}) {
+    std::string metrics;
+    // A call is counted after its reply is sent.
+    EXPECT_TRUE(Eventually([&] {
+      metrics = Scrape();
+      return ::testing::Matches(::testing::ContainsRegex(series))(metrics);
+    })) << series
+        << " is not in\n"
+        << metrics;
+  }
 }
 
 TEST_F(HttpTest, RepliesAreCountedByCode) {

@@ -1224,10 +1224,13 @@ TEST_F(ServerTest, MetricsTellWhatHappened) {
   const std::string labels =
       "grpc_method=\"Generate\",grpc_service=\"denoised.v1.ImageGeneration\",grpc_type=\"unary\"";
   std::string text;
+  // Each call is counted after its end is sent, and not in the order of the calls.
   ASSERT_TRUE(Eventually([&] {
     text = Scrape();
     return text.find("grpc_server_handled_total{grpc_code=\"INVALID_ARGUMENT\"," + labels +
-                     "} 1") != std::string::npos;
+                     "} 1") != std::string::npos &&
+           text.find("grpc_server_handled_total{grpc_code=\"OK\",grpc_method=\"StreamGenerate\"") !=
+               std::string::npos;
   })) << text;
   for (const char* series :
        {"denoised_images_total{model=\"digits\",version=\"1\"} 3",
