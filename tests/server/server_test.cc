@@ -756,6 +756,13 @@ TEST_F(ServerTest, HealthFollowsLoadingAndDraining) {
   auto drain = std::async(std::launch::async, [&] { server_->Drain(1min); });
   ASSERT_TRUE(Eventually([&] { return CheckHealth(channel_, "") == 2; }));
   EXPECT_EQ(CheckHealth(channel_, "liveness"), 1);
+  // That is told a moment before requests are refused.
+  ASSERT_TRUE(Eventually([&] {
+    grpc::ClientContext info_context;
+    v1::GetServerInfoResponse info;
+    return stub_->GetServerInfo(&info_context, {}, &info).ok() &&
+           info.state() == v1::SERVER_STATE_DRAINING;
+  }));
   const grpc::Status refused = Generate();
   EXPECT_EQ(refused.error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(Reason(refused), "DRAINING");
