@@ -326,6 +326,8 @@ TEST_F(HttpTest, AClientThatGoesFreesTheDevice) {
     ASSERT_TRUE(Eventually([&] { return engine_->evaluations() > evaluated; }));
     client.Close();
     EXPECT_TRUE(Eventually([&] { return engine_->cancels() == before + 1; })) << stream;
+    // Its last evaluation must not be taken for one of the next.
+    ASSERT_TRUE(Eventually([&] { return engine_->Stats()[0].active_images == 0; }));
   }
 }
 
@@ -1548,6 +1550,7 @@ TEST_F(HttpSecurityTest, TlsIsSpokenAndNothingElse) {
   plain.Send(HttpClient::Request("GET", "/healthz"));
   EXPECT_TRUE(plain.IsClosedWithin(1min));
   // A stream, whose client goes in the middle.
+  engine_->PauseAfter(1);  // so that nothing else ends it
   HttpClient stream(server_->http_port(), HttpTls{.authority = authority_.certificate()});
   stream.Send(
       HttpClient::Request("POST", "/v1/generate?stream=true", R"({"params": {"steps": 1000}})"));
