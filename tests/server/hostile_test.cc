@@ -65,6 +65,21 @@ class Socket {
     return send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
            static_cast<ssize_t>(bytes.size());
   }
+  /// Whether the server sends these bytes, among others, before it closes the connection.
+  bool Hears(const std::string& bytes) {
+    std::string heard;
+    const auto end = std::chrono::steady_clock::now() + 1min;
+    while (heard.find(bytes) == std::string::npos) {
+      if (std::chrono::steady_clock::now() > end) return false;
+      pollfd polled{fd_, POLLIN, 0};
+      if (poll(&polled, 1, 20) <= 0) continue;
+      char buffer[4096];
+      const ssize_t size = recv(fd_, buffer, sizeof(buffer), 0);
+      if (size <= 0) return false;
+      heard.append(buffer, size);
+    }
+    return true;
+  }
   /// Whether the server closes it within `limit`; what it sends until then is thrown away.
   bool IsClosedWithin(std::chrono::milliseconds limit) {
     const auto end = std::chrono::steady_clock::now() + limit;
@@ -132,7 +147,7 @@ class HostileTest : public ServerFixture {
 
   grpc::Status CallByName(const std::string& path, const std::string& request) const {
     grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + 20s);
+    context.set_deadline(std::chrono::system_clock::now() + 1min);
     return denoised::CallByName(Connect(), &context, path, request);
   }
 };
@@ -413,7 +428,7 @@ TEST_F(HostileTest, WhatIsNoHttp2IsDropped) {
     Socket socket(server_->port());
     ASSERT_TRUE(socket.connected());
     socket.Send(bytes);
-    EXPECT_TRUE(socket.IsClosedWithin(6s)) << testing::PrintToString(bytes.substr(0, 60));
+    EXPECT_TRUE(socket.IsClosedWithin(1min)) << testing::PrintToString(bytes.substr(0, 60));
   }
   EXPECT_TRUE(Generate().ok());
 }
@@ -426,13 +441,13 @@ TEST_F(HostileTest, HalfOpenConnectionsAreClosed) {
   half.Send("PRI * HTTP/2.0\r\n");
   const std::string preface = kPreface;
   size_t sent = 0;
-  const auto end = std::chrono::steady_clock::now() + 5s;
+  const auto end = std::chrono::steady_clock::now() + 1min;
   while (std::chrono::steady_clock::now() < end && !slow.IsClosedWithin(150ms)) {
     slow.Send(preface.substr(sent++ % (preface.size() - 1), 1));
   }
   EXPECT_LT(std::chrono::steady_clock::now(), end) << "the slow one is still there";
-  EXPECT_TRUE(silent.IsClosedWithin(5s));
-  EXPECT_TRUE(half.IsClosedWithin(5s));
+  EXPECT_TRUE(silent.IsClosedWithin(1min));
+  EXPECT_TRUE(half.IsClosedWithin(1min));
   EXPECT_TRUE(Generate().ok());
 }
 
@@ -441,7 +456,7 @@ TEST_F(HostileTest, IdleConnectionsAreClosed) {
   Start();
   Socket socket(server_->port());
   socket.Send(kPreface + Frame(4, 0, 0, ""));
-  EXPECT_TRUE(socket.IsClosedWithin(5s));
+  EXPECT_TRUE(socket.IsClosedWithin(30s));
   EXPECT_TRUE(Generate().ok());
 }
 
@@ -456,7 +471,7 @@ TEST_F(HostileTest, PingFloodsAreClosed) {
   Socket socket(server_->port());
   socket.Send(kPreface + Frame(4, 0, 0, ""));
   for (int i = 0; i < 100; ++i) socket.Send(Frame(6, 0, 0, std::string(8, 'p')));
-  EXPECT_TRUE(socket.IsClosedWithin(5s));
+  EXPECT_TRUE(socket.IsClosedWithin(30s));
   EXPECT_TRUE(Generate().ok());
 }
 
@@ -472,8 +487,10 @@ TEST_F(HostileTest, PingsOfAQueuedClientAreBorne) {
                 Frame(0, 1, 1, std::string(5, '\0')));  // a message without a field
     bool closed = false;
     for (int pings = 0; pings < 10 && !closed; ++pings) {
-      socket.Send(Frame(6, 0, 0, std::string(8, 'p')));
-      closed = socket.IsClosedWithin(kInterval);
+      const std::string payload(8, static_cast<char>('a' + pings));
+      socket.Send(Frame(6, 0, 0, payload));
+      // From the answer on: a server that was late with this one must not find the next too near.
+      closed = !socket.Hears(Frame(6, 1, 0, payload)) || socket.IsClosedWithin(kInterval);
     }
     EXPECT_EQ(closed, min_ping > kInterval);
     engine_->Pause(false);
@@ -513,7 +530,7 @@ TEST_F(HostileTest, MetadataIsBounded) {
   Start();
   for (const size_t size : {size_t{100'000}, size_t{1'000'000}}) {
     grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + 20s);
+    context.set_deadline(std::chrono::system_clock::now() + 1min);
     context.AddMetadata("x-large", std::string(size, 'a'));
     v1::GetModelResponse response;
     const auto stub = v1::ImageGeneration::NewStub(Connect());
@@ -789,7 +806,7 @@ TEST_F(HostileTest, TooManyCallsOfAClientAreRefusedWhileWorkersAreBusy) {
   {
     const BusyWorker worker(engine_, stub_.get());
     grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + 20s);
+    context.set_deadline(std::chrono::system_clock::now() + 1min);
     v1::GenerateResponse response;
     const grpc::Status status = stub_->Generate(&context, {}, &response);
     EXPECT_EQ(status.error_code(), StatusCode::RESOURCE_EXHAUSTED);
