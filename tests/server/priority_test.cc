@@ -140,7 +140,11 @@ TEST_F(PriorityTest, NothingIsCheckedForClientsThatLeft) {
   for (const auto& reader : readers) {
     EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
   }
-  // The server hears of it a moment later, and has no way to say so.
+  // On the same connection: the server has read the cancels before this.
+  grpc::ClientContext context;
+  v1::GetServerInfoResponse info;
+  EXPECT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
+  // It acts on them a moment later, and has no way to say so.
   for (int i = 0; i < 30; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   may_go_on.set_value();
   holder.join();
