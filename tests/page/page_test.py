@@ -36,6 +36,10 @@ from running import Running
 MODEL = f"digits={browser.ROOT / 'models' / 'mnist-32'}"
 WORDS = f"words={browser.ROOT / 'tests' / 'models' / 'latent' / 'sd1'}"  # small, and reads prompts
 
+# Steps of a picture whose preview a test waits for. When the picture is there its previews are not sent any more, and
+# a busy machine may be late with the first.
+LONG = 300
+
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
           "manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 
@@ -1133,12 +1137,12 @@ class PageTest(unittest.TestCase):
     def test_a_broken_connection_goes_on(self):
         proxy = self.through_proxy()
         b = self.browser
-        b.draw(labels=[2], count=1, steps=20, seed=77)
+        b.draw(labels=[2], count=1, steps=LONG, seed=77)
         b.wait("document.querySelector('.tile[data-state=emerging]')")
         proxy.cut()
         b.wait_for_state("done")
         self.assertEqual(b.js("return document.querySelector('.card').dataset.restarts"), "0")
-        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 2}], count=1, steps=20, seed=77))
+        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 2}], count=1, steps=LONG, seed=77))
 
     def test_a_server_that_restarts_draws_the_same(self):
         port = free_port()
@@ -1146,7 +1150,7 @@ class PageTest(unittest.TestCase):
         self.addCleanup(first.__exit__)
         b = self.browser
         proxy = self.through_proxy(port)
-        b.draw(labels=[4], count=1, steps=20, seed=78)
+        b.draw(labels=[4], count=1, steps=LONG, seed=78)
         b.wait("document.querySelector('.tile[data-state=emerging]')")
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
@@ -1156,7 +1160,7 @@ class PageTest(unittest.TestCase):
         self.addCleanup(second.__exit__)
         b.wait_for_state("done")
         self.assertEqual(b.js("return document.querySelector('.card').dataset.restarts"), "1")
-        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 4}], count=1, steps=20, seed=78))
+        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 4}], count=1, steps=LONG, seed=78))
 
     def test_a_drain_finishes_what_runs_and_refuses_the_rest(self):
         port = free_port()
@@ -1165,7 +1169,7 @@ class PageTest(unittest.TestCase):
         other = occupy(port, "PRIORITY_BATCH")  # while it runs, the drain is not over
         b = self.browser
         proxy = self.through_proxy(port)
-        b.draw(labels=[5], count=1, steps=30, seed=79)
+        b.draw(labels=[5], count=1, steps=LONG, seed=79)
         b.wait("document.querySelector('.tile[data-state=emerging]')")
         b.js("window.running = document.querySelector('.card')")
         first.process.send_signal(signal.SIGTERM)
@@ -1193,7 +1197,7 @@ class PageTest(unittest.TestCase):
         b.wait_for_state("done")
         self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 6}], count=1, steps=5, seed=80))
         b.js("document.getElementById('feed').append(document.querySelector('.card'))")
-        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 5}], count=1, steps=30, seed=79))
+        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 5}], count=1, steps=LONG, seed=79))
         b.wait("document.getElementById('notice').hidden && !document.getElementById('state').textContent")
 
 
