@@ -211,9 +211,11 @@ class OpenAiTest(unittest.TestCase):
                 continue
             with self.assertRaises(openai.ConflictError):
                 patient.images.generate(**options)
-        last = self.draw()._request_id  # which the log has after all others
+        last = self.draw()._request_id
         with self.server.news:
-            self.server.news.wait_for(lambda: any(last in line for line in self.server.lines), 30)
+            # Each after its reply was sent, on its own thread.
+            self.server.news.wait_for(lambda: all(any(text in line for line in self.server.lines)
+                                                  for text in (last, '"ALREADY_EXISTS"')), 60)
             self.assertEqual(len([line for line in self.server.lines if '"ALREADY_EXISTS"' in line]), 1)
 
     def test_asyncio(self):
