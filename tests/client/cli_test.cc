@@ -4,10 +4,7 @@
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
 #include <signal.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -25,6 +22,7 @@
 #include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
 #include "tests/tls/certificates.h"
+#include "tests/training/free_port.h"
 
 namespace denoised::command {
 namespace {
@@ -742,7 +740,8 @@ TEST_F(CliTest, ShowsPreviewsOnATerminal) {
 }
 
 TEST_F(CliTest, PicturesAreDrawnAgainOnlyWhenTheyChanged) {
-  server_.SetEvaluationTime(milliseconds(70));  // slower than the view redraws
+  // Slower than the view redraws, also if progress comes late on a busy machine.
+  server_.SetEvaluationTime(milliseconds(400));
   server_.EndPreviewsAfter(0);
   const auto result = RunOnTerminal(Command({"generate", "-p", "-o", Path("x.png")}), kColours);
   EXPECT_EQ(result.exit_code, 0) << result.out;
@@ -902,22 +901,9 @@ TEST_F(CliTest, HealthWaitsAndTellsForWhat) {
   EXPECT_EQ(std::count(err.begin(), err.end(), '\n'), 1) << err;
 }
 
-/// A port of this machine that nobody listens on.
-int FreePort() {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), size), 0);
-  EXPECT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size), 0);
-  close(fd);
-  return ntohs(address.sin_port);
-}
-
 TEST_F(CliTest, HealthWaitsForAServerThatDoesNotListenYet) {
   for (const char* host : {"127.0.0.1", "localhost"}) {
-    const std::string address = fmt::format("{}:{}", host, FreePort());
+    const std::string address = fmt::format("{}:{}", host, training::FreePort());
     v1::ImageGeneration::Service service;  // gRPC wants one
     Process process(
         WithErrorsIn(Path(host), {DENOISE_BINARY, "--server", address, "health", "--wait", "60"}),
