@@ -791,15 +791,14 @@ TEST_F(TextToImage, ASizeWithoutSetsHoldsUpNoOther) {
 
 /// A family's directory that a test changes.
 class FamilyCopy {
+  const TemporaryDirectory directory_;
+
  public:
-  explicit FamilyCopy(const std::string& family)
-      : path(fs::path(::testing::TempDir()) / "family_copy") {
-    fs::remove_all(path);
+  explicit FamilyCopy(const std::string& family) : path(directory_ / "model") {
     fs::copy(Latent(family), path, fs::copy_options::recursive);
     for (const auto& entry : fs::recursive_directory_iterator(path))
       fs::permissions(entry.path(), fs::perms::owner_write, fs::perm_options::add);
   }
-  ~FamilyCopy() { fs::remove_all(path); }
   FamilyCopy(const FamilyCopy&) = delete;
   FamilyCopy& operator=(const FamilyCopy&) = delete;
 
@@ -911,7 +910,8 @@ TEST_F(TextToImage, RefusesANullClassWithoutClasses) {
 
 /// It would end the process at the first prompt.
 TEST_F(TextToImage, RefusesATokenizerOfAnotherModel) {
-  const fs::path copy = fs::path(::testing::TempDir()) / "another_tokenizer";
+  const TemporaryDirectory directory;
+  const fs::path copy = directory / "model";
   for (const bool length : {true, false}) {
     fs::remove_all(copy);
     fs::copy(Latent("sd1"), copy, fs::copy_options::recursive);
@@ -1203,8 +1203,8 @@ TEST_F(TextToImage, RefusesPicturesAndGuidanceByName) {
 
 /// Channels beside the latents mean what the pipeline's class says, and nothing else.
 TEST_F(TextToImage, RefusesChannelsThatThePipelineDoesNotFeed) {
-  const fs::path folder = fs::path(::testing::TempDir()) / "wrong_channels";
-  fs::remove_all(folder);
+  const TemporaryDirectory directory;
+  const fs::path folder = directory / "model";
   fs::copy(Latent("inpaint"), folder, fs::copy_options::recursive);
   auto engine = Engine::Create({.device = "cpu"});
   ASSERT_TRUE(engine.ok()) << engine.status();
@@ -1223,7 +1223,8 @@ TEST_F(TextToImage, RefusesChannelsThatThePipelineDoesNotFeed) {
 TEST_F(TextToImage, RefusesTheClassOfAnotherFamily) {
   auto engine = Engine::Create({.device = "cpu"});
   ASSERT_TRUE(engine.ok()) << engine.status();
-  const fs::path folder = fs::path(::testing::TempDir()) / "wrong_class";
+  const TemporaryDirectory directory;
+  const fs::path folder = directory / "model";
   const auto refused = [&](const char* family, const char* pipeline, const char* message) {
     fs::remove_all(folder);
     fs::copy(Latent(family), folder, fs::copy_options::recursive);
@@ -1244,7 +1245,6 @@ TEST_F(TextToImage, RefusesTheClassOfAnotherFamily) {
             "such as StableDiffusionXLPipeline");
   for (const char* pipeline : {"StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline"})
     refused("sd1", pipeline, "unet/config.json has null");
-  fs::remove_all(folder);
 }
 
 }  // namespace
