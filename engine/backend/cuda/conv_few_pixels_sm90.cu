@@ -176,8 +176,7 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
       for (int i = 0; i < kLeafVectors; ++i) {
         const uint4 vector = *reinterpret_cast<const uint4*>(
             finished.At(j, leaf * kLeafPixels + i * kQuad + lane % kQuad));
-        vectors[i][0] = vector.x, vectors[i][1] = vector.y;
-        vectors[i][2] = vector.z, vectors[i][3] = vector.w;
+        Split(vector, vectors[i]);
       }
     }
     SumLeaf<kRun>(vectors, lane, [&](int r, const Sums& accumulators) {

@@ -66,6 +66,8 @@ __device__ inline Sums operator+(const Sums& a, const Sums& b) {
   return {a.x + b.x, a.squares + b.squares};
 }
 
+constexpr int kSumsBytes = sizeof(Sums);
+
 /// How lanes of a warp add the leaves of a block, and the blocks of an image: 2^bits lanes, up to
 /// four elements each.
 struct SumTree {
@@ -84,6 +86,10 @@ inline SumTree MakeSumTree(int leaves, int blocks) {
   return tree;
 }
 
+/// Sixteen bytes as words. For vectors that a thread keeps.
+__device__ inline void Split(const uint4& vector, uint32_t (&words)[kWords]) {
+  words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
+}
 /// The address of a channel of concat(x, x2), for bf16 sources.
 __device__ inline const __nv_bfloat16* ChannelAt(const GroupNormLaunch& norm, int image,
                                                  int64_t pixel, int channel) {
@@ -196,16 +202,17 @@ __device__ inline Statistics StatisticsOf(const Sums& sums, float count_inverse,
 struct Affine {
   float factor, offset;
 };
+constexpr int kAffineBytes = sizeof(Affine);
 /// (x − mean) / deviation · factor + offset
 __device__ inline Affine Apply(const Affine& affine, const Statistics& statistics) {
   const float factor = affine.factor * statistics.inverse_deviation;
   return {factor, fmaf(-statistics.mean, factor, affine.offset)};
 }
 /// y · (1 + scale) + shift. `unit`: 0.5 if y is halved, else 1.
-__device__ inline Affine Apply(const Affine& affine, __nv_bfloat16 scale, __nv_bfloat16 shift,
-                               float unit) {
-  const float factor = 1.0f + __bfloat162float(scale);
-  return {affine.factor * factor, fmaf(affine.offset, factor, unit * __bfloat162float(shift))};
+template <typename T>
+__device__ inline Affine Apply(const Affine& affine, T scale, T shift, float unit) {
+  const float factor = 1.0f + static_cast<float>(scale);
+  return {affine.factor * factor, fmaf(affine.offset, factor, unit * static_cast<float>(shift))};
 }
 
 /// The affine map of channel `c` of a normalised image.
@@ -213,9 +220,8 @@ __device__ inline Affine AffineOf(const GroupNormLaunch& norm, int64_t image, in
   const float unit = norm.activation == Activation::kSilu ? 0.5f : 1.0f;
   Affine affine = {unit * norm.gamma[c], unit * norm.beta[c]};
   if (norm.scale_shift.data != nullptr) {
-    const float scale = 1.0f + Load(norm.scale_shift, image, c);
-    const float shift = Load(norm.scale_shift, image, norm.channels + norm.channels2 + c);
-    affine = {affine.factor * scale, fmaf(affine.offset, scale, unit * shift)};
+    affine = Apply(affine, Load(norm.scale_shift, image, c),
+                   Load(norm.scale_shift, image, norm.channels + norm.channels2 + c), unit);
   }
   return affine;
 }

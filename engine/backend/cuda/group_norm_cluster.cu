@@ -45,16 +45,15 @@ struct Plan {
 
 /// Offsets in a block's shared memory, in bytes.
 struct Layout {
-  int leaf_stride;  // Sums of a leaf: odd, so that leaves lie in different banks
-  int factors, leaves, of_blocks, statistics, bytes;
-
-  __host__ __device__ Layout(const Plan& plan, int run)
-      : leaf_stride(plan.slice_channels / run | 1),
-        factors(16),  // a barrier comes first
-        leaves(factors + 2 * plan.slice_channels * static_cast<int>(sizeof(float))),
-        of_blocks(leaves + plan.leaves * leaf_stride * static_cast<int>(sizeof(Sums))),
-        statistics(of_blocks + plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Sums))),
-        bytes(statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics))) {}
+  const Plan& plan;
+  int run;
+  int leaf_stride = plan.slice_channels / run | 1;  // Sums of a leaf: odd, so that leaves lie in
+                                                    // different banks
+  int factors = 16;                                 // a barrier comes first
+  int leaves = factors + plan.slice_channels * kAffineBytes;
+  int of_blocks = leaves + plan.leaves * leaf_stride * kSumsBytes;
+  int statistics = of_blocks + plan.blocks * plan.slice_groups * kSumsBytes;
+  int bytes = statistics + plan.slice_channels / run * static_cast<int>(sizeof(Statistics));
 };
 
 /// Makes the compiler compute the pointer here, not at its use after the wait for predecessors: a
@@ -114,7 +113,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                            const __grid_constant__ Plan plan) {
   constexpr int kRuns = kVector / kRun;
   extern __shared__ __align__(16) unsigned char shared[];
-  const Layout layout(plan, kRun);
+  const Layout layout = {plan, kRun};
   auto* barrier = reinterpret_cast<uint64_t*>(shared);
   auto* factors = reinterpret_cast<float*>(shared + layout.factors);
   float* offsets = factors + plan.slice_channels;
@@ -159,9 +158,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   uint32_t kept[kVectors][kWords];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const uint4 vector =
-        i < held ? *reinterpret_cast<const uint4*>(from + i * from_step) : make_uint4(0, 0, 0, 0);
-    kept[i][0] = vector.x, kept[i][1] = vector.y, kept[i][2] = vector.z, kept[i][3] = vector.w;
+    Split(i < held ? *reinterpret_cast<const uint4*>(from + i * from_step) : make_uint4(0, 0, 0, 0),
+          kept[i]);
   }
   if (norm.scale_shift.data != nullptr) {
     const auto* scales = static_cast<const __nv_bfloat16*>(norm.scale_shift.data) +
@@ -186,7 +184,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   if (cluster) WaitForCluster();
   __syncthreads();
   if (cluster && thread == 0) {
-    ArriveExpectTx(barrier, plan.blocks * plan.slice_groups * static_cast<int>(sizeof(Sums)));
+    ArriveExpectTx(barrier, plan.blocks * plan.slice_groups * kSumsBytes);
   }
 
   const auto finish = [&](const Sums& sums, int group, int part, int parts) {
@@ -269,7 +267,7 @@ Plan MakePlan(const NormLayer& norm, int slice_channels, int lines, int vectors)
 bool Possible(const Plan& plan, int max_blocks) {
   return Threads(plan) % 32 == 0 && Threads(plan) <= kMaxThreads && plan.lines <= kMaxLines &&
          plan.leaves <= kMaxLeaves && plan.blocks <= max_blocks &&
-         Layout(plan, RunOf(plan.group_channels)).bytes <= kSharedLimit;
+         Layout{plan, RunOf(plan.group_channels)}.bytes <= kSharedLimit;
 }
 
 /// The smallest number of channels, at least `least`, of whole vectors and groups, that divides all
@@ -361,7 +359,7 @@ cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& que
   return LaunchDependent(KernelOf(plan.vectors, run, norm.out.element),
                          {.grid = dim3(blocks, slices, images),
                           .block = dim3(kQuad, plan.line_vectors, plan.lines),
-                          .shared_bytes = static_cast<size_t>(Layout(plan, run).bytes),
+                          .shared_bytes = static_cast<size_t>(Layout{plan, run}.bytes),
                           .cluster = blocks},
                          queue, norm, plan);
 }

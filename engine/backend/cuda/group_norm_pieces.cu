@@ -66,10 +66,9 @@ __global__ void __launch_bounds__(kThreads, 4)
     uint32_t kept[kAtOnce * kLeafVectors][kWords];
 #pragma unroll
     for (int i = 0; i < kAtOnce * kLeafVectors; ++i) {
-      const uint4 v = pixel + i * kQuad < norm.pixels
-                          ? *reinterpret_cast<const uint4*>(from + i * stride)
-                          : make_uint4(0, 0, 0, 0);
-      kept[i][0] = v.x, kept[i][1] = v.y, kept[i][2] = v.z, kept[i][3] = v.w;
+      Split(pixel + i * kQuad < norm.pixels ? *reinterpret_cast<const uint4*>(from + i * stride)
+                                            : make_uint4(0, 0, 0, 0),
+            kept[i]);
     }
 #pragma unroll
     for (int l = 0; l < kAtOnce; ++l) {
@@ -107,9 +106,7 @@ Kernel* KernelOf(const Plan& plan) {
                                [](auto run) { return &GroupNormPiecesKernel<run>; });
 }
 
-int SharedBytes(const Plan& plan) {
-  return plan.leaves * plan.leaf_stride * static_cast<int>(sizeof(Sums));
-}
+int SharedBytes(const Plan& plan) { return plan.leaves * plan.leaf_stride * kSumsBytes; }
 size_t NodeBytes(const GroupNormLaunch& norm, const Plan& plan) {  // per image
   return sizeof(Sums) * plan.pieces * norm.groups;
 }
