@@ -32,4 +32,15 @@ __device__ inline uint8_t* E4m3At(const Rows& rows, int64_t row, int64_t column)
   return static_cast<uint8_t*>(rows.data) + 2 * row * rows.stride + column;
 }
 
+/// StoreVector(), in e4m3 after rounding to bf16 if kOut is kE4m3x2.
+template <Element kOut>
+__device__ inline void StoreRounded(const Rows& rows, int64_t row, int64_t column,
+                                    const float (&v)[8]) {
+  if constexpr (kOut == Element::kE4m3x2) {
+    *reinterpret_cast<uint2*>(E4m3At(rows, row, column)) = PackE4m3(PackBf16(v), 1.0f / rows.scale);
+  } else {
+    StoreVector(rows, row, column, v);
+  }
+}
+
 }  // namespace denoised::cuda

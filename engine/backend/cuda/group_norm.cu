@@ -189,24 +189,19 @@ __global__ void __launch_bounds__(kThreads)
         offset[j] = offset[j] * scale + Load(norm.scale_shift, image, layout.channels + c);
       }
     }
-    for (int pixel = begin + line; pixel < end; pixel += layout.lines * kUnrolled) {
-      float v[kUnrolled][V];  // all loads come before the first store, which might alias them
+    float v[kUnrolled][V];
+    ForPixels<kUnrolled>(
+        begin + line, end, layout.lines,
+        [&](int u, int pixel) {
+          LoadSources<V, kElement>(norm, image * norm.pixels + pixel, channel, v[u]);
+        },
+        [&](int u, int pixel) {
 #pragma unroll
-      for (int u = 0; u < kUnrolled; ++u) {
-        const int p = pixel + u * layout.lines;
-        if (p < end) LoadSources<V, kElement>(norm, image * norm.pixels + p, channel, v[u]);
-      }
-#pragma unroll
-      for (int u = 0; u < kUnrolled; ++u) {
-        const int p = pixel + u * layout.lines;
-        if (p >= end) break;
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          v[u][j] = Activate(norm.activation, fmaf(v[u][j] - mean[j], factor[j], offset[j]));
-        }
-        StoreChannels<V>(norm.out, image * norm.pixels + p, channel, v[u]);
-      }
-    }
+          for (int j = 0; j < V; ++j) {
+            v[u][j] = Activate(norm.activation, fmaf(v[u][j] - mean[j], factor[j], offset[j]));
+          }
+          StoreChannels<V>(norm.out, image * norm.pixels + pixel, channel, v[u]);
+        });
   }
 }
 
@@ -303,26 +298,20 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
           norm, first_pixel, (channel + r * kRun) / group_channels * group_channels, of_group);
       pivot[r] = of_group[0];
     }
-    for (int pixel = begin + line; pixel < end; pixel += lines * kAtOnce) {
-      uint4 bits[kAtOnce];
+    uint4 bits[kAtOnce];
+    ForPixels<kAtOnce>(
+        begin + line, end, lines,
+        [&](int u, int p) { bits[u] = *reinterpret_cast<const uint4*>(from + p * stride); },
+        [&](int u, int) {
+          float v[V];
+          UnpackBf16(bits[u], v);
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const int p = pixel + u * lines;
-        if (p < end) bits[u] = *reinterpret_cast<const uint4*>(from + p * stride);
-      }
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        if (pixel + u * lines >= end) break;
-        float v[V];
-        UnpackBf16(bits[u], v);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          const float deviation = v[j] - pivot[j / kRun];
-          sum[j / kRun] += deviation;
-          squares[j / kRun] = fmaf(deviation, deviation, squares[j / kRun]);
-        }
-      }
-    }
+          for (int j = 0; j < V; ++j) {
+            const float deviation = v[j] - pivot[j / kRun];
+            sum[j / kRun] += deviation;
+            squares[j / kRun] = fmaf(deviation, deviation, squares[j / kRun]);
+          }
+        });
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
       sums[(vector * kRuns + r) * lines + line] = make_float2(sum[r], squares[r]);
@@ -401,32 +390,20 @@ __global__ void __launch_bounds__(kThreads, 2)
     const Rows& rows = first ? norm.x : norm.x2;
     const auto* x = static_cast<const __nv_bfloat16*>(rows.data) +
                     image * norm.pixels * rows.stride + (first ? channel : channel - norm.channels);
-    for (int pixel = begin + line; pixel < end; pixel += layout.lines * kScaleUnrolled) {
-      uint4 bits[kScaleUnrolled];  // all loads come before the first store, which might alias them
+    uint4 bits[kScaleUnrolled];
+    ForPixels<kScaleUnrolled>(
+        begin + line, end, layout.lines,
+        [&](int u, int p) { bits[u] = *reinterpret_cast<const uint4*>(x + p * rows.stride); },
+        [&](int u, int p) {
+          float v[V];
+          UnpackBf16(bits[u], v);
 #pragma unroll
-      for (int u = 0; u < kScaleUnrolled; ++u) {
-        const int p = pixel + u * layout.lines;
-        if (p < end) bits[u] = *reinterpret_cast<const uint4*>(x + p * rows.stride);
-      }
-#pragma unroll
-      for (int u = 0; u < kScaleUnrolled; ++u) {
-        const int p = pixel + u * layout.lines;
-        if (p >= end) break;
-        float v[V];
-        UnpackBf16(bits[u], v);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          const float h = fmaf(v[j], factor[j], offset[j]);
-          v[j] = silu ? SiluOfHalf(h) : h;
-        }
-        if constexpr (kOut == Element::kE4m3x2) {
-          *reinterpret_cast<uint2*>(E4m3At(norm.out, image * norm.pixels + p, channel)) =
-              PackE4m3(PackBf16(v), 1.0f / norm.out.scale);
-        } else {
-          StoreVector(norm.out, image * norm.pixels + p, channel, v);
-        }
-      }
-    }
+          for (int j = 0; j < V; ++j) {
+            const float h = fmaf(v[j], factor[j], offset[j]);
+            v[j] = silu ? SiluOfHalf(h) : h;
+          }
+          StoreRounded<kOut>(norm.out, image * norm.pixels + p, channel, v);
+        });
   }
 }
 

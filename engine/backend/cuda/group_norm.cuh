@@ -58,6 +58,25 @@ cudaError_t LoadClusterKernel(Kernel* kernel, int shared_bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
+/// Calls load(u, pixel) for kCount of a thread's pixels, which are `step` apart, then use(u, pixel)
+/// for the same: all loads come before the first store, which might alias them.
+template <int kCount, typename Load, typename Use>
+__device__ inline void ForPixels(int begin, int end, int step, const Load& load, const Use& use) {
+  for (int first = begin; first < end; first += step * kCount) {
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      const int pixel = first + u * step;
+      if (pixel < end) load(u, pixel);
+    }
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      const int pixel = first + u * step;
+      if (pixel >= end) break;
+      use(u, pixel);
+    }
+  }
+}
+
 /// The sums over some elements of a group.
 struct Sums {
   float x, squares;

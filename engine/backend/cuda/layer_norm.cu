@@ -86,12 +86,7 @@ __global__ void __launch_bounds__(kThreads)
     LoadEight(betas + channel(i), beta);
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[i][j] = fmaf(v[i][j] * factor, gamma[j], beta[j]);
-    if constexpr (kOut == Element::kE4m3x2) {
-      *reinterpret_cast<uint2*>(E4m3At(norm.out, token, channel(i))) =
-          PackE4m3(PackBf16(v[i]), 1.0f / norm.out.scale);
-    } else {
-      StoreVector(norm.out, token, channel(i), v[i]);
-    }
+    StoreRounded<kOut>(norm.out, token, channel(i), v[i]);
   }
 }
 
