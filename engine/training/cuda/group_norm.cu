@@ -28,11 +28,6 @@ using namespace denoised::cuda;
 
 constexpr int kWarps = 4;
 
-/// The affine maps of V channels of a row.
-template <int V>
-struct Line {
-  float mean[V], slope[V], offset[V];
-};
 template <int V>
 __device__ Line<V> LineOf(const NormLaunch& norm, const FastDivmod& group_size, int64_t row,
                           int column) {
@@ -281,17 +276,6 @@ cudaError_t Backward(const NormBackwardLaunch& norm, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <int kWidth, typename Launch>
-cudaError_t InVectorsOfBf16(const NormLaunch& norm, const Launch& launch) {
-  switch (norm.activation) {
-    case Activation::kSilu:
-      return launch(Variant<8, kWidth, Element::kBf16, static_cast<int>(Activation::kSilu)>());
-    case Activation::kNone:
-      return launch(Variant<8, kWidth, Element::kBf16, static_cast<int>(Activation::kNone)>());
-    default:
-      return launch(Variant<8, kWidth, Element::kBf16, kAny>());
-  }
-}
 /// Calls `launch` with the Variant. Only bf16 vectors must be fast: for them, SiLU and no
 /// activation have their own kernels.
 template <typename Launch>
@@ -300,9 +284,12 @@ cudaError_t WithVariant(const NormLaunch& norm, bool vectors, const Launch& laun
     return vectors ? launch(Variant<8, kNarrowStrip, Element::kF32, kAny>())
                    : launch(Variant<1, kNarrowStrip, Element::kF32, kAny>());
   if (!vectors) return launch(Variant<1, kNarrowStrip, Element::kBf16, kAny>());
-  return StripWidth(norm.channels, vectors) == kWideStrip
-             ? InVectorsOfBf16<kWideStrip>(norm, launch)
-             : InVectorsOfBf16<kNarrowStrip>(norm, launch);
+  return WithConstant<kWideStrip, kNarrowStrip>(
+      StripWidth(norm.channels, vectors), [&](auto width) {
+        return WithActivation(norm.activation, [&](auto activation) {
+          return launch(Variant<8, width, Element::kBf16, activation>());
+        });
+      });
 }
 
 }  // namespace

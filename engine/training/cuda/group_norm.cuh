@@ -16,6 +16,14 @@ __device__ inline Activation ActivationOf(const NormLaunch& norm) {
   return kActivation == kAny ? norm.activation : static_cast<Activation>(kActivation);
 }
 
+/// launch(constant), for kernels with such an argument.
+template <typename Launch>
+cudaError_t WithActivation(Activation activation, const Launch& launch) {
+  constexpr int kSilu = static_cast<int>(Activation::kSilu);
+  constexpr int kNone = static_cast<int>(Activation::kNone);
+  return denoised::cuda::WithConstant<kSilu, kNone, kAny>(static_cast<int>(activation), launch);
+}
+
 /// Of a channel of a row: z = (γx̂ + β)·gain + shift.
 struct Parameters {
   float gamma, beta, gain, shift;
@@ -36,6 +44,12 @@ struct Affine {
 __device__ inline Affine AffineOf(const Parameters& of, float mean, float rstd) {
   return {mean, rstd * of.gamma * of.gain, of.beta * of.gain + of.shift};
 }
+
+/// Those of V channels.
+template <int V>
+struct Line {
+  float mean[V], slope[V], offset[V];
+};
 
 /// Two sums, or terms of sums. Of a channel over the pixels of a row: A = Σ dz·(x − μ) and
 /// B = Σ dz.

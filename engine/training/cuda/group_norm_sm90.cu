@@ -108,18 +108,13 @@ struct Layout {
 };
 
 /// A thread's vectors of an operand in shared memory.
-class Vectors {
- public:
+struct Vectors {
+  unsigned char* const first;
+  const int step;
   __device__ Vectors(unsigned char* operand, const Plan& plan, const Place& place)
-      : first_(operand + (place.pixel * plan.strip + place.vector * kVector) * 2),
-        step_(kQuad * plan.lines * plan.strip * 2) {}
-  __device__ uint4& operator[](int i) const {
-    return *reinterpret_cast<uint4*>(first_ + i * step_);
-  }
-
- private:
-  unsigned char* const first_;
-  const int step_;
+      : first(operand + (place.pixel * plan.strip + place.vector * kVector) * 2),
+        step(kQuad * plan.lines * plan.strip * 2) {}
+  __device__ uint4& operator[](int i) const { return *reinterpret_cast<uint4*>(first + i * step); }
 };
 
 /// Sums of a channel as the CTAs of a cluster send them.
@@ -249,32 +244,17 @@ __device__ int FirstOfGroup(const Plan& plan, int c) {
   return c / plan.group_size * plan.group_size.value;
 }
 
-__device__ void LoadFloats(const float* low, const float* high, float (&to)[kVector]) {
-  const float4 a = *reinterpret_cast<const float4*>(low);
-  const float4 b = *reinterpret_cast<const float4*>(high);
-  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w;
-  to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
-}
-/// Of a thread's channels.
-__device__ void LoadFloats(const float* of_strip, const Place& place, float (&to)[kVector]) {
-  const float* const from = of_strip + place.vector * kVector;
-  LoadFloats(from, from + 4, to);
-}
-
-/// The affine maps of a thread's channels.
-struct Line {
-  float mean[kVector], slope[kVector], offset[kVector];
-};
 __device__ void StoreAffine(float* to, const Plan& plan, const Affine& affine) {
   to[threadIdx.x] = affine.mean;
   to[plan.strip + threadIdx.x] = affine.slope;
   to[2 * plan.strip + threadIdx.x] = affine.offset;
 }
-__device__ Line LoadLine(const float* affine, const Plan& plan, const Place& place) {
-  Line line;
-  LoadFloats(affine, place, line.mean);
-  LoadFloats(affine + plan.strip, place, line.slope);
-  LoadFloats(affine + 2 * plan.strip, place, line.offset);
+__device__ Line<kVector> LoadLine(const float* affine, const Plan& plan, const Place& place) {
+  Line<kVector> line;
+  const float* const from = affine + place.vector * kVector;
+  LoadEight(from, line.mean);
+  LoadEight(from + plan.strip, line.slope);
+  LoadEight(from + 2 * plan.strip, line.offset);
   return line;
 }
 
@@ -347,7 +327,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
   __syncthreads();
 
-  const Line line = LoadLine(affine, plan, place);
+  const auto line = LoadLine(affine, plan, place);
   __nv_bfloat16* to = At(norm, norm.out, place, place.column);
   const int64_t step = Step(norm.out, plan);
   int i = 0;
@@ -429,7 +409,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
   float sums[kSums][kVector] = {};
   {
-    const Line line = LoadLine(affine, plan, place);
+    const auto line = LoadLine(affine, plan, place);
     ForEachArriving(shared, layout, plan, place, [&](int i) {
       float centered[kVector], dz[kVector];
       UnpackBf16(x[i], centered);
@@ -474,9 +454,10 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     StoreParameterGradients(backward, place.row, channel, parameters, rstd, of_channel);
 
   float slope[kVector], b[kVector], k[kVector];
-  LoadFloats(coefficients, place, slope);
-  LoadFloats(coefficients + plan.strip, place, b);
-  LoadFloats(coefficients + 2 * plan.strip, place, k);
+  const float* const of_vector = coefficients + place.vector * kVector;
+  LoadEight(of_vector, slope);
+  LoadEight(of_vector + plan.strip, b);
+  LoadEight(of_vector + 2 * plan.strip, k);
   const __nv_bfloat16* add = kAdds ? At(norm, backward.add, place, place.column) : nullptr;
   const bool is_rest = place.column >= backward.dx_channels;
   const Rows& out = is_rest ? backward.dx_rest : backward.dx;
@@ -585,22 +566,12 @@ CUresult Encode(CUtensorMap* map, const NormLaunch& norm, const Rows& rows, cons
       CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
-template <typename Launch>
-cudaError_t WithActivation(Activation activation, const Launch& launch) {
-  switch (activation) {
-    case Activation::kSilu:
-      return launch(std::integral_constant<int, static_cast<int>(Activation::kSilu)>());
-    case Activation::kNone:
-      return launch(std::integral_constant<int, static_cast<int>(Activation::kNone)>());
-    default:
-      return launch(std::integral_constant<int, kAny>());
-  }
-}
-
+/// `norm`: of the forward pass. `dout`: of the backward pass.
 template <typename Argument>
-cudaError_t Start(void (*kernel)(Argument, Plan, Maps), const NormLaunch& norm, const Plan& plan,
-                  int shared_bytes, const Rows& dout, const Queue& queue,
-                  const Argument& argument) {
+cudaError_t Start(void (*kernel)(Argument, Plan, Maps), const NormLaunch& norm, const Rows& dout,
+                  const Queue& queue, const Argument& argument) {
+  const Layer layer = LayerOf(norm, dout.data != nullptr);
+  const Plan plan = PlanOf(layer);
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   if (cudaError_t error = LoadKernel(kernel, kMostBytes); error != cudaSuccess) return error;
   Maps maps = {};
@@ -612,57 +583,40 @@ cudaError_t Start(void (*kernel)(Argument, Plan, Maps), const NormLaunch& norm, 
                                        static_cast<unsigned>(norm.channels / plan.strip),
                                        static_cast<unsigned>(norm.rows)),
                           .block = static_cast<unsigned>(Threads(plan)),
-                          .shared_bytes = static_cast<size_t>(shared_bytes),
+                          .shared_bytes = static_cast<size_t>(BytesOf(layer, plan)),
                           .cluster = static_cast<unsigned>(plan.cluster)},
                          queue, argument, plan, maps);
 }
 
-cudaError_t LaunchPlan(const NormLaunch& norm, const Plan& plan, const Queue& queue) {
-  const int bytes = BytesOf(LayerOf(norm, /*backward=*/false), plan);
-  return WithActivation(norm.activation, [&](auto activation) {
-    return Start(NormKernel<decltype(activation)::value>, norm, plan, bytes, Rows{}, queue, norm);
-  });
-}
-
-template <Extra kExtra>
-cudaError_t LaunchWith(const NormBackwardLaunch& norm, const Plan& plan, const Queue& queue) {
-  const int bytes = BytesOf(LayerOf(norm.forward, /*backward=*/true), plan);
-  return WithActivation(norm.forward.activation, [&](auto activation) {
-    constexpr int kActivation = decltype(activation)::value;
-    return Start(NormBackwardKernel<kActivation, kExtra>, norm.forward, plan, bytes, norm.dout,
-                 queue, norm);
-  });
-}
-cudaError_t LaunchPlan(const NormBackwardLaunch& norm, const Plan& plan, const Queue& queue) {
-  if (norm.add.data != nullptr) return LaunchWith<Extra::kAdds>(norm, plan, queue);
-  if (norm.dx_sums.data != nullptr) return LaunchWith<Extra::kSumsPixels>(norm, plan, queue);
-  return LaunchWith<Extra::kNone>(norm, plan, queue);
-}
-
-bool HasVectors(const Rows& rows) {
-  return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
-}
 bool Suits(const NormLaunch& norm, bool backward, const Queue& queue) {
-  return queue.hopper && norm.channels % kVector == 0 && HasVectors(norm.x) &&
+  return queue.hopper && norm.channels % kVector == 0 && InVectors(norm.x) &&
          norm.rows * norm.pixels <= INT32_MAX && PlanOf(LayerOf(norm, backward)).strip > 0;
 }
 
 }  // namespace
 
 bool SuitsNormHopper(const NormLaunch& norm, const Queue& queue) {
-  return Suits(norm, /*backward=*/false, queue) && HasVectors(norm.out);
+  return Suits(norm, /*backward=*/false, queue) && InVectors(norm.out);
 }
 cudaError_t LaunchNormHopper(const NormLaunch& norm, const Queue& queue) {
-  return LaunchPlan(norm, PlanOf(LayerOf(norm, /*backward=*/false)), queue);
+  return WithActivation(norm.activation, [&](auto activation) {
+    return Start(NormKernel<activation>, norm, Rows{}, queue, norm);
+  });
 }
 
 bool SuitsNormBackwardHopper(const NormBackwardLaunch& norm, const Queue& queue) {
-  return Suits(norm.forward, /*backward=*/true, queue) && HasVectors(norm.dout) &&
-         HasVectors(norm.add) && HasVectors(norm.dx) && HasVectors(norm.dx_rest) &&
+  return Suits(norm.forward, /*backward=*/true, queue) && InVectors(norm.dout) &&
+         InVectors(norm.add) && InVectors(norm.dx) && InVectors(norm.dx_rest) &&
          norm.dx_channels % kVector == 0;
 }
 cudaError_t LaunchNormBackwardHopper(const NormBackwardLaunch& norm, const Queue& queue) {
-  return LaunchPlan(norm, PlanOf(LayerOf(norm.forward, /*backward=*/true)), queue);
+  return WithActivation(norm.forward.activation, [&](auto activation) {
+    const auto kernel = norm.add.data != nullptr ? NormBackwardKernel<activation, Extra::kAdds>
+                        : norm.dx_sums.data != nullptr
+                            ? NormBackwardKernel<activation, Extra::kSumsPixels>
+                            : NormBackwardKernel<activation, Extra::kNone>;
+    return Start(kernel, norm.forward, norm.dout, queue, norm);
+  });
 }
 
 }  // namespace denoised::training::cuda
