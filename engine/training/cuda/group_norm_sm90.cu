@@ -28,8 +28,7 @@ namespace {
 using namespace denoised::cuda;
 
 constexpr int kVector = 8;  // channels in 16 bytes
-constexpr int kVectorBytes = 16;
-constexpr int kQuad = 4;  // lanes of a warp that own the same channels
+constexpr int kQuad = 4;    // lanes of a warp that own the same channels
 constexpr int kMaxThreads = 384;
 constexpr int kMaxChunks = 4;
 constexpr int kMaxBox = 256;  // channels and pixels of a chunk: TMA's limit
@@ -54,42 +53,6 @@ struct Maps {
   CUtensorMap x, dout;
 };
 
-/// What a thread owns.
-struct Place {
-  int rank, line, vector, quad;
-  int first, column;  // channels: the strip's and the thread's first
-  int64_t row;
-  int begin, count;  // pixels of the CTA, in the row
-  int pixel;         // the thread's first, in the CTA; the next ones are kQuad · lines further
-};
-__device__ Place PlaceOf(const NormLaunch& norm, const Plan& plan) {
-  Place place;
-  place.rank = blockIdx.x;
-  // In reverse order: the kernel before left the last image in L2.
-  place.row = gridDim.z - 1 - blockIdx.z;
-  // Neighbouring lanes have neighbouring vectors, so that they use all banks of shared memory.
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, of_quad = warp * 8 + lane % 8;
-  place.line = of_quad / plan.across;
-  place.vector = of_quad - place.line * plan.across.value;
-  place.quad = lane / 8;
-  place.first = blockIdx.y * plan.strip;
-  place.column = place.first + place.vector * kVector;
-  place.begin = place.rank * plan.part;
-  place.count = min(plan.part, static_cast<int>(norm.pixels) - place.begin);
-  place.pixel = place.quad * plan.lines + place.line;
-  return place;
-}
-/// The address of a thread's first vector, in channels from `column`, and the elements from one to
-/// the next.
-__device__ __nv_bfloat16* At(const NormLaunch& norm, const Rows& rows, const Place& place,
-                             int column) {
-  const int64_t pixel = place.row * norm.pixels + place.begin + place.pixel;
-  return static_cast<__nv_bfloat16*>(rows.data) + pixel * rows.stride + column;
-}
-__device__ int64_t Step(const Rows& rows, const Plan& plan) {
-  return kQuad * plan.lines * rows.stride;
-}
-
 /// Offsets in shared memory, in bytes.
 struct Layout {
   int operand;   // bytes of an operand: [chunks · box][strip] in bf16
@@ -111,75 +74,8 @@ struct Layout {
 struct Vectors {
   unsigned char* const first;
   const int step;
-  __device__ Vectors(unsigned char* operand, const Plan& plan, const Place& place)
-      : first(operand + (place.pixel * plan.strip + place.vector * kVector) * 2),
-        step(kQuad * plan.lines * plan.strip * 2) {}
   __device__ uint4& operator[](int i) const { return *reinterpret_cast<uint4*>(first + i * step); }
 };
-
-/// Sums of a channel as the CTAs of a cluster send them.
-template <int kSums>
-struct Message {
-  using Type = float2;
-  static __device__ float2 Of(const float (&s)[2]) { return {s[0], s[1]}; }
-  static __device__ void Send(const float2& v, uint32_t to, uint32_t barrier) {
-    StoreAsync(to, barrier, v.x, v.y);
-  }
-  static __device__ void Add(const float2& v, double (&s)[2]) { s[0] += v.x, s[1] += v.y; }
-};
-template <>
-struct Message<3> {
-  using Type = float4;
-  static __device__ float4 Of(const float (&s)[3]) { return {s[0], s[1], s[2], 0}; }
-  static __device__ void Send(const float4& v, uint32_t to, uint32_t barrier) {
-    StoreAsync(to, barrier, v);
-  }
-  static __device__ void Add(const float4& v, double (&s)[3]) {
-    s[0] += v.x, s[1] += v.y, s[2] += v.z;
-  }
-};
-
-/// Prepares the barriers and starts the loads, in one thread. The others may wait for chunks after
-/// __syncthreads(), and the cluster's CTAs may send when all have called this.
-template <int kSums, int kOperands>
-__device__ void StartLoads(unsigned char* shared, const Layout& layout, const NormLaunch& norm,
-                           const Plan& plan, const Place& place,
-                           const CUtensorMap* const (&maps)[kOperands]) {
-  auto* const barriers = reinterpret_cast<uint64_t*>(shared + layout.barriers);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i <= kMaxChunks; ++i) InitBarrier(&barriers[i], 1);
-    FenceBarrierInit();
-    ArriveExpectTx(
-        &barriers[kMaxChunks],
-        plan.cluster * plan.strip * static_cast<int>(sizeof(typename Message<kSums>::Type)));
-  }
-  if (plan.cluster > 1) ArriveAtClusterRelaxed();
-  WaitForPredecessors();
-  if (threadIdx.x != 0) return;
-  const int bytes = plan.box * plan.strip * 2;
-  const auto pixel = static_cast<int>(place.row * norm.pixels + place.begin);
-  for (int chunk = 0; chunk < plan.chunks; ++chunk) {
-    ArriveExpectTx(&barriers[chunk], kOperands * bytes);
-#pragma unroll
-    for (int o = 0; o < kOperands; ++o)
-      TmaLoad(shared + o * layout.operand + chunk * bytes, maps[o], &barriers[chunk], place.first,
-              pixel + chunk * plan.box);
-  }
-}
-/// Calls use(i) for each of a thread's pixels as soon as its chunk has arrived.
-template <typename Use>
-__device__ void ForEachArriving(unsigned char* shared, const Layout& layout, const Plan& plan,
-                                const Place& place, const Use& use) {
-  auto* const barriers = reinterpret_cast<uint64_t*>(shared + layout.barriers);
-  const int step = kQuad * plan.lines;
-  int pixel = place.pixel, i = 0;
-  for (int chunk = 0; chunk < plan.chunks; ++chunk) {
-    Wait(&barriers[chunk], 0);
-#pragma unroll 1
-    for (const int end = min(place.count, (chunk + 1) * plan.box); pixel < end; pixel += step)
-      use(i++);
-  }
-}
 
 /// Adds a sum of eight channels over the threads of a quad, which then hold those of channels
 /// 2 · quad and the next.
@@ -197,66 +93,142 @@ __device__ void SumQuad(int quad, float (&sums)[kVector]) {
   }
 }
 
-/// Adds the threads' sums over the cluster. Thread c of each CTA gets those of channel c of the
-/// strip, and all threads of the CTA have then added theirs.
-template <int kSums>
-__device__ void SumOverCluster(unsigned char* shared, const Plan& plan, const Layout& layout,
-                               const Place& place, float (&sums)[kSums][kVector],
-                               double (&totals)[kSums]) {
-  using M = Message<kSums>;
-  auto* const by_line = reinterpret_cast<float*>(shared + layout.sums);
-  auto* const received = reinterpret_cast<typename M::Type*>(shared + layout.received);
-  auto* const barrier = reinterpret_cast<uint64_t*>(shared + layout.barriers) + kMaxChunks;
-  const int kind = plan.lines * plan.strip;
-#pragma unroll
-  for (int s = 0; s < kSums; ++s) {
-    SumQuad(place.quad, sums[s]);
-    *reinterpret_cast<float2*>(by_line + s * kind + place.line * plan.strip +
-                               place.vector * kVector + 2 * place.quad) =
-        make_float2(sums[s][0], sums[s][1]);
-  }
-  __syncthreads();
-  if (plan.cluster > 1) WaitForCluster();
-  const int c = threadIdx.x;
-  float of_block[kSums] = {};
-#pragma unroll 4
-  for (int line = 0; c < plan.strip && line < plan.lines; ++line) {
-#pragma unroll
-    for (int s = 0; s < kSums; ++s) of_block[s] += by_line[s * kind + line * plan.strip + c];
-  }
-  if (plan.cluster == 1) {
-#pragma unroll
-    for (int s = 0; s < kSums; ++s) totals[s] = of_block[s];
-  } else if (c < plan.strip) {
-#pragma unroll 4
-    for (int to = 0; to < plan.cluster; ++to)
-      M::Send(M::Of(of_block), ClusterAddress(received + place.rank * plan.strip + c, to),
-              ClusterAddress(barrier, to));
-    WaitForStores(barrier, 0);
-#pragma unroll 4
-    for (int rank = 0; rank < plan.cluster; ++rank) M::Add(received[rank * plan.strip + c], totals);
-  }
-  __syncthreads();  // the caller overwrites the sums by line
-}
+/// A CTA, and what a thread of it owns. kSums: sums of a channel that it needs.
+template <int kOperands, int kSums>
+struct Cta {
+  /// Sums of a channel as the CTAs of a cluster send them.
+  using Message = std::conditional_t<kSums == 2, float2, float4>;
 
-/// The first channel, in the strip, of the group of channel c.
-__device__ int FirstOfGroup(const Plan& plan, int c) {
-  return c / plan.group_size * plan.group_size.value;
-}
+  const NormLaunch& norm;
+  const Plan& plan;
+  unsigned char* const shared;
+  Layout layout = Layout(plan, kOperands, kSums);
+  Pair* terms = reinterpret_cast<Pair*>(shared + layout.sums);
+  float* affine = reinterpret_cast<float*>(shared + layout.affine);
+  int rank = blockIdx.x;
+  int64_t row = gridDim.z - 1 - blockIdx.z;  // in reverse: the kernel before left the last in L2
+  // Neighbouring lanes have neighbouring vectors, so that they use all banks of shared memory.
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, of_quad = warp * 8 + lane % 8;
+  int line = of_quad / plan.across, vector = of_quad - line * plan.across.value, quad = lane / 8;
+  // The strip's and the thread's first channel.
+  int first = blockIdx.y * plan.strip, column = first + vector * kVector;
+  // The CTA's pixels, in the row.
+  int begin = rank * plan.part, count = min(plan.part, static_cast<int>(norm.pixels) - begin);
+  int pixel = quad * plan.lines + line;  // the thread's first, in the CTA; the next ones are
+                                         // kQuad · lines further
 
-__device__ void StoreAffine(float* to, const Plan& plan, const Affine& affine) {
-  to[threadIdx.x] = affine.mean;
-  to[plan.strip + threadIdx.x] = affine.slope;
-  to[2 * plan.strip + threadIdx.x] = affine.offset;
-}
-__device__ Line<kVector> LoadLine(const float* affine, const Plan& plan, const Place& place) {
-  Line<kVector> line;
-  const float* const from = affine + place.vector * kVector;
-  LoadEight(from, line.mean);
-  LoadEight(from + plan.strip, line.slope);
-  LoadEight(from + 2 * plan.strip, line.offset);
-  return line;
-}
+  /// The address of a thread's first vector, in channels from `from`.
+  __device__ __nv_bfloat16* At(const Rows& rows, int from) const {
+    return static_cast<__nv_bfloat16*>(rows.data) +
+           (row * norm.pixels + begin + pixel) * rows.stride + from;
+  }
+  __device__ int64_t Step(const Rows& rows) const { return kQuad * plan.lines * rows.stride; }
+  __device__ Vectors VectorsOf(int operand) const {
+    return {shared + operand * layout.operand + (pixel * plan.strip + vector * kVector) * 2,
+            kQuad * plan.lines * plan.strip * 2};
+  }
+  __device__ uint64_t* Barriers() const {
+    return reinterpret_cast<uint64_t*>(shared + layout.barriers);
+  }
+
+  /// Prepares the barriers and starts the loads, in one thread. The others may wait for chunks
+  /// after __syncthreads(), and the cluster's CTAs may send when all have called this.
+  __device__ void StartLoads(const CUtensorMap* const (&maps)[kOperands]) const {
+    auto* const barriers = Barriers();
+    if (threadIdx.x == 0) {
+      for (int i = 0; i <= kMaxChunks; ++i) InitBarrier(&barriers[i], 1);
+      FenceBarrierInit();
+      ArriveExpectTx(&barriers[kMaxChunks],
+                     plan.cluster * plan.strip * static_cast<int>(sizeof(Message)));
+    }
+    if (plan.cluster > 1) ArriveAtClusterRelaxed();
+    WaitForPredecessors();
+    if (threadIdx.x != 0) return;
+    const int bytes = plan.box * plan.strip * 2;
+    const auto from = static_cast<int>(row * norm.pixels + begin);
+    for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+      ArriveExpectTx(&barriers[chunk], kOperands * bytes);
+#pragma unroll
+      for (int o = 0; o < kOperands; ++o)
+        TmaLoad(shared + o * layout.operand + chunk * bytes, maps[o], &barriers[chunk], first,
+                from + chunk * plan.box);
+    }
+  }
+  /// Calls use(i) for each of a thread's pixels as soon as its chunk has arrived.
+  template <typename Use>
+  __device__ void ForEachArriving(const Use& use) const {
+    auto* const barriers = Barriers();
+    const int step = kQuad * plan.lines;
+    int p = pixel, i = 0;
+    for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+      Wait(&barriers[chunk], 0);
+#pragma unroll 1
+      for (const int end = min(count, (chunk + 1) * plan.box); p < end; p += step) use(i++);
+    }
+  }
+
+  /// Adds the threads' sums over the cluster. Thread c of each CTA gets those of channel c of the
+  /// strip, and all threads of the CTA have then added theirs.
+  __device__ void SumOverCluster(float (&sums)[kSums][kVector], double (&totals)[kSums]) const {
+    auto* const by_line = reinterpret_cast<float*>(shared + layout.sums);
+    auto* const received = reinterpret_cast<Message*>(shared + layout.received);
+    auto* const barrier = Barriers() + kMaxChunks;
+    const int kind = plan.lines * plan.strip;
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) {
+      SumQuad(quad, sums[s]);
+      *reinterpret_cast<float2*>(by_line + s * kind + line * plan.strip + vector * kVector +
+                                 2 * quad) = make_float2(sums[s][0], sums[s][1]);
+    }
+    __syncthreads();
+    if (plan.cluster > 1) WaitForCluster();
+    const int c = threadIdx.x;
+    float of_block[kSums] = {};
+#pragma unroll 4
+    for (int l = 0; c < plan.strip && l < plan.lines; ++l) {
+#pragma unroll
+      for (int s = 0; s < kSums; ++s) of_block[s] += by_line[s * kind + l * plan.strip + c];
+    }
+    if (plan.cluster == 1) {
+#pragma unroll
+      for (int s = 0; s < kSums; ++s) totals[s] = of_block[s];
+    } else if (c < plan.strip) {
+#pragma unroll 4
+      for (int to = 0; to < plan.cluster; ++to) {
+        const uint32_t at = ClusterAddress(received + rank * plan.strip + c, to);
+        if constexpr (kSums == 2) {
+          StoreAsync(at, ClusterAddress(barrier, to), of_block[0], of_block[1]);
+        } else {
+          StoreAsync(at, ClusterAddress(barrier, to),
+                     make_float4(of_block[0], of_block[1], of_block[2], 0));
+        }
+      }
+      WaitForStores(barrier, 0);
+#pragma unroll 4
+      for (int from = 0; from < plan.cluster; ++from) {
+        const Message& v = received[from * plan.strip + c];
+        totals[0] += v.x, totals[1] += v.y;
+        if constexpr (kSums == 3) totals[2] += v.z;
+      }
+    }
+    __syncthreads();  // the caller overwrites the sums by line
+  }
+
+  /// The first channel, in the strip, of the group of channel c.
+  __device__ int FirstOfGroup(int c) const { return c / plan.group_size * plan.group_size.value; }
+  __device__ void StoreAffine(const Affine& of) const {
+    affine[threadIdx.x] = of.mean;
+    affine[plan.strip + threadIdx.x] = of.slope;
+    affine[2 * plan.strip + threadIdx.x] = of.offset;
+  }
+  /// Three numbers of each of a thread's channels, from [3][strip].
+  __device__ void LoadThree(const float* from, float (&a)[kVector], float (&b)[kVector],
+                            float (&c)[kVector]) const {
+    LoadEight(from + vector * kVector, a);
+    LoadEight(from + plan.strip + vector * kVector, b);
+    LoadEight(from + 2 * plan.strip + vector * kVector, c);
+  }
+};
 
 /// grid (plan.cluster, strips, rows)
 template <int kActivation>
@@ -265,29 +237,27 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
-  const Layout layout(plan, 1, 2);
-  auto* const terms = reinterpret_cast<Pair*>(shared + layout.sums);
-  auto* const affine = reinterpret_cast<float*>(shared + layout.affine);
-  const Place place = PlaceOf(norm, plan);
-  const int c = threadIdx.x, channel = place.first + c;
+  const Cta<1, 2> cta = {norm, plan, shared};
+  Pair* const terms = cta.terms;
+  const int c = threadIdx.x, channel = cta.first + c;
   const bool has_channel = c < plan.strip;
   ReleaseDependents();
-  StartLoads<2>(shared, layout, norm, plan, place, {&maps.x});
-  const Vectors x(shared, plan, place);
+  cta.StartLoads({&maps.x});
+  const Vectors x = cta.VectorsOf(0);
 
   // Sums are of x minus the channel's first pixel, so a large mean costs no digits.
   const auto* const first_pixel =
-      static_cast<const __nv_bfloat16*>(norm.x.data) + place.row * norm.pixels * norm.x.stride;
+      static_cast<const __nv_bfloat16*>(norm.x.data) + cta.row * norm.pixels * norm.x.stride;
   float pivots[kVector], sums[2][kVector] = {};
-  UnpackBf16(*reinterpret_cast<const uint4*>(first_pixel + place.column), pivots);
+  UnpackBf16(*reinterpret_cast<const uint4*>(first_pixel + cta.column), pivots);
   Parameters parameters = {};
   float pivot = 0;
   if (has_channel) {
-    parameters = ParametersOf(norm, place.row, channel);
+    parameters = ParametersOf(norm, cta.row, channel);
     pivot = __bfloat162float(first_pixel[channel]);
   }
   __syncthreads();
-  ForEachArriving(shared, layout, plan, place, [&](int i) {
+  cta.ForEachArriving([&](int i) {
     float values[kVector];
     UnpackBf16(x[i], values);
 #pragma unroll
@@ -298,14 +268,14 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     }
   });
   double totals[2] = {};
-  SumOverCluster(shared, plan, layout, place, sums, totals);
+  cta.SumOverCluster(sums, totals);
   if (has_channel) {
     const double mean = totals[0] * plan.pixels_inverse;
     terms[c] = {pivot + mean, totals[1] - totals[0] * mean};
   }
   __syncthreads();
   if (has_channel) {
-    const int first = FirstOfGroup(plan, c), end = first + plan.group_size.value;
+    const int first = cta.FirstOfGroup(c), end = first + plan.group_size.value;
     double sum = 0, squares = 0;
 #pragma unroll 2
     for (int i = first; i < end; ++i) sum += terms[i].a;
@@ -317,21 +287,22 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     }
     const auto rstd =
         static_cast<float>(1.0 / sqrt(fmax(squares, 0.0) * plan.count_inverse + norm.eps));
-    StoreAffine(affine, plan, AffineOf(parameters, static_cast<float>(mean), rstd));
-    if (place.rank == 0 && c == first) {
+    cta.StoreAffine(AffineOf(parameters, static_cast<float>(mean), rstd));
+    if (cta.rank == 0 && c == first) {
       float* const statistics =
-          norm.statistics + (place.row * norm.groups + channel / plan.group_size) * 2;
+          norm.statistics + (cta.row * norm.groups + channel / plan.group_size) * 2;
       statistics[0] = static_cast<float>(mean);
       statistics[1] = rstd;
     }
   }
   __syncthreads();
 
-  const auto line = LoadLine(affine, plan, place);
-  __nv_bfloat16* to = At(norm, norm.out, place, place.column);
-  const int64_t step = Step(norm.out, plan);
+  Line<kVector> line;
+  cta.LoadThree(cta.affine, line.mean, line.slope, line.offset);
+  __nv_bfloat16* to = cta.At(norm.out, cta.column);
+  const int64_t step = cta.Step(norm.out);
   int i = 0;
-  for (int pixel = place.pixel; pixel < place.count; pixel += kQuad * plan.lines, to += step) {
+  for (int pixel = cta.pixel; pixel < cta.count; pixel += kQuad * plan.lines, to += step) {
     float values[kVector];
     UnpackBf16(x[i++], values);
 #pragma unroll
@@ -385,32 +356,31 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   constexpr bool kAdds = kExtra == Extra::kAdds, kSumsPixels = kExtra == Extra::kSumsPixels;
   constexpr int kSums = kSumsPixels ? 3 : 2;
   const NormLaunch& norm = backward.forward;
-  const Layout layout(plan, 2, kSums);
-  auto* const terms = reinterpret_cast<Pair*>(shared + layout.sums);
+  const Cta<2, kSums> cta = {norm, plan, shared};
+  Pair* const terms = cta.terms;
   auto* const coefficients = reinterpret_cast<float*>(terms + plan.strip);
-  auto* const affine = reinterpret_cast<float*>(shared + layout.affine);
-  const Place place = PlaceOf(norm, plan);
-  const int c = threadIdx.x, channel = place.first + c;
+  const int c = threadIdx.x, channel = cta.first + c;
   const bool has_channel = c < plan.strip;
   ReleaseDependents();
-  StartLoads<kSums>(shared, layout, norm, plan, place, {&maps.x, &maps.dout});
-  const Vectors x(shared, plan, place), dout(shared + layout.operand, plan, place);
+  cta.StartLoads({&maps.x, &maps.dout});
+  const Vectors x = cta.VectorsOf(0), dout = cta.VectorsOf(1);
   const float* const statistics =
-      norm.statistics + (place.row * norm.groups + channel / plan.group_size) * 2;
+      norm.statistics + (cta.row * norm.groups + channel / plan.group_size) * 2;
   Parameters parameters = {};
   float mean = 0, rstd = 0;
   if (has_channel) {
-    parameters = ParametersOf(norm, place.row, channel);
+    parameters = ParametersOf(norm, cta.row, channel);
     mean = statistics[0], rstd = statistics[1];
     const Affine of = AffineOf(parameters, mean, rstd);
-    StoreAffine(affine, plan, {of.mean, of.slope * G::kZ, of.offset * G::kZ});
+    cta.StoreAffine({of.mean, of.slope * G::kZ, of.offset * G::kZ});
   }
   __syncthreads();
 
   float sums[kSums][kVector] = {};
   {
-    const auto line = LoadLine(affine, plan, place);
-    ForEachArriving(shared, layout, plan, place, [&](int i) {
+    Line<kVector> line;
+    cta.LoadThree(cta.affine, line.mean, line.slope, line.offset);
+    cta.ForEachArriving([&](int i) {
       float centered[kVector], dz[kVector];
       UnpackBf16(x[i], centered);
       UnpackBf16(dout[i], dz);
@@ -426,13 +396,13 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     });
   }
   double totals[kSums] = {};
-  SumOverCluster(shared, plan, layout, place, sums, totals);
+  cta.SumOverCluster(sums, totals);
   const Pair of_channel = {totals[0] / G::kDz, totals[1] / G::kDz};
   if (has_channel) terms[c] = TermsOf(parameters, rstd, of_channel);
   __syncthreads();
   // dx = dz·slope + x·b + k
   if (has_channel) {
-    const int first = FirstOfGroup(plan, c), end = first + plan.group_size.value;
+    const int first = cta.FirstOfGroup(c), end = first + plan.group_size.value;
     Pair sum = {};
 #pragma unroll 2
     for (int i = first; i < end; ++i) sum.a += terms[i].a, sum.b += terms[i].b;
@@ -443,41 +413,37 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     coefficients[plan.strip + c] = static_cast<float>(b);
     coefficients[2 * plan.strip + c] = static_cast<float>(k - mean * b);
     if constexpr (kSumsPixels) {
-      if (place.rank == 0)
-        Store(backward.dx_sums, place.row, channel,
+      if (cta.rank == 0)
+        Store(backward.dx_sums, cta.row, channel,
               static_cast<float>(slope * totals[1] + b * totals[2] +
                                  k * static_cast<double>(norm.pixels)));
     }
   }
   __syncthreads();
-  if (has_channel && place.rank == 0)
-    StoreParameterGradients(backward, place.row, channel, parameters, rstd, of_channel);
+  if (has_channel && cta.rank == 0)
+    StoreParameterGradients(backward, cta.row, channel, parameters, rstd, of_channel);
 
   float slope[kVector], b[kVector], k[kVector];
-  const float* const of_vector = coefficients + place.vector * kVector;
-  LoadEight(of_vector, slope);
-  LoadEight(of_vector + plan.strip, b);
-  LoadEight(of_vector + 2 * plan.strip, k);
-  const __nv_bfloat16* add = kAdds ? At(norm, backward.add, place, place.column) : nullptr;
-  const bool is_rest = place.column >= backward.dx_channels;
+  cta.LoadThree(coefficients, slope, b, k);
+  const __nv_bfloat16* add = kAdds ? cta.At(backward.add, cta.column) : nullptr;
+  const bool is_rest = cta.column >= backward.dx_channels;
   const Rows& out = is_rest ? backward.dx_rest : backward.dx;
-  __nv_bfloat16* to =
-      At(norm, out, place, is_rest ? place.column - backward.dx_channels : place.column);
-  const int64_t step = Step(out, plan), add_step = Step(backward.add, plan);
+  __nv_bfloat16* to = cta.At(out, is_rest ? cta.column - backward.dx_channels : cta.column);
+  const int64_t step = cta.Step(out), add_step = cta.Step(backward.add);
   constexpr int kAtOnce = kAdds ? 4 : 1;  // loads in flight
   const int pixel_step = kQuad * plan.lines;
   int i = 0;
 #pragma unroll 1
-  for (int pixel = place.pixel; pixel < place.count; pixel += kAtOnce * pixel_step) {
+  for (int pixel = cta.pixel; pixel < cta.count; pixel += kAtOnce * pixel_step) {
     uint4 addends[kAtOnce];
     if constexpr (kAdds) {
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u, add += add_step)
-        if (pixel + u * pixel_step < place.count) addends[u] = *reinterpret_cast<const uint4*>(add);
+        if (pixel + u * pixel_step < cta.count) addends[u] = *reinterpret_cast<const uint4*>(add);
     }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u, to += step, ++i) {
-      if (pixel + u * pixel_step >= place.count) break;
+      if (pixel + u * pixel_step >= cta.count) break;
       float values[kVector], dx[kVector];
       UnpackBf16(x[i], values);
       UnpackBf16(dout[i], dx);  // dz
