@@ -320,10 +320,7 @@ cudaError_t LaunchFewOutputs(const Conv2dLaunch& conv, const Queue& queue) {
   for (int first = 0; first < conv.images; first += kMostImages) {
     Conv2dLaunch part = conv;
     const int64_t row = int64_t{first} * conv.height * conv.width;
-    for (Rows* rows : {&part.x, &part.out}) {
-      rows->data = static_cast<std::byte*>(rows->data) +
-                   row * rows->stride * (rows->element == Element::kF32 ? 4 : 2);
-    }
+    part.x = RowsFrom(conv.x, row), part.out = RowsFrom(conv.out, row);
     const unsigned images = std::min(conv.images - first, kMostImages);
     if (cudaError_t error = LaunchDependent(
             FewOutputsKernel<kTiles>,

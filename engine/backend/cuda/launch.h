@@ -40,6 +40,15 @@ struct Rows {
   float scale = 1;      // kE4m3x2: a number is what is stored times this power of two
 };
 
+/// The matrix from a row on; no matrix if there is none.
+inline Rows RowsFrom(Rows rows, int64_t first) {
+  if (rows.data != nullptr) {
+    rows.data = static_cast<std::byte*>(rows.data) +
+                first * rows.stride * (rows.element == Element::kF32 ? 4 : 2);
+  }
+  return rows;
+}
+
 struct Queue {
   cudaStream_t stream = nullptr;
   int multiprocessors = 1;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <cstddef>
 
 #include "engine/backend/backend.h"
 #include "engine/backend/cuda/group_norm.h"
@@ -29,14 +28,11 @@ cudaError_t LaunchOnePass(const GroupNormLaunch& norm, const Queue& queue) {
 
 /// Images [first, first + images) of a group norm.
 GroupNormLaunch Images(GroupNormLaunch norm, int first, int images) {
-  const auto skip = [](Rows* rows, int64_t count) {
-    if (rows->data == nullptr) return;
-    rows->data = static_cast<std::byte*>(rows->data) +
-                 count * rows->stride * (rows->element == Element::kF32 ? 4 : 2);
-  };
   norm.images = images;
-  for (Rows* rows : {&norm.x, &norm.x2, &norm.out}) skip(rows, int64_t{first} * norm.pixels);
-  skip(&norm.scale_shift, first);
+  for (Rows* rows : {&norm.x, &norm.x2, &norm.out}) {
+    *rows = RowsFrom(*rows, int64_t{first} * norm.pixels);
+  }
+  norm.scale_shift = RowsFrom(norm.scale_shift, first);
   return norm;
 }
 /// `out`: norm.out, or the same in e4m3.

@@ -68,15 +68,9 @@ cudaError_t LaunchRoundToE4m3(const Rows& x, int channels, const Rows& x2, int c
   const int vectors = static_cast<int>(out.stride * 2 / kE4m3Vector);
   const bool in_vectors = InVectors(x) && InVectors(x2) && channels % 8 == 0 && channels2 % 8 == 0;
   const int64_t most = (int64_t{1} << 30) / vectors;  // rows of a launch
-  const auto from_row = [](Rows matrix, int64_t row) {
-    if (matrix.data == nullptr) return matrix;
-    matrix.data = static_cast<std::byte*>(matrix.data) +
-                  row * matrix.stride * (matrix.element == Element::kF32 ? 4 : 2);
-    return matrix;
-  };
   for (int64_t first = 0; first < rows; first += most) {
     const int all_vectors = static_cast<int>(std::min(most, rows - first)) * vectors;
-    const RoundLaunch round = {from_row(x, first), from_row(x2, first), from_row(out, first),
+    const RoundLaunch round = {RowsFrom(x, first), RowsFrom(x2, first), RowsFrom(out, first),
                                channels,           channels2,           FastDivmod(vectors),
                                all_vectors};
     const cudaError_t error = LaunchDependent(

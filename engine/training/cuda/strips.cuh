@@ -91,11 +91,5 @@ __device__ inline Range RangeOf(int64_t lines, int parts, int part) {
   return {begin, begin + size < lines ? begin + size : lines};
 }
 
-inline denoised::cuda::Rows LinesFrom(denoised::cuda::Rows rows, int64_t first) {
-  if (rows.data != nullptr)
-    rows.data = static_cast<char*>(rows.data) +
-                first * rows.stride * (rows.element == denoised::cuda::Element::kF32 ? 4 : 2);
-  return rows;
-}
 
 }  // namespace denoised::training::cuda

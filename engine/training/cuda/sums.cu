@@ -172,7 +172,7 @@ cudaError_t LaunchColumnSums(const Rows& x, int64_t segments, int64_t lines, int
                           ? Strip<8, kWideStrip>::Grid(channels, PartsOf(lines), count)
                           : Strip<8, kNarrowStrip>::Grid(channels, PartsOf(lines), count);
     if (cudaError_t error = LaunchDependent(kernel, {.grid = grid, .block = kStripThreads}, queue,
-                                            LinesFrom(x, first * lines), lines, channels,
+                                            RowsFrom(x, first * lines), lines, channels,
                                             partial + first * PartsOf(lines) * channels);
         error != cudaSuccess) {
       return error;
