@@ -115,13 +115,10 @@ struct Layout {
         leaf_stride(plan.slice_channels / run | 1),
         chunks(1024),
         leaves(chunks + plan.stages * chunk_bytes),  // with one more, which idle lanes write
-        sums(leaves + (plan.leaves + 1) * leaf_stride * static_cast<int>(sizeof(Sums))),
-        affines((sums +
-                 plan.sum_slots * plan.nodes * plan.slice_groups * static_cast<int>(sizeof(Sums)) +
-                 15) /
-                16 * 16),
-        bytes(affines + (plan.ahead + 1) * plan.slice_channels * static_cast<int>(sizeof(Affine))) {
-  }
+        sums(leaves + (plan.leaves + 1) * leaf_stride * kSumsBytes),
+        affines((sums + plan.sum_slots * plan.nodes * plan.slice_groups * kSumsBytes + 15) / 16 *
+                16),
+        bytes(affines + (plan.ahead + 1) * plan.slice_channels * kAffineBytes) {}
 };
 static_assert((2 * kMaxStages + 3 * kMaxAhead + 1) * sizeof(uint64_t) <= 1024, "barriers");
 
@@ -184,40 +181,24 @@ struct Block {
   const GroupNormLaunch& norm;
   const Plan& plan;
   const Maps& maps;
-  Layout layout;
-  uint64_t *full, *done;        // [stages]
-  uint64_t *sums_full, *ready;  // [2 · ahead], [ahead + 1]
-  unsigned char* chunks;        // [stages][pieces][chunk_pixels][pitch]
-  Sums* leaves;                 // [leaves + 1][layout.leaf_stride], by runs
-  Sums* sums;                   // [sum_slots][nodes][slice_groups]
-  Affine* affines;  // [ahead + 1][kVector / 2][vectors][2], by lanes that read 16 bytes each
-  int lane;
-  LaunchCounter* counter;  // of teams that are not a cluster
-  uint32_t launch = 0;     // its number, not zero
-  int rank;                // in the team
-  int first_tile, step;    // the team's work tiles
-  int begin;               // of the CTA's pixels
-
-  __device__ Block(const GroupNormLaunch& norm, const Plan& plan, const Maps& maps,
-                   unsigned char* shared)
-      : norm(norm),
-        plan(plan),
-        maps(maps),
-        layout(plan, kRun),
-        full(reinterpret_cast<uint64_t*>(shared)),
-        done(full + kMaxStages),
-        sums_full(done + kMaxStages),
-        ready(sums_full + 2 * kMaxAhead),
-        chunks(shared + layout.chunks),
-        leaves(reinterpret_cast<Sums*>(shared + layout.leaves)),
-        sums(reinterpret_cast<Sums*>(shared + layout.sums)),
-        affines(reinterpret_cast<Affine*>(shared + layout.affines)),
-        lane(threadIdx.x % 32),
-        counter(static_cast<LaunchCounter*>(norm.flags)),
-        rank(blockIdx.x),
-        first_tile(blockIdx.y),
-        step(gridDim.y),
-        begin(rank * plan.leaves * kLeafPixels) {}
+  unsigned char* shared;
+  Layout layout = Layout(plan, kRun);
+  uint64_t* full = reinterpret_cast<uint64_t*>(shared);  // [stages]
+  uint64_t* done = full + kMaxStages;                    // likewise
+  uint64_t* sums_full = done + kMaxStages;               // [2 · ahead]
+  uint64_t* ready = sums_full + 2 * kMaxAhead;           // [ahead + 1]
+  unsigned char* chunks = shared + layout.chunks;        // [stages][pieces][chunk_pixels][pitch]
+  // [leaves + 1][layout.leaf_stride], by runs
+  Sums* leaves = reinterpret_cast<Sums*>(shared + layout.leaves);
+  Sums* sums = reinterpret_cast<Sums*>(shared + layout.sums);  // [sum_slots][nodes][slice_groups]
+  // [ahead + 1][kVector / 2][vectors][2], by lanes that read 16 bytes each
+  Affine* affines = reinterpret_cast<Affine*>(shared + layout.affines);
+  int lane = threadIdx.x % 32;
+  LaunchCounter* counter = static_cast<LaunchCounter*>(norm.flags);  // of teams that are no cluster
+  uint32_t launch = 0;                                               // its number, not zero
+  int rank = blockIdx.x;                                             // in the team
+  int first_tile = blockIdx.y, step = gridDim.y;                     // the team's work tiles
+  int begin = rank * plan.leaves * kLeafPixels;                      // of the CTA's pixels
 
   __device__ bool InCluster() const { return plan.cluster && plan.blocks > 1; }
   /// In reverse order: the previous convolution left the last image in L2.
@@ -253,7 +234,7 @@ struct Block {
   }
   __device__ void ExpectSums(int slot) const {
     if (!InCluster()) return;
-    ArriveExpectTx(sums_full + slot, TileSums() * static_cast<int>(sizeof(Sums)));
+    ArriveExpectTx(sums_full + slot, TileSums() * kSumsBytes);
   }
 
   /// The producer is one thread, so values that change per work tile are computed once per work
@@ -441,8 +422,7 @@ struct Block {
 #pragma unroll
             for (int i = 0; i < kLeafVectors; ++i) {
               const uint4 v = *reinterpret_cast<const uint4*>(from + leaf * leaf_bytes + places[i]);
-              uint32_t(&words)[kWords] = kept[l][i];
-              words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+              Split(v, kept[l][i]);
             }
           }
 #pragma unroll
@@ -575,7 +555,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
                           const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(1024) unsigned char stream_shared[];
-  Block<kRun> block(norm, plan, maps, stream_shared);
+  Block<kRun> block = {norm, plan, maps, stream_shared};
   if (threadIdx.x == 0) block.InitBarriers();
   __syncthreads();
   if (block.InCluster()) {
@@ -599,12 +579,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #endif
 }
 
-using Kernel = void(GroupNormLaunch, Plan, Maps);
-Kernel* KernelOf(const Plan& plan) {
-  return WithConstant<2, 4, 8>(RunOf(plan.group_channels.value),
-                               [](auto run) { return &GroupNormStreamKernel<run>; });
-}
-
 bool HasSectors(int channels) { return channels * 2 % kSectorBytes == 0; }
 /// Bytes of a row of `channels` channels, padded so that four neighbouring rows lie in different
 /// banks. Rows that are not whole sectors are not padded, because TMA does that slowly.
@@ -616,17 +590,13 @@ int PitchOf(int channels) {
 int Threads(const Plan& plan) {
   return kProducers + kFactorThreads + plan.reducers + plan.normalisers;
 }
-int SharedBytes(const Plan& plan) { return Layout(plan, RunOf(plan.group_channels.value)).bytes; }
-int TaggedSumsBytes(const Plan& plan, int teams) {
-  return teams * 2 * plan.ahead * plan.slice_groups * plan.blocks *
-         static_cast<int>(sizeof(TaggedSums));
-}
+Layout LayoutOf(const Plan& plan) { return {plan, RunOf(plan.group_channels.value)}; }
 
 /// `most_blocks`: a power of two.
 Plan MakePlan(const NormLayer& norm, int slice_channels, int most_blocks, bool cluster) {
-  const int channels = norm.channels + norm.channels2;
+  const int channels = norm.AllChannels();
   Plan plan;
-  plan.group_channels = FastDivmod(channels / norm.groups);
+  plan.group_channels = FastDivmod(norm.GroupChannels());
   plan.slice_channels = slice_channels;
   plan.slice_groups = slice_channels / plan.group_channels;
   plan.slices = FastDivmod(channels / slice_channels);
@@ -678,7 +648,7 @@ Plan MakePlan(const NormLayer& norm, int slice_channels, int most_blocks, bool c
     longer.stages = 0;
     longer.ahead = ahead;
     longer.sum_slots = plan.cluster ? 2 * ahead : 2;
-    const Layout empty(longer, RunOf(plan.group_channels.value));
+    const Layout empty = LayoutOf(longer);
     longer.stages = std::min(
         {(kSharedBytes - empty.bytes) / empty.chunk_bytes, ahead * plan.chunks, kMaxStages});
     if (longer.stages > plan.stages) plan = longer;
@@ -701,15 +671,6 @@ bool Suits(const Plan& plan) {
          plan.blocks <= (plan.cluster ? kMaxCluster : kMaxTeam) &&
          plan.piece_channels >= kFewPieceChannels && PartOf(plan) >= kFewElements &&
          plan.stages >= kAtOnce + 1 && 8 * plan.stages >= 15 * plan.chunks;
-}
-
-LaunchShape ShapeOf(const Plan& plan, int teams) {
-  const unsigned blocks = plan.blocks;
-  return {.grid = dim3(blocks, teams),
-          .block = dim3(Threads(plan)),
-          .shared_bytes = static_cast<size_t>(SharedBytes(plan)),
-          .cluster = plan.cluster ? blocks : 1,
-          .cooperative = !plan.cluster};
 }
 
 /// Number of teams that are resident at one time, or 0. A CTA has an SM to itself, so it depends on
@@ -755,38 +716,27 @@ double CostOf(const Plan& plan, int tiles) {
       (plan.cluster ? 1 : kThroughGlobal) * (HasSectors(plan.piece_channels) ? 1 : kSlowRows);
   return (tiles + 1.0) * (PartOf(plan) + kTileElements) * slower;
 }
-/// Calls take(plan, teams) for each plan that suits the layer.
-template <typename Take>
-void ForEachPlan(const NormLayer& norm, const Take& take) {
-  if (!SuitsOnePass(norm) || norm.out.element != Element::kBf16) return;
-  const int channels = norm.channels + norm.channels2;
-  const int granule = std::lcm(channels / norm.groups, kVector);
-  const auto consider = [&](int slice, int blocks, bool cluster) {
-    const Plan plan = MakePlan(norm, slice, blocks, cluster);
-    const int teams = Suits(plan) ? TeamsOf(plan) : 0;
-    if (teams == 0 ||
-        (!cluster && sizeof(LaunchCounter) + TaggedSumsBytes(plan, teams) > kFlagBytes))
-      return;
-    take(plan, teams);
-  };
+/// The plan whose busiest team ends first; no teams if no plan suits the layer.
+Choice Choose(const NormLayer& norm, int images) {
+  Choice choice;
+  if (!SuitsOnePass(norm) || norm.out.element != Element::kBf16) return choice;
+  const int channels = norm.AllChannels();
+  const int granule = std::lcm(norm.GroupChannels(), kVector);
+  double least = std::numeric_limits<double>::max();
   for (int slice = granule; slice <= channels; slice += granule) {
     if (channels % slice != 0) continue;
-    for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) consider(slice, blocks, true);
-    for (int blocks = 2 * kMaxCluster; blocks <= kMaxTeam; blocks *= 2) {
-      consider(slice, blocks, false);
+    for (int blocks = 1; blocks <= kMaxTeam; blocks *= 2) {
+      Plan plan = MakePlan(norm, slice, blocks, /*cluster=*/blocks <= kMaxCluster);
+      const int teams = Suits(plan) ? TeamsOf(plan) : 0;
+      const size_t tagged_sums = size_t{2} * plan.ahead * plan.slice_groups * plan.blocks * teams;
+      const bool fits = sizeof(LaunchCounter) + tagged_sums * sizeof(TaggedSums) <= kFlagBytes;
+      if (teams == 0 || (blocks > kMaxCluster && !fits)) continue;
+      plan.tiles = images * plan.slices.value;
+      const int tiles = (plan.tiles + teams - 1) / teams;
+      const double cost = CostOf(plan, tiles);
+      if (cost < least) least = cost, choice = {plan, teams, tiles};
     }
   }
-}
-/// The plan whose busiest team ends first; no teams if no plan suits.
-Choice Choose(const GroupNormLaunch& norm) {
-  Choice choice;
-  double least = std::numeric_limits<double>::max();
-  ForEachPlan(norm, [&](Plan plan, int teams) {
-    plan.tiles = norm.images * plan.slices.value;
-    const int tiles = (plan.tiles + teams - 1) / teams;
-    const double cost = CostOf(plan, tiles);
-    if (cost < least) least = cost, choice = {plan, teams, tiles};
-  });
   return choice;
 }
 
@@ -806,18 +756,14 @@ CUresult Encode(CUtensorMap* map, const Rows& rows, int channels, const GroupNor
 
 }  // namespace
 
-bool SuitsGroupNormStream(const NormLayer& norm) {
-  bool suits = false;
-  ForEachPlan(norm, [&](const Plan&, int) { suits = true; });
-  return suits;
-}
+bool SuitsGroupNormStream(const NormLayer& norm) { return Choose(norm, 1).teams > 0; }
 
 /// As measured: if teams have more than one CTA and at least three work tiles each, about equally
 /// many. Two are enough if a group's channels neither divide a vector nor are whole vectors,
 /// because group_norm_cluster.cu is slow then.
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormCluster(norm, queue)) return true;
-  const auto [plan, teams, tiles] = Choose(norm);
+  const auto [plan, teams, tiles] = Choose(norm, norm.images);
   if (20 * plan.tiles < 17 * tiles * teams) return false;
   const bool badly =
       RunOf(plan.group_channels.value) < std::min(plan.group_channels.value, kVector);
@@ -825,29 +771,35 @@ bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
 }
 
 cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue) {
-  const Choice choice = Choose(norm);
-  const Plan& plan = choice.plan;
-  if (choice.teams == 0) return cudaErrorInvalidValue;
+  const auto [plan, teams, tiles] = Choose(norm, norm.images);
+  if (teams == 0) return cudaErrorInvalidValue;
   if (const cudaError_t error = GetTensorMapEncoders().error; error != cudaSuccess) return error;
   Maps maps = {};
   if (Encode(&maps.x, norm.x, norm.channels, norm, plan) != CUDA_SUCCESS ||
       (norm.channels2 > 0 &&
        Encode(&maps.x2, norm.x2, norm.channels2, norm, plan) != CUDA_SUCCESS) ||
-      Encode(&maps.out, norm.out, norm.channels + norm.channels2, norm, plan) != CUDA_SUCCESS) {
+      Encode(&maps.out, norm.out, norm.AllChannels(), norm, plan) != CUDA_SUCCESS) {
     return cudaErrorInvalidValue;
   }
-  return LaunchDependent(KernelOf(plan), ShapeOf(plan, std::min(choice.teams, plan.tiles)), queue,
-                         norm, plan, maps);
+  const auto kernel = WithConstant<2, 4, 8>(RunOf(plan.group_channels.value),
+                                            [](auto run) { return &GroupNormStreamKernel<run>; });
+  const unsigned blocks = plan.blocks, cluster = plan.cluster ? blocks : 1;
+  return LaunchDependent(kernel,
+                         {.grid = dim3(blocks, std::min(teams, plan.tiles)),
+                          .block = dim3(Threads(plan)),
+                          .shared_bytes = static_cast<size_t>(LayoutOf(plan).bytes),
+                          .cluster = cluster,
+                          .cooperative = !plan.cluster},
+                         queue, norm, plan, maps);
 }
 
 cudaError_t LoadGroupNormStreamKernels() {
-  for (Kernel* kernel :
+  cudaError_t error = cudaSuccess;
+  for (auto* kernel :
        {GroupNormStreamKernel<2>, GroupNormStreamKernel<4>, GroupNormStreamKernel<8>}) {
-    if (cudaError_t error = LoadClusterKernel(kernel, kSharedBytes); error != cudaSuccess) {
-      return error;
-    }
+    if (error == cudaSuccess) error = LoadClusterKernel(kernel, kSharedBytes);
   }
-  return cudaSuccess;
+  return error;
 }
 
 }  // namespace denoised::cuda

@@ -186,6 +186,9 @@ struct NormLayer {
   Rows scale_shift;  // [images, 2 · (channels + channels2)], or null
   Activation activation = Activation::kNone;
   Rows out;  // [images · pixels, channels + channels2]
+
+  DENOISED_HOST_DEVICE int AllChannels() const { return channels + channels2; }
+  DENOISED_HOST_DEVICE int GroupChannels() const { return AllChannels() / groups; }
 };
 struct GroupNormLaunch : NormLayer {
   int images = 0;
