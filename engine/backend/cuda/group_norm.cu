@@ -43,7 +43,7 @@ struct Layout {
 };
 template <int V>
 __host__ __device__ Layout LayoutOf(const GroupNormLaunch& norm) {
-  const int channels = norm.channels + norm.channels2;
+  const int channels = norm.AllChannels();
   const int vectors = channels / V;
   return {channels, vectors, vectors < kThreads ? kThreads / vectors : 1};
 }
@@ -57,13 +57,16 @@ __device__ void LoadSources(const GroupNormLaunch& norm, int64_t pixel, int chan
                               first ? channel : channel - norm.channels, v);
 }
 
-/// Number of runs of pixels; depends on the shape of an image alone.
-struct Chunks {
-  int pixels, count;
-};
-Chunks ChunksOf(const Layout& layout, int pixels, int most) {
-  const int chunk = std::max(layout.lines * kUnrolled, (pixels + most - 1) / most);
-  return {chunk, (pixels + chunk - 1) / chunk};
+/// Adds value_of(i) over [0, count) by a warp, in an order that depends on `count` alone.
+template <typename ValueOf>
+__device__ float2 WarpAdd(int count, const ValueOf& value_of) {
+  float2 total = {};
+  for (int i = threadIdx.x % 32; i < count; i += 32) {
+    const float2 value = value_of(i);
+    total.x += value.x;
+    total.y += value.y;
+  }
+  return make_float2(WarpSum(total.x), WarpSum(total.y));
 }
 
 /// grid (chunks, images); `chunk_moments` [images][chunks][groups]; shared [lines][channels] sums
@@ -112,19 +115,14 @@ __global__ void __launch_bounds__(kThreads)
 
   const int lane = threadIdx.x % 32, parts = layout.lines * group_channels;
   for (int group = threadIdx.x / 32; group < norm.groups; group += kWarps) {
-    float sum = 0, squares = 0;
-    for (int i = lane; i < parts; i += 32) {
-      const float2 part =
-          sums[i / group_channels * layout.channels + group * group_channels + i % group_channels];
-      sum += part.x;
-      squares += part.y;
-    }
-    sum = WarpSum(sum);
-    squares = WarpSum(squares);
+    const float2 total = WarpAdd(parts, [&](int i) {
+      return sums[i / group_channels * layout.channels + group * group_channels +
+                  i % group_channels];
+    });
     if (lane == 0) {
-      const double shift = sum / (static_cast<double>(count) * group_channels);
+      const double shift = total.x / (static_cast<double>(count) * group_channels);
       chunk_moments[(static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * norm.groups +
-                    group] = {origin_of(group) + shift, squares - shift * sum};
+                    group] = {origin_of(group) + shift, total.y - shift * total.x};
     }
   }
 }
@@ -208,7 +206,9 @@ __global__ void __launch_bounds__(kThreads)
 template <int V, Element kElement>
 cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   const Layout layout = LayoutOf<V>(norm);
-  const Chunks chunks = ChunksOf(layout, norm.pixels, kChunks);
+  const int chunk_pixels =
+      std::max(layout.lines * kUnrolled, (norm.pixels + kChunks - 1) / kChunks);
+  const int chunks = (norm.pixels + chunk_pixels - 1) / chunk_pixels;
   // Each block combines the statistics again, so on large images it has more pixels.
   const int block_pixels = layout.lines * kUnrolled * (norm.pixels > 1024 ? 4 : 1);
   const int blocks = (norm.pixels + block_pixels - 1) / block_pixels;
@@ -218,13 +218,12 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   const size_t image_bytes = sizeof(Moments) * kChunks * norm.groups;
   return ForImages(norm.images, norm.workspace_bytes / image_bytes, [&](int first, int images) {
     const cudaError_t error = LaunchDependent(GroupMomentsKernel<V, kElement>,
-                                              {dim3(chunks.count, images), kThreads, shared_bytes},
-                                              queue, norm, first, chunks.pixels, chunk_moments);
+                                              {dim3(chunks, images), kThreads, shared_bytes}, queue,
+                                              norm, first, chunk_pixels, chunk_moments);
     if (error != cudaSuccess) return error;
     return LaunchDependent(GroupApplyKernel<V, kElement>,
                            {dim3(blocks, images), kThreads, sizeof(ExactStatistics) * norm.groups},
-                           queue, norm, first, chunks.count, chunks.pixels, chunk_moments,
-                           block_pixels);
+                           queue, norm, first, chunks, chunk_pixels, chunk_moments, block_pixels);
   });
 }
 
@@ -240,7 +239,7 @@ struct Cut {
 };
 /// Chosen so that each CTA reads enough bytes, in rows that are long enough.
 Cut CutOf(const NormLayer& norm) {
-  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
+  const int channels = norm.AllChannels(), group_channels = norm.GroupChannels();
   const int least = std::lcm(group_channels, 8);
   // A group with an odd number of channels has no whole pairs, which the kernel adds.
   if (group_channels % 2 != 0 || channels % least != 0 || least > 8 * kMaxSliceVectors) return {};
@@ -269,7 +268,7 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
   __shared__ float2 sums[kSliceThreads * kRuns];       // [runs of a slice][lines]
   __shared__ float pivots[kMaxSliceVectors * kRuns];
   __shared__ float2 statistics[kMaxSliceVectors * kRuns];  // of groups: mean, 1 / deviation
-  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
+  const int group_channels = norm.GroupChannels();
   const int vectors = cut.channels / V, lines = kSliceThreads / vectors;
   const int groups = cut.channels / group_channels;
   // In reverse order: the previous convolution left the last image in L2.
@@ -320,17 +319,7 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
   }
   __syncthreads();
 
-  // A warp adds value_of(i) over [0, count) for a group, in an order that depends on `count` alone.
   const int lane = threadIdx.x % 32, group_runs = group_channels / kRun;
-  const auto add = [&](int count, const auto& value_of) {
-    float2 total = {};
-    for (int i = lane; i < count; i += 32) {
-      const float2 value = value_of(i);
-      total.x += value.x;
-      total.y += value.y;
-    }
-    return make_float2(WarpSum(total.x), WarpSum(total.y));
-  };
   const auto finish = [&](int group, const float2& total) {
     const float count = static_cast<float>(norm.pixels) * group_channels;
     const float shift = total.x / count;
@@ -342,7 +331,7 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
   float2* const of_slice = part_sums + slice * cut.parts * groups;
   for (int group = threadIdx.x / 32; group < groups; group += kSliceThreads / 32) {
     const int count = group_runs * lines;
-    const float2 total = add(count, [&](int i) { return sums[group * count + i]; });
+    const float2 total = WarpAdd(count, [&](int i) { return sums[group * count + i]; });
     if (lane != 0) continue;
     if (cut.parts == 1) {
       finish(group, total);
@@ -354,7 +343,7 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
     if (!IsLast(parts_done + slice, cut.parts)) return;
     for (int group = threadIdx.x / 32; group < groups; group += kSliceThreads / 32) {
       const float2 total =
-          add(cut.parts, [&](int i) { return __ldcg(of_slice + i * groups + group); });
+          WarpAdd(cut.parts, [&](int i) { return __ldcg(of_slice + i * groups + group); });
       if (lane == 0) finish(group, total);
     }
   }
@@ -415,11 +404,10 @@ static_assert(kMaxNormChannels * sizeof(ExactStatistics) <= kSharedLimit, "one c
 }  // namespace
 
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue) {
-  const bool vector = HasVectors(norm);
-  if (norm.x.element == Element::kBf16) {
-    return vector ? Launch<8, Element::kBf16>(norm, queue) : Launch<1, Element::kBf16>(norm, queue);
-  }
-  return vector ? Launch<8, Element::kF32>(norm, queue) : Launch<1, Element::kF32>(norm, queue);
+  return WithConstant<8, 1>(HasVectors(norm) ? 8 : 1, [&](auto width) {
+    return norm.x.element == Element::kBf16 ? Launch<width, Element::kBf16>(norm, queue)
+                                            : Launch<width, Element::kF32>(norm, queue);
+  });
 }
 
 bool SuitsGroupNormFactors(const NormLayer& norm) {
@@ -430,8 +418,7 @@ bool SuitsGroupNormFactors(const NormLayer& norm) {
 
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue) {
   const Cut cut = CutOf(norm);
-  const int group_channels = (norm.channels + norm.channels2) / norm.groups;
-  const auto kernel = WithConstant<2, 4, 8>(RunOf(group_channels),
+  const auto kernel = WithConstant<2, 4, 8>(RunOf(norm.GroupChannels()),
                                             [](auto run) { return &GroupFactorsKernel<run>; });
   const size_t image_bytes = sizeof(float2) * cut.parts * norm.groups;
   size_t at_once = norm.workspace_bytes / image_bytes;
@@ -456,17 +443,15 @@ cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue) {
 }
 
 cudaError_t LoadGroupNormKernels() {
+  constexpr Element kBf16 = Element::kBf16, kF32 = Element::kF32;
   const cudaError_t error =
-      LoadKernels(0, GroupScaleKernel<Element::kBf16>, GroupScaleKernel<Element::kE4m3x2>,
+      LoadKernels(0, GroupScaleKernel<kBf16>, GroupScaleKernel<Element::kE4m3x2>,
                   GroupFactorsKernel<8>, GroupFactorsKernel<4>, GroupFactorsKernel<2>);
-  return error != cudaSuccess
-             ? error
-             : LoadKernels(
-                   kSharedLimit, GroupMomentsKernel<8, Element::kBf16>,
-                   GroupApplyKernel<8, Element::kBf16>, GroupMomentsKernel<1, Element::kBf16>,
-                   GroupApplyKernel<1, Element::kBf16>, GroupMomentsKernel<8, Element::kF32>,
-                   GroupApplyKernel<8, Element::kF32>, GroupMomentsKernel<1, Element::kF32>,
-                   GroupApplyKernel<1, Element::kF32>);
+  if (error != cudaSuccess) return error;
+  return LoadKernels(kSharedLimit, GroupMomentsKernel<8, kBf16>, GroupApplyKernel<8, kBf16>,
+                     GroupMomentsKernel<1, kBf16>, GroupApplyKernel<1, kBf16>,
+                     GroupMomentsKernel<8, kF32>, GroupApplyKernel<8, kF32>,
+                     GroupMomentsKernel<1, kF32>, GroupApplyKernel<1, kF32>);
 }
 
 }  // namespace denoised::cuda

@@ -47,7 +47,7 @@ inline bool SuitsOnePass(const NormLayer& norm) {
   return HasVectors(norm) && norm.x.element == Element::kBf16 &&
          (norm.out.element == Element::kBf16 || norm.out.element == Element::kE4m3x2) &&
          (norm.scale_shift.data == nullptr || norm.scale_shift.element == Element::kBf16) &&
-         RunOf((norm.channels + norm.channels2) / norm.groups) >= 2 &&
+         RunOf(norm.GroupChannels()) >= 2 &&
          (norm.activation == Activation::kNone || norm.activation == Activation::kSilu);
 }
 
@@ -240,7 +240,7 @@ __device__ inline Affine AffineOf(const GroupNormLaunch& norm, int64_t image, in
   Affine affine = {unit * norm.gamma[c], unit * norm.beta[c]};
   if (norm.scale_shift.data != nullptr) {
     affine = Apply(affine, Load(norm.scale_shift, image, c),
-                   Load(norm.scale_shift, image, norm.channels + norm.channels2 + c), unit);
+                   Load(norm.scale_shift, image, norm.AllChannels() + c), unit);
   }
   return affine;
 }
@@ -248,7 +248,7 @@ __device__ inline Affine AffineOf(const GroupNormLaunch& norm, int64_t image, in
 /// The same for an image that is not normalised yet.
 __device__ inline void StoreFactors(const GroupNormLaunch& norm, int64_t image, int c,
                                     const Affine& affine, const Statistics& of_group) {
-  const int channels = norm.channels + norm.channels2;
+  const int channels = norm.AllChannels();
   const Affine of_image = Apply(affine, of_group);
   float* const to = norm.factors + image * 2 * channels;
   to[c] = of_image.factor;

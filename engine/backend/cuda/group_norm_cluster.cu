@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   __syncthreads();
 
   if (norm.factors != nullptr) {
-    const int64_t channels = norm.channels + norm.channels2;
+    const int64_t channels = norm.AllChannels();
     float* const to = norm.factors + image * 2 * channels + slice_begin;
     for (int c = thread; rank == 0 && c < plan.slice_channels; c += threads) {
       const Affine of_image = Apply({factors[c], offsets[c]}, statistics[c / kRun]);
@@ -233,9 +233,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                                held, kept);
 }
 
-using Kernel = void(GroupNormLaunch, Plan);
-
-Kernel* KernelOf(int vectors, int run, Element out) {
+auto* KernelOf(int vectors, int run, Element out) {
   return WithConstant<2, 4, kMaxVectors>(vectors, [&](auto vectors) {
     return WithConstant<2, 4, 8>(run, [&](auto run) {
       return out == Element::kE4m3x2 ? &GroupNormClusterKernel<vectors, run, Element::kE4m3x2>
@@ -247,9 +245,9 @@ Kernel* KernelOf(int vectors, int run, Element out) {
 int Threads(const Plan& plan) { return kQuad * plan.line_vectors * plan.lines; }
 
 Plan MakePlan(const NormLayer& norm, int slice_channels, int lines, int vectors) {
-  const int channels = norm.channels + norm.channels2;
+  const int channels = norm.AllChannels();
   Plan plan;
-  plan.group_channels = channels / norm.groups;
+  plan.group_channels = norm.GroupChannels();
   plan.slice_channels = slice_channels;
   plan.slice_groups = slice_channels / plan.group_channels;
   plan.slices = channels / slice_channels;
@@ -273,7 +271,7 @@ bool Possible(const Plan& plan, int max_blocks) {
 /// The smallest number of channels, at least `least`, of whole vectors and groups, that divides all
 /// channels evenly. `sectors`: also of whole sectors of memory (32 bytes) if that is possible.
 int SliceChannels(const NormLayer& norm, int least, bool sectors) {
-  const int channels = norm.channels + norm.channels2, group_channels = channels / norm.groups;
+  const int channels = norm.AllChannels(), group_channels = norm.GroupChannels();
   int unit = std::lcm(group_channels, sectors ? 2 * kVector : kVector);
   if (channels % unit != 0) unit = std::lcm(group_channels, kVector);
   int slice = unit;
@@ -330,8 +328,8 @@ Plan PlanOf(const GroupNormLaunch& norm, const Queue& queue) {
   const Plan of_many = PlanOfMany(norm, queue);
   if (of_many.vectors == 0) return {};
 
-  const int64_t vectors = int64_t{norm.images} * norm.pixels *
-                          ((norm.channels + norm.channels2) / kVector) / queue.multiprocessors;
+  const int64_t vectors =
+      int64_t{norm.images} * norm.pixels * (norm.AllChannels() / kVector) / queue.multiprocessors;
   const struct {
     int most, of_thread, least_channels;
   } preferences[] = {
@@ -366,15 +364,14 @@ cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& que
 
 cudaError_t LoadGroupNormClusterKernels(bool clusters) {
   for (int vectors : {2, 4, kMaxVectors}) {
+    // Loads in flight occupy L1, so kernels that move much data leave it large. The others share a
+    // multiprocessor with kernels that need a small L1, and changing its size takes time.
+    const int bytes = vectors == kMaxVectors ? 0 : kSharedLimit;
     for (int run : {2, 4, 8}) {
       for (Element out : {Element::kBf16, Element::kE4m3x2}) {
-        // Loads in flight occupy L1, so kernels that move much data leave it large. The others
-        // share a multiprocessor with kernels that need a small L1, and changing its size takes
-        // time.
-        const int shared_bytes = vectors == kMaxVectors ? 0 : kSharedLimit;
-        Kernel* const kernel = KernelOf(vectors, run, out);
+        auto* const kernel = KernelOf(vectors, run, out);
         const cudaError_t error =
-            clusters ? LoadClusterKernel(kernel, shared_bytes) : LoadKernel(kernel, shared_bytes);
+            clusters ? LoadClusterKernel(kernel, bytes) : LoadKernel(kernel, bytes);
         if (error != cudaSuccess) return error;
       }
     }

@@ -94,27 +94,18 @@ __global__ void __launch_bounds__(kThreads, 4)
               if (part == 0) statistics[group] = StatisticsOf(sums, plan.count_inverse, norm.eps);
             });
   __syncthreads();
-  for (int c = threadIdx.x; c < norm.channels + norm.channels2; c += kThreads) {
+  for (int c = threadIdx.x; c < norm.AllChannels(); c += kThreads) {
     StoreFactors(norm, image, c, AffineOf(norm, image, c), statistics[c / plan.group_channels]);
   }
 #endif
 }
 
-using Kernel = void(GroupNormLaunch, Plan, int, Sums*, int*);
-Kernel* KernelOf(const Plan& plan) {
-  return WithConstant<2, 4, 8>(RunOf(plan.group_channels),
-                               [](auto run) { return &GroupNormPiecesKernel<run>; });
-}
-
 int SharedBytes(const Plan& plan) { return plan.leaves * plan.leaf_stride * kSumsBytes; }
-size_t NodeBytes(const GroupNormLaunch& norm, const Plan& plan) {  // per image
-  return sizeof(Sums) * plan.pieces * norm.groups;
-}
 
 Plan MakePlan(const NormLayer& norm) {
   Plan plan;
-  const int channels = norm.channels + norm.channels2;
-  plan.group_channels = channels / norm.groups;
+  const int channels = norm.AllChannels();
+  plan.group_channels = norm.GroupChannels();
   plan.vectors = channels / kVector;
   plan.tiles = FastDivmod((plan.vectors + kTileVectors - 1) / kTileVectors);
   plan.leaf_stride = channels / RunOf(plan.group_channels) | 1;
@@ -145,17 +136,19 @@ bool SuitsGroupNormPieces(const NormLayer& norm) {
 bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
   constexpr int64_t kMuchBytes = 18 << 20;
   if (!SuitsGroupNormCluster(norm, queue)) return true;
-  const int64_t bytes = int64_t{norm.images} * norm.pixels * (norm.channels + norm.channels2) * 2;
+  const int64_t bytes = int64_t{norm.images} * norm.pixels * norm.AllChannels() * 2;
   return bytes >= kMuchBytes && SuitsGroupNormPieces(norm);
 }
 
 cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue) {
   if (!SuitsGroupNormPieces(norm)) return cudaErrorInvalidValue;
   const Plan plan = MakePlan(norm);
-  const size_t at_once =
-      std::min<size_t>(norm.workspace_bytes / NodeBytes(norm, plan), kSemaphores);
+  const auto kernel = WithConstant<2, 4, 8>(RunOf(plan.group_channels),
+                                            [](auto run) { return &GroupNormPiecesKernel<run>; });
+  const size_t image_bytes = sizeof(Sums) * plan.pieces * norm.groups;  // of nodes
+  const size_t at_once = std::min<size_t>(norm.workspace_bytes / image_bytes, kSemaphores);
   return ForImages(norm.images, at_once, [&](int first, int images) {
-    return LaunchDependent(KernelOf(plan),
+    return LaunchDependent(kernel,
                            {.grid = dim3(plan.pieces, images),
                             .block = dim3(kThreads),
                             .shared_bytes = static_cast<size_t>(SharedBytes(plan))},

@@ -50,8 +50,8 @@ cudaError_t LaunchFactorsThenScale(const GroupNormLaunch& norm, const Rows& out,
 }  // namespace
 
 int NormImagesAtOnce(const NormLayer& norm) {
-  return static_cast<int>(std::min<size_t>(
-      65535, kNormFactorBytes / (2 * sizeof(float) * (norm.channels + norm.channels2))));
+  return static_cast<int>(
+      std::min<size_t>(65535, kNormFactorBytes / (2 * sizeof(float) * norm.AllChannels())));
 }
 
 bool HasNormFactors(const NormLayer& norm, const Queue& queue) {
@@ -73,7 +73,7 @@ cudaError_t LaunchNorm(const GroupNormLaunch& norm, float* factors, const Queue&
 /// What decides the norm's bits sees the layer as it is in bf16.
 cudaError_t LaunchNormE4m3(const GroupNormLaunch& norm, const Rows& rounded, float* factors,
                            const Queue& queue) {
-  const int channels = norm.channels + norm.channels2;
+  const int channels = norm.AllChannels();
   if (RoundedBytes(channels) != channels || !HasNormFactors(norm, queue)) {
     const cudaError_t error = LaunchNorm(norm, factors, queue);
     return error != cudaSuccess
