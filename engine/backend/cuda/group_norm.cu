@@ -56,6 +56,12 @@ __device__ void LoadSources(const GroupNormLaunch& norm, int64_t pixel, int chan
   LoadChannelsOf<V, kElement>(first ? norm.x : norm.x2, pixel,
                               first ? channel : channel - norm.channels, v);
 }
+template <Element kElement>
+__device__ float LoadSource(const GroupNormLaunch& norm, int64_t pixel, int channel) {
+  float v[1];
+  LoadSources<1, kElement>(norm, pixel, channel, v);
+  return v[0];
+}
 
 /// Adds value_of(i) over [0, count) by a warp, in an order that depends on `count` alone.
 template <typename ValueOf>
@@ -85,9 +91,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = static_cast<int64_t>(first_image + blockIdx.y) * norm.pixels + begin;
   // The deviations' origin: the first channel of the group at the first pixel of the run.
   const auto origin_of = [&](int group) {
-    float origin[1];
-    LoadSources<1, kElement>(norm, first, group * group_channels, origin);
-    return origin[0];
+    return LoadSource<kElement>(norm, first, group * group_channels);
   };
 
   for (int i = threadIdx.x; i < layout.vectors * layout.lines; i += kThreads) {
@@ -227,7 +231,6 @@ cudaError_t Launch(const GroupNormLaunch& norm, const Queue& queue) {
   });
 }
 
-constexpr int kSliceThreads = 256;
 constexpr int kMaxSliceVectors = 32;
 constexpr int kMaxParts = 256;
 constexpr int kGoodBytes = 32 * 1024, kGoodSliceChannels = 32;
@@ -261,15 +264,15 @@ Cut CutOf(const NormLayer& norm) {
 /// cancels before it is squared. `part_sums`: [images][slices][parts][groups of a slice];
 /// `parts_done`: [images][slices], zero before and after.
 template <int kRun>
-__global__ void __launch_bounds__(kSliceThreads, 3)
+__global__ void __launch_bounds__(kThreads, 3)
     GroupFactorsKernel(const __grid_constant__ GroupNormLaunch norm, int first_image, Cut cut,
                        float2* part_sums, int* parts_done) {
   constexpr int V = 8, kRuns = V / kRun, kAtOnce = 8;  // vectors
-  __shared__ float2 sums[kSliceThreads * kRuns];       // [runs of a slice][lines]
+  __shared__ float2 sums[kThreads * kRuns];            // [runs of a slice][lines]
   __shared__ float pivots[kMaxSliceVectors * kRuns];
   __shared__ float2 statistics[kMaxSliceVectors * kRuns];  // of groups: mean, 1 / deviation
   const int group_channels = norm.GroupChannels();
-  const int vectors = cut.channels / V, lines = kSliceThreads / vectors;
+  const int vectors = cut.channels / V, lines = kThreads / vectors;
   const int groups = cut.channels / group_channels;
   // In reverse order: the previous convolution left the last image in L2.
   const int64_t image = first_image + gridDim.z - 1 - blockIdx.z;
@@ -279,7 +282,7 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
   WaitForPredecessors();
   ReleaseDependents();
 
-  static_assert(kSliceThreads == 8 * kMaxSliceVectors);
+  static_assert(kThreads == 8 * kMaxSliceVectors);
   Affine affine = {};  // of this thread's channel, loaded early
   if (threadIdx.x < cut.channels) affine = AffineOf(norm, image, first_channel + threadIdx.x);
   const int vector = threadIdx.x % vectors, line = threadIdx.x / vectors;
@@ -292,10 +295,8 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
     float pivot[kRuns], sum[kRuns] = {}, squares[kRuns] = {};
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
-      float of_group[1];
-      LoadSources<1, Element::kBf16>(
-          norm, first_pixel, (channel + r * kRun) / group_channels * group_channels, of_group);
-      pivot[r] = of_group[0];
+      const int first_of_group = (channel + r * kRun) / group_channels * group_channels;
+      pivot[r] = LoadSource<Element::kBf16>(norm, first_pixel, first_of_group);
     }
     uint4 bits[kAtOnce];
     ForPixels<kAtOnce>(
@@ -329,7 +330,7 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
   };
   const int64_t slice = static_cast<int64_t>(blockIdx.z) * gridDim.x + blockIdx.x;
   float2* const of_slice = part_sums + slice * cut.parts * groups;
-  for (int group = threadIdx.x / 32; group < groups; group += kSliceThreads / 32) {
+  for (int group = threadIdx.x / 32; group < groups; group += kWarps) {
     const int count = group_runs * lines;
     const float2 total = WarpAdd(count, [&](int i) { return sums[group * count + i]; });
     if (lane != 0) continue;
@@ -341,7 +342,7 @@ __global__ void __launch_bounds__(kSliceThreads, 3)
   }
   if (cut.parts > 1) {
     if (!IsLast(parts_done + slice, cut.parts)) return;
-    for (int group = threadIdx.x / 32; group < groups; group += kSliceThreads / 32) {
+    for (int group = threadIdx.x / 32; group < groups; group += kWarps) {
       const float2 total =
           WarpAdd(cut.parts, [&](int i) { return __ldcg(of_slice + i * groups + group); });
       if (lane == 0) finish(group, total);
@@ -424,8 +425,8 @@ cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& que
   size_t at_once = norm.workspace_bytes / image_bytes;
   if (cut.parts > 1) at_once = std::min<size_t>(at_once, kSemaphores / cut.slices);
   return ForImages(norm.images, at_once, [&](int first, int images) {
-    return LaunchDependent(kernel, {dim3(cut.slices, cut.parts, images), kSliceThreads}, queue,
-                           norm, first, cut, static_cast<float2*>(norm.workspace), norm.semaphores);
+    return LaunchDependent(kernel, {dim3(cut.slices, cut.parts, images), kThreads}, queue, norm,
+                           first, cut, static_cast<float2*>(norm.workspace), norm.semaphores);
   });
 }
 

@@ -7,6 +7,13 @@
 
 /// Group norm by whichever of launch.h's kernels suits: plan_group_norm.cc. What decides bits sees
 /// the layer alone; kernels with the same bits are chosen by the launch.
+///
+///   group_norm.cu          two passes: for any layer, or by factors for bf16 images of any size
+///   group_norm_cluster.cu  one pass: images that fit the registers of a cluster, or of a CTA
+///   group_norm_stream.cu   one pass on Hopper: large images in batches that fill the device
+///   group_norm_pieces.cu   factors alone on Hopper: images of batches that fill the device
+///
+/// The last three have the same bits; what they share is in group_norm.cuh.
 
 namespace denoised::cuda {
 

@@ -84,22 +84,18 @@ __device__ void Normalise(const float* factors, const float* offsets, const Stat
 template <int kVectors, Element kOut>
 __device__ void StoreVectors(const GroupNormLaunch& norm, int64_t pixel, int channel, int held,
                              const uint32_t (&kept)[kVectors][kWords]) {
-  if constexpr (kOut == Element::kE4m3x2) {
-    const float inverse = 1.0f / norm.out.scale;
+  auto* const to = static_cast<__nv_bfloat16*>(norm.out.data) + pixel * norm.out.stride + channel;
+  const int step = kQuad * static_cast<int>(norm.out.stride);
+  const float inverse = 1.0f / norm.out.scale;  // kE4m3x2
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (i >= held) break;
+  for (int i = 0; i < kVectors; ++i) {
+    if (i >= held) break;
+    const uint4 v = make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
+    if constexpr (kOut == Element::kE4m3x2) {
       *reinterpret_cast<uint2*>(E4m3At(norm.out, pixel + i * kQuad, channel)) =
-          PackE4m3(make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]), inverse);
-    }
-  } else {
-    auto* to = static_cast<__nv_bfloat16*>(norm.out.data) + pixel * norm.out.stride + channel;
-    const int step = kQuad * static_cast<int>(norm.out.stride);
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (i >= held) break;
-      *reinterpret_cast<uint4*>(to + i * step) =
-          make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
+          PackE4m3(v, inverse);
+    } else {
+      *reinterpret_cast<uint4*>(to + i * step) = v;
     }
   }
 }

@@ -545,10 +545,8 @@ cudaError_t Start(void (*kernel)(Argument, Plan, Maps), const NormLaunch& norm, 
       (dout.data != nullptr && Encode(&maps.dout, norm, dout, plan) != CUDA_SUCCESS))
     return cudaErrorInvalidValue;
   return LaunchDependent(kernel,
-                         {.grid = dim3(static_cast<unsigned>(plan.cluster),
-                                       static_cast<unsigned>(norm.channels / plan.strip),
-                                       static_cast<unsigned>(norm.rows)),
-                          .block = static_cast<unsigned>(Threads(plan)),
+                         {.grid = dim3(plan.cluster, norm.channels / plan.strip, norm.rows),
+                          .block = dim3(Threads(plan)),
                           .shared_bytes = static_cast<size_t>(BytesOf(layer, plan)),
                           .cluster = static_cast<unsigned>(plan.cluster)},
                          queue, argument, plan, maps);
