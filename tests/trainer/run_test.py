@@ -304,6 +304,18 @@ class RunTest(unittest.TestCase):
             saved = list((self.root / output / "checkpoints").glob("*/DONE"))
             self.assertEqual(len(saved), 1)
 
+    def test_a_reader_that_ends_first_costs_no_checkpoint(self):
+        """Ctrl-C ends the "tee" of a pipeline, too."""
+        process = subprocess.Popen(
+            self.arguments("a", steps=100000, **{"checkpoint-steps": 100000}), stderr=subprocess.PIPE, text=True)
+        for line in process.stderr:
+            if line.startswith("step 3/"):
+                break
+        process.stderr.close()
+        process.send_signal(signal.SIGINT)
+        self.assertEqual(process.wait(timeout=60), 0)
+        self.assertEqual(len(list((self.root / "a/checkpoints").glob("*/DONE"))), 1)
+
     def test_nohup_outlives_the_terminal(self):
         self.start_with_hangup(signal.SIG_IGN)
         process = self.start("a", steps=100000)
