@@ -128,6 +128,7 @@ class Session {
   absl::Status Resume();
   absl::Status CheckRanks();
   absl::Status Loop();
+  absl::Status CheckLearned() const;
   absl::Status Save();
   absl::Status WriteModels(const TrainerState& state);
   void Sample();
@@ -848,13 +849,17 @@ absl::Status Session::Loop() {
     }
   }
   if (step_ < config_.trainer.steps) return Cancelled("stopped by a signal after step {}", step_);
-  if (2 * skipped_ > step_)
-    return FailedPrecondition(
-        "the gradient was not finite in {} of {} steps, so these changed nothing, and hardly "
-        "anything was learned. Lower --learning-rate or raise --warmup-steps, and start anew in "
-        "another --output",
-        skipped_, step_);
-  return absl::OkStatus();
+  return CheckLearned();
+}
+
+/// After the last step, whichever process made it.
+absl::Status Session::CheckLearned() const {
+  if (2 * skipped_ <= step_) return absl::OkStatus();
+  return FailedPrecondition(
+      "the gradient was not finite in {} of {} steps, so these changed nothing, and hardly "
+      "anything was learned. Lower --learning-rate or raise --warmup-steps, and start anew in "
+      "another --output",
+      skipped_, step_);
 }
 
 absl::Status Session::Run() {
@@ -875,10 +880,11 @@ absl::Status Session::Run() {
   if (step_ >= config_.trainer.steps) {
     Say("{} steps were already done, and --steps is {}: only the model is written", step_,
         config_.trainer.steps);
-    if (!first()) return absl::OkStatus();
+    if (!first()) return CheckLearned();
     // The process may have ended after its last checkpoint and before its model.
     DENOISED_ASSIGN_OR_RETURN(const TrainerState state, trainer_->State());
-    return WriteModels(state);
+    DENOISED_RETURN_IF_ERROR(WriteModels(state));
+    return CheckLearned();
   }
   return Loop();
 }

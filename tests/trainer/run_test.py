@@ -811,6 +811,13 @@ class RunTest(unittest.TestCase):
         self.assertRegex(said, r"not finite (in \d+ of 30 steps|at step 30)")
         self.assertIn("Lower --learning-rate", said)
 
+    def test_a_failed_run_does_not_succeed_when_it_is_repeated(self):
+        (self.root / "variance.json").write_text(json.dumps({**NETWORK, "out_channels": 2}))
+        flags = {"network": self.root / "variance.json", "objective": "epsilon", "variance-weight": 1e30, "steps": 4}
+        for resume in (None, "latest"):
+            said = self.train("a", rc=1, resume=resume, **flags)
+            self.assertIn("the gradient was not finite in 4 of 4 steps", said)
+
     def test_bad_pictures(self):
         bad = self.data / "down/bad.png"
         bad.write_bytes(png(lambda x, y: 0)[:40])
