@@ -434,6 +434,16 @@ void Session::SayNoiseOfStart() const {
 
 absl::Status Session::OpenOutput() {
   std::error_code error;
+  if (fs::is_directory(config_.data, error)) {
+    const fs::path below = fs::weakly_canonical(fs::absolute(config_.output), error)
+                               .lexically_relative(fs::canonical(config_.data, error));
+    // Grids would be pictures when the run is resumed, and with classes a class.
+    if (!below.empty() && *below.begin() != "..")
+      return InvalidArgument(
+          "--output {} lies in --data {}, where its grids would count as pictures; use a folder "
+          "outside of it",
+          config_.output, config_.data);
+  }
   fs::create_directories(config_.output, error);
   if (error)
     return InvalidArgument("--output {}: cannot be created: {}", config_.output, error.message());

@@ -918,6 +918,15 @@ class RunTest(unittest.TestCase):
             first.communicate()
         self.train("a", steps=1, resume="latest", **{"checkpoint-steps": 1})
 
+    def test_an_output_among_the_pictures_is_refused(self):
+        link = self.root / "link"
+        link.symlink_to(self.data)
+        for output in (self.data / "run", self.data, link / "down/run", self.data / "../pictures/run"):
+            self.assertIn(f"--output {output} lies in --data {self.data}, where its grids would count as pictures; "
+                          "use a folder outside of it", self.train(output, rc=2))  # fmt: skip
+        self.assertEqual(len(list(self.data.iterdir())), 2)
+        self.train("pictures-of-a-run", steps=1)
+
     @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")
     def test_a_folder_without_permission(self):
         (self.root / "a").mkdir(mode=0o555)
