@@ -811,7 +811,7 @@ void Session::Sample() {
   }
   const absl::StatusOr<Grid> grid = DrawGrid(
       SnapshotDirectory(0), config_.cuda ? std::optional(config_.cuda_options) : std::nullopt,
-      config_.sample_count, std::move(class_values), prompts_);
+      config_.sample_count, std::move(class_values), prompts_, stop_);
   if (!grid.ok()) return Say("no samples: {}", std::string(grid.status().message()));
   std::error_code error;
   fs::create_directories(Output("samples"), error);
@@ -852,7 +852,8 @@ absl::Status Session::Loop() {
     const bool sample = config_.sample_steps > 0 && step_ % config_.sample_steps == 0;
     if (step_ % config_.checkpoint_steps == 0 || last || sample) {
       DENOISED_RETURN_IF_ERROR(Save());
-      if (first() && (sample || (config_.sample_steps > 0 && last && !stopped))) Sample();
+      // A grid may take minutes, which whoever stops a run does not wait.
+      if (first() && !stopped && !stop_ && (sample || (config_.sample_steps > 0 && last))) Sample();
       DENOISED_RETURN_IF_ERROR(exchange_->WaitForFirst());
       since = Clock::now();
       logged = step_;

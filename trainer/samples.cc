@@ -2,6 +2,7 @@
 #include "trainer/samples.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 
 #include "engine/core/condition_variable.h"
@@ -13,6 +14,8 @@ namespace denoised::trainer {
 namespace {
 
 constexpr uint64_t kFirstSeed = 1000;
+/// In which a signal, which notifies nobody, is noticed.
+constexpr auto kSignalInterval = std::chrono::milliseconds(100);
 
 class Collector final : public JobListener {
  public:
@@ -24,9 +27,17 @@ class Collector final : public JobListener {
     done_ = true;
     changed_.NotifyAll();
   }
-  absl::StatusOr<std::vector<Tensor>> Wait() {
+  absl::StatusOr<std::vector<Tensor>> Wait(Engine& engine, JobId job,
+                                           const std::atomic<bool>& stop) {
+    {
+      MutexLock lock(&mutex_);
+      while (!done_ && !stop)
+        changed_.WaitUntil(&mutex_, std::chrono::steady_clock::now() + kSignalInterval);
+    }
+    if (stop) engine.Cancel(job);
     MutexLock lock(&mutex_);
     while (!done_) changed_.Wait(&mutex_);
+    if (absl::IsCancelled(status_)) return Cancelled("stopped by a signal");
     if (!status_.ok()) return status_;
     return images_;
   }
@@ -44,7 +55,8 @@ class Collector final : public JobListener {
 absl::StatusOr<Grid> DrawGrid(const std::string& directory,
                               const std::optional<training::CudaOptions>& gpu, int count,
                               std::vector<float> class_values,
-                              const std::vector<std::string>& prompts) {
+                              const std::vector<std::string>& prompts,
+                              const std::atomic<bool>& stop) {
   EngineOptions options;
   options.device = gpu ? "cuda" : "cpu";
   if (gpu) options.devices = {gpu->number};
@@ -72,8 +84,8 @@ absl::StatusOr<Grid> DrawGrid(const std::string& directory,
     return InvalidArgument("{}: cannot be sampled: {}: {}", directory, violations[0].field,
                            violations[0].description);
   const auto collector = std::make_shared<Collector>(count);
-  DENOISED_RETURN_IF_ERROR(engine->Submit(std::move(job), collector).status());
-  DENOISED_ASSIGN_OR_RETURN(const std::vector<Tensor> images, collector->Wait());
+  DENOISED_ASSIGN_OR_RETURN(const JobId id, engine->Submit(std::move(job), collector));
+  DENOISED_ASSIGN_OR_RETURN(const std::vector<Tensor> images, collector->Wait(*engine, id, stop));
 
   const auto columns = static_cast<int>(std::ceil(std::sqrt(static_cast<double>(count))));
   const int rows = (count + columns - 1) / columns;

@@ -304,6 +304,18 @@ class RunTest(unittest.TestCase):
             saved = list((self.root / output / "checkpoints").glob("*/DONE"))
             self.assertEqual(len(saved), 1)
 
+    def test_a_signal_ends_a_grid(self):
+        flags = {"steps": 100000, "sample-steps": 1, "sample-count": 256, "default-steps": 500}
+        process = self.start("a", **flags)
+        for line in process.stderr:
+            if line == "saved step 1\n":
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        self.assertEqual(process.wait(timeout=60), 0, rest)
+        self.assertIn("stopped by a signal after step 2", rest)
+        self.assertNotIn("drew", rest)
+
     def test_a_reader_that_ends_first_costs_no_checkpoint(self):
         """Ctrl-C ends the "tee" of a pipeline, too."""
         process = subprocess.Popen(
