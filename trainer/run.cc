@@ -596,7 +596,9 @@ void Session::ShortenLog(int64_t steps) const {
   std::string line, kept;
   while (std::getline(file, line)) {
     const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (json.is_object() && json.value("step", int64_t{0}) <= steps) kept += line + "\n";
+    const nlohmann::json step =
+        json.is_object() ? json.value("step", nlohmann::json()) : nlohmann::json();
+    if (step.is_number_integer() && step <= steps) kept += line + "\n";
   }
   if (const absl::Status status = WriteFileWhole(Output("log.jsonl"), kept); !status.ok())
     Say("{}", std::string(status.message()));

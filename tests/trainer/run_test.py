@@ -664,6 +664,15 @@ class RunTest(unittest.TestCase):
             f"{self.root}/a/log.jsonl: cannot be written from step 1 on: Is a directory", said)
         self.assertTrue((self.root / "a/model/model_index.json").exists())
 
+    def test_lines_that_are_none_are_dropped_from_a_log(self):
+        self.train("a", steps=4)
+        log = self.root / "a/log.jsonl"
+        lines = log.read_text()
+        log.write_text(lines + '{"step":"x"}\n{"loss":1}\n{"step":1e300}\n{"step":[1]}\n[3]\n3\n{"step":')
+        self.train("a", steps=8, resume="latest")
+        self.assertTrue(log.read_text().startswith(lines))
+        self.assert_log_has_each_step_once("a", 8)
+
     def test_a_full_disk_loses_log_and_events_and_says_so_once(self):
         said = self.train("a", rc=1, limit=4096, steps=60, **{"checkpoint-steps": 100})
         for file in ("log.jsonl", "events/events.out.tfevents"):
