@@ -23,6 +23,7 @@
 #include "engine/training/latents.h"
 #include "engine/training/peak.h"
 #include "trainer/checkpoint.h"
+#include "trainer/data/archive.h"
 #include "trainer/data/pictures.h"
 #include "trainer/differences.h"
 #include "trainer/event_file.h"
@@ -592,15 +593,21 @@ absl::Status Session::CheckRanks() {
 
 /// Drops what an earlier process logged beyond the checkpoint: those steps are made again.
 void Session::ShortenLog(int64_t steps) const {
-  std::ifstream file(Output("log.jsonl"));
-  std::string line, kept;
-  while (std::getline(file, line)) {
+  const std::string path = Output("log.jsonl");
+  std::error_code error;
+  if (!fs::exists(fs::symlink_status(path, error))) return;
+  const absl::StatusOr<std::string> text = ReadFile(path);
+  if (!text.ok())
+    return Say("{}. It keeps its lines, also of steps that are made again",
+               std::string(text.status().message()));
+  std::string kept;
+  for (const std::string& line : LinesOf(*text)) {
     const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
     const nlohmann::json step =
         json.is_object() ? json.value("step", nlohmann::json()) : nlohmann::json();
     if (step.is_number_integer() && step <= steps) kept += line + "\n";
   }
-  if (const absl::Status status = WriteFileWhole(Output("log.jsonl"), kept); !status.ok())
+  if (const absl::Status status = WriteFileWhole(path, kept); !status.ok())
     Say("{}", std::string(status.message()));
 }
 

@@ -673,6 +673,15 @@ class RunTest(unittest.TestCase):
         self.assertTrue(log.read_text().startswith(lines))
         self.assert_log_has_each_step_once("a", 8)
 
+    def test_a_log_that_cannot_be_read_is_left(self):
+        self.train("a", steps=4)
+        log = self.root / "a/log.jsonl"
+        log.rename(self.root / "lines")
+        log.symlink_to("log.jsonl")  # root reads files of any permissions, but no circle
+        said = self.train("a", steps=8, resume="latest")
+        self.assertIn(f"{log}: cannot be read; check the path and its permissions. It keeps its lines", said)
+        self.assertTrue(log.is_symlink())
+
     def test_a_full_disk_loses_log_and_events_and_says_so_once(self):
         said = self.train("a", rc=1, limit=4096, steps=60, **{"checkpoint-steps": 100})
         for file in ("log.jsonl", "events/events.out.tfevents"):
