@@ -482,10 +482,11 @@ void AddDataFlags(CLI::App& app, Flags* flags) {
       ->type_name(In(0, 1));
   app.add_flag("--skip-bad-files", config.skip_bad_files,
                "Report and skip bad files, and in stage diffusion pictures without a caption");
-  app.add_option(
-      "--data-memory", config.data_memory,
-      "Limit in MiB of decoded pictures in memory; larger data sets are kept in a file in --output "
-      "and read ahead. 0: half of the free memory, divided by the ranks of this host");
+  app.add_option("--data-memory", config.data_memory,
+                 "Limit in MiB of decoded pictures in memory; larger data sets are kept in a file "
+                 "in --output and read ahead. 0: half of the free memory, divided by the ranks of "
+                 "this host")
+      ->check(flags::Between(int64_t{0}, int64_t{1} << 40));
   app.add_option("--prefetch-threads", t.prefetch_threads,
                  "Threads that prepare the pictures of the next step. 0: 2 if pictures are on disk "
                  "or augmented, else none");
@@ -778,8 +779,6 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
         std::pair{"--sample-count", int64_t{config.sample_count}},
         std::pair{"--max-skipped", int64_t{config.max_skipped}}})
     if (value < 1) return InvalidArgument("{} is {}; use at least 1", flag, value);
-  if (config.data_memory < 0)
-    return InvalidArgument("--data-memory is {}; use 0 or more MiB", config.data_memory);
   if (config.sample_steps < 0)
     return InvalidArgument("--sample-steps is {}; use 0 or more", config.sample_steps);
   if (config.sample_count > 256)

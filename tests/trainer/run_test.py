@@ -1438,6 +1438,8 @@ class RunTest(unittest.TestCase):
             ({"null-class": 3, "data": self.root / "none"}, "--null-class is 3"),  # before it reads
             ({"learning-rate": -1}, "learning-rate is -1"),
             ({"dropout": -1}, "dropout is -1"),
+            ({"data-memory": -1}, "--data-memory: -1 is not a whole number from 0 to 1099511627776"),
+            ({"data-memory": 1 << 44}, "--data-memory: 17592186044416 is not a whole number from 0 to 1099511627776"),
             ({"augment": 0.1, "flip": "true"}, "--flip cannot be given with --augment"),
             ({"dropout": "nan"}, "--dropout: nan is not a finite number"),
             ({"default-guidance-scale": "nan"}, "--default-guidance-scale: nan is not a finite number"),
