@@ -360,9 +360,12 @@ absl::Status Session::DryRun() {
   DENOISED_RETURN_IF_ERROR(LoadFirstWeights());
   // The first prepares the kernels, the second records them.
   const int before = config_.cuda ? 2 : 1, steps = config_.cuda ? kDryRunSteps : 1;
-  for (int i = 0; i < before; ++i) DENOISED_RETURN_IF_ERROR(trainer_->Step().status());
-  const Clock::time_point start = Clock::now();
-  for (int i = 0; i < steps; ++i) DENOISED_RETURN_IF_ERROR(trainer_->Step().status());
+  Clock::time_point start;
+  for (int i = -before; i < steps; ++i) {
+    if (i == 0) start = Clock::now();
+    if (stop_) return Cancelled("stopped by a signal before all steps were measured");
+    DENOISED_RETURN_IF_ERROR(trainer_->Step().status());
+  }
   const double seconds = Since(start) / steps;
   if (config_.cuda)
     fmt::print("GPU memory   {:.0f} MiB in use, by all processes\n", mib(backend_->MemoryInUse()));

@@ -6,6 +6,7 @@ what it says when pictures, labels, disks and numbers are bad.
 usage: run_test.py DENOISE_TRAIN [unittest arguments]"""
 
 import binascii
+import fcntl
 import json
 import os
 import random
@@ -315,6 +316,23 @@ class RunTest(unittest.TestCase):
         self.assertEqual(process.wait(timeout=60), 0, rest)
         self.assertIn("stopped by a signal after step 2", rest)
         self.assertNotIn("drew", rest)
+
+    def test_a_signal_ends_a_dry_run(self):
+        read, write = os.pipe()
+        size = fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(write, bytes(size))  # full: what is printed before the steps waits for a reader
+        process = subprocess.Popen(
+            self.arguments("a", **{"dry-run": "true", "stop-exit-code": 3}), stdout=write, stderr=subprocess.PIPE,
+            text=True)  # fmt: skip
+        os.close(write)
+        self.assertIn("12 pictures of 8", process.stderr.readline())
+        process.send_signal(signal.SIGTERM)
+        with open(read, "rb") as file:
+            said = file.read()
+        self.assertIn(b"work ", said)
+        self.assertNotIn(b"time ", said)
+        self.assertIn("stopped by a signal before all steps were measured", process.communicate()[1])
+        self.assertEqual(process.returncode, 3)
 
     def test_a_reader_that_ends_first_costs_no_checkpoint(self):
         """Ctrl-C ends the "tee" of a pipeline, too."""
