@@ -14,6 +14,7 @@
 
 #include "engine/core/address.h"
 #include "engine/core/config_reader.h"
+#include "engine/text/unicode.h"
 #include "flags/flags.h"
 #include "trainer/differences.h"
 #include "trainer/version.h"
@@ -783,6 +784,10 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
     return InvalidArgument("--sample-steps is {}; use 0 or more", config.sample_steps);
   if (config.sample_count > 256)
     return InvalidArgument("--sample-count is {}; use at most 256", config.sample_count);
+  for (const std::string& prompt : config.prompts)
+    if (const absl::Status status = DecodeUtf8(prompt).status(); !status.ok())
+      return InvalidArgument("--prompt \"{}\": {}", ReplaceInvalidUtf8(prompt),
+                             std::string(status.message()));
   if (!config.metrics_listen.empty())
     DENOISED_RETURN_IF_ERROR(CheckAddress("--metrics-listen", config.metrics_listen));
   DENOISED_RETURN_IF_ERROR(ReadEnvironment(&config));

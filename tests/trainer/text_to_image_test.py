@@ -493,6 +493,7 @@ class TextToImageTest(unittest.TestCase):
              "--prefetch-threads needs stage vae or a --network, but this run has stage diffusion"),
             ({"null-class": 1}, "--null-class needs a --network with classes and --class-dropout"),
             ({"null-class": 1, "caption-dropout": 0.1}, "but this run has a --pipeline"),
+            ({"prompt": os.fsdecode(b"a \xff")}, '--prompt "a \ufffd": text is not UTF-8 at byte 2; encode it as UTF-8'),
         ]:
             with self.subTest(flags=flags):
                 self.assertIn(message, self.train("refused", rc=2, **flags))
