@@ -535,7 +535,7 @@ absl::Status Session::Resume() {
     DENOISED_ASSIGN_OR_RETURN(checkpoint, LoadLatestCheckpoint(Output("checkpoints"), &broken));
     for (const std::string& what : broken) Say("checkpoint skipped: {}", what);
     if (!checkpoint && !broken.empty())
-      return FailedPrecondition(
+      return InvalidArgument(
           "no checkpoint in {} is whole; move that folder away to start with step 1",
           Output("checkpoints"));
     if (!checkpoint) {
@@ -543,7 +543,13 @@ absl::Status Session::Resume() {
       return absl::OkStatus();
     }
   } else {
-    DENOISED_ASSIGN_OR_RETURN(checkpoint, LoadCheckpoint(config_.resume));
+    absl::StatusOr<Checkpoint> loaded = LoadCheckpoint(config_.resume);
+    // Repeating it would not help.
+    if (absl::IsDataLoss(loaded.status()))
+      return InvalidArgument("{}. Resume from another checkpoint",
+                             std::string(loaded.status().message()));
+    DENOISED_RETURN_IF_ERROR(loaded.status());
+    checkpoint = *std::move(loaded);
   }
   DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, fingerprint_, config_.objective_of_start));
   DENOISED_RETURN_IF_ERROR(trainer_->Restore(checkpoint->state));

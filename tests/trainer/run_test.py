@@ -566,11 +566,11 @@ class RunTest(unittest.TestCase):
         data = bytearray(flipped.read_bytes())
         data[-5] ^= 1
         flipped.write_bytes(data)
-        said = self.train("a", rc=1, resume=flipped.parent, steps=20)
-        self.assertIn("checksum", said)
+        said = self.train("a", rc=2, resume=flipped.parent, steps=20)
+        self.assertIn("checksum is not the one in DONE; it is damaged. Resume from another checkpoint", said)
         for state in (self.root / "a/checkpoints").glob("*/state.safetensors"):
             state.write_bytes(state.read_bytes()[:-1000])
-        said = self.train("a", rc=1, resume="latest", steps=20)
+        said = self.train("a", rc=2, resume="latest", steps=20)
         self.assertIn("is whole; move that folder away", said)
 
     def test_a_checkpoint_of_another_machine_is_resumed_with_a_warning(self):
