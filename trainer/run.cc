@@ -894,6 +894,7 @@ absl::Status Session::CheckLearned() const {
 absl::Status Session::Run() {
   // What can be refused at once is refused before the pictures are read, which may take minutes.
   DENOISED_RETURN_IF_ERROR(CheckSchedule());
+  DENOISED_RETURN_IF_ERROR(training::CheckSettings(config_.network, config_.trainer));
   if (!config_.dry_run) DENOISED_RETURN_IF_ERROR(OpenOutput());
   if (!config_.dry_run && first() && !config_.metrics_listen.empty()) {
     DENOISED_ASSIGN_OR_RETURN(metrics_,

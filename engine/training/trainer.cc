@@ -59,6 +59,11 @@ int64_t VectorSize(const UNet2DConfig& config) {
   return config.condition == ClassCondition::kValue ? 1 : 0;
 }
 
+/// class_embed_type of a network that reads one.
+const char* TypeOfVectors(const UNet2DConfig& config) {
+  return config.condition == ClassCondition::kValue ? "timestep" : "identity";
+}
+
 absl::StatusOr<Samples> NewSamples(Backend& backend, const NetworkConfig& config,
                                    const TrainerOptions& options, const Dataset& dataset,
                                    int64_t rows) {
@@ -183,15 +188,13 @@ absl::Status CheckPositive(const Dataset& dataset) {
       least);
 }
 
-absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& options,
-                            const Dataset& dataset) {
+absl::Status CheckSettingsOf(const UNet2DConfig& config, const TrainerOptions& options) {
   const bool learned_variance = options.objective.learned_variance;
   if (config.out_channels != (learned_variance ? 2 : 1) * config.in_channels)
     return InvalidArgument(
         "out_channels is {} and in_channels {}; make them equal, or out_channels twice in_channels "
         "for a learned variance",
         config.out_channels, config.in_channels);
-  DENOISED_RETURN_IF_ERROR(CheckPictures(SampleShape(config), dataset.images));
   if (LearnsTime(config)) {
     if (!IsDdpm(options.objective.kind))
       return InvalidArgument(
@@ -214,11 +217,51 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
     return InvalidArgument(
         "--objective is \"score\", which needs a network that divides its output by σ; set "
         "time_embedding_type to \"fourier\", or use another objective");
+  if (options.class_dropout == 0) return absl::OkStatus();
   switch (config.condition) {
     case ClassCondition::kNone:
-      if (options.class_dropout > 0)
-        return InvalidArgument("--class-dropout is {}, but the network has no classes",
-                               options.class_dropout);
+      return InvalidArgument("--class-dropout is {}, but the network has no classes",
+                             options.class_dropout);
+    case ClassCondition::kLabel:
+      if (options.null_class < 0 || options.null_class >= config.num_class_embeds)
+        return InvalidArgument(
+            "--class-dropout needs a --null-class from 0 to {}; it is {}. Give the network one "
+            "class more than the pictures have",
+            config.num_class_embeds - 1, options.null_class);
+      break;
+    case ClassCondition::kValue:
+    case ClassCondition::kVector:
+      return InvalidArgument(
+          "--class-dropout is {}, but the network reads class vectors (class_embed_type \"{}\"), "
+          "which have no null class; leave it out",
+          options.class_dropout, TypeOfVectors(config));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckSettingsOf(const AutoencoderConfig&, const TrainerOptions& options) {
+  DENOISED_RETURN_IF_ERROR(CheckNoPixelOptions("an autoencoder", options));
+  if (options.class_dropout > 0)
+    return InvalidArgument("--class-dropout is {}, but an autoencoder has no classes; use 0",
+                           options.class_dropout);
+  return absl::OkStatus();
+}
+
+absl::Status CheckSettingsOf(const TextToImageConfig& config, const TrainerOptions& options) {
+  DENOISED_RETURN_IF_ERROR(CheckNoPixelOptions("a UNet2DConditionModel", options));
+  if (config.unet.out_channels != config.unet.in_channels)
+    return InvalidArgument(
+        "out_channels is {} and in_channels {}: only a network that reads and predicts latents "
+        "alone can be trained; make them equal",
+        config.unet.out_channels, config.unet.in_channels);
+  return absl::OkStatus();
+}
+
+absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& options,
+                            const Dataset& dataset) {
+  DENOISED_RETURN_IF_ERROR(CheckPictures(SampleShape(config), dataset.images));
+  switch (config.condition) {
+    case ClassCondition::kNone:
       break;
     case ClassCondition::kLabel: {
       if (dataset.labels.empty())
@@ -231,12 +274,6 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
         return InvalidArgument("a picture has label {}, but num_class_embeds is {}", largest,
                                config.num_class_embeds);
       if (options.class_dropout > 0 &&
-          (options.null_class < 0 || options.null_class >= config.num_class_embeds))
-        return InvalidArgument(
-            "--class-dropout needs a --null-class from 0 to {}; it is {}. Give the network one "
-            "class more than the pictures have",
-            config.num_class_embeds - 1, options.null_class);
-      if (options.class_dropout > 0 &&
           std::count(dataset.labels.begin(), dataset.labels.end(), options.null_class) > 0)
         return InvalidArgument(
             "--null-class is {}, which is the class of a picture too; give the network one class "
@@ -246,18 +283,12 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
     }
     case ClassCondition::kValue:
     case ClassCondition::kVector: {
-      const char* const type = config.condition == ClassCondition::kValue ? "timestep" : "identity";
-      if (options.class_dropout > 0)
-        return InvalidArgument(
-            "--class-dropout is {}, but the network reads class vectors (class_embed_type \"{}\"), "
-            "which have no null class; leave it out",
-            options.class_dropout, type);
       const int64_t size = VectorSize(config);
       if (!dataset.vectors && (size != 1 || dataset.labels.empty()))
         return InvalidArgument(
             "the network has class_embed_type \"{}\", but the pictures have no class vectors; give "
             "each {} number{} as its label, in metadata.jsonl, dataset.json or a second .npy",
-            type, size, size == 1 ? "" : "s");
+            TypeOfVectors(config), size, size == 1 ? "" : "s");
       if (dataset.vectors && dataset.vectors.dim(1) != size)
         return InvalidArgument(
             "the pictures have class vectors of {} numbers, but the network reads {}{}",
@@ -272,29 +303,19 @@ absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& op
   return absl::OkStatus();
 }
 
-absl::Status CheckDatasetOf(const AutoencoderConfig& config, const TrainerOptions& options,
+absl::Status CheckDatasetOf(const AutoencoderConfig& config, const TrainerOptions&,
                             const Dataset& dataset) {
-  DENOISED_RETURN_IF_ERROR(CheckNoPixelOptions("an autoencoder", options));
-  if (options.class_dropout > 0)
-    return InvalidArgument("--class-dropout is {}, but an autoencoder has no classes; use 0",
-                           options.class_dropout);
   return CheckPictures(SampleShape(config), dataset.images);
 }
 
 absl::Status CheckDatasetOf(const TextToImageConfig& config, const TrainerOptions& options,
                             const Dataset& dataset) {
-  DENOISED_RETURN_IF_ERROR(CheckNoPixelOptions("a UNet2DConditionModel", options));
   const Tensor& posteriors = dataset.posteriors;
   const Tensor& tokens = dataset.tokens;
   DENOISED_CHECK(posteriors && tokens && !dataset.first_caption.empty());
   const Shape sample = SampleShape(config);
   if (sample[0] == 0)
     return InvalidArgument("sample_size is missing or 0 in the network's config; set it");
-  if (config.unet.out_channels != config.unet.in_channels)
-    return InvalidArgument(
-        "out_channels is {} and in_channels {}: only a network that reads and predicts latents "
-        "alone can be trained; make them equal",
-        config.unet.out_channels, config.unet.in_channels);
   if (posteriors.dim(3) != 2 * sample[2] || posteriors.dim(1) != sample[0] ||
       posteriors.dim(2) != sample[1])
     return InvalidArgument(
@@ -458,6 +479,7 @@ Trainer::~Trainer() { static_cast<void>(backend_.status()); }  // before memory 
 
 absl::Status Trainer::CheckDataset(const NetworkConfig& config, const TrainerOptions& options,
                                    const Dataset& dataset) {
+  DENOISED_RETURN_IF_ERROR(CheckSettings(config, options));
   DENOISED_RETURN_IF_ERROR(CheckWeights(dataset));
   return std::visit([&](const auto& one) { return CheckDatasetOf(one, options, dataset); }, config);
 }
@@ -475,6 +497,15 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Make(Backend& backend, Exchang
       trainer->task_, Task::Make(backend, trainer->parameters_, config, AugmentLabels(options)));
   DENOISED_RETURN_IF_ERROR(trainer->Allocate());
   return trainer;
+}
+
+absl::Status CheckSettings(const NetworkConfig& config, const TrainerOptions& options) {
+  DENOISED_RETURN_IF_ERROR(
+      std::visit([&](const auto& one) { return CheckSettingsOf(one, options); }, config));
+  Cost cost;
+  const std::unique_ptr<Backend> backend = NewCountingBackend(DType::kF32, &cost);
+  Parameters parameters;
+  return Task::Make(*backend, parameters, config, AugmentLabels(options)).status();
 }
 
 absl::Status CheckPassRows(denoised::Device device, int64_t rows) {

@@ -93,6 +93,10 @@ struct TrainerPlan {
   double step_flops = 0;        // of a whole step
 };
 
+/// What can be refused before there is a data set. InvalidArgument if options and network do not
+/// fit together.
+absl::Status CheckSettings(const NetworkConfig& config, const TrainerOptions& options);
+
 /// InvalidArgument if a pass has more samples than the kernels of `device` take.
 absl::Status CheckPassRows(denoised::Device device, int64_t rows);
 

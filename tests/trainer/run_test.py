@@ -754,6 +754,24 @@ class RunTest(unittest.TestCase):
         said = self.train("a", rc=2, env={"TMPDIR": str(self.root / "none")}, **{"dry-run": "true"})
         self.assertIn("set TMPDIR", said)
 
+    def test_what_settings_alone_decide_is_refused_before_pictures_are_read(self):
+        cases = [
+            ({"norm_num_groups": 3}, {}, "which 3 groups do not divide"),
+            ({"out_channels": 3}, {}, "out_channels is 3 and in_channels 1"),
+            ({"num_class_embeds": None}, {}, "--class-dropout is 0.1, but the network has no classes"),
+            ({"num_class_embeds": None, "class_embed_type": "identity"}, {}, "which have no null class"),
+            ({}, {"objective": "score"}, 'set time_embedding_type to "fourier"'),
+            ({"time_embedding_type": "learned", "num_train_timesteps": 1000}, {},
+             "a table of whole timesteps"),
+        ]  # fmt: skip
+        for fields, flags, message in cases:
+            with self.subTest(fields=fields, flags=flags):
+                (self.root / "other.json").write_text(json.dumps({**NETWORK, **fields}))
+                for dry in ("false", "true"):
+                    said = self.train("a", rc=2, network=self.root / "other.json", **{"dry-run": dry, **flags})
+                    self.assertIn(message, said)
+                    self.assertNotIn("read in", said)
+
     def test_a_start_says_how_it_was_trained(self):
         betas = {"beta-schedule": "scaled_linear", "beta-start": 0.00085, "beta-end": 0.012}
         self.train("v", objective="v", timesteps=500, **betas)

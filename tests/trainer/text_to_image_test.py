@@ -508,6 +508,7 @@ class TextToImageTest(unittest.TestCase):
             file.write_text(json.dumps({**json.loads(before), field: value}))
             said = self.train("refused", rc=2, pipeline=pipeline)
             self.assertIn(field, said)
+            self.assertNotIn("read in", said)  # before the pictures are read
             if part == "scheduler":  # which has the field, not a flag
                 self.assertIn(str(file), said)
             file.write_text(before)
