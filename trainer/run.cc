@@ -102,7 +102,8 @@ uLong Checksum(uLong checksum, const std::vector<T>& values) {
 
 class Session {
  public:
-  Session(const RunConfig& config, const std::atomic<bool>& stop) : config_(config), stop_(stop) {}
+  Session(const RunConfig& config, const std::atomic<bool>& stop)
+      : config_(config), stop_(stop), fingerprint_(config.Fingerprint()) {}
   ~Session() {
     if (lock_ >= 0) close(lock_);
   }
@@ -121,12 +122,14 @@ class Session {
   absl::Status OpenBackend();
   absl::Status OpenOutput();
   absl::Status DryRun();
-  absl::Status LoadFirstWeights();
+  absl::StatusOr<std::map<std::string, Weights>> OpenFirstWeights() const;
+  absl::Status LoadFirstWeights(const std::map<std::string, Weights>& opened);
   void SayFirstParts() const;
   void SayNoiseOfStart() const;
   absl::Status Begin();
   absl::Status Prepare(const std::atomic<bool>& stop);
-  absl::Status Resume();
+  absl::StatusOr<std::optional<Checkpoint>> OpenCheckpoint() const;
+  absl::Status Resume(const Checkpoint& checkpoint);
   absl::Status CheckRanks();
   absl::Status Loop();
   absl::Status CheckLearned() const;
@@ -232,7 +235,6 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
   checksum = Checksum(checksum, pictures_.dataset.vectors);
   checksum = Checksum(checksum, pictures_.dataset.weights);
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(ReadTexts(captions, &checksum));
-  fingerprint_ = config_.Fingerprint();
   fingerprint_["data"] = {{"pictures", images.dim(0)}, {"crc32", checksum}};
   return absl::OkStatus();
 }
@@ -317,6 +319,8 @@ absl::Status Session::OpenBackend() {
 
 absl::Status Session::DryRun() {
   const training::TrainerOptions& t = config_.trainer;
+  DENOISED_ASSIGN_OR_RETURN(const auto first_weights, OpenFirstWeights());
+  DENOISED_RETURN_IF_ERROR(ReadData(stop_));
   DENOISED_RETURN_IF_ERROR(OpenBackend());
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures(stop_));
   DENOISED_ASSIGN_OR_RETURN(
@@ -357,7 +361,7 @@ absl::Status Session::DryRun() {
   share.chunks /= config_.ranks;
   DENOISED_ASSIGN_OR_RETURN(
       trainer_, Trainer::Make(*backend_, *exchange_, config_.network, share, pictures_.dataset));
-  DENOISED_RETURN_IF_ERROR(LoadFirstWeights());
+  DENOISED_RETURN_IF_ERROR(LoadFirstWeights(first_weights));
   // The first prepares the kernels, the second records them.
   const int before = config_.cuda ? 2 : 1, steps = config_.cuda ? kDryRunSteps : 1;
   Clock::time_point start;
@@ -376,17 +380,24 @@ absl::Status Session::DryRun() {
   return absl::OkStatus();
 }
 
-/// From --init-from, and what text to image never trains.
-absl::Status Session::LoadFirstWeights() {
-  if (config_.pipeline)
-    return LoadParts(*config_.pipeline, config_.stage, config_.init_from, trainer_.get());
-  if (config_.init_from.empty()) return absl::OkStatus();
-  std::string weights = config_.init_from + "/unet";
+/// Of --init-from, and of what text to image never trains, by the prefix of their parameters.
+absl::StatusOr<std::map<std::string, Weights>> Session::OpenFirstWeights() const {
+  if (config_.pipeline) return OpenParts(*config_.pipeline, config_.stage, config_.init_from);
+  std::map<std::string, Weights> opened;
+  if (config_.init_from.empty()) return opened;
+  std::string folder = config_.init_from + "/unet";
   std::error_code error;
-  if (!fs::is_directory(weights, error)) weights = config_.init_from;
+  if (!fs::is_directory(folder, error)) folder = config_.init_from;
   DENOISED_ASSIGN_OR_RETURN(Safetensors tensors,
-                            Safetensors::OpenDirectory(weights, "diffusion_pytorch_model"));
-  return trainer_->LoadWeights(Weights(std::move(tensors), weights));
+                            Safetensors::OpenDirectory(folder, "diffusion_pytorch_model"));
+  opened.emplace("", Weights(std::move(tensors), folder));
+  return opened;
+}
+
+absl::Status Session::LoadFirstWeights(const std::map<std::string, Weights>& opened) {
+  for (const auto& [prefix, weights] : opened)
+    DENOISED_RETURN_IF_ERROR(trainer_->LoadWeights(prefix, weights));
+  return absl::OkStatus();
 }
 
 /// Where the weights of a pipeline's parts come from.
@@ -482,12 +493,16 @@ absl::Status Session::OpenOutput() {
 
 /// What each rank does in a time of its own.
 absl::Status Session::Prepare(const std::atomic<bool>& stop) {
+  DENOISED_ASSIGN_OR_RETURN(const std::optional<Checkpoint> checkpoint, OpenCheckpoint());
+  std::map<std::string, Weights> first_weights;
+  if (!checkpoint) {
+    DENOISED_ASSIGN_OR_RETURN(first_weights, OpenFirstWeights());
+  }
   DENOISED_RETURN_IF_ERROR(ReadData(stop));
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures(stop));
   DENOISED_ASSIGN_OR_RETURN(trainer_, Trainer::Make(*backend_, *exchange_, config_.network,
                                                     config_.trainer, pictures_.dataset));
-  DENOISED_RETURN_IF_ERROR(LoadFirstWeights());
-  return config_.resume.empty() ? absl::OkStatus() : Resume();
+  return checkpoint ? Resume(*checkpoint) : LoadFirstWeights(first_weights);
 }
 
 absl::Status Session::Begin() {
@@ -528,8 +543,11 @@ absl::Status Session::Begin() {
   return absl::OkStatus();
 }
 
-absl::Status Session::Resume() {
+/// What --resume names, if there is one. Its settings are those of this run; its pictures may be
+/// others.
+absl::StatusOr<std::optional<Checkpoint>> Session::OpenCheckpoint() const {
   std::optional<Checkpoint> checkpoint;
+  if (config_.resume.empty()) return checkpoint;
   if (config_.resume == "latest") {
     std::vector<std::string> broken;
     DENOISED_ASSIGN_OR_RETURN(checkpoint, LoadLatestCheckpoint(Output("checkpoints"), &broken));
@@ -540,7 +558,7 @@ absl::Status Session::Resume() {
           Output("checkpoints"));
     if (!checkpoint) {
       Say("no checkpoint in {} yet: starting with step 1", Output("checkpoints"));
-      return absl::OkStatus();
+      return checkpoint;
     }
   } else {
     absl::StatusOr<Checkpoint> loaded = LoadCheckpoint(config_.resume);
@@ -551,17 +569,24 @@ absl::Status Session::Resume() {
     DENOISED_RETURN_IF_ERROR(loaded.status());
     checkpoint = *std::move(loaded);
   }
-  DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, fingerprint_, config_.objective_of_start));
-  DENOISED_RETURN_IF_ERROR(trainer_->Restore(checkpoint->state));
-  step_ = saved_step_ = checkpoint->state.step;
-  skipped_ = checkpoint->state.skipped;
-  skipped_in_row_ = checkpoint->state.skipped_in_row;
+  nlohmann::json now = fingerprint_;
+  if (checkpoint->run.contains("data")) now["data"] = checkpoint->run["data"];  // not read yet
+  DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, now, config_.objective_of_start));
+  return checkpoint;
+}
+
+absl::Status Session::Resume(const Checkpoint& checkpoint) {
+  DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint.run, fingerprint_, config_.objective_of_start));
+  DENOISED_RETURN_IF_ERROR(trainer_->Restore(checkpoint.state));
+  step_ = saved_step_ = checkpoint.state.step;
+  skipped_ = checkpoint.state.skipped;
+  skipped_in_row_ = checkpoint.state.skipped_in_row;
   if (!first()) return absl::OkStatus();
   Say("resumed at step {}", step_);
-  if (!checkpoint->machine.empty() && checkpoint->machine != Machine())
+  if (!checkpoint.machine.empty() && checkpoint.machine != Machine())
     Say("warning: from here on not the bits of an uninterrupted run: "
         "they were {}'s, and this is {}",
-        checkpoint->machine, Machine());
+        checkpoint.machine, Machine());
   return absl::OkStatus();
 }
 
@@ -901,10 +926,7 @@ absl::Status Session::Run() {
                               RunMetrics::Listen(config_.metrics_listen, config_.trainer.steps));
     Say("metrics on port {}", metrics_->port());
   }
-  if (config_.dry_run) {
-    DENOISED_RETURN_IF_ERROR(ReadData(stop_));
-    return DryRun();
-  }
+  if (config_.dry_run) return DryRun();
   DENOISED_RETURN_IF_ERROR(Begin());
   if (metrics_) metrics_->Began(step_);
   if (step_ >= config_.trainer.steps) {

@@ -218,23 +218,26 @@ absl::StatusOr<Weights> OpenPart(const std::string& directory, const std::string
   return weights;
 }
 
-absl::Status LoadParts(const PipelineParts& parts, Stage stage, const std::string& init_from,
-                       training::Trainer* trainer) {
+absl::StatusOr<std::map<std::string, Weights>> OpenParts(const PipelineParts& parts, Stage stage,
+                                                         const std::string& init_from) {
+  std::map<std::string, Weights> opened;
   if (stage == Stage::kAutoencoder) {
-    if (init_from.empty()) return absl::OkStatus();
-    DENOISED_ASSIGN_OR_RETURN(const Weights weights, OpenPart(init_from, "vae"));
-    return trainer->LoadWeights(weights);
+    if (init_from.empty()) return opened;
+    DENOISED_ASSIGN_OR_RETURN(Weights weights, OpenPart(init_from, "vae"));
+    opened.emplace("", std::move(weights));
+    return opened;
   }
   if (!init_from.empty()) {
-    DENOISED_ASSIGN_OR_RETURN(const Weights weights, OpenPart(init_from, "unet"));
-    DENOISED_RETURN_IF_ERROR(trainer->LoadWeights("unet.", weights));
+    DENOISED_ASSIGN_OR_RETURN(Weights weights, OpenPart(init_from, "unet"));
+    opened.emplace("unet.", std::move(weights));
   }
-  if (init_from.empty() && parts.network.train_text) return absl::OkStatus();
+  if (init_from.empty() && parts.network.train_text) return opened;
   DENOISED_ASSIGN_OR_RETURN(
-      const Weights weights,
+      Weights weights,
       OpenPart(init_from.empty() ? parts.directory.root : init_from, "text_encoder"));
-  return trainer->LoadWeights(
-      weights.Has(kTextTable) ? "text_encoder." : "text_encoder.text_model.", weights);
+  const char* const prefix = weights.Has(kTextTable) ? "text_encoder." : "text_encoder.text_model.";
+  opened.emplace(prefix, std::move(weights));
+  return opened;
 }
 
 absl::StatusOr<Pipeline> MakeSnapshot(const PipelineParts& parts, Stage stage,

@@ -65,9 +65,10 @@ absl::Status Tokenize(const PipelineParts& parts, const std::vector<std::string>
 /// Weights of a part, `part` being its name: of `directory`, a StableDiffusionPipeline.
 absl::StatusOr<Weights> OpenPart(const std::string& directory, const std::string& part);
 
-/// Loads what a run begins with: from `init_from` if it is not empty, else what is frozen.
-absl::Status LoadParts(const PipelineParts& parts, Stage stage, const std::string& init_from,
-                       training::Trainer* trainer);
+/// What a run begins with, by the prefix of its parameters: weights of `init_from` if it is not
+/// empty, else of what is frozen.
+absl::StatusOr<std::map<std::string, Weights>> OpenParts(const PipelineParts& parts, Stage stage,
+                                                         const std::string& init_from);
 
 /// A snapshot: the trained parts with these weights (by parameter), and everything else as it is in
 /// the pipeline's directory, with what only diffusers reads. `pictures` are those that latents are

@@ -772,6 +772,19 @@ class RunTest(unittest.TestCase):
                     self.assertIn(message, said)
                     self.assertNotIn("read in", said)
 
+    def test_a_resume_does_not_need_the_weights_of_the_start(self):
+        self.train("start", steps=1)
+        start = {"init-from": self.root / "start/model"}
+        self.train("whole", **start)
+        self.train("a", steps=4, **start)
+        (self.root / "start/model/unet/diffusion_pytorch_model.safetensors").unlink()
+        self.train("a", resume="latest", **start)
+        self.assertEqual(self.state("a"), self.state("whole"))
+        for flags in ({"resume": "latest"}, {"dry-run": "true"}):
+            said = self.train("none", rc=2, **start, **flags)
+            self.assertIn(f"{self.root}/start/model/unet: no weights", said)
+            self.assertNotIn("read in", said)  # before the pictures are read
+
     def test_a_start_says_how_it_was_trained(self):
         betas = {"beta-schedule": "scaled_linear", "beta-start": 0.00085, "beta-end": 0.012}
         self.train("v", objective="v", timesteps=500, **betas)
@@ -1210,6 +1223,7 @@ class RunTest(unittest.TestCase):
             with self.subTest(flags=flags):
                 said = self.train("a", rc=2, resume="latest", **flags)
                 self.assertIn(f"the checkpoint is of another run: {differences}. Give the same settings", said)
+                self.assertNotIn("read in", said)  # before the pictures are read
         self.train("flow", steps=1, objective="flow")
         said = self.train("flow", rc=2, resume="latest", objective="flow", timesteps=500, **{"flow-uniform": "true"})
         self.assertIn("run: --flow-uniform was false and is true; --timesteps was 1000 and is 500. Give", said)
