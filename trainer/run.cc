@@ -568,6 +568,18 @@ absl::StatusOr<std::optional<Checkpoint>> Session::OpenCheckpoint() const {
                              std::string(loaded.status().message()));
     DENOISED_RETURN_IF_ERROR(loaded.status());
     checkpoint = *std::move(loaded);
+    // Checkpoints of two runs would be mixed, and the older steps of one removed for the other.
+    std::error_code error;
+    if (first() && !fs::equivalent(fs::path(config_.resume) / "..", Output("checkpoints"), error)) {
+      std::vector<std::string> broken;
+      DENOISED_ASSIGN_OR_RETURN(const std::optional<Checkpoint> own,
+                                LoadLatestCheckpoint(Output("checkpoints"), &broken));
+      if (own || !broken.empty())
+        return InvalidArgument(
+            "--resume {}: --output {} has checkpoints of its own; pass --resume latest, or choose "
+            "another --output",
+            config_.resume, config_.output);
+    }
   }
   nlohmann::json now = fingerprint_;
   if (checkpoint->run.contains("data")) now["data"] = checkpoint->run["data"];  // not read yet

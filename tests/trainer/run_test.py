@@ -659,6 +659,21 @@ class RunTest(unittest.TestCase):
             full, _ = fill("600k", **{"data-memory": 1})
             self.assertIn("--data-memory", full)
 
+    def test_two_runs_are_not_mixed_in_one_output(self):
+        self.train("a", steps=8)
+        self.train("b", steps=4, seed=1)
+        other = self.root / "b/checkpoints/step-000000004"
+        for _ in range(2):
+            said = self.train("a", rc=2, seed=1, resume=other)
+            self.assertIn(f"--resume {other}: --output {self.root}/a has checkpoints of its own; pass --resume latest, "
+                          "or choose another --output", said)  # fmt: skip
+            for done in (self.root / "a/checkpoints").glob("*/DONE"):
+                done.unlink()  # damaged ones may be mended
+        self.train("c", steps=8, seed=1, resume=other)
+        self.train("c", seed=1, resume=self.root / "c/checkpoints/step-000000008/")
+        self.train("whole", seed=1)
+        self.assertEqual(self.state("c"), self.state("whole"))
+
     def test_events_of_steps_that_are_made_again_are_dropped(self):
         """By TensorBoard, at the SessionLog of status START that begins a file."""
         self.train("a", steps=8)
