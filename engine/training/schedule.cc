@@ -41,8 +41,8 @@ absl::Status AverageOptions::Check() const {
   return InvalidArgument("the decay of an average is {}; use 0 to less than 1", value);
 }
 
-double AverageOptions::DecayAt(int64_t step) const {
-  const auto t = static_cast<double>(step);
+double AverageOptions::DecayAt(int64_t update) const {
+  const auto t = static_cast<double>(update);
   switch (kind) {
     case Kind::kDecay:
       return value;

@@ -33,8 +33,8 @@ struct AverageOptions {
   /// The name of its folder: "decay_0.999", "power_0.05".
   std::string Name() const;
   absl::Status Check() const;
-  /// d in the update of step `step` (from 1).
-  double DecayAt(int64_t step) const;
+  /// d in update number `update` (from 1).
+  double DecayAt(int64_t update) const;
 };
 
 /// γ of a power-function average whose width, relative to the training time, is `width`:

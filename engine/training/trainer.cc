@@ -932,12 +932,13 @@ absl::StatusOr<StepReport> Trainer::Step(bool wants_stop) {
   report.rate = options_.rate.At(step_, options_.steps);
   UpdateScalars scalars;
   scalars.rate = static_cast<float>(report.rate);
-  // Adam's t counts updates: a skipped step leaves the moments as they are.
-  const auto t = static_cast<double>(report.step - skipped_);
+  // Adam and the averages count updates: a skipped step leaves them as they are.
+  const int64_t update = report.step - skipped_;
+  const auto t = static_cast<double>(update);
   scalars.correction1 = static_cast<float>(1 - std::pow(options_.beta1, t));
   scalars.correction2 = static_cast<float>(1 - std::pow(options_.beta2, t));
   for (size_t i = 0; i < averages_.size(); ++i)
-    scalars.average_share[i] = static_cast<float>(1 - options_.averages[i].DecayAt(report.step));
+    scalars.average_share[i] = static_cast<float>(1 - options_.averages[i].DecayAt(update));
   backend_.Upload(&scalars, sizeof scalars, scalars_);
   backend_.Run(update_recording_.get(), [&] { Update(); });
 

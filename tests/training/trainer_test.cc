@@ -1085,6 +1085,24 @@ TEST(Trainer, AveragesAreWhatTheirFormulasSay) {
   }
 }
 
+/// warmup and power then replace the initial weights by those of the first update.
+TEST_P(TrainerBits, SkippedStepsDoNotAgeTheAverages) {
+  using Kind = AverageOptions::Kind;
+  TrainerOptions options = Options();
+  options.averages = {{Kind::kWarmup, 0.999}, {Kind::kPower, 0.05}};
+  const auto backend = OpenForTest(GetParam());
+  const auto exchange = NewSoleExchange();
+  auto trainer = Trainer::Make(*backend, *exchange, TinyConfig(), options, Stripes());
+  ASSERT_TRUE(trainer.ok()) << trainer.status();
+  (*trainer)->ScaleNextGradient(NAN);
+  ASSERT_TRUE((*trainer)->Step()->skipped);
+  ASSERT_FALSE((*trainer)->Step()->skipped);
+  const TrainerState state = *(*trainer)->State();
+  for (const Tensor& average : state.averages)
+    for (int64_t i = 0; i < average.elements(); ++i)
+      ASSERT_NEAR(average.as<float>()[i], state.trained.as<float>()[i], 1e-6) << i;
+}
+
 /// It holds nothing of the initial weights: a short run's model would be these for the most part.
 TEST(Trainer, TheDefaultAverageWarmsUp) {
   const std::vector<AverageOptions> averages = TrainerOptions().averages;
