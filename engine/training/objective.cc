@@ -189,6 +189,12 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
     return InvalidArgument("--beta-schedule is \"{}\"; {}", options.beta_schedule, kUseSchedule);
   objective.betas_ = Betas(*schedule, options.beta_start, options.beta_end, options.timesteps);
   objective.alphas_cumprod_ = AlphasCumprod(objective.betas_);
+  if (options.learned_variance && options.kind == Kind::kEpsilon &&
+      objective.alphas_cumprod_.back() == 0)
+    return InvalidArgument(
+        "--timesteps is {} and --beta-end {}: the last timesteps are noise alone, from which a "
+        "learned variance with the objective epsilon cannot tell the image; lower one of them",
+        options.timesteps, options.beta_end);
   return objective;
 }
 
@@ -237,7 +243,7 @@ void Objective::PlanDdpm(int timestep, SampleRow* row) const {
   switch (options_.kind) {
     case Kind::kEpsilon:
       target_noise = 1;
-      weight = capped / snr;
+      weight = options_.min_snr ? std::min(1.0, *options_.min_snr / snr) : 1;  // snr may be 0
       break;
     case Kind::kV:
       target_signal = -noise;

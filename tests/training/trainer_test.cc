@@ -1298,6 +1298,33 @@ TEST(Objective, MinSnrCapsTheWeight) {
   }
 }
 
+/// ᾱ of the last timesteps is below what a double holds.
+TEST(Objective, NoiseAloneHasFiniteNumbers) {
+  using Kind = ObjectiveOptions::Kind;
+  for (const Kind kind : {Kind::kEpsilon, Kind::kV, Kind::kX0})
+    for (const std::optional<double> min_snr : {std::optional<double>(), std::optional(5.0)}) {
+      ObjectiveOptions options;
+      options.kind = kind;
+      options.timesteps = 999;
+      options.beta_end = 0.97;
+      options.min_snr = min_snr;
+      const auto objective = Objective::Make(options);
+      ASSERT_TRUE(objective.ok()) << objective.status();
+      int noise_alone = 0;
+      for (uint32_t sample = 0; sample < 200; ++sample) {
+        SampleRow row;
+        objective->Plan(1, 0, sample, &row);
+        noise_alone += row.signal == 0;
+        for (const float number : {row.target_signal, row.target_noise, row.weight})
+          ASSERT_TRUE(std::isfinite(number)) << Name(kind) << ", timestep " << row.condition;
+        if (kind == Kind::kEpsilon && row.signal == 0) EXPECT_EQ(row.weight, 1);
+      }
+      EXPECT_GT(noise_alone, 0);
+      options.learned_variance = true;
+      EXPECT_EQ(Objective::Make(options).ok(), kind != Kind::kEpsilon);
+    }
+}
+
 TEST(Objective, CapSnrLimitsTheWeightOfV) {
   ObjectiveOptions options;
   options.kind = ObjectiveOptions::Kind::kV;
