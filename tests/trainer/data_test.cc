@@ -237,6 +237,12 @@ TEST(Lines, HaveNoWhiteSpaceAtTheirEnds) {
   EXPECT_THAT(LinesOf(""), ElementsAre());
 }
 
+TEST(Lines, HaveNoByteOrderMark) {
+  const std::string mark = "\xEF\xBB\xBF";
+  EXPECT_THAT(LinesOf(mark + "a dog\r\nb"), ElementsAre("a dog", "b"));
+  EXPECT_THAT(LinesOf(mark), ElementsAre());
+}
+
 TEST_F(DataTest, WeightsOfMetadata) {
   for (const char* const name : {"a.png", "b.png", "c.png"}) Write(name, Png(2, 10));
   PictureOptions options = Options(2);

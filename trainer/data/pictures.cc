@@ -648,8 +648,9 @@ bool EndsWith(const std::string& text, std::string_view ending) {
 }  // namespace
 
 std::vector<std::string> LinesOf(const std::string& text) {
+  constexpr std::string_view kMark = "\xEF\xBB\xBF";  // Windows' editors begin UTF-8 files with it
   std::vector<std::string> lines;
-  std::istringstream stream(text);
+  std::istringstream stream(text.starts_with(kMark) ? text.substr(kMark.size()) : text);
   for (std::string line; std::getline(stream, line);) {
     line.resize(line.find_last_not_of(" \t\r") + 1);  // npos + 1 is 0
     lines.push_back(line);

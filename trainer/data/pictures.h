@@ -66,7 +66,7 @@ struct Pictures {
 absl::StatusOr<Pictures> ReadPictures(const std::string& path, const std::string& labels_path,
                                       const PictureOptions& options);
 
-/// The lines of a text, without white space at their ends.
+/// The lines of a text, without white space at their ends and a byte order mark before the first.
 std::vector<std::string> LinesOf(const std::string& text);
 
 /// A line of metadata.jsonl: an object with a "file_name". InvalidArgument names file and line.
