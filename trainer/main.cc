@@ -10,6 +10,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <system_error>
 
 #include "trainer/config.h"
 #include "trainer/run.h"
@@ -62,6 +63,12 @@ int main(int argc, char** argv) {
   } catch (const std::bad_alloc&) {
     return Fail(denoised::ResourceExhausted(
         "the memory of this machine does not suffice; lower --batch or --data-memory"));
+  } catch (const std::system_error& error) {
+    if (error.code() != std::errc::resource_unavailable_try_again)
+      return Fail(denoised::Internal("{}", error.what()));
+    return Fail(denoised::ResourceExhausted(
+        "no further thread can be started; lower --prefetch-threads or OMP_NUM_THREADS, or raise "
+        "the limit of processes (ulimit -u, pids.max) or of memory (ulimit -v)"));
   } catch (const std::exception& error) {
     return Fail(denoised::Internal("{}", error.what()));
   }

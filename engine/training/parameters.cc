@@ -102,11 +102,10 @@ void Parameters::Initialize(uint64_t seed, const Tensor& trained, const Tensor& 
       if (end == elements) std::fill(to + elements, to + Aligned(elements), 0.0f);
     }
   };
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;  // joined also if one of them cannot be started
   const auto workers = std::min<size_t>(AvailableCores(), blocks.size());
   for (size_t i = 1; i < workers; ++i) threads.emplace_back(work);
   work();
-  for (std::thread& thread : threads) thread.join();
 }
 
 absl::Status Parameters::Load(const Weights& weights, const Tensor& trained, const Tensor& fixed,

@@ -14,10 +14,17 @@ constexpr int64_t kBlock = 8;
 Prefetcher::Prefetcher(int threads, int64_t samples, int64_t bytes, Prepare prepare)
     : samples_(samples), bytes_(bytes), prepare_(std::move(prepare)) {
   for (std::vector<uint8_t>& batch : batches_) batch.resize(static_cast<size_t>(samples * bytes));
-  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Work(); });
+  try {
+    for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Work(); });
+  } catch (...) {  // the system starts no further thread
+    Stop();
+    throw;
+  }
 }
 
-Prefetcher::~Prefetcher() {
+Prefetcher::~Prefetcher() { Stop(); }
+
+void Prefetcher::Stop() {
   {
     MutexLock lock(&mutex_);
     stop_ = true;

@@ -19,7 +19,7 @@ class Prefetcher {
   using Prepare = std::function<void(int64_t step, int64_t sample, uint8_t* to)>;
 
   /// A batch is `samples` samples of `bytes` bytes each. Two batches are in memory. Nothing is
-  /// prepared before the first Take().
+  /// prepared before the first Take(). Throws std::system_error if a thread cannot be started.
   Prefetcher(int threads, int64_t samples, int64_t bytes, Prepare prepare);
   ~Prefetcher();
 
@@ -39,6 +39,8 @@ class Prefetcher {
     int64_t step, begin, end;
   };
   void Work();
+  /// Ends the threads.
+  void Stop();
   /// Waits for something to prepare. False if the threads are to end.
   bool Begin(Block* block);
   void End(const Block& block);

@@ -1215,6 +1215,16 @@ class RunTest(unittest.TestCase):
         said = self.train("a", rc=2, resume="latest")
         self.assertIn("--augment was 0.5 and is not set", said)
 
+    def test_threads_that_cannot_be_started(self):
+        if re.search(b"__[at]san_init", Path(PROGRAM).read_bytes()):
+            self.skipTest("sanitizers take more memory than this allows")
+        done = subprocess.run(
+            ["bash", "-c", 'ulimit -s 8192 && ulimit -v 4000000 && exec "$@"', "bash",
+             *self.arguments("a", device="cpu", **{"prefetch-threads": 1024})],
+            capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "2"})  # fmt: skip
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertIn("no further thread can be started; lower --prefetch-threads or OMP_NUM_THREADS", done.stderr)
+
     def test_a_setting_that_is_dropped_is_noticed(self):
         self.train("a", objective="v", steps=4, **{"cap-snr": 5})
         said = self.train("a", rc=2, objective="v", resume="latest")
