@@ -59,8 +59,12 @@ inline int64_t Permute(uint64_t seed, uint32_t epoch, int64_t count, int64_t ind
   return static_cast<int64_t>(value);
 }
 
+/// Such a sum of weights is above its product with any double below 1. Among the smallest doubles a
+/// product may be rounded up to the sum.
+constexpr double kLeastWeights = 1e-300;
+
 /// Draws a picture with a probability proportional to its weight. `cumulative` are the cumulative
-/// sums of the weights; the last is above 0.
+/// sums of the weights; the last is at least kLeastWeights.
 inline int64_t DrawWeighted(uint64_t seed, uint32_t step, uint32_t sample,
                             const std::vector<double>& cumulative) {
   const Philox4 bits = Draw(seed, Purpose::kPicture, step, sample, 0);

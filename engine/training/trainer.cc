@@ -145,9 +145,10 @@ absl::Status CheckWeights(const Dataset& dataset) {
   if (dataset.weights.empty()) return absl::OkStatus();
   DENOISED_CHECK(static_cast<int64_t>(dataset.weights.size()) == dataset.size());
   const double sum = Cumulative(dataset.weights).back();
-  if (sum > 0 && std::isfinite(sum)) return absl::OkStatus();
+  if (sum >= kLeastWeights && std::isfinite(sum)) return absl::OkStatus();
   return InvalidArgument(
-      "the weights of the pictures sum up to {}; use finite ones of which one is above 0", sum);
+      "the weights of the pictures sum up to {}; use weights with a finite sum of at least {}", sum,
+      kLeastWeights);
 }
 
 absl::Status CheckPictures(const Shape& sample, const Tensor& images) {

@@ -380,6 +380,8 @@ TEST(Random, PicturesAreDrawnAsOftenAsTheirWeightsSay) {
   EXPECT_NEAR(drawn[3], 3000, 130);
   EXPECT_NEAR(drawn[4], 500, 70);
   EXPECT_NEAR(drawn[5], 3500, 140);
+  for (uint32_t step = 0; step < 1000; ++step)
+    ASSERT_LT(DrawWeighted(3, step, 0, {kLeastWeights / 2, kLeastWeights}), 2);
 }
 
 TEST(Trainer, WeightsChooseThePicturesAndKeepTheBits) {
@@ -807,6 +809,8 @@ TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   dataset = Stripes();
   dataset.weights.assign(21, 0);
   refused(TinyConfig(), Options(), dataset, "weights of the pictures sum up to 0");
+  dataset.weights.assign(21, 5e-324);
+  refused(TinyConfig(), Options(), dataset, "use weights with a finite sum of at least 1e-300");
   options = Options();
   options.augment = 1.5;
   refused(TinyConfig(), options, Stripes(), "augment is 1.5");
