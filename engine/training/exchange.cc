@@ -305,7 +305,9 @@ absl::StatusOr<Socket> TcpExchange::Accept(const Socket& listener, Hello* hello,
     const Clock::time_point soon = std::min(deadline_, Clock::now() + kHelloTime);
     if (!Receive(socket, hello, sizeof *hello, soon).ok() || hello->magic != Hello().magic)
       continue;  // not a rank of this run
+    // Each rank waits for those above it.
     if (hello->ranks != static_cast<uint32_t>(ranks_) ||
+        hello->rank <= static_cast<uint32_t>(rank_) ||
         hello->rank >= static_cast<uint32_t>(ranks_) || peers_[hello->rank].open())
       return InvalidArgument(
           "rank {} of {} connected, but this run has {} ranks, each once; check RANK and "

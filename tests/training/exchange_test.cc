@@ -143,20 +143,43 @@ double SecondsSince(std::chrono::steady_clock::time_point then) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - then).count();
 }
 
+/// A socket that is connected as soon as something listens on the port.
+int ConnectTo(int port) {
+  const int client = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in to{.sin_family = AF_INET,
+                 .sin_port = htons(static_cast<uint16_t>(port)),
+                 .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  const auto start = std::chrono::steady_clock::now();
+  while (connect(client, reinterpret_cast<sockaddr*>(&to), sizeof to) != 0 &&
+         SecondsSince(start) < 30)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  return client;
+}
+
+TEST(Exchange, ARankThatIsThereAlreadyIsRefused) {
+  const int port = FreePort();
+  OnRanks(2, [&](int rank) {
+    if (rank == 0) {
+      const auto status = ConnectExchange(0, 2, fmt::format("127.0.0.1:{}", port), 30).status();
+      EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr("rank 0 of 2 connected"));
+      return;
+    }
+    const int stray = ConnectTo(port);
+    const uint32_t hello[] = {0x64656e31, 0, 2, 0, 0};  // as rank 0
+    EXPECT_EQ(write(stray, hello, sizeof hello), ssize_t{sizeof hello});
+    char byte;
+    EXPECT_LE(read(stray, &byte, 1), 0);  // until it is closed
+    close(stray);
+  });
+}
+
 TEST(Exchange, WhatConnectsAndSaysNothingKeepsNoRankOut) {
   const int port = FreePort();
   const std::string address = fmt::format("127.0.0.1:{}", port);
-  const int silent = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  int silent = -1;
   OnRanks(2, [&](int rank) {
-    if (rank == 1) {
-      sockaddr_in to{.sin_family = AF_INET,
-                     .sin_port = htons(static_cast<uint16_t>(port)),
-                     .sin_addr = {htonl(INADDR_LOOPBACK)}};
-      const auto start = std::chrono::steady_clock::now();
-      while (connect(silent, reinterpret_cast<sockaddr*>(&to), sizeof to) != 0 &&
-             SecondsSince(start) < 30)
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
+    if (rank == 1) silent = ConnectTo(port);
     const auto exchange = ConnectExchange(rank, 2, address, 30);
     EXPECT_TRUE(exchange.ok()) << exchange.status();
   });
