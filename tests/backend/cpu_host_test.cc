@@ -2,8 +2,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+
 #include "engine/backend/backend.h"
 #include "engine/backend/cpu/host.h"
+#include "engine/backend/cpu/parallel.h"
 #include "engine/backend/cuda/cuda_backend.h"
 #include "tests/io/temporary_directory.h"
 
@@ -22,6 +25,17 @@ class HostTest : public testing::Test {
   const TemporaryDirectory directory_;
   const std::string root_ = directory_.path() + "/";
 };
+
+TEST(Workers, AreNotMoreThanAStackHolds) {
+  // In a process of its own, in which nobody has asked before.
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto most = [] {
+    setenv("OMP_NUM_THREADS", "100000", 1);
+    omp_set_num_threads(100000);
+    return cpu::Workers();
+  };
+  EXPECT_EXIT(std::exit(most() == 4096 ? 0 : 1), testing::ExitedWithCode(0), "");
+}
 
 TEST_F(HostTest, TheMachinesMemory) {
   const BackendMemory memory = cpu::ReadMemory(root_);

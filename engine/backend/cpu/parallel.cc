@@ -9,9 +9,11 @@
 namespace denoised::cpu {
 
 int Workers() {
-  static const int workers = std::getenv("OMP_NUM_THREADS") != nullptr
-                                 ? omp_get_max_threads()
-                                 : std::min(omp_get_max_threads(), AvailableCores());
+  // For each thread, libgomp takes a part of the stack of the one that starts them.
+  constexpr int kMost = 4096;
+  static const int workers =
+      std::min({omp_get_max_threads(), kMost,
+                std::getenv("OMP_NUM_THREADS") != nullptr ? kMost : AvailableCores()});
   return workers;
 }
 

@@ -14,7 +14,8 @@
 namespace denoised::cpu {
 
 /// Threads of a ParallelFor that is not inside another one: OMP_NUM_THREADS where it is set, else
-/// OpenMP's limit and at most AvailableCores(). The first call decides for the whole process.
+/// OpenMP's limit and at most AvailableCores(); never more than 4096. The first call decides for
+/// the whole process.
 int Workers();
 
 #ifdef DENOISED_THREAD_SANITIZER
