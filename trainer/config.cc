@@ -714,6 +714,11 @@ absl::Status CheckUsed(const CLI::App& app, const Flags& flags) {
       {"--null-class", !pipeline && config.trainer.class_dropout > 0,
        "a --network with classes and --class-dropout",
        pipeline ? "a --pipeline" : "--class-dropout 0"},
+      // The server refuses a model with such a scale and no null class.
+      {"--default-guidance-scale",
+       pipeline || config.trainer.class_dropout > 0 ||
+           config.default_guidance_scale.value_or(1) <= 1,
+       "a --pipeline, or a --network with classes and --class-dropout", "--class-dropout 0"},
   };
   for (const auto& [flag, used, needs, has] : settings) {
     const CLI::Option& option = *app[flag];

@@ -1560,6 +1560,9 @@ class RunTest(unittest.TestCase):
             ({"null-class": 1, "class-dropout": None},
              "--null-class needs a --network with classes and --class-dropout, but this run has "
              "--class-dropout 0; leave it out"),
+            ({"default-guidance-scale": 2, "class-dropout": None},
+             "--default-guidance-scale needs a --pipeline, or a --network with classes and --class-dropout, but this "
+             "run has --class-dropout 0; leave it out"),
             ({"reference-steps": 10},
              "--reference-steps needs --schedule inverse-sqrt, but this run has --schedule constant"),
             ({"reference-steps": 10, "schedule": "cosine"}, "but this run has --schedule cosine"),
