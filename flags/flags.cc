@@ -178,8 +178,11 @@ std::string NotConverted(const CLI::App& app, const std::string& what) {
   const size_t equals = what.find(" = ");
   if (!what.starts_with(kBegin) || equals == std::string::npos) return what;
   const std::string name = what.substr(kBegin.size(), equals - kBegin.size());
-  const std::string value = what.substr(equals + 3);
   const CLI::Option* const option = Find(app, name);
+  // Of an option that is given several times CLI11 tells all values, of which the last one counts.
+  const bool last = option != nullptr && !option->results().empty() &&
+                    option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeLast;
+  const std::string value = last ? option->results().back() : what.substr(equals + 3);
   if (option != nullptr && option->get_items_expected_max() == 0)
     return fmt::format("{}: {} is neither true nor false; use one of them", name, value);
   const std::string type = option == nullptr ? "" : option->get_type_name();

@@ -1569,6 +1569,8 @@ class RunTest(unittest.TestCase):
         ]:
             with self.subTest(flags=flags):
                 self.assertIn(message, self.train("refused", rc=2, **flags))
+        done = subprocess.run(self.arguments("a") + ["--steps=1e3"], capture_output=True, text=True)
+        self.assertIn("--steps: 1e3 is not a whole number", done.stderr)
         # Defaults change nothing.
         self.train("defaults", steps=1, **{"min-snr": "0.0", "beta-end": "2e-2", "timesteps": 1000})
         self.train("a", steps=4)
