@@ -934,7 +934,14 @@ class RunTest(unittest.TestCase):
         self.assertIn("down/gone.png: cannot be read", self.train("b", rc=2))
         (self.data / "down/gone.png").unlink()
         (self.data / "down/circle").symlink_to("..")
-        self.assertIn("symbolic links", self.train("b", rc=2))
+        self.assertRegex(self.train("b", rc=2), f"{self.data}/down/circle\\S*: cannot be read: .*symbolic links")
+        (self.data / "down/circle").unlink()
+        (self.data / "down/loop").symlink_to("loop")
+        self.assertIn(f"{self.data}/down/loop: cannot be read: Too many levels", self.train("b", rc=2))
+        (self.data / "down/loop").unlink()
+        (self.data / "down/closed").mkdir(mode=0)
+        if os.geteuid() != 0:
+            self.assertIn(f"{self.data}/down/closed: cannot be read: Permission denied", self.train("b", rc=2))
 
     def test_folders_may_be_links(self):
         self.train("folders")

@@ -423,9 +423,11 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
   std::error_code error;
   fs::recursive_directory_iterator walk(path, fs::directory_options::follow_directory_symlink,
                                         error);
+  fs::path at = path;  // after an error the iterator does not say where it was
   for (; !error && walk != fs::recursive_directory_iterator(); walk.increment(error)) {
-    const std::string file = walk->path().lexically_relative(path).generic_string();
-    const std::string name = walk->path().filename();
+    at = walk->path();
+    const std::string file = at.lexically_relative(path).generic_string();
+    const std::string name = at.filename();
     if (IsHidden(name)) {
       walk.disable_recursion_pending();
       std::error_code ignored;
@@ -440,7 +442,7 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
     if (IsPicture(name)) files.insert(file);
     if (IsOtherPicture(name)) ++left_out.others[Extension(name)];
   }
-  if (error) return NotFound("{}: cannot be read: {}", path, error.message());
+  if (error) return NotFound("{}: cannot be read: {}", at.string(), error.message());
 
   Metadata metadata;
   const fs::path lines = fs::path(path) / "metadata.jsonl";
