@@ -130,8 +130,8 @@ absl::Status CheckDone(const std::string& directory, bool contents) {
     const auto size = fs::file_size(whole, error);
     if (error) return DataLoss("{}: is missing", whole);
     if (bytes != size)
-      return DataLoss("{}: has {} bytes where DONE says {}; it was cut off", whole, size,
-                      bytes.dump());
+      return DataLoss("{}: has {} bytes where DONE says {}; it {}", whole, size, bytes.dump(),
+                      bytes > size ? "was cut off" : "is damaged");
     if (!contents) continue;
     DENOISED_ASSIGN_OR_RETURN(const uint32_t checksum, ChecksumOf(whole));
     if (crc != checksum)

@@ -247,6 +247,10 @@ TEST_F(FilesTest, ADamagedDoneIsNamed) {
     EXPECT_TRUE(absl::IsDataLoss(status)) << json << status;
     EXPECT_EQ(status.message(), done + ": is damaged: it does not say bytes and crc32 of run.json");
   }
+  nlohmann::json shorter = whole;
+  shorter["run.json"]["bytes"] = 3;
+  EXPECT_TRUE(
+      std::string(load(shorter).message()).ends_with(" bytes where DONE says 3; it is damaged"));
   // A file that can be opened and not be read.
   fs::remove(directory + "/run.json");
   fs::create_symlink("/proc/self/mem", directory + "/run.json");
