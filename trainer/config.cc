@@ -36,6 +36,7 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const CLI::App& app,
                                                      const std::vector<std::string>& given,
                                                      nlohmann::json* network) {
   std::vector<std::string> arguments;
+  std::map<const CLI::Option*, std::string> fields;
   for (const auto& item : config.items()) {
     // No structured binding: clang 14 does not capture those in lambdas.
     const std::string& field = item.key();
@@ -62,6 +63,9 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const CLI::App& app,
           known ? fmt::format("write '{}'", meant)
                 : "the fields are the names of the flags, without --. See denoise-train --help");
     }
+    if (const auto [other, is_new] = fields.emplace(option, field); !is_new)
+      return InvalidArgument("{}: fields '{}' and '{}' are the same setting; give one of them",
+                             file, other->second, field);
     const bool repeats = option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll;
     if (repeats && value.is_array() && value.empty())
       return InvalidArgument(

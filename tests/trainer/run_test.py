@@ -1460,6 +1460,9 @@ class RunTest(unittest.TestCase):
             config.write_text(json.dumps({field: value}))
             said = self.train("c", rc=2, config=config, steps=None, network=None)
             self.assertIn(f"{config}: {message}", said)
+        config.write_text('{"class-dropout": 0.1, "caption-dropout": 0.2}')
+        said = self.train("c", rc=2, config=config, **{"class-dropout": None})
+        self.assertIn(f"{config}: fields 'caption-dropout' and 'class-dropout' are the same setting; give one", said)
         for flag in ("config", "help", "version"):
             config.write_text(json.dumps({flag: "other.json"}))
             said = self.train("c", rc=2, config=config)
