@@ -65,8 +65,8 @@ absl::StatusOr<std::unique_ptr<RunMetrics>> RunMetrics::Listen(const std::string
     state->exposer->RegisterCollectable(state->registry);
   } catch (const std::exception&) {  // civetweb's has no reason
     return Unavailable(
-        "--metrics-listen {}: cannot listen there; give a host of this machine and a free port",
-        address);
+        "--metrics-listen {}: cannot listen there; give a host of this machine and a free port{}",
+        address, address.starts_with('[') ? ". As Debian builds it, civetweb has no IPv6" : "");
   }
   return std::unique_ptr<RunMetrics>(new RunMetrics(std::move(state)));
 }

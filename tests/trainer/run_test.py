@@ -1320,6 +1320,9 @@ class RunTest(unittest.TestCase):
             said = self.train("b", rc=1, **{"metrics-listen": address})
         self.assertIn(f"--metrics-listen {address}: cannot listen there", said)
         self.assertNotIn("read in", said)  # before the pictures are read
+        self.assertNotIn("IPv6", said)
+        said = self.train("b", rc=1, **{"metrics-listen": "[2001:db8::1]:0"})  # an address of documentation
+        self.assertIn("and a free port. As Debian builds it, civetweb has no IPv6", said)
 
     def test_a_value_that_looks_like_an_empty_flag_is_a_value(self):
         done = subprocess.run([PROGRAM, "--data", "--labels=", "--network", "n.json", "--output", "o"],
