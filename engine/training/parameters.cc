@@ -116,6 +116,11 @@ absl::Status Parameters::Load(const Weights& weights, const Tensor& trained, con
     DENOISED_ASSIGN_OR_RETURN(const Tensor from,
                               weights.Get(parameter.name.substr(prefix.size()), parameter.shape));
     const std::vector<float> values = from.ToFloats();
+    if (!std::all_of(values.begin(), values.end(), [](float v) { return std::isfinite(v); }))
+      return InvalidArgument(
+          "{}: tensor '{}' has numbers that are not finite, with which no step could be made; use "
+          "other weights",
+          weights.file(), parameter.name.substr(prefix.size()));
     std::copy(values.begin(), values.end(),
               Part(parameter.trained ? trained : fixed, static_cast<int>(index)).as<float>());
   }

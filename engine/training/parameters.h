@@ -63,7 +63,8 @@ class Parameters {
   /// zeros between parameters.
   void Initialize(uint64_t seed, const Tensor& trained, const Tensor& fixed) const;
   /// Fills the served parameters from a checkpoint instead: those whose names begin with `prefix`.
-  /// The checkpoint's names lack the prefix. NotFound or InvalidArgument as Weights::Get().
+  /// The checkpoint's names lack the prefix. NotFound or InvalidArgument as Weights::Get(); the
+  /// latter also for numbers that are not finite.
   absl::Status Load(const Weights& weights, const Tensor& trained, const Tensor& fixed,
                     const std::string& prefix = "") const;
   /// Views of the served parameters in host tensors, by checkpoint name.

@@ -889,6 +889,13 @@ class RunTest(unittest.TestCase):
             **NETWORK, "norm_eps": 1e-5, "act_fn": "silu", "dropout": 0.2, "sample_size": 16}))  # fmt: skip
         self.train("b", network=self.root / "other.json", **{"init-from": start})
 
+    def test_a_start_that_is_not_finite_is_refused(self):
+        self.train("a", steps=1)
+        weights = self.root / "a/model/unet/diffusion_pytorch_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-4] + struct.pack("<f", float("nan")))
+        said = self.train("b", rc=2, **{"init-from": self.root / "a/model"})
+        self.assertRegex(said, rf"{weights.parent}: tensor '\S+' has numbers that are not finite, .*use other weights")
+
     def test_a_run_that_diverges_ends_with_a_message(self):
         said = self.train("a", rc=1, **{
             "learning-rate": 1000, "max-skipped": 3, "steps": 200, "clip": 0,
