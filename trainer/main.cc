@@ -28,7 +28,9 @@ void OnSignal(int signal) {
 
 /// 2 if settings or files need a correction, 1 for anything else, which may succeed if repeated.
 int Fail(const absl::Status& status) {
-  std::fprintf(stderr, "denoise-train: %s\n", std::string(status.message()).c_str());
+  // Not by %s: a name in it may have a zero byte.
+  const std::string line = fmt::format("denoise-train: {}\n", std::string(status.message()));
+  std::fwrite(line.data(), 1, line.size(), stderr);
   return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ||
                  absl::IsUnimplemented(status)
              ? 2

@@ -995,6 +995,7 @@ class RunTest(unittest.TestCase):
         self.assertIn('--class-name: classes 0 and 1 are both named "crane", so requests with that name would '
                       "always get class 0; give each class a name of its own",
                       self.train("b", rc=2, config=self.names("crane", "crane")))
+        self.assertIn('the name of class "a\0b" cannot be used', self.train("b", rc=2, config=self.names("a\0b", "c")))
         self.assertIn("--model-dtype", self.train("b", rc=2, **{"model-dtype": "fp8"}))
 
     def test_refuses_names_that_the_server_would_refuse(self):
