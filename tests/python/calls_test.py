@@ -4,6 +4,7 @@
 
 import asyncio
 import concurrent.futures
+import gc
 import pathlib
 import sys
 import tempfile
@@ -190,6 +191,47 @@ class CallsTest(unittest.TestCase):
 
         asyncio.run(main())
         self.assertEqual(len(began), 4, "it was tried again")
+
+    def test_a_stream_that_is_dropped_is_cancelled(self):
+        ended = []
+
+        def stream(request, context):
+            context.add_callback(lambda: ended.append("stream"))
+            yield QUEUED
+            while context.is_active():
+                time.sleep(0.01)
+
+        address = self.serve(StreamGenerate=stream)
+
+        async def leave(client):
+            async for _ in client.stream():
+                break
+
+        async def fail(client):
+            async for _ in client.stream():
+                raise ArithmeticError
+
+        async def wait(client, reached):
+            async for _ in client.stream():
+                reached.set()
+                await asyncio.Event().wait()
+
+        async def main():
+            async with denoised.AsyncClient(address, retry=FAST) as client:
+                await leave(client)
+                with self.assertRaises(ArithmeticError):
+                    await fail(client)
+                reached = asyncio.Event()
+                waiting = asyncio.ensure_future(wait(client, reached))
+                await reached.wait()
+                waiting.cancel()
+                with self.assertRaises(asyncio.CancelledError):
+                    await waiting
+                del waiting
+                gc.collect()
+                await asyncio.to_thread(self.wait_for, lambda: len(ended) == 3)
+
+        asyncio.run(main())
 
     def test_close_ends_pauses(self):
         arrived = threading.Semaphore(0)

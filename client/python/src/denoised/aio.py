@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from typing import (Any, AsyncIterator, Awaitable, Callable, Dict, List, Optional, Sequence, Set,
                     Union)
@@ -43,7 +44,7 @@ async def _reply(call: Awaitable[Any]) -> Any:
 class AsyncStream(AsyncIterator[Event]):
     """The events of a job as they happen: iterate over it with `async for`, which starts it. A stream
     that breaks is retried with the same seed, and passes on only what is new. Leaving an `async with`
-    block cancels it."""
+    block cancels it, and so does dropping it."""
 
     def __init__(self, client: AsyncClient, state: StreamState,
                  prepare: Callable[[], Awaitable[None]]) -> None:
@@ -51,6 +52,7 @@ class AsyncStream(AsyncIterator[Event]):
         self._state = state
         self._prepare: Optional[Callable[[], Awaitable[None]]] = prepare  # None: done
         self._call: Any = None
+        self._loop: Optional[asyncio.AbstractEventLoop] = None  # of the call
         self._cancelled = False
         self._waiting: Optional[asyncio.Event] = None
         self._done = False
@@ -91,6 +93,7 @@ class AsyncStream(AsyncIterator[Event]):
         call = await self._client._method(method)
         if self._cancelled:  # while this waited for the token and the connection
             raise Cancelled("cancelled by the caller")
+        self._loop = asyncio.get_running_loop()
         self._call = call(message, timeout=self._state.attempts.remaining(), metadata=headers)
         self._client._streams.add(self._call)
         return self._call
@@ -139,6 +142,12 @@ class AsyncStream(AsyncIterator[Event]):
 
     async def __aexit__(self, *_: object) -> None:
         self.cancel()
+
+    def __del__(self) -> None:
+        # Newer releases of grpcio keep a call that nobody reads. Objects are collected on any thread.
+        if self._call is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._call.cancel)
 
 
 class AsyncJobs:
