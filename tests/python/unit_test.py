@@ -453,6 +453,21 @@ class TargetTest(unittest.TestCase):
         with self.assertRaisesRegex(denoised.NotFound, "tls.ca"):
             denoised.Client("images:50051", tls=denoised.TLS(ca="/no/such/file"))
 
+    def test_timeouts(self):
+        def remaining(default, timeout):
+            with denoised.Client("images:50051", timeout=default) as client:
+                return client._connection.attempts(timeout).remaining()
+        for endless in (float("inf"), 1e10, 10**400):
+            self.assertIsNone(remaining(None, endless))
+            self.assertIsNone(remaining(endless, None))
+            self.assertIsNone(remaining(5, endless))
+        self.assertGreater(remaining(None, 1e9), 9e8)
+        self.assertEqual(remaining(5, -1), 0, "what is left of a time that is over")
+        for wrong in (float("nan"), "3"):
+            for arguments in ((wrong, None), (None, wrong)):
+                with self.assertRaisesRegex(denoised.InvalidArgument, "^timeout is .*; use seconds"):
+                    remaining(*arguments)
+
     def test_traceparent_is_checked(self):
         trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
         good = f"00-{trace}-{parent}-01"

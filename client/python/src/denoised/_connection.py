@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import numbers
 import re
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Tuple
@@ -172,6 +173,19 @@ def _is_traceparent(text: str) -> bool:
     return re.fullmatch(rf"00{rest}|(?!00|ff)[0-9a-f]{{2}}{rest}(-[!-~]*)?", text) is not None
 
 
+# 31 years. gRPC's time overflows at some eight times as much, and the call ends at once.
+_LONGEST_TIMEOUT = 1e9
+
+
+def _checked_timeout(timeout: Any) -> Optional[float]:
+    """None: no deadline."""
+    if timeout is None:
+        return None
+    if not isinstance(timeout, numbers.Real) or timeout != timeout:
+        raise InvalidArgument(f"timeout is {timeout!r}; use seconds, or None for no deadline")
+    return float(timeout) if timeout <= _LONGEST_TIMEOUT else None
+
+
 def was_closed() -> Cancelled:
     return Cancelled("the client was closed")
 
@@ -186,7 +200,7 @@ class Connection:
         self.name = target
         self.target = _parse_target(target)
         self.retry = retry
-        self.timeout = timeout
+        self.timeout = _checked_timeout(timeout)
         self.budget = RetryBudget(retry.budget)
         self.closed = False  # by the caller
         self._metadata = dict(metadata or {})
@@ -291,7 +305,7 @@ class Connection:
 
     def attempts(self, timeout: Optional[float], retry: Optional[RetryPolicy] = None) -> Attempts:
         return Attempts(retry or self.retry, self.budget,
-                        self.timeout if timeout is None else timeout)
+                        self.timeout if timeout is None else _checked_timeout(timeout))
 
     def error(self, error: Any, *, cancelled: bool = False) -> DenoisedError:
         """`cancelled`: this side cancelled the call."""

@@ -219,8 +219,8 @@ class Client:
     token, token_file: a bearer token, sent with every call; the file is read again for each attempt.
         Refused without TLS, unless allow_plaintext_token says that something else encrypts the
         connection.
-    retry: which failures are tried again. timeout: seconds, default of every call. metadata: sent with
-        every call.
+    retry: which failures are tried again. timeout: seconds, default of every call; None or infinity:
+        no deadline. metadata: sent with every call.
     """
 
     def __init__(self, target: str = "127.0.0.1:50051", *, tls: Union[bool, TLS] = False,
@@ -318,7 +318,7 @@ class Client:
         request_id: the same request of the same id is drawn once.
         survives: the job goes on when nobody is connected; see `jobs`.
         timings: return a timeline.
-        timeout: seconds for all attempts together. metadata, traceparent: sent with the call.
+        timeout: seconds for all attempts together; infinity: no deadline. metadata, traceparent: sent with the call.
         """
         fields = _convert.fields_of(locals())
         attempts = self._connection.attempts(timeout)
