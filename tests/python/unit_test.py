@@ -67,11 +67,19 @@ class RetryTest(unittest.TestCase):
             self.assertLessEqual(delay, most)
         self.assertIsNone(attempts.failed(unavailable()))
 
+    def test_backoff_does_not_overflow(self):
+        for multiplier in (2, 2.0, 1e300):
+            attempts = self.attempts(max_attempts=5000, multiplier=multiplier)
+            full = denoised.ResourceExhausted("full", retry_after=0)
+            delays = [attempts.failed(full) for _ in range(4000)]
+            self.assertGreaterEqual(delays[-1], 5)
+            self.assertLessEqual(delays[-1], 10)
+
     def test_what_brings_something_new_renews_the_attempts(self):
-        attempts = self.attempts(max_attempts=2)
+        attempts = self.attempts(max_attempts=2, initial_backoff=1, max_backoff=9, multiplier=9)
         self.assertIsNotNone(attempts.failed(unavailable()))
         attempts.renew()
-        self.assertIsNotNone(attempts.failed(unavailable()))
+        self.assertLessEqual(attempts.failed(unavailable()), 1)
         self.assertIsNone(attempts.failed(unavailable()))
 
     def test_retry_info_is_the_least_wait(self):

@@ -77,6 +77,7 @@ class Attempts:
         self._budget = budget
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._count = 1
+        self._backoff = policy.initial_backoff
 
     def remaining(self) -> Optional[float]:
         """Seconds until the deadline, never negative; None when there is none."""
@@ -87,6 +88,7 @@ class Attempts:
     def renew(self) -> None:
         """The latest attempt brought something new: earlier failures no longer count."""
         self._count = 1
+        self._backoff = self._policy.initial_backoff
 
     def succeeded(self) -> None:
         """The next call may fail as often as this one."""
@@ -103,14 +105,14 @@ class Attempts:
             if self._budget.empty:
                 return None
         self._count += 1
+        # Not a power of the count, which overflows.
+        self._backoff = min(self._policy.max_backoff, self._backoff * self._policy.multiplier)
         return delay
 
     def _next_delay(self, error: DenoisedError) -> Optional[float]:
-        policy = self._policy
-        if self._count >= policy.max_attempts or not retryable(error):
+        if self._count >= self._policy.max_attempts or not retryable(error):
             return None
-        backoff = min(policy.max_backoff,
-                      policy.initial_backoff * policy.multiplier ** (self._count - 1))
+        backoff = min(self._policy.max_backoff, self._backoff)
         # In the upper half, so that clients which failed together do not return together.
         delay = backoff * (1 + random.random()) / 2
         # On top of RetryInfo, not instead of it: all who were refused were told the same time.
