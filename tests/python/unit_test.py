@@ -180,6 +180,16 @@ class StreamTest(unittest.TestCase):
         self.assertEqual((method, request.request_id, request.after_sequence),
                          ("WatchJob", "job", 7))
 
+    def test_an_id_that_the_client_chose_is_known_before_the_first_event(self):
+        state = self.state()
+        self.assertEqual(state.request_id, "")
+        state.generate.params.request_id = "job"
+        self.assertEqual(state.request_id, "job")
+        self.assertEqual(self.state(pb.WatchJobRequest(request_id="watched")).request_id, "watched")
+        state = self.state()
+        state.received(self.event(1, queued={}))
+        self.assertEqual(state.request_id, "job")
+
     def test_how_a_watched_job_ended_is_final(self):
         state = self.state(pb.WatchJobRequest(request_id="job"))
         state.received(self.event(1, queued={}))

@@ -88,7 +88,12 @@ class StreamState:
         self._completed: Optional[Completed] = None
         self._images: Dict[int, Image] = {}
         self.params: Optional[Params] = None
-        self.request_id = self._watch.request_id
+
+    @property
+    def request_id(self) -> str:
+        """Empty while it is the server's to choose."""
+        asked = self.generate.params.request_id if self.generate is not None else ""
+        return self._watch.request_id or asked
 
     def call(self) -> Tuple[str, Any]:
         """The method and message of the next attempt."""
@@ -99,7 +104,7 @@ class StreamState:
     def received(self, message: pb.StreamGenerateResponse) -> Optional[Event]:
         """The event to pass on, or None."""
         self._received = True
-        self.request_id = self._watch.request_id = message.request_id
+        self._watch.request_id = message.request_id
         self._watch.after_sequence = message.sequence
         event = _convert.event(message, self.params)
         if event is None:

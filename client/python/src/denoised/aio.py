@@ -60,7 +60,8 @@ class AsyncStream(AsyncIterator[Event]):
 
     @property
     def request_id(self) -> str:
-        """Empty until the first event if the server chose it."""
+        """Empty until the first event is asked for, which sends the request, and until it comes if the
+        server chose it."""
         return self._state.request_id
 
     def cancel(self) -> None:
