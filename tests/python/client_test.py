@@ -506,6 +506,8 @@ class ClientTest(unittest.TestCase):
         class Picture:
             """What is asked of Pillow's."""
 
+            mode = "L"
+
             def getbands(self):
                 return ("L",)
 

@@ -4,6 +4,7 @@
 
 import asyncio
 import inspect
+import io
 import sys
 import time
 import typing
@@ -320,6 +321,21 @@ class RequestTest(unittest.TestCase):
             with self.subTest(fields=fields):
                 with self.assertRaisesRegex(denoised.InvalidArgument, word):
                     self.params(**fields)
+
+    def test_pictures_of_every_mode_of_pillow(self):
+        try:
+            import PIL.Image
+        except ImportError:
+            self.skipTest("needs Pillow")
+        for mode, sent in (("RGB", "RGB"), ("LA", "LA"), ("P", "P"), ("CMYK", "RGB"), ("YCbCr", "RGB"), ("LAB", "RGB"),
+                           ("PA", "RGBA"), ("RGBa", "RGBA")):
+            with self.subTest(mode=mode):
+                encoded = self.params(init_image=PIL.Image.new(mode, (2, 3))).init_image.encoded
+                with PIL.Image.open(io.BytesIO(encoded)) as picture:
+                    self.assertEqual((picture.format, picture.mode, picture.size), ("PNG", sent, (2, 3)))
+        for mode, word in (("F", '^mask has pixels of floats, mode "F"; use '), ("La", "^mask is .*: conversion")):
+            with self.assertRaisesRegex(denoised.InvalidArgument, word):
+                self.params(mask=PIL.Image.new(mode, (2, 3)))
 
     def test_names_of_classes_may_be_in_any_container(self):
         for labels in (["zero"], ("zero",), {"zero": 1}.keys(), {"zero"}, iter(["zero"])):

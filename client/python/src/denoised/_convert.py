@@ -256,6 +256,9 @@ def _array(field: str, array: Any) -> pb.Tensor:
                      data=array.astype("<f4").tobytes())
 
 
+_PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+
+
 def _picture(field: str, source: Any, to: Union[pb.InitImage, pb.Mask]) -> None:
     """A picture in any of the forms that `generate` takes."""
     if isinstance(source, (bytes, bytearray, memoryview)):
@@ -266,6 +269,10 @@ def _picture(field: str, source: Any, to: Union[pb.InitImage, pb.Mask]) -> None:
     elif isinstance(source, Image) and source.shape is None:
         to.encoded = source.data
     elif hasattr(source, "getbands"):  # Pillow's
+        if source.mode == "F":  # nothing says which number is white
+            raise InvalidArgument(f'{field} has pixels of floats, mode "F"; use .convert("L") or an array')
+        if source.mode not in _PNG_MODES:
+            source = source.convert("RGBA" if source.getbands()[-1] in "Aa" else "RGB")
         png = io.BytesIO()
         source.save(png, "PNG")
         to.encoded = png.getvalue()
