@@ -481,9 +481,19 @@ class TargetTest(unittest.TestCase):
                               *(({"metadata": {key.title(): "x"}}, f'"{key}" is reserved')
                                 for key in ("grpc-timeout", "te", "content-type", "user-agent", "host", "connection",
                                             "keep-alive", "proxy-connection", "transfer-encoding", "upgrade")),
-                              ({"metadata": {"a": "ü"}}, "printable")):
+                              ({"metadata": {"a": "ü"}}, "printable"), ({"metadata": {"a": 1}}, "value 1; use printable"),
+                              ({"metadata": {"a": b"b"}}, "value b'b'; use printable"),
+                              ({"metadata": {"a-bin": "b"}}, "value 'b'; use bytes"),
+                              ({"metadata": {1: "a"}}, "key 1 is not legal; use a string"),
+                              ({"metadata": [("a", "b")]}, "^metadata is .*; use a mapping")):
             with self.assertRaisesRegex(denoised.InvalidArgument, word):
                 denoised.Client("images:50051", **options)
+            if "metadata" in options:
+                with denoised.Client("images:50051") as client, \
+                        self.assertRaisesRegex(denoised.InvalidArgument, word):
+                    client.generate(**options)
+        with denoised.Client("images:50051", metadata={"A-bin": b"\xff", "B": "b"}) as client:
+            self.assertEqual(client._connection.headers({"b": "c"}, None), [("a-bin", b"\xff"), ("b", "c")])
         with self.assertRaisesRegex(denoised.NotFound, "tls.ca"):
             denoised.Client("images:50051", tls=denoised.TLS(ca="/no/such/file"))
 
@@ -511,13 +521,22 @@ class TargetTest(unittest.TestCase):
                 self.assertEqual(headers(None, text), [("traceparent", text)])
             for text in ("", "abc", f"00-{trace}-{parent}", f"00-{trace}-{parent}-01-x", f"ff-{trace}-{parent}-01",
                          f"00-{'0' * 32}-{parent}-01", f"00-{trace}-{'0' * 16}-01", f"00-{trace.upper()}-{parent}-01",
-                         f"00-{trace}-{parent}-1", good + "\n", f"01-{trace}-{parent}-01-\n"):
+                         f"00-{trace}-{parent}-1", good + "\n", f"01-{trace}-{parent}-01-\n", 5):
                 for call in (client.generate, client.stream, lambda **options: client.jobs.watch("x", **options)):
                     with self.subTest(text=text), self.assertRaises(denoised.InvalidArgument) as caught:
                         call(traceparent=text)
                     self.assertIn(f"traceparent is {text!r}; use the form", str(caught.exception))
             with self.assertRaisesRegex(denoised.InvalidArgument, "twice"):
                 headers({"Traceparent": good}, good)
+
+    def test_what_is_wrong_with_a_watch_is_named(self):
+        client = denoised.Client("images:50051")
+        self.addCleanup(client.close)
+        for watch in (client.jobs.watch, denoised.AsyncClient("images:50051").jobs.watch):
+            for arguments, word in ((("job", -1), "^after is -1: "), (("job", "x"), "^after is 'x': "),
+                                    ((5, 0), "^request_id is 5: ")):
+                with self.assertRaisesRegex(denoised.InvalidArgument, word):
+                    watch(arguments[0], after=arguments[1])
 
     def test_jobs_need_one_server(self):
         with denoised.Client("dns:///images:50051") as client:

@@ -8,7 +8,7 @@ import json
 import numbers
 import re
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import grpc
 
@@ -20,8 +20,8 @@ from .errors import (DETAILS_KEY, Cancelled, DenoisedError, InvalidArgument, Not
                      make_error)
 from .retry import Attempts, RetryBudget, RetryPolicy
 
-Metadata = Mapping[str, str]
-Headers = List[Tuple[str, str]]
+Metadata = Mapping[str, Union[str, bytes]]
+Headers = List[Tuple[str, Union[str, bytes]]]
 
 _SERVICE = "denoised.v1.ImageGeneration"
 _ADMIN = "denoised.v1.ModelAdmin"
@@ -167,6 +167,28 @@ _RESERVED = ("te", "content-type", "user-agent", "host", "connection", "keep-ali
              "transfer-encoding", "upgrade")
 
 
+def _checked_metadata(metadata: Any) -> Dict[str, Union[str, bytes]]:
+    """With the keys in lower case."""
+    if not isinstance(metadata, (Mapping, type(None))):
+        raise InvalidArgument(f'metadata is {metadata!r}; use a mapping, as in {{"x-tenant": "blue"}}')
+    checked = {}
+    for name, value in (metadata or {}).items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+            raise InvalidArgument(f'metadata key {name!r} is not legal; use a string of letters, digits, "-", "_" '
+                                  'and "."')
+        key = name.lower()
+        if key.startswith("grpc-") or key in _RESERVED:
+            raise InvalidArgument(f'metadata key "{key}" is reserved for gRPC and HTTP/2; use another name')
+        if key.endswith("-bin") and not isinstance(value, bytes):
+            raise InvalidArgument(f'metadata "{key}" has the value {value!r}; use bytes, or a key that does not end '
+                                  "in -bin")
+        if not key.endswith("-bin") and not (isinstance(value, str) and re.fullmatch(r"[ -~]*", value)):
+            raise InvalidArgument(f'metadata "{key}" has the value {value!r}; use printable ASCII '
+                                  "characters, or a key that ends in -bin, which takes bytes")
+        checked[key] = value
+    return checked
+
+
 def _is_traceparent(text: str) -> bool:
     """Version 00, or a later one, which may add fields: https://www.w3.org/TR/trace-context."""
     rest = r"-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
@@ -203,7 +225,7 @@ class Connection:
         self.timeout = _checked_timeout(timeout)
         self.budget = RetryBudget(retry.budget)
         self.closed = False  # by the caller
-        self._metadata = dict(metadata or {})
+        self._metadata = _checked_metadata(metadata)
         self._token = token
         self._token_file = token_file
         self._tls = tls
@@ -272,17 +294,7 @@ class Connection:
 
     def headers(self, metadata: Optional[Metadata], traceparent: Optional[str]) -> Headers:
         """The metadata of a call, but for the token."""
-        merged = {key.lower(): value for key, value in {**self._metadata, **(metadata or {})}.items()}
-        for key, value in merged.items():
-            if not re.fullmatch(r"[a-z0-9._-]+", key):
-                raise InvalidArgument(f'metadata key "{key}" is not legal; use letters, digits, "-", "_" '
-                                      'and "."')
-            if key.startswith("grpc-") or key in _RESERVED:
-                raise InvalidArgument(f'metadata key "{key}" is reserved for gRPC and HTTP/2; use '
-                                      "another name")
-            if not key.endswith("-bin") and not re.fullmatch(r"[ -~]*", value):
-                raise InvalidArgument(f'metadata "{key}" has the value {value!r}; use printable ASCII '
-                                      "characters, or a key that ends in -bin, which takes bytes")
+        merged = {**self._metadata, **_checked_metadata(metadata)}
         if "authorization" in merged:
             if self._token is not None or self._token_file is not None:
                 raise InvalidArgument('metadata "authorization" and a token are both given; give one')
@@ -291,7 +303,7 @@ class Connection:
         if traceparent is not None:
             if "traceparent" in merged:
                 raise InvalidArgument("traceparent is given twice, also as metadata; give one")
-            if not _is_traceparent(traceparent):
+            if not isinstance(traceparent, str) or not _is_traceparent(traceparent):
                 raise InvalidArgument(
                     f"traceparent is {traceparent!r}; use the form of W3C Trace Context in lower case, "
                     "00-<32 hex digits>-<16 hex digits>-<2 hex digits>, with ids that are not zero")

@@ -436,6 +436,15 @@ def generation_params(fields: Dict[str, Any]) -> pb.GenerationParams:
     return message
 
 
+def watch_request(request_id: str, after: int) -> pb.WatchJobRequest:
+    message = pb.WatchJobRequest()
+    with _named("request_id", request_id):
+        message.request_id = request_id
+    with _named("after", after):
+        message.after_sequence = after
+    return message
+
+
 def preview_options(previews: Union[bool, Previews]) -> Optional[pb.PreviewOptions]:
     if previews is False:
         return None

@@ -187,7 +187,7 @@ class AsyncJobs:
         request_id of the caller nor `survives` is not kept: what was sent to all who watched it,
         images too, is gone."""
         self._client._connection.check_single(JOBS)
-        watch = pb.WatchJobRequest(request_id=request_id, after_sequence=after)
+        watch = _convert.watch_request(request_id, after)
         state = StreamState(self._client._connection.attempts(timeout), [], watch)
 
         async def prepare() -> None:

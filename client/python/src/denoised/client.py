@@ -150,7 +150,7 @@ class Jobs:
         request_id of the caller nor `survives` is not kept: what was sent to all who watched it,
         images too, is gone."""
         self._client._connection.check_single(JOBS)
-        watch = pb.WatchJobRequest(request_id=request_id, after_sequence=after)
+        watch = _convert.watch_request(request_id, after)
         return Stream(self._client, self._client._stream_state(watch, timeout, metadata, traceparent))
 
     def cancel(self, request_id: str, *, timeout: Optional[float] = None) -> Job:
