@@ -118,6 +118,36 @@ class CallsTest(unittest.TestCase):
 
         asyncio.run(main())
 
+    def test_a_stream_with_several_readers(self):
+        calls = []
+
+        def stream(request, context):
+            calls.append("stream")
+            for i in range(1, 200):
+                yield pb.StreamGenerateResponse(sequence=i, request_id="job", progress={"evaluations_done": i})
+            yield pb.StreamGenerateResponse(sequence=200, request_id="job", completed={})
+
+        address = self.serve(StreamGenerate=stream)
+        everything = list(range(1, 201))
+        with denoised.Client(address) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
+            drawn = client.stream()
+            readers = [pool.submit(lambda: [event.sequence for event in drawn]) for _ in range(4)]
+            read = [reader.result(60) for reader in readers]
+        self.assertEqual(sorted(sum(read, [])), everything)
+
+        async def main():
+            async with denoised.AsyncClient(address) as client:
+                drawn = client.stream()
+
+                async def sequences():
+                    return [event.sequence async for event in drawn]
+
+                read = await asyncio.gather(*(sequences() for _ in range(4)))
+                self.assertEqual(sorted(sum(read, [])), everything)
+
+        asyncio.run(main())
+        self.assertEqual(len(calls), 2)
+
     # Closing
 
     def serve_for_ever(self):

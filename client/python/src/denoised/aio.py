@@ -44,7 +44,7 @@ async def _reply(call: Awaitable[Any]) -> Any:
 class AsyncStream(AsyncIterator[Event]):
     """The events of a job as they happen: iterate over it with `async for`, which starts it. A stream
     that breaks is retried with the same seed, and passes on only what is new. Leaving an `async with`
-    block cancels it, and so does dropping it."""
+    block cancels it, and so does dropping it. Several tasks may read it: each event is for one of them."""
 
     def __init__(self, client: AsyncClient, state: StreamState,
                  prepare: Callable[[], Awaitable[None]]) -> None:
@@ -53,6 +53,7 @@ class AsyncStream(AsyncIterator[Event]):
         self._prepare: Optional[Callable[[], Awaitable[None]]] = prepare  # None: done
         self._call: Any = None
         self._loop: Optional[asyncio.AbstractEventLoop] = None  # of the call
+        self._reading: Optional[asyncio.Lock] = None
         self._cancelled = False
         self._waiting: Optional[asyncio.Event] = None
         self._done = False
@@ -103,6 +104,12 @@ class AsyncStream(AsyncIterator[Event]):
         return self
 
     async def __anext__(self) -> Event:
+        if self._reading is None:  # here, because Python 3.9 ties it to the loop that it is made in
+            self._reading = asyncio.Lock()
+        async with self._reading:
+            return await self._next()
+
+    async def _next(self) -> Event:
         if self._done:
             raise StopAsyncIteration
         try:

@@ -31,12 +31,14 @@ InitImage = Union[bytes, str, "os.PathLike[str]", Any]
 
 class Stream(Iterator[Event]):
     """The events of a job as they happen: iterate over it. A stream that breaks is retried with the
-    same seed, and passes on only what is new. Leaving a `with` block cancels it."""
+    same seed, and passes on only what is new. Leaving a `with` block cancels it. Several threads may
+    read it: each event is for one of them."""
 
     def __init__(self, client: Client, state: StreamState) -> None:
         self._client = client
         self._state = state
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._cancelled = threading.Event()
         self._call: Any = None
         self._done = False
@@ -79,6 +81,10 @@ class Stream(Iterator[Event]):
         return self
 
     def __next__(self) -> Event:
+        with self._reading:
+            return self._next()
+
+    def _next(self) -> Event:
         if self._done:
             raise StopIteration
         try:
