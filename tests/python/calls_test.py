@@ -148,6 +148,30 @@ class CallsTest(unittest.TestCase):
         asyncio.run(main())
         self.assertEqual(len(calls), 2)
 
+    def test_a_client_is_for_one_event_loop(self):
+        def info(request, context):
+            return pb.GetServerInfoResponse()
+
+        def stream(request, context):
+            yield QUEUED
+            yield QUEUED
+
+        client = denoised.AsyncClient(self.serve(GetServerInfo=info, StreamGenerate=stream), retry=FAST)
+        drawn = client.stream()
+
+        async def begin():
+            await client.server_info()
+            await drawn.__anext__()
+
+        async def go_on():
+            for call in (client.server_info, client.stream().result, drawn.__anext__):
+                with self.assertRaisesRegex(denoised.FailedPrecondition, "make a client in each asyncio.run"):
+                    await call()
+            await client.close()
+
+        asyncio.run(begin())
+        asyncio.run(go_on())
+
     # Closing
 
     def serve_for_ever(self):

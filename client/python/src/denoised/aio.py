@@ -20,7 +20,7 @@ from . import _convert
 from ._connection import (JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata,
                           was_closed)
 from ._stream import StreamState
-from .errors import Cancelled, DenoisedError, InvalidArgument
+from .errors import Cancelled, DenoisedError, FailedPrecondition, InvalidArgument
 from .retry import Attempts, RetryPolicy
 from .types import (Event, ImageFormat, Job, Model, NoiseSchedule, Previews, Priority, Result, Sampler,
                     ServerInfo)
@@ -112,6 +112,7 @@ class AsyncStream(AsyncIterator[Event]):
     async def _next(self) -> Event:
         if self._done:
             raise StopAsyncIteration
+        self._client._check_loop()
         try:
             while True:
                 call = self._call or await self._start()
@@ -272,6 +273,7 @@ class AsyncClient:
             retry=retry, timeout=timeout, metadata=metadata,
             max_message_bytes=max_message_bytes)
         self._channel: Any = None
+        self._loop: Optional[asyncio.AbstractEventLoop] = None  # of the channel
         self._methods: Dict[str, Callable[..., Any]] = {}
         self._streams: weakref.WeakSet[Any] = weakref.WeakSet()  # their calls
         self._pauses: Set[asyncio.Event] = set()
@@ -393,7 +395,13 @@ class AsyncClient:
             fields["labels"] = _convert.label_indices(fields["labels"], _convert.model(model))
         return await asyncio.to_thread(_convert.generation_params, fields)
 
+    def _check_loop(self) -> None:
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise FailedPrecondition("the client is for the event loop of its first call, and this is another one; "
+                                     "make a client in each asyncio.run()")
+
     async def _method(self, name: str) -> Callable[..., Any]:
+        self._check_loop()
         credentials = None
         if self._channel is None:
             credentials = await asyncio.to_thread(self._connection.credentials)
@@ -405,6 +413,7 @@ class AsyncClient:
 
     def _connect(self, credentials: Any) -> None:
         uri, options = self._connection.target.uri, self._connection.options
+        self._loop = asyncio.get_running_loop()
         self._channel = (grpc.aio.insecure_channel(uri, options) if credentials is None
                          else grpc.aio.secure_channel(uri, credentials, options))
         for name, (path, reply) in METHODS.items():
