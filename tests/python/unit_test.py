@@ -15,7 +15,7 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
 
 import denoised
-from denoised import _convert, types
+from denoised import _convert, notebook, types
 from denoised._connection import _parse_target
 from denoised._stream import StreamState
 from denoised.errors import make_error
@@ -412,6 +412,14 @@ class RequestTest(unittest.TestCase):
                          pb.PREVIEW_DECODER_TINY)
         with self.assertRaises(denoised.InvalidArgument):
             _convert.preview_options(denoised.Previews(decoder="large"))
+
+    def test_a_type_of_the_server_is_no_markup(self):
+        def image(mime_type):
+            return _convert.image(pb.Image(seed=1, mime_type=mime_type, encoded=b"abc"), None)
+        self.assertEqual(image("image/svg+xml").data_uri(), "data:image/svg+xml;base64,YWJj")
+        html = notebook.gallery([image('image/png" onerror="alert(1)"><script>')])
+        self.assertIn('<img src="data:image/png%22%20onerror%3D%22alert%281%29%22%3E%3Cscript%3E;base64,YWJj" alt="seed 1"',
+                      html)
 
     def test_a_stage_of_the_timeline(self):
         entries = _convert.timeline(pb.Timeline(entries=[

@@ -7,6 +7,7 @@ import base64
 import builtins
 import io
 import os
+import urllib.parse
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import (TYPE_CHECKING, Any, Dict, Iterator, List, Literal, Mapping, Optional, Sequence,
@@ -193,7 +194,10 @@ class Image:
     def data_uri(self) -> str:
         """For HTML; empty for an array that Pillow cannot make a picture of."""
         shown = self._file()
-        return f"data:{shown[0]};base64,{base64.b64encode(shown[1]).decode()}" if shown else ""
+        if not shown:
+            return ""
+        kind = urllib.parse.quote(shown[0], safe="/+")  # what a server sends must not end an attribute
+        return f"data:{kind};base64,{base64.b64encode(shown[1]).decode()}"
 
     def _repr_mimebundle_(self, **_: object) -> Dict[str, str]:
         """How a notebook shows it."""
