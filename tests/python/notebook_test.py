@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the example notebook against the server with mnist-32 on the CPU."""
+"""Runs the example notebook against the server with mnist-32 on the CPU, and another model before it."""
 
 import os
 import sys
@@ -18,6 +18,7 @@ except ImportError as error:
     sys.exit(77)
 
 NOTEBOOK = support.PACKAGE / "examples" / "digits.ipynb"
+WORDS = support.ROOT / "tests" / "models" / "latent" / "sd1"  # small, and reads prompts
 
 
 def outputs_of(book, text):
@@ -30,7 +31,8 @@ def outputs_of(book, text):
 def main():
     book = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in book.cells), "check it in without outputs"
-    with support.serve() as server, tempfile.TemporaryDirectory() as folder:
+    with support.Running(os.environ["DENOISED_BINARY"], "--model", f"words={WORDS}",
+                         "--model", f"digits={support.MODEL}") as server, tempfile.TemporaryDirectory() as folder:
         # The kernel inherits these.
         os.environ["DENOISE_SERVER"] = support.address(server)
         os.environ["PYTHONPATH"] = str(support.PACKAGE / "src")
