@@ -25,7 +25,7 @@ if not (CHROMIUM and DRIVER and webdriver):
 
 
 class Browser:
-    def __init__(self, width=1360, height=860, dark=False, scale=1):
+    def __init__(self, width=1360, height=860, dark=False, scale=1, site_data=True):
         options = webdriver.ChromeOptions()
         options.binary_location = CHROMIUM
         # Containers have neither the kernel features of the sandbox nor a large /dev/shm.
@@ -33,6 +33,8 @@ class Browser:
                          "--hide-scrollbars", "--no-first-run", "--disable-background-networking",
                          "--proxy-server=direct://", f"--window-size={width},{height}"):
             options.add_argument(argument)
+        if not site_data:
+            options.add_experimental_option("prefs", {"profile.default_content_setting_values.cookies": 2})
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         self.driver = webdriver.Chrome(service=Service(DRIVER), options=options)
         self.driver.set_script_timeout(300)

@@ -570,6 +570,20 @@ class PageTest(unittest.TestCase):
         b.wait_for_state("cancelled")
         self.assertEqual(call(self.port, f"/v1/jobs/{job}")["job"]["state"], "JOB_STATE_CANCELLED")
 
+    def test_site_data_may_be_blocked(self):
+        b = browser.Browser(site_data=False)
+        self.addCleanup(b.close)
+        b.open(f"http://127.0.0.1:{self.port}/")
+        b.draw(labels=[3], count=1, steps=5, seed=41)
+        b.wait_for_state("done")
+        self.assertEqual(b.pictures(), draw(self.port, conditions=[{"class_label": 3}], count=1, steps=5, seed=41))
+        for theme in ("dark", "light"):
+            b.js("document.getElementById('theme').click()")
+            self.assertEqual(b.js("return document.documentElement.dataset.theme"), theme)
+        self.assertEqual(b.driver.execute_async_script("""
+            import("/api.js").then(({token}) => { token.set("abc"); arguments[0](token.get()); });"""), "abc")
+        self.assertEqual(b.problems(), [])
+
     def test_tabs_leave_a_connection_to_cancel(self):
         b = self.browser
         first = b.driver.current_window_handle

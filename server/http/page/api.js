@@ -4,12 +4,27 @@
 
 const kSilence = 45000;  // a living stream says something every 15 seconds
 
-const KEY = "denoised-token";
+/** A text that the browser keeps under a key of localStorage or sessionStorage. Where it keeps nothing, because site
+    data is blocked, the page does. */
+export function kept(area, key) {
+  const inStorage = (work) => {
+    try {
+      return work(window[area]);
+    } catch {
+      return null;
+    }
+  };
+  let value = inStorage((storage) => storage.getItem(key)) || "";
+  return {
+    get: () => value,
+    set: (next) => {
+      value = next;
+      inStorage((storage) => next ? storage.setItem(key, next) : storage.removeItem(key));
+    },
+  };
+}
 
-export const token = {
-  get: () => sessionStorage.getItem(KEY) || "",
-  set: (value) => value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY),
-};
+export const token = kept("sessionStorage", "denoised-token");
 
 /** What the server refused. `status` is gRPC's name; `http` the status code, 0 if there was no answer;
     `retryAfter` the seconds after which to come back, null if the server did not say. */

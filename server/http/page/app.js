@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page: tabs, the token, and what connects the form with the pictures.
-import {ApiError, get, token} from "./api.js";
+import {ApiError, get, kept, token} from "./api.js";
 import {$, notice, plain, say} from "./dom.js";
 import {Feed} from "./feed.js";
 import {Form} from "./form.js";
@@ -22,7 +22,8 @@ const feed = new Feed($("feed"), {
 const operate = new Operate($("operate"), {onchange: refresh});
 
 // A browser has six connections to a server, and each request that runs takes one. Cancel and Operate must find one
-// too, so the tabs share four slots by locks. HTTP from another host has no locks: there each tab has four.
+// too, so the tabs share four slots by locks. HTTP from another host has no locks, and they are denied where site data is
+// blocked: there each tab has four.
 const kSlots = 4;
 function inSharedSlot(work) {
   return new Promise((done, failed) => navigator.locks.request("denoised", () => new Promise((next) => {
@@ -35,7 +36,7 @@ function inSharedSlot(work) {
         return work().then(done, failed);
       }).catch(() => {});  // aborted
     }
-  })));
+  })).catch(() => inOwnSlot(work).then(done, failed)));  // denied
 }
 let taken = 0;
 const waiting = [];
@@ -170,6 +171,7 @@ for (const tab of tabs) {
 
 // Colours: as the system, dark, light.
 const themes = {"": "◐", dark: "●", light: "○"};
+const choice = kept("localStorage", "denoised-theme");
 function colour(theme) {
   if (theme) document.documentElement.dataset.theme = theme;
   else delete document.documentElement.dataset.theme;
@@ -179,12 +181,12 @@ function colour(theme) {
 }
 $("theme").addEventListener("click", () => {
   const order = Object.keys(themes);
-  const next = order[(order.indexOf(localStorage.getItem("denoised-theme") || "") + 1) % order.length];
-  localStorage.setItem("denoised-theme", next);
+  const next = order[(order.indexOf(choice.get()) + 1) % order.length];
+  choice.set(next);
   colour(next);
   say($("theme").title);
 });
-colour(localStorage.getItem("denoised-theme") || "");
+colour(choice.get());
 
 window.addEventListener("pagehide", () => jobs.forEach((job) => job.leave()));
 refresh().then(() => {
