@@ -648,6 +648,34 @@ class PageTest(unittest.TestCase):
         cancel(self.port, job)
         b.problems()  # of connections that are refused
 
+    def test_a_server_that_does_not_answer_is_told(self):
+        b = self.browser
+        b.js("""const late = new AbortController();
+            AbortSignal.timeout = () => late.signal;
+            window.pass = () => late.abort(new DOMException("", "TimeoutError"));""")
+        b.draw(count=64, steps=1000)
+        b.wait("document.querySelector('.tile[data-state=emerging]')")
+        job = b.js("return document.querySelector('.card').dataset.job")
+        self.server.process.send_signal(signal.SIGSTOP)
+        self.addCleanup(self.server.process.send_signal, signal.SIGCONT)
+        os.waitpid(self.server.process.pid, os.WUNTRACED)  # until it stands still
+        b.click("Cancel", ".card")
+        b.wait("document.querySelector('.card .status').textContent === 'Cancelling…'")
+        b.js("window.pass()")
+        b.wait("document.querySelector('.card .status').textContent.includes('Not cancelled: The server does not answer.')")
+        self.assertEqual(b.state(), "running")
+        b.js("document.dispatchEvent(new Event('visibilitychange'))")  # the page looks at the server
+        b.wait("document.getElementById('notice').textContent === 'The server does not answer. Trying again…'")
+        # What is still being sent has no stream that could go on.
+        b.draw(count=1, steps=1)
+        b.wait("document.querySelector('.card .status').textContent === 'Sending'")
+        b.click("Cancel", ".card")
+        b.wait_for_state("failed")
+        self.assertIn("may still draw", b.js("return document.querySelector('.card .wrong').textContent"))
+        self.server.process.send_signal(signal.SIGCONT)
+        cancel(self.port, job)
+        b.wait("document.querySelector('.card:last-of-type').dataset.state === 'cancelled'")
+
     def test_leaving_the_page_cancels(self):
         b = self.browser
         b.draw(count=64, steps=1000)

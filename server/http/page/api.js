@@ -3,6 +3,7 @@
 // into a header, never into an address.
 
 const kSilence = 45000;  // a living stream says something every 15 seconds
+const kPatience = 10000;  // with what a living server answers at once
 
 /** A text that the browser keeps under a key of localStorage or sessionStorage. Where it keeps nothing, because site
     data is blocked, the page does. */
@@ -57,6 +58,7 @@ export async function send(method, path, {body, headers = {}, signal, keepalive}
     response = await fetch(path, {method, headers: all, signal, keepalive, credentials: "same-origin",
       body: body === undefined ? undefined : JSON.stringify(body)});
   } catch (error) {
+    if (error.name === "TimeoutError") throw new ApiError(0, "UNAVAILABLE", "The server does not answer.");
     if (signal && signal.aborted) throw error;
     throw new ApiError(0, "UNAVAILABLE", "The server cannot be reached.");
   }
@@ -74,8 +76,10 @@ export async function read(response, as = "json") {
   }
 }
 
-export const get = async (path, as) => read(await send("GET", path), as);
-export const post = async (path, body = {}) => read(await send("POST", path, {body}));
+/** What takes a server no time: neither drawing nor loading. */
+export const get = async (path, as) => read(await send("GET", path, {signal: AbortSignal.timeout(kPatience)}), as);
+export const post = async (path, body = {}) =>
+  read(await send("POST", path, {body, signal: AbortSignal.timeout(kPatience)}));
 
 /** The events of a response of text/event-stream: {id, event, data}. */
 export async function* events(response) {
