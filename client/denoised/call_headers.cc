@@ -11,6 +11,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_split.h"
+#include "denoised/read_file.h"
 
 namespace denoised::client {
 namespace {
@@ -68,9 +69,13 @@ bool IsTraceparent(const std::string& text) {
 
 }  // namespace
 
-void CallHeaders::AddTo(grpc::ClientContext* context) const {
+absl::Status CallHeaders::AddTo(grpc::ClientContext* context) const {
   for (const auto& [key, value] : metadata) context->AddMetadata(key, value);
-  if (token != nullptr) context->set_credentials(token);
+  if (token_file.empty()) return absl::OkStatus();
+  const auto token = ReadToken(token_file);
+  if (!token.ok()) return token.status();
+  context->AddMetadata("authorization", "Bearer " + *token);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> MetadataOf(

@@ -2,13 +2,12 @@
 #pragma once
 
 #include <grpcpp/client_context.h>
-#include <grpcpp/security/credentials.h>
 
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "denoised/connection.h"
 
@@ -17,9 +16,11 @@ namespace denoised::client {
 /// What every attempt of a call sends beside its message.
 struct CallHeaders {
   std::vector<std::pair<std::string, std::string>> metadata;
-  std::shared_ptr<grpc::CallCredentials> token;  // may be null
+  std::string token_file;  // empty: no token
 
-  void AddTo(grpc::ClientContext* context) const;
+  /// Reads the token for each attempt, so that it can be replaced while calls run. Errors of
+  /// ReadToken: no attempt can be made.
+  absl::Status AddTo(grpc::ClientContext* context) const;
 };
 
 /// The metadata and traceparent of `options`, checked, with keys in lower case. INVALID_ARGUMENT

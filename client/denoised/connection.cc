@@ -6,17 +6,16 @@
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
-#include <fstream>
 #include <tuple>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "denoised/attempts.h"
 #include "denoised/backoff.h"
 #include "denoised/call_headers.h"
 #include "denoised/conversion.h"
 #include "denoised/error.h"
 #include "denoised/health/health.pb.h"
+#include "denoised/read_file.h"
 #include "denoised/rpc_status.h"
 #include "denoised/stream_call.h"
 #include "denoised/target.h"
@@ -58,14 +57,13 @@ constexpr RetryPolicy kOnce = {.max_attempts = 1};
 class GrpcConnection : public Connection {
  public:
   /// `name` is what the caller calls the target.
-  /// `token` may be null; `plaintext` when metadata must hold no token either.
+  /// `token_file` may be empty; `plaintext` when metadata must hold no token either.
   GrpcConnection(std::string name, bool replicas, const std::shared_ptr<grpc::Channel>& channel,
-                 const RetryPolicy& retry, std::shared_ptr<grpc::CallCredentials> token,
-                 bool plaintext)
+                 const RetryPolicy& retry, std::string token_file, bool plaintext)
       : name_(std::move(name)),
         replicas_(replicas),
         retry_(retry),
-        token_(std::move(token)),
+        token_file_(std::move(token_file)),
         plaintext_(plaintext),
         budget_(std::make_shared<RetryBudget>(retry.budget)),
         channel_(channel),
@@ -298,13 +296,13 @@ class GrpcConnection : public Connection {
     if (!metadata.ok()) return metadata.status();
     for (const auto& [key, value] : *metadata) {
       if (key != "authorization") continue;
-      if (token_ != nullptr) {
+      if (!token_file_.empty()) {
         return absl::InvalidArgumentError(
             "metadata \"authorization\" and token_file are both given; give one");
       }
       if (plaintext_) return PlaintextToken("metadata \"authorization\"");
     }
-    return CallHeaders{*std::move(metadata), token_};
+    return CallHeaders{*std::move(metadata), token_file_};
   }
 
   absl::StatusOr<StreamCallSetup> Setup(const CallOptions& options) const {
@@ -371,7 +369,7 @@ class GrpcConnection : public Connection {
     const auto deadline = Deadline(options);
     for (Attempts attempts(retry, budget_, deadline);;) {
       grpc::ClientContext context;
-      headers->AddTo(&context);
+      if (absl::Status status = headers->AddTo(&context); !status.ok()) return status;
       if (deadline) context.set_deadline(*deadline);
       absl::Status status;
       {
@@ -388,63 +386,13 @@ class GrpcConnection : public Connection {
   const std::string name_;
   const bool replicas_;
   const RetryPolicy retry_;
-  const std::shared_ptr<grpc::CallCredentials> token_;
+  const std::string token_file_;
   const bool plaintext_;
   const std::shared_ptr<RetryBudget> budget_;
   const std::shared_ptr<grpc::Channel> channel_;
   const std::shared_ptr<v1::ImageGeneration::Stub> stub_;
   const std::unique_ptr<v1::ModelAdmin::Stub> admin_;
   grpc::TemplatedGenericStub<health::HealthCheckRequest, health::HealthCheckResponse> health_;
-};
-
-/// A token, or certificates in PEM.
-absl::StatusOr<std::string> ReadFile(const char* option, const std::string& path) {
-  constexpr size_t kMaxBytes = 1 << 20;  // /dev/zero has no end
-  std::ifstream file(path, std::ios::binary);
-  std::string text;
-  char buffer[1 << 12];
-  while (file.read(buffer, sizeof buffer), file.gcount() > 0) {
-    text.append(buffer, static_cast<size_t>(file.gcount()));
-    if (text.size() > kMaxBytes) {
-      return absl::InvalidArgumentError(fmt::format(
-          "{}: \"{}\" has more than {} bytes; use a smaller file", option, path, kMaxBytes));
-    }
-  }
-  if (file.bad() || text.empty()) {
-    return absl::NotFoundError(fmt::format("{}: \"{}\" cannot be read or is empty", option, path));
-  }
-  return text;
-}
-
-/// The token alone: editors end a file with a newline.
-absl::StatusOr<std::string> ReadToken(const std::string& path) {
-  auto text = ReadFile("token_file", path);
-  if (!text.ok()) return text;
-  const size_t end = text->find_last_not_of(" \t\r\n");
-  std::string token = text->substr(0, end + 1);
-  if (token.empty() || !std::all_of(token.begin(), token.end(), absl::ascii_isgraph)) {
-    return absl::InvalidArgumentError(
-        fmt::format("token_file: \"{}\" does not hold one token and nothing else", path));
-  }
-  return token;
-}
-
-class TokenFromFile : public grpc::MetadataCredentialsPlugin {
- public:
-  explicit TokenFromFile(std::string path) : path_(std::move(path)) {}
-
-  grpc::Status GetMetadata(grpc::string_ref, grpc::string_ref, const grpc::AuthContext&,
-                           std::multimap<std::string, std::string>* metadata) override {
-    const auto token = ReadToken(path_);
-    if (!token.ok()) {
-      return {grpc::StatusCode::UNAUTHENTICATED, std::string(token.status().message())};
-    }
-    metadata->emplace("authorization", "Bearer " + *token);
-    return grpc::Status::OK;
-  }
-
- private:
-  const std::string path_;
 };
 
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
@@ -462,16 +410,6 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
     *content = *std::move(text);
   }
   return grpc::SslCredentials(files);
-}
-
-/// Null when there is no token to send.
-absl::StatusOr<std::shared_ptr<grpc::CallCredentials>> MakeToken(const ConnectionOptions& options) {
-  if (options.token_file.empty()) return nullptr;
-  if (const auto token = ReadToken(options.token_file); !token.ok()) return token.status();
-  // gRPC fails a call whose connection is less secure than its credentials ask for.
-  return grpc::experimental::MetadataCredentialsFromPlugin(
-      std::make_unique<TokenFromFile>(options.token_file),
-      options.allow_plaintext_token ? GRPC_SECURITY_NONE : GRPC_PRIVACY_AND_INTEGRITY);
 }
 
 absl::Status Validate(const ConnectionOptions& options) {
@@ -529,8 +467,9 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   }
   auto credentials = MakeCredentials(options);
   if (!credentials.ok()) return credentials.status();
-  auto token = MakeToken(options);
-  if (!token.ok()) return token.status();
+  if (!options.token_file.empty()) {  // so that what is wrong is said now
+    if (const auto token = ReadToken(options.token_file); !token.ok()) return token.status();
+  }
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(options.max_message_bytes);
   arguments.SetMaxSendMessageSize(options.max_message_bytes);
@@ -574,7 +513,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   arguments.SetUserAgentPrefix("denoised-client");
   const auto channel = grpc::CreateCustomChannel(parsed->uri, *credentials, arguments);
   return std::make_shared<GrpcConnection>(target, parsed->replicas, channel, options.retry,
-                                          *std::move(token),
+                                          options.token_file,
                                           !options.tls && !options.allow_plaintext_token);
 }
 

@@ -104,8 +104,9 @@ struct ConnectionOptions {
   RetryPolicy retry;
   /// Unset: the connection is not encrypted.
   std::optional<TlsOptions> tls;
-  /// A file with a bearer token, sent with every call. It is read for each call, so the token can
-  /// be replaced. Empty: none. Needs TLS or allow_plaintext_token.
+  /// A file with a bearer token, sent with every call. It is read for each attempt, so the token
+  /// can be replaced; a call ends with NOT_FOUND when it cannot be read, INVALID_ARGUMENT when it
+  /// holds more than one token. Empty: none. Needs TLS or allow_plaintext_token.
   std::string token_file;
   /// Sends tokens over a connection that the library does not encrypt. Set it only where something
   /// else encrypts the connection, such as the sidecar of a service mesh: otherwise anyone on the

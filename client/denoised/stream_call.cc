@@ -70,9 +70,10 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
  public:
   explicit Attempt(std::shared_ptr<Operation> operation) : operation_(std::move(operation)) {}
 
+  /// Before Start. If it fails, the attempt cannot be made.
+  absl::Status AddHeaders() { return operation_->setup_.headers.AddTo(&context_); }
   void Start() {
     const StreamCallSetup& setup = operation_->setup_;
-    setup.headers.AddTo(&context_);
     if (setup.deadline) context_.set_deadline(*setup.deadline);
     if (setup.generate) {
       operation_->stub_->async()->StreamGenerate(&context_, &*setup.generate, this);
@@ -109,14 +110,17 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
 };
 
 void Operation::StartAttempt() {
-  Attempt* attempt = nullptr;
+  auto attempt = std::make_unique<Attempt>(shared_from_this());
+  absl::Status status = attempt->AddHeaders();
   {
     MutexLock lock(&mutex_);
     backoff_.reset();
-    if (!cancelled_) attempt = attempt_ = new Attempt(shared_from_this());
+    if (cancelled_) status = Cancelled();
+    if (status.ok()) attempt_ = attempt.get();
   }
-  if (attempt == nullptr) return Finish(Cancelled());
-  attempt->Start();  // it lives at least until OnDone; a Cancel before this ends it at once
+  if (!status.ok()) return Finish(std::move(status));
+  // It lives at least until OnDone; a Cancel before this ends it at once.
+  attempt.release()->Start();
 }
 
 void Operation::Cancel() {

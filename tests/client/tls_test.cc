@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
+
 #include "denoised/client.h"
 #include "tests/client/fake_service.h"
 #include "tests/io/temporary_directory.h"
@@ -80,6 +82,36 @@ TEST_F(TlsTest, TheTokenIsReadForEveryCall) {
   EXPECT_FALSE(client.ListModels().ok());
   folder_.Write("token", "second");
   EXPECT_TRUE(client.ListModels().ok());
+  EXPECT_EQ(server.authorization(), "Bearer second");
+}
+
+TEST(TokenFileTest, OneThatVanishesEndsTheCallAtOnce) {
+  FakeServer server;
+  const TemporaryDirectory folder;
+  const std::string file = folder.Write("token", "first");
+  ConnectionOptions options;
+  options.token_file = file;
+  options.allow_plaintext_token = true;
+  const Client client(*Connect(server.address(), options));
+  const auto expect_said = [&file](const absl::Status& status) {
+    EXPECT_TRUE(absl::IsNotFound(status)) << status;
+    EXPECT_EQ(status.message(), "token_file: \"" + file + "\" cannot be read or is empty");
+  };
+  // In the middle of a stream: its second attempt has none.
+  server.BreakNext(1, 1, {grpc::StatusCode::UNAVAILABLE, "gone"});
+  std::optional<absl::Status> done;
+  const StreamListener listener = {
+      .on_event = [&file](const Event&) { std::filesystem::remove(file); },
+      .on_done = [&done](const absl::Status& status) { done = status; }};
+  expect_said(client.StreamGenerate({}, {}, listener)->Wait());
+  EXPECT_TRUE(done.has_value());
+  // Before the first attempt.
+  expect_said(client.StreamGenerate({}, {}, {})->Wait());
+  expect_said(client.Generate({}).status());
+  expect_said(client.ListModels().status());
+  EXPECT_EQ(server.generations(), 1) << "no attempt without the token";
+  folder.Write("token", "second");
+  EXPECT_TRUE(client.Generate({}).ok());
   EXPECT_EQ(server.authorization(), "Bearer second");
 }
 
