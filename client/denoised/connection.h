@@ -32,7 +32,8 @@ struct CallOptions {
 
 /// Callbacks of a streaming call, on a thread of gRPC's callback pool. Those of one stream run one
 /// at a time and in order; the next event is read when on_event returns, so a slow listener slows
-/// down only its own stream. Block only briefly: streams share the pool.
+/// down only its own stream. Block only briefly: streams share the pool. They must not throw: as in
+/// a std::thread, an exception that leaves one ends the process (std::terminate).
 struct StreamListener {
   std::function<void(const Event&)> on_event;
   std::function<void(const absl::Status&)> on_done;  // exactly once, last; may be empty

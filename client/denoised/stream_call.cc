@@ -31,7 +31,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
         attempts_(setup_.attempts),
         watch_(setup_.watch) {}
 
-  void StartAttempt();
+  void StartAttempt() noexcept;
   void Cancel();
   absl::Status Wait();
 
@@ -65,7 +65,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::optional<absl::Status> result_ ABSL_GUARDED_BY(mutex_);
 };
 
-/// One gRPC call. Deletes itself when it is over.
+/// One gRPC call. Deletes itself when it is over. gRPC swallows what its callbacks throw, and a
+/// call whose callback stopped half-way would never end: they are noexcept, so the process ends
+/// instead.
 class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResponse> {
  public:
   explicit Attempt(std::shared_ptr<Operation> operation) : operation_(std::move(operation)) {}
@@ -86,13 +88,13 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
   }
   void Cancel() { context_.TryCancel(); }
 
-  void OnReadDone(bool ok) override {
+  void OnReadDone(bool ok) noexcept override {
     if (!ok) return;  // OnDone follows
     operation_->Deliver(std::move(response_), context_);
     response_.Clear();
     StartRead(&response_);
   }
-  void OnDone(const grpc::Status& status) override {
+  void OnDone(const grpc::Status& status) noexcept override {
     const std::shared_ptr<Operation> operation = std::move(operation_);
     {
       MutexLock lock(&operation->mutex_);
@@ -109,7 +111,7 @@ class Operation::Attempt : public grpc::ClientReadReactor<v1::StreamGenerateResp
   v1::StreamGenerateResponse response_;
 };
 
-void Operation::StartAttempt() {
+void Operation::StartAttempt() noexcept {
   auto attempt = std::make_unique<Attempt>(shared_from_this());
   absl::Status status = attempt->AddHeaders();
   {
@@ -236,7 +238,8 @@ std::unique_ptr<StreamCall> StartStreamCall(std::shared_ptr<v1::ImageGeneration:
   return std::make_unique<RunningCall>(std::move(stub), std::move(operation), std::move(stop));
 }
 
-std::unique_ptr<StreamCall> FailedStreamCall(absl::Status status, const StreamListener& listener) {
+std::unique_ptr<StreamCall> FailedStreamCall(absl::Status status,
+                                             const StreamListener& listener) noexcept {
   if (listener.on_done) listener.on_done(status);
   return std::make_unique<FailedCall>(std::move(status));
 }

@@ -28,6 +28,7 @@ std::unique_ptr<StreamCall> StartStreamCall(std::shared_ptr<v1::ImageGeneration:
                                             std::stop_token stop);
 
 /// A call that failed before it could be made; on_done is called before this returns.
-std::unique_ptr<StreamCall> FailedStreamCall(absl::Status status, const StreamListener& listener);
+std::unique_ptr<StreamCall> FailedStreamCall(absl::Status status,
+                                             const StreamListener& listener) noexcept;
 
 }  // namespace denoised::client

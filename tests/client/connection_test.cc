@@ -6,6 +6,7 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 
 #include "absl/strings/ascii.h"
@@ -508,6 +509,24 @@ TEST_F(ConnectionTest, AListenerMayCancelButNotWait) {
   }
   EXPECT_EQ(call->Wait().code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(waited.code(), absl::StatusCode::kFailedPrecondition);
+}
+
+// gRPC would swallow the exception, and the call would never end.
+TEST(ListenerDeathTest, AListenerThatThrowsEndsTheProcess) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto stream = [](const Generation& generation, const StreamListener& listener) {
+    const FakeServer server;
+    const Client client(*Connect(server.address()));
+    client.StreamGenerate(generation, {}, listener)->Wait().IgnoreError();
+  };
+  const StreamListener on_event = {
+      .on_event = [](const Event&) { throw std::runtime_error("from on_event"); }};
+  const StreamListener on_done = {
+      .on_done = [](const absl::Status&) { throw std::runtime_error("from on_done"); }};
+  EXPECT_DEATH(stream({}, on_event), "from on_event");
+  EXPECT_DEATH(stream({}, on_done), "from on_done");
+  const Generation refused = {.class_labels = {1}, .class_vectors = {{0.5f}}};
+  EXPECT_DEATH(stream(refused, on_done), "from on_done");
 }
 
 TEST_F(ConnectionTest, AStreamWithoutItsLastEventIsAnError) {
