@@ -3,11 +3,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <climits>
 #include <cstdint>
 #include <optional>
 #include <random>
 
-/// Random numbers and deadlines for retries.
+/// Random numbers and times, for retries and for gRPC.
 
 namespace denoised::client {
 
@@ -19,6 +20,11 @@ inline uint64_t RandomBits() {
 
 /// Uniform in [0, 1).
 inline double RandomFraction() { return static_cast<double>(RandomBits() >> 11) * 0x1p-53; }
+
+/// A time as gRPC takes it: INT_MAX, and all that is longer, means never.
+inline int GrpcMilliseconds(std::chrono::milliseconds time) {
+  return static_cast<int>(std::min<std::chrono::milliseconds::rep>(time.count(), INT_MAX));
+}
 
 /// Time until the deadline, never negative; nullopt when there is none.
 inline std::optional<std::chrono::nanoseconds> Remaining(

@@ -473,10 +473,8 @@ absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(options.max_message_bytes);
   arguments.SetMaxSendMessageSize(options.max_message_bytes);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS,
-                   static_cast<int>(options.keepalive_interval.count()));
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
-                   static_cast<int>(options.keepalive_timeout.count()));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, GrpcMilliseconds(options.keepalive_interval));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, GrpcMilliseconds(options.keepalive_timeout));
   // By default gRPC stops pinging after two pings without data: just where a queued call begins.
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   // A window that is set, not probed: the bandwidth probe of gRPC 1.51 now and then holds back the

@@ -118,7 +118,7 @@ struct ConnectionOptions {
   int max_message_bytes = 256 << 20;
   /// Pings while calls are open: proxies keep the connection of a request that waits for minutes,
   /// and the client notices a server that is gone. At least 20 s: servers close connections that
-  /// ping more often.
+  /// ping more often. From 24.9 days (INT_MAX ms) on: never.
   std::chrono::milliseconds keepalive_interval{30'000};
   std::chrono::milliseconds keepalive_timeout{10'000};
 };

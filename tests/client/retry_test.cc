@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <climits>
+
+#include "denoised/backoff.h"
 #include "denoised/error.h"
 #include "denoised/rpc_status.h"
 #include "tests/client/fake_service.h"
@@ -48,6 +51,13 @@ TEST(RetryPolicyTest, BeginsNoWaitThatOutlastsTheDeadline) {
   const absl::Status status = absl::UnavailableError("down");
   EXPECT_FALSE(kPolicy.NextDelay(status, 1, 0, milliseconds(50)));
   EXPECT_TRUE(kPolicy.NextDelay(status, 1, 0, milliseconds(51)));
+}
+
+TEST(BackoffTest, TimesThatGrpcCannotHoldAreItsLongest) {
+  EXPECT_EQ(GrpcMilliseconds(milliseconds(20'000)), 20'000);
+  EXPECT_EQ(GrpcMilliseconds(std::chrono::hours(24 * 30)), INT_MAX);
+  EXPECT_EQ(GrpcMilliseconds(milliseconds(4'294'967'301)), INT_MAX);
+  EXPECT_EQ(GrpcMilliseconds(milliseconds::max()), INT_MAX);
 }
 
 TEST(ErrorDetailsTest, AreDecoded) {
