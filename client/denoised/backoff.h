@@ -26,6 +26,17 @@ inline int GrpcMilliseconds(std::chrono::milliseconds time) {
   return static_cast<int>(std::min<std::chrono::milliseconds::rep>(time.count(), INT_MAX));
 }
 
+/// So long after `now`, or the clock's last moment, which gRPC takes for no deadline. A timeout
+/// that is not positive is over: gRPC rounds deadlines up, so that one at `now` would leave a
+/// moment.
+inline std::chrono::system_clock::time_point DeadlineAfter(
+    std::chrono::nanoseconds timeout,
+    std::chrono::system_clock::time_point now = std::chrono::system_clock::now()) {
+  if (timeout <= std::chrono::nanoseconds::zero()) return now - std::chrono::seconds(1);
+  return now + std::min<std::chrono::nanoseconds>(
+                   timeout, std::chrono::system_clock::time_point::max() - now);
+}
+
 /// Time until the deadline, never negative; nullopt when there is none.
 inline std::optional<std::chrono::nanoseconds> Remaining(
     const std::optional<std::chrono::system_clock::time_point>& deadline) {

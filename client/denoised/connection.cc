@@ -34,7 +34,7 @@ uint64_t SeedOf(std::string_view request_id) {
 
 std::optional<std::chrono::system_clock::time_point> Deadline(const CallOptions& options) {
   if (!options.timeout) return std::nullopt;
-  return std::chrono::system_clock::now() + *options.timeout;
+  return DeadlineAfter(*options.timeout);
 }
 
 absl::Status PlaintextToken(const char* what) {

@@ -20,8 +20,9 @@ namespace denoised::client {
 
 /// How to make one call.
 struct CallOptions {
-  std::optional<std::chrono::nanoseconds> timeout;  // for all attempts together; unset: none
-  std::stop_token stop;                             // a stop request cancels the call
+  /// For all attempts together; unset: none. Zero or less is over at once: DEADLINE_EXCEEDED.
+  std::optional<std::chrono::nanoseconds> timeout;
+  std::stop_token stop;  // a stop request cancels the call
   /// Sent with every attempt, as gRPC metadata. Keys are case-insensitive. Values are printable
   /// ASCII; those of keys that end in "-bin" are any bytes.
   std::vector<std::pair<std::string, std::string>> metadata;

@@ -293,6 +293,15 @@ TEST_F(ConnectionTest, DeadlineEndsACall) {
             absl::StatusCode::kDeadlineExceeded);
 }
 
+TEST_F(ConnectionTest, AnyTimeoutHasItsMeaning) {
+  using std::chrono::nanoseconds;
+  EXPECT_TRUE(client_.ListModels({.timeout = nanoseconds::max()}).ok());
+  for (const nanoseconds over : {nanoseconds(0), nanoseconds(-1), nanoseconds::min()}) {
+    EXPECT_TRUE(absl::IsDeadlineExceeded(client_.ListModels({.timeout = over}).status()))
+        << over.count();
+  }
+}
+
 TEST_F(ConnectionTest, StopRequestEndsAUnaryCall) {
   server_.SetEvaluationTime(seconds(5));
   std::stop_source source;

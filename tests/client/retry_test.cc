@@ -60,6 +60,18 @@ TEST(BackoffTest, TimesThatGrpcCannotHoldAreItsLongest) {
   EXPECT_EQ(GrpcMilliseconds(milliseconds::max()), INT_MAX);
 }
 
+TEST(BackoffTest, DeadlinesStayWithinTheClock) {
+  using Time = std::chrono::system_clock::time_point;
+  using std::chrono::nanoseconds;
+  const Time now(std::chrono::hours(24 * 365 * 56));
+  EXPECT_EQ(DeadlineAfter(milliseconds(5), now), now + milliseconds(5));
+  EXPECT_EQ(DeadlineAfter(nanoseconds::max(), now), Time::max());
+  for (const nanoseconds over : {nanoseconds(0), nanoseconds(-1), nanoseconds::min()}) {
+    EXPECT_LT(DeadlineAfter(over, now), now);
+    EXPECT_GT(DeadlineAfter(over, now), Time()) << "gRPC takes times before 1970 for no deadline";
+  }
+}
+
 TEST(ErrorDetailsTest, AreDecoded) {
   const absl::Status status = FromGrpc(
       InvalidFields({{"params.steps", "is 0; use 1 to 100"}, {"params.count", "is -1; use 1"}}));
