@@ -9,8 +9,14 @@
 
 namespace denoised::client {
 
+void RetryBudget::Answered() {
+  MutexLock lock(&mutex_);
+  answered_ = true;
+}
+
 void RetryBudget::Succeeded() {
   MutexLock lock(&mutex_);
+  answered_ = true;
   left_ = std::min(left_ + 1, size_);
 }
 
@@ -24,16 +30,30 @@ bool RetryBudget::empty() const {
   return left_ < 10;
 }
 
+bool RetryBudget::answered() const {
+  MutexLock lock(&mutex_);
+  return answered_;
+}
+
 Attempts::Attempts(const RetryPolicy& policy, std::shared_ptr<RetryBudget> budget,
                    std::optional<std::chrono::system_clock::time_point> deadline)
     : policy_(policy), budget_(std::move(budget)), deadline_(deadline) {}
+
+void Attempts::Renew() {
+  count_ = 1;
+  budget_->Answered();
+}
 
 std::optional<std::chrono::nanoseconds> Attempts::Ended(const absl::Status& status) {
   if (status.ok()) {
     budget_->Succeeded();
     return std::nullopt;
   }
-  const auto delay = policy_.NextDelay(status, count_, RandomFraction(), Remaining(deadline_));
+  RetryPolicy policy = policy_;
+  if (policy.max_attempts > 1 && absl::IsUnavailable(status) && budget_->answered()) {
+    policy.max_attempts = std::max(policy.max_attempts, policy.restart_attempts);
+  }
+  const auto delay = policy.NextDelay(status, count_, RandomFraction(), Remaining(deadline_));
   // A retry at the time that the server asked for is no burden to it, so it costs nothing.
   if (RetryPolicy::Retryable(status) && !Details(status).retry_after) {
     if (count_ > 1) budget_->RetryFailed();

@@ -14,6 +14,10 @@ namespace denoised::client {
 /// attempt, so every attempt yields the same bytes.
 struct RetryPolicy {
   int max_attempts = 5;  // in a row without a new event; 1: never retry
+  /// Instead of max_attempts, where that is less and not 1, for UNAVAILABLE on a connection that
+  /// has had a reply or an event: the server may be restarting. With the other defaults, five
+  /// attempts take about a second and ten 16 to 33.
+  int restart_attempts = 10;
   std::chrono::milliseconds initial_backoff{100};
   std::chrono::milliseconds max_backoff{10'000};
   double multiplier = 2;

@@ -28,6 +28,7 @@ using testing::HasSubstr;
 ConnectionOptions QuickRetries() {
   ConnectionOptions options;
   options.retry.initial_backoff = milliseconds(10);
+  options.retry.max_backoff = milliseconds(40);
   return options;
 }
 
@@ -362,7 +363,7 @@ TEST_F(ConnectionTest, StreamTellsWhenThePlaceChanges) {
   Heard never;
   EXPECT_EQ(client_.StreamGenerate({}, {}, never.Listener())->Wait().code(),
             absl::StatusCode::kUnavailable);
-  EXPECT_EQ(server_.generations(), before + 5);
+  EXPECT_EQ(server_.generations(), before + 10);
 }
 
 TEST_F(ConnectionTest, StreamRetriesBeforeItsFirstEvent) {
@@ -423,7 +424,7 @@ TEST_F(ConnectionTest, AStreamThatBreaksAgainAndAgainEnds) {
   Heard heard;
   EXPECT_EQ(client_.StreamGenerate({}, {}, heard.Listener())->Wait().code(),
             absl::StatusCode::kUnavailable);
-  EXPECT_EQ(server_.generations(), 5);
+  EXPECT_EQ(server_.generations(), 10);
   EXPECT_THAT(heard.events, ElementsAre("queued", "started", "progress", "progress"));
 }
 
@@ -473,6 +474,41 @@ TEST_F(ConnectionTest, FailedRetriesAreBounded) {
   for (int i = 0; i < 10; ++i) ASSERT_EQ(attempts(), 1);
   server_.FailNext(1, {grpc::StatusCode::UNAVAILABLE, "a proxy's word"});
   EXPECT_EQ(attempts(), 2) << "after ten calls that succeeded";
+}
+
+TEST_F(ConnectionTest, AServerThatHasAnsweredIsWaitedForLonger) {
+  const grpc::Status refused(grpc::StatusCode::UNAVAILABLE, "Connection refused");
+  server_.FailNext(5, refused);
+  EXPECT_TRUE(absl::IsUnavailable(client_.Generate({}).status())) << "nobody has ever answered";
+  EXPECT_EQ(server_.generations(), 5);
+  ASSERT_TRUE(client_.ListModels().ok());
+  server_.FailNext(9, refused);
+  EXPECT_TRUE(client_.Generate({}).ok());
+  EXPECT_EQ(server_.generations(), 15);
+  server_.FailNext(100, QueueFull(milliseconds(1)));
+  EXPECT_TRUE(absl::IsResourceExhausted(client_.Generate({}).status()));
+  EXPECT_EQ(server_.generations(), 20) << "a full queue is no restart";
+}
+
+TEST_F(ConnectionTest, AStreamOutlivesARestart) {
+  // The server ends after the first event, and is not back for the next eight attempts.
+  server_.BreakNext(1, 1, Draining());
+  const auto on_event = [this](const Event&) {
+    if (server_.generations() > 1) return;
+    server_.FailNext(8, {grpc::StatusCode::UNAVAILABLE, "Connection refused"});
+  };
+  EXPECT_TRUE(client_.StreamGenerate({}, {}, {.on_event = on_event})->Wait().ok());
+  EXPECT_EQ(server_.generations(), 10);
+}
+
+TEST_F(ConnectionTest, OneAttemptIsOneAttempt) {
+  ConnectionOptions options;
+  options.retry.max_attempts = 1;
+  const Client client(*Connect(server_.address(), options));
+  ASSERT_TRUE(client.ListModels().ok());
+  server_.FailNext(1, Draining());
+  EXPECT_TRUE(absl::IsUnavailable(client.Generate({}).status()));
+  EXPECT_EQ(server_.generations(), 1);
 }
 
 TEST_F(ConnectionTest, CancelEndsAStream) {

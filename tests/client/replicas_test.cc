@@ -59,6 +59,7 @@ class ReplicasTest : public testing::Test {
   static ConnectionOptions QuickRetries() {
     ConnectionOptions options;
     options.retry.initial_backoff = milliseconds(10);
+    options.retry.max_backoff = milliseconds(40);
     return options;
   }
   Client Connected() const {

@@ -77,7 +77,8 @@ class RetryTest(unittest.TestCase):
             self.assertLessEqual(delays[-1], 10)
 
     def test_what_brings_something_new_renews_the_attempts(self):
-        attempts = self.attempts(max_attempts=2, initial_backoff=1, max_backoff=9, multiplier=9)
+        attempts = self.attempts(max_attempts=2, restart_attempts=2, initial_backoff=1, max_backoff=9,
+                                 multiplier=9)  # fmt: skip
         self.assertIsNotNone(attempts.failed(unavailable()))
         attempts.renew()
         self.assertLessEqual(attempts.failed(unavailable()), 1)
@@ -104,6 +105,19 @@ class RetryTest(unittest.TestCase):
         attempts.succeeded()
         self.assertIsNotNone(attempts.failed(unavailable()))
 
+    def test_a_server_that_has_answered_is_waited_for_longer(self):
+        def retries(error=unavailable(), **policy):
+            attempts = Attempts(RetryPolicy(**policy), budget, None)
+            return next(n for n in range(100) if attempts.failed(error) is None)
+
+        budget = RetryBudget(100)
+        self.assertEqual(retries(), 4)
+        Attempts(RetryPolicy(), budget, None).succeeded()
+        self.assertEqual(retries(), 9)
+        self.assertEqual(retries(denoised.ResourceExhausted("full", retry_after=3.0)), 4)
+        self.assertEqual(retries(max_attempts=1), 0)
+        self.assertEqual(retries(max_attempts=20), 19)
+
     def test_the_budget_is_shared(self):
         budget = RetryBudget(2)
         for _ in range(2):
@@ -125,7 +139,8 @@ class RetryTest(unittest.TestCase):
 
 class StreamTest(unittest.TestCase):
     def state(self, watch=None):
-        state = StreamState(Attempts(RetryPolicy(max_attempts=3), RetryBudget(10), None), [], watch)
+        policy = RetryPolicy(max_attempts=3, restart_attempts=3)
+        state = StreamState(Attempts(policy, RetryBudget(10), None), [], watch)
         if watch is None:
             state.generate = pb.StreamGenerateRequest()
         return state

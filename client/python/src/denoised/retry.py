@@ -28,6 +28,10 @@ class RetryPolicy:
     budget: int = 100
     """Retries of a client that may fail with UNAVAILABLE before it stops to retry; ten calls that
     succeed allow one more, up to this."""
+    restart_attempts: int = 10
+    """Instead of max_attempts, where that is less and not 1, for UNAVAILABLE once a call of the client has
+    had a reply or an event: the server may be restarting. With the other defaults, five attempts take
+    about a second and ten 16 to 33."""
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
@@ -53,6 +57,7 @@ class RetryBudget:
 
     def __init__(self, size: int) -> None:
         self._size = self._left = 10 * size  # in tenths of a retry
+        self.answered = False  # whether a server was ever there
         self._lock = threading.Lock()
 
     def succeeded(self) -> None:
@@ -89,6 +94,7 @@ class Attempts:
         """The latest attempt brought something new: earlier failures no longer count."""
         self._count = 1
         self._backoff = self._policy.initial_backoff
+        self._budget.answered = True
 
     def succeeded(self) -> None:
         """The next call may fail as often as this one."""
@@ -109,8 +115,14 @@ class Attempts:
         self._backoff = min(self._policy.max_backoff, self._backoff * self._policy.multiplier)
         return delay
 
+    def _most(self, error: DenoisedError) -> int:
+        policy = self._policy
+        if policy.max_attempts > 1 and isinstance(error, Unavailable) and self._budget.answered:
+            return max(policy.max_attempts, policy.restart_attempts)
+        return policy.max_attempts
+
     def _next_delay(self, error: DenoisedError) -> Optional[float]:
-        if self._count >= self._policy.max_attempts or not retryable(error):
+        if self._count >= self._most(error) or not retryable(error):
             return None
         backoff = min(self._policy.max_backoff, self._backoff)
         # In the upper half, so that clients which failed together do not return together.
