@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "denoised/attempts.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -41,6 +43,7 @@ Attempts::Attempts(const RetryPolicy& policy, std::shared_ptr<RetryBudget> budge
 
 void Attempts::Renew() {
   count_ = 1;
+  first_failure_.clear();
   budget_->Answered();
 }
 
@@ -49,6 +52,7 @@ std::optional<std::chrono::nanoseconds> Attempts::Ended(const absl::Status& stat
     budget_->Succeeded();
     return std::nullopt;
   }
+  if (count_ == 1) first_failure_ = std::string(status.message());
   RetryPolicy policy = policy_;
   if (policy.max_attempts > 1 && absl::IsUnavailable(status) && budget_->answered()) {
     policy.max_attempts = std::max(policy.max_attempts, policy.restart_attempts);
@@ -61,6 +65,13 @@ std::optional<std::chrono::nanoseconds> Attempts::Ended(const absl::Status& stat
   }
   ++count_;
   return delay;
+}
+
+absl::Status Attempts::WithCause(absl::Status last) const {
+  const bool nobody = absl::IsUnavailable(last) && Details(last).domain.empty();
+  const std::string text(last.message());
+  if (!nobody || first_failure_.empty() || first_failure_ == text) return last;
+  return absl::UnavailableError(fmt::format("{}; the first failure was: {}", text, first_failure_));
 }
 
 }  // namespace denoised::client

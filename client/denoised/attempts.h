@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "absl/status/status.h"
 #include "denoised/mutex.h"
@@ -46,12 +47,16 @@ class Attempts {
   /// The latest attempt ended with `status`. Returns the wait before the next one, or nullopt when
   /// the caller gets `status`.
   std::optional<std::chrono::nanoseconds> Ended(const absl::Status& status);
+  /// `last` for the caller. If it only says that nobody is there, it gets the text of the first
+  /// failure in the row, which may say why.
+  absl::Status WithCause(absl::Status last) const;
 
  private:
   const RetryPolicy policy_;
   const std::shared_ptr<RetryBudget> budget_;
   const std::optional<std::chrono::system_clock::time_point> deadline_;
   int count_ = 1;
+  std::string first_failure_;  // of those that count
 };
 
 }  // namespace denoised::client

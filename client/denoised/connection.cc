@@ -378,7 +378,7 @@ class GrpcConnection : public Connection {
       }
       if (!options.stop.stop_requested()) status = WithoutShutdownCancel(std::move(status));
       const auto delay = attempts.Ended(status);
-      if (!delay) return status;
+      if (!delay) return attempts.WithCause(std::move(status));
       if (!Pause(*delay, options.stop)) return absl::CancelledError("cancelled by the caller");
     }
   }

@@ -184,7 +184,7 @@ void Operation::AttemptDone(const grpc::Status& grpc_status) {
       return;
     }
   }
-  Finish(std::move(status));
+  Finish(attempts_.WithCause(std::move(status)));
 }
 
 void Operation::Finish(absl::Status status) {

@@ -501,6 +501,17 @@ TEST_F(ConnectionTest, AStreamOutlivesARestart) {
   EXPECT_EQ(server_.generations(), 10);
 }
 
+TEST_F(ConnectionTest, AnErrorSaysWhyNobodyIsThere) {
+  const std::string refused = "no server could be reached at " + server_.address() + ": refused";
+  const auto leave = [this](const Event&) {
+    server_.FailNext(100, {grpc::StatusCode::UNAVAILABLE, "refused"});
+  };
+  server_.BreakNext(1, 1, Draining());
+  EXPECT_EQ(client_.StreamGenerate({}, {}, {.on_event = leave})->Wait(),
+            absl::UnavailableError(refused + "; the first failure was: the server is draining"));
+  EXPECT_EQ(client_.Generate({}).status(), absl::UnavailableError(refused)) << "the same each time";
+}
+
 TEST_F(ConnectionTest, OneAttemptIsOneAttempt) {
   ConnectionOptions options;
   options.retry.max_attempts = 1;
