@@ -21,14 +21,14 @@ namespace denoised::client {
 /// How to make one call.
 struct CallOptions {
   /// For all attempts together; unset: none. Zero or less is over at once: DEADLINE_EXCEEDED.
-  std::optional<std::chrono::nanoseconds> timeout;
-  std::stop_token stop;  // a stop request cancels the call
+  std::optional<std::chrono::nanoseconds> timeout = {};
+  std::stop_token stop = {};  // a stop request cancels the call
   /// Sent with every attempt, as gRPC metadata. Keys are case-insensitive. Values are printable
   /// ASCII; those of keys that end in "-bin" are any bytes.
-  std::vector<std::pair<std::string, std::string>> metadata;
+  std::vector<std::pair<std::string, std::string>> metadata = {};
   /// The caller's span, in the form of W3C Trace Context: the server logs the call under its trace.
   /// Empty: none.
-  std::string traceparent;
+  std::string traceparent = {};
 };
 
 /// Callbacks of a streaming call, on a thread of gRPC's callback pool. Those of one stream run one
@@ -36,8 +36,8 @@ struct CallOptions {
 /// down only its own stream. Block only briefly: streams share the pool. They must not throw: as in
 /// a std::thread, an exception that leaves one ends the process (std::terminate).
 struct StreamListener {
-  std::function<void(const Event&)> on_event;
-  std::function<void(const absl::Status&)> on_done;  // exactly once, last; may be empty
+  std::function<void(const Event&)> on_event = {};
+  std::function<void(const absl::Status&)> on_done = {};  // exactly once, last; may be empty
 };
 
 /// A streaming call under way. Thread-safe.
@@ -96,20 +96,20 @@ class Connection {
 
 /// Files in PEM, read by Connect.
 struct TlsOptions {
-  std::string ca_file;              // trusted authorities; empty: those of the system
-  std::string cert_file, key_file;  // of this client, for mutual TLS; both or none
-  std::string server_name;          // in the server's certificate; empty: the host of the target,
-                                    // which a list of servers does not have
+  std::string ca_file = {};                   // trusted authorities; empty: those of the system
+  std::string cert_file = {}, key_file = {};  // of this client, for mutual TLS; both or none
+  std::string server_name = {};  // in the server's certificate; empty: the host of the target,
+                                 // which a list of servers does not have
 };
 
 struct ConnectionOptions {
-  RetryPolicy retry;
+  RetryPolicy retry = {};
   /// Unset: the connection is not encrypted.
-  std::optional<TlsOptions> tls;
+  std::optional<TlsOptions> tls = {};
   /// A file with a bearer token, sent with every call. It is read for each attempt, so the token
   /// can be replaced; a call ends with NOT_FOUND when it cannot be read, INVALID_ARGUMENT when it
   /// holds more than one token. Empty: none. Needs TLS or allow_plaintext_token.
-  std::string token_file;
+  std::string token_file = {};
   /// Sends tokens over a connection that the library does not encrypt. Set it only where something
   /// else encrypts the connection, such as the sidecar of a service mesh: otherwise anyone on the
   /// network can read and use the token.

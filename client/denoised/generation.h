@@ -12,7 +12,8 @@
 
 /// Requests and replies in plain types. All are values, owned by whoever holds them. A parameter
 /// that is unset takes the model's default; replies have the effective value. The server checks
-/// ranges, which proto/denoised/v1/image_generation.proto documents.
+/// ranges, which proto/denoised/v1/image_generation.proto documents. Members of requests have
+/// initialisers, so that {.seed = 42} does not warn of the others (-Wextra).
 
 namespace denoised::client {
 
@@ -103,30 +104,30 @@ std::vector<Priority> AllPriorities();
 struct Tensor {
   enum class Type { kFloat32 = 1, kUint8 = 2 };
   Type type = Type::kFloat32;
-  std::vector<int64_t> shape;
-  std::string data;
+  std::vector<int64_t> shape = {};
+  std::string data = {};
 };
 
 /// Image to image: start from a picture instead of noise.
 struct InitImage {
-  std::variant<std::string, Tensor>
-      source;                      // a PNG, JPEG or WebP file; or [height, width, channels]
-  std::optional<double> strength;  // how much is drawn anew, in (0, 1]
+  /// A PNG, JPEG or WebP file; or [height, width, channels].
+  std::variant<std::string, Tensor> source = {};
+  std::optional<double> strength = {};  // how much is drawn anew, in (0, 1]
 };
 
 /// Inpainting: where the init image is drawn anew. Of the init image's size.
 struct Mask {
   /// A PNG, JPEG or WebP file, white where it is drawn anew; or [height, width], float32 in [0, 1]
   /// or uint8.
-  std::variant<std::string, Tensor> source;
+  std::variant<std::string, Tensor> source = {};
 };
 
 /// What an image shows, in words, for models that read text. UTF-8.
 struct Prompt {
-  std::string text;
-  std::optional<std::string> negative;  // what it does not show; unset: the model's own default
+  std::string text = {};
+  std::optional<std::string> negative = {};  // what it does not show; unset: the model's default
   /// For a second text encoder; unset or empty: as the first.
-  std::optional<std::string> text_2, negative_2;
+  std::optional<std::string> text_2 = {}, negative_2 = {};
 };
 
 /// How much of a Prompt the model reads.
@@ -139,44 +140,44 @@ struct TextRead {
 /// What SDXL is told of a picture's history, as height and width (crop: top and left). Unset: the
 /// image's own size, and no crop.
 struct SizeConditions {
-  std::optional<std::array<int, 2>> original_size, crop, target_size;
+  std::optional<std::array<int, 2>> original_size = {}, crop = {}, target_size = {};
 };
 
 /// What to draw.
 struct Generation {
-  std::string model;       // name, name@version or alias; may be empty when there is a single one
-  std::string request_id;  // at most 128 printable ASCII characters: a request that is repeated
-                           // with the same id is drawn once; empty: one is made
-  std::optional<uint64_t> seed;  // image i has seed + i; unset: the connection draws one
-  std::vector<uint64_t> seeds;   // instead, one for each of `count` images
-  std::optional<int> count;
+  std::string model = {};  // name, name@version or alias; may be empty when there is a single one
+  std::string request_id = {};        // at most 128 printable ASCII characters: a request that is
+                                      // repeated with the same id is drawn once; empty: one is made
+  std::optional<uint64_t> seed = {};  // image i has seed + i; unset: the connection draws one
+  std::vector<uint64_t> seeds = {};   // instead, one for each of `count` images
+  std::optional<int> count = {};
   // What the images show: one for all images, or one for each. A model reads one of the three.
-  std::vector<int> class_labels;
-  std::vector<std::vector<float>> class_vectors;  // numbers from -10000 to 10000
-  std::vector<Prompt> prompts;
-  SizeConditions sizes;           // for models that read them
-  std::optional<int> clip_skip;   // of the prompts: text encoder layers left out at the end
-  std::optional<int> max_chunks;  // of each text of the prompts; 1 reads as much as diffusers
-  std::optional<double> guidance_scale;
-  std::optional<double> image_guidance_scale;           // towards init_image
-  std::optional<double> guidance_rescale;               // 0 to 1
-  std::optional<double> guidance_start, guidance_stop;  // parts of the steps, 0 to 1
-  std::optional<int> steps;
-  std::optional<Sampler> sampler;
-  std::optional<NoiseSchedule> noise_schedule;
-  std::optional<double> eta;
-  std::optional<double> s_churn, s_tmin, s_tmax, s_noise;
-  std::optional<int> solver_order;
+  std::vector<int> class_labels = {};
+  std::vector<std::vector<float>> class_vectors = {};  // numbers from -10000 to 10000
+  std::vector<Prompt> prompts = {};
+  SizeConditions sizes = {};           // for models that read them
+  std::optional<int> clip_skip = {};   // of the prompts: text encoder layers left out at the end
+  std::optional<int> max_chunks = {};  // of each text of the prompts; 1 reads as much as diffusers
+  std::optional<double> guidance_scale = {};
+  std::optional<double> image_guidance_scale = {};                // towards init_image
+  std::optional<double> guidance_rescale = {};                    // 0 to 1
+  std::optional<double> guidance_start = {}, guidance_stop = {};  // parts of the steps, 0 to 1
+  std::optional<int> steps = {};
+  std::optional<Sampler> sampler = {};
+  std::optional<NoiseSchedule> noise_schedule = {};
+  std::optional<double> eta = {};
+  std::optional<double> s_churn = {}, s_tmin = {}, s_tmax = {}, s_noise = {};
+  std::optional<int> solver_order = {};
   /// Pixels. By default those of init_image if there is one and no mask, else the model's.
-  std::optional<int> width, height;
-  std::optional<ImageFormat> format;
-  std::optional<int> quality;  // of JPEG and WebP, 1 to 100
-  std::optional<bool> embed_metadata;
+  std::optional<int> width = {}, height = {};
+  std::optional<ImageFormat> format = {};
+  std::optional<int> quality = {};  // of JPEG and WebP, 1 to 100
+  std::optional<bool> embed_metadata = {};
   /// float32 [count, height, width, channels] in standard normal scale, from -10000 to 10000.
-  std::optional<Tensor> initial_noise;
-  std::optional<InitImage> init_image;
-  std::optional<Mask> mask;  // of init_image
-  std::optional<Priority> priority;
+  std::optional<Tensor> initial_noise = {};
+  std::optional<InitImage> init_image = {};
+  std::optional<Mask> mask = {};  // of init_image
+  std::optional<Priority> priority = {};
   bool survives = false;         // continues as a job without a connection; see WatchJob, CancelJob
   bool include_timings = false;  // return a timeline
 };
@@ -184,11 +185,11 @@ struct Generation {
 /// Previews of the denoising, for StreamGenerate.
 struct PreviewOptions {
   PreviewKind kind = PreviewKind::kPredictedX0;
-  std::optional<int> every_evaluations;
-  std::optional<int> max_edge;  // pixels
-  std::optional<ImageFormat> format;
+  std::optional<int> every_evaluations = {};
+  std::optional<int> max_edge = {};  // pixels
+  std::optional<ImageFormat> format = {};
   /// Unset: the small autoencoder, of models that have one.
-  std::optional<PreviewDecoder> decoder;
+  std::optional<PreviewDecoder> decoder = {};
 };
 
 /// The parameters of a run, with every default filled in.
@@ -339,9 +340,9 @@ struct ServerInfo {
 
 /// A version of a model to load; see proto/denoised/v1/model_admin.proto.
 struct ModelLoad {
-  std::string name;
-  std::string directory;  // on the server's disk; empty: where the current version came from
-  std::string version;    // empty: the number after the highest
+  std::string name = {};
+  std::string directory = {};  // on the server's disk; empty: where the current version came from
+  std::string version = {};    // empty: the number after the highest
   bool keep_current = false;
   bool unload_previous = false;
 };

@@ -24,7 +24,7 @@ file(REMOVE_RECURSE ${WORK})
 file(MAKE_DIRECTORY ${WORK})
 run(${CMAKE_COMMAND} --install ${BINARY_DIR} --component client --prefix ${WORK}/prefix)
 file(COPY ${SOURCE_DIR}/client/example DESTINATION ${WORK})  # away from the headers of the source
-build(example)
+build(example "-DCMAKE_CXX_FLAGS=${FLAGS} -Wall -Wextra -Werror")  # as programs of others have them
 run(${FAKE_SERVER} ${WORK}/example-build/draw_digits {server})
 if(NOT output MATCHES "12/12")
   message(FATAL_ERROR "the example printed no progress")
