@@ -33,10 +33,12 @@ struct CallOptions {
 
 /// Callbacks of a streaming call, on a thread of gRPC's callback pool. Those of one stream run one
 /// at a time and in order; the next event is read when on_event returns, so a slow listener slows
-/// down only its own stream. Block only briefly: streams share the pool. They must not throw: as in
-/// a std::thread, an exception that leaves one ends the process (std::terminate).
+/// down only its own stream. Block only briefly: streams share the pool. Of a call that cannot be
+/// made, on_done comes on the caller's thread, before StreamGenerate or WatchJob returns: hold no
+/// lock there that it takes. Callbacks must not throw: as in a std::thread, an exception that
+/// leaves one ends the process (std::terminate).
 struct StreamListener {
-  std::function<void(const Event&)> on_event = {};
+  std::function<void(const Event&)> on_event = {};        // may be empty
   std::function<void(const absl::Status&)> on_done = {};  // exactly once, last; may be empty
 };
 
@@ -44,7 +46,8 @@ struct StreamListener {
 class StreamCall {
  public:
   /// Cancels the call if it still runs and waits until on_done has returned, so a listener may
-  /// refer to whatever outlives the StreamCall.
+  /// refer to whatever outlives the StreamCall. Within the call's own listener it cannot wait:
+  /// on_done comes later, and until it has returned the Connection must live.
   virtual ~StreamCall() = default;
   /// Cancels the call: on_done gets CANCELLED unless the call has already ended. Does not wait.
   virtual void Cancel() = 0;
@@ -57,8 +60,10 @@ class StreamCall {
 enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2 };
 
 /// The calls that a Client makes to a server, or to several replicas. Implementations are
-/// thread-safe. Errors are the server's, with details (denoised/error.h), or UNAVAILABLE,
-/// DEADLINE_EXCEEDED and CANCELLED.
+/// thread-safe. Errors are the server's, with details (denoised/error.h), or, without details,
+/// those of this side: INVALID_ARGUMENT for what cannot be sent, NOT_FOUND and INVALID_ARGUMENT for
+/// the token file, UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED, RESOURCE_EXHAUSTED for a reply above
+/// max_message_bytes, and DATA_LOSS for a stream without its last event.
 ///
 /// For tests: denoised/mock_connection.h, or a class of your own. A call that it does not override
 /// returns UNIMPLEMENTED, so a new call in a later version breaks no such class.

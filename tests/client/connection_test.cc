@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <condition_variable>
+#include <future>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -565,6 +566,33 @@ TEST_F(ConnectionTest, AListenerMayCancelButNotWait) {
   }
   EXPECT_EQ(call->Wait().code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(waited.code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(ConnectionTest, AStreamMayBeDestroyedInItsListener) {
+  server_.SetEvaluationTime(seconds(5));
+  std::mutex mutex;
+  std::unique_ptr<StreamCall> call;
+  const auto done = std::make_shared<std::promise<absl::Status>>();
+  const StreamListener listener = {
+      .on_event =
+          [&](const Event&) {
+            std::lock_guard lock(mutex);
+            call.reset();
+          },
+      .on_done = [done](const absl::Status& status) { done->set_value(status); }};
+  {
+    std::lock_guard lock(mutex);  // the listener must not run before `call` is set
+    call = client_.StreamGenerate({}, {}, listener);
+  }
+  EXPECT_TRUE(absl::IsCancelled(done->get_future().get()));
+}
+
+TEST_F(ConnectionTest, WhatCannotBeMadeIsDoneBeforeTheCallReturns) {
+  std::optional<std::thread::id> thread;
+  const StreamListener listener = {
+      .on_done = [&](const absl::Status&) { thread = std::this_thread::get_id(); }};
+  const auto call = client_.StreamGenerate({}, {}, listener, {.traceparent = "wrong"});
+  EXPECT_EQ(thread, std::this_thread::get_id());
 }
 
 // gRPC would swallow the exception, and the call would never end.
