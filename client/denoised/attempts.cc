@@ -54,7 +54,7 @@ std::optional<std::chrono::nanoseconds> Attempts::Ended(const absl::Status& stat
   }
   if (count_ == 1) first_failure_ = std::string(status.message());
   RetryPolicy policy = policy_;
-  if (policy.max_attempts > 1 && absl::IsUnavailable(status) && budget_->answered()) {
+  if (policy.max_attempts > 1 && !absl::IsResourceExhausted(status) && budget_->answered()) {
     policy.max_attempts = std::max(policy.max_attempts, policy.restart_attempts);
   }
   const auto delay = policy.NextDelay(status, count_, RandomFraction(), Remaining(deadline_));

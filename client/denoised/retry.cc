@@ -9,8 +9,9 @@
 namespace denoised::client {
 
 bool RetryPolicy::Retryable(const absl::Status& status) {
-  return absl::IsUnavailable(status) ||
-         (absl::IsResourceExhausted(status) && Details(status).retry_after.has_value());
+  if (absl::IsUnavailable(status)) return true;
+  return (absl::IsResourceExhausted(status) || absl::IsFailedPrecondition(status)) &&
+         Details(status).retry_after.has_value();
 }
 
 std::optional<std::chrono::nanoseconds> RetryPolicy::NextDelay(

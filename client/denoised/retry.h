@@ -8,15 +8,16 @@
 
 namespace denoised::client {
 
-/// When a failed call is retried; with replicas, on another one. Two errors are retried:
-/// UNAVAILABLE (the server cannot be reached, is shutting down or was lost), and RESOURCE_EXHAUSTED
-/// with a RetryInfo (a full queue). Drawing twice is harmless: the seed is fixed before the first
-/// attempt, so every attempt yields the same bytes.
+/// When a failed call is retried; with replicas, on another one. Retried are UNAVAILABLE (the
+/// server cannot be reached, is shutting down or was lost), and, with a RetryInfo,
+/// RESOURCE_EXHAUSTED (a full queue) and FAILED_PRECONDITION (a model that is loading). Drawing
+/// twice is harmless: the seed is fixed before the first attempt, so every attempt yields the same
+/// bytes.
 struct RetryPolicy {
   int max_attempts = 5;  // in a row without a new event; 1: never retry
-  /// Instead of max_attempts, where that is less and not 1, for UNAVAILABLE on a connection that
-  /// has had a reply or an event: the server may be restarting. With the other defaults, five
-  /// attempts take about a second and ten 16 to 33.
+  /// Instead of max_attempts, where that is less and not 1, on a connection that has had a reply or
+  /// an event, for all but a full queue: the server may be restarting. With the other defaults,
+  /// five attempts take about a second and ten 16 to 33, beside what a RetryInfo says.
   int restart_attempts = 10;
   std::chrono::milliseconds initial_backoff{100};
   std::chrono::milliseconds max_backoff{10'000};
@@ -25,7 +26,7 @@ struct RetryPolicy {
   /// retrying. Ten calls that succeed add one retry, up to this number.
   int budget = 100;
 
-  /// Whether `status` is one of the two failures.
+  /// Whether `status` is one of these failures.
   static bool Retryable(const absl::Status& status);
 
   /// The wait before the attempt after `attempt` (counted from 1), or nullopt when `status` is to

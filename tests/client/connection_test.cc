@@ -491,6 +491,14 @@ TEST_F(ConnectionTest, AServerThatHasAnsweredIsWaitedForLonger) {
   EXPECT_EQ(server_.generations(), 20) << "a full queue is no restart";
 }
 
+TEST_F(ConnectionTest, AModelThatIsLoadingIsWaitedFor) {
+  server_.FailNext(4, Loading(milliseconds(1)));
+  EXPECT_TRUE(client_.Generate({}).ok());
+  server_.FailNext(9, Loading(milliseconds(1)));
+  EXPECT_TRUE(client_.StreamGenerate({}, {}, {})->Wait().ok()) << "as of a server that restarts";
+  EXPECT_EQ(server_.generations(), 15);
+}
+
 TEST_F(ConnectionTest, AStreamOutlivesARestart) {
   // The server ends after the first event, and is not back for the next eight attempts.
   server_.BreakNext(1, 1, Draining());

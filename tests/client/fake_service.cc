@@ -43,6 +43,13 @@ rpc::ErrorInfo Info(const std::string& reason) {
   return info;
 }
 
+rpc::RetryInfo Retry(std::chrono::milliseconds after) {
+  rpc::RetryInfo retry;
+  retry.mutable_retry_delay()->set_seconds(after.count() / 1000);
+  retry.mutable_retry_delay()->set_nanos(after.count() % 1000 * 1'000'000);
+  return retry;
+}
+
 /// Every default filled in.
 v1::GenerationParams Effective(const v1::GenerationParams& params) {
   v1::GenerationParams effective = params;
@@ -146,11 +153,13 @@ grpc::Status InvalidFields(const std::vector<std::pair<std::string, std::string>
 }
 
 grpc::Status QueueFull(std::chrono::milliseconds retry_after) {
-  rpc::RetryInfo retry;
-  retry.mutable_retry_delay()->set_seconds(retry_after.count() / 1000);
-  retry.mutable_retry_delay()->set_nanos(retry_after.count() % 1000 * 1'000'000);
-  return WithDetails(grpc::StatusCode::RESOURCE_EXHAUSTED, "the queue is full", retry,
+  return WithDetails(grpc::StatusCode::RESOURCE_EXHAUSTED, "the queue is full", Retry(retry_after),
                      Info("QUEUE_FULL"));
+}
+
+grpc::Status Loading(std::chrono::milliseconds retry_after) {
+  return WithDetails(grpc::StatusCode::FAILED_PRECONDITION, "the model is still loading",
+                     Retry(retry_after), Info("MODEL_LOADING"));
 }
 
 grpc::Status Draining() {

@@ -115,6 +115,7 @@ class FakeServer : public v1::ImageGeneration::Service {
 /// An error as the server sends it: with google.rpc details.
 grpc::Status InvalidFields(const std::vector<std::pair<std::string, std::string>>& violations);
 grpc::Status QueueFull(std::chrono::milliseconds retry_after);
+grpc::Status Loading(std::chrono::milliseconds retry_after);
 grpc::Status Draining();
 
 }  // namespace denoised::client

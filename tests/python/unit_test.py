@@ -115,6 +115,7 @@ class RetryTest(unittest.TestCase):
         Attempts(RetryPolicy(), budget, None).succeeded()
         self.assertEqual(retries(), 9)
         self.assertEqual(retries(denoised.ResourceExhausted("full", retry_after=3.0)), 4)
+        self.assertEqual(retries(denoised.FailedPrecondition("is loading", retry_after=2.0)), 9)
         self.assertEqual(retries(max_attempts=1), 0)
         self.assertEqual(retries(max_attempts=20), 19)
 

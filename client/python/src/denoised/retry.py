@@ -9,13 +9,13 @@ import time
 from dataclasses import dataclass
 from typing import Optional
 
-from .errors import DenoisedError, InvalidArgument, ResourceExhausted, Unavailable
+from .errors import DenoisedError, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Two failures are retried: UNAVAILABLE, of a server that cannot be reached, leaves or was lost,
-    and RESOURCE_EXHAUSTED with a time to come back (a full queue). Drawing twice is harmless: the
+    """Retried are UNAVAILABLE, of a server that cannot be reached, leaves or was lost, and, with a time to
+    come back, RESOURCE_EXHAUSTED (a full queue) and FAILED_PRECONDITION (a model that is loading). Drawing twice is harmless: the
     seed is fixed before the first attempt, so every attempt yields the same bytes."""
 
     max_attempts: int = 5
@@ -29,9 +29,9 @@ class RetryPolicy:
     """Retries of a client that may fail with UNAVAILABLE before it stops to retry; ten calls that
     succeed allow one more, up to this."""
     restart_attempts: int = 10
-    """Instead of max_attempts, where that is less and not 1, for UNAVAILABLE once a call of the client has
-    had a reply or an event: the server may be restarting. With the other defaults, five attempts take
-    about a second and ten 16 to 33."""
+    """Instead of max_attempts, where that is less and not 1, once a call of the client has had a reply or
+    an event, for all but a full queue: the server may be restarting. With the other defaults, five attempts
+    take about a second and ten 16 to 33, beside what the server asks for."""
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
@@ -48,7 +48,7 @@ class RetryPolicy:
 
 def retryable(error: DenoisedError) -> bool:
     return isinstance(error, Unavailable) or (
-        isinstance(error, ResourceExhausted) and error.retry_after is not None)
+        isinstance(error, (ResourceExhausted, FailedPrecondition)) and error.retry_after is not None)
 
 
 class RetryBudget:
@@ -117,7 +117,7 @@ class Attempts:
 
     def _most(self, error: DenoisedError) -> int:
         policy = self._policy
-        if policy.max_attempts > 1 and isinstance(error, Unavailable) and self._budget.answered:
+        if policy.max_attempts > 1 and not isinstance(error, ResourceExhausted) and self._budget.answered:
             return max(policy.max_attempts, policy.restart_attempts)
         return policy.max_attempts
 
