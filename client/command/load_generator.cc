@@ -22,6 +22,7 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr double kProgressSeconds = 0.25;
+constexpr int kSentAtOnce = 64;
 
 double CpuSeconds() {
   rusage usage = {};
@@ -267,7 +268,13 @@ LoadResult LoadGenerator::Run(const std::stop_token& stop) {
       next_.reset();
       for (Request& request : under_way_) Cancel(&request);
     }
-    for (const Arrival* next; (next = Next()) != nullptr && next->at_seconds <= Now();) Send();
+    // Where requests arrive faster than they can be sent there is always another one, and those
+    // that have ended would never be reaped.
+    for (int sent = 0; Next() != nullptr && next_->at_seconds <= Now() && sent < kSentAtOnce &&
+                       !stop.stop_requested();
+         ++sent) {
+      Send();
+    }
     while (!cancels_.empty() && cancels_.begin()->first <= Now()) {
       Request* request = cancels_.begin()->second;
       cancels_.erase(cancels_.begin());

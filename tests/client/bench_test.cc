@@ -445,6 +445,22 @@ TEST_F(LoadTest, AStopEndsEverything) {
   EXPECT_LT(result.window_seconds, 3600);
 }
 
+TEST_F(LoadTest, AStopEndsAlsoWhatIsOverdue) {
+  connection_->stall = milliseconds(50);  // meanwhile all of them arrive
+  auto workload = Workload::FromMix({}, 1e6, 1);
+  ASSERT_TRUE(workload.ok()) << workload.status();
+  std::stop_source stop;
+  int sent = 0;
+  const LoadResult result = RunLoad(
+      {client::Client(connection_)}, *std::move(workload), {.requests = 2000},
+      [&](const Arrival&) {
+        if (++sent == 3) stop.request_stop();
+      },
+      nullptr, stop.get_token());
+  EXPECT_EQ(sent, 3);
+  EXPECT_EQ(result.outcomes.size(), 3u);
+}
+
 TEST_F(LoadTest, LabelsFollowFromTheSeed) {
   connection_->classes = 10;
   auto workload = Workload::FromMix({"count=3"}, 1, 1);
