@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
@@ -86,11 +85,6 @@ Context FromJson(const nlohmann::json& json) {
   return context;
 }
 
-absl::Status Failed(const std::string& what, const std::string& path) {
-  const std::string reason = std::strerror(errno);
-  return absl::InvalidArgumentError(fmt::format("cannot {} {}: {}", what, path, reason));
-}
-
 absl::Status NoSuchContext(const Contexts& contexts, const std::string& name) {
   if (contexts.by_name.empty()) {
     return absl::InvalidArgumentError(
@@ -122,7 +116,8 @@ absl::StatusOr<Contexts> ReadContexts(const std::string& path) {
   if (stat(path.c_str(), &information) != 0) {
     // A service may have no home, or none that it may look into.
     if (errno == ENOENT || errno == ENOTDIR || errno == EACCES) return Contexts();
-    return Failed("read", path);
+    const std::string reason = std::strerror(errno);
+    return absl::InvalidArgumentError(fmt::format("cannot read {}: {}", path, reason));
   }
   auto text = ReadFile(path, kMaxSmallFileBytes);
   if (!text.ok()) return text.status();
@@ -161,17 +156,7 @@ absl::Status WriteContexts(const std::string& path, const Contexts& contexts) {
   if (fs::create_directories(folder, error); error) {
     return absl::InvalidArgumentError(fmt::format("cannot create {}: {}", folder, error.message()));
   }
-  // Another denoise that reads meanwhile sees the old file or the new one.
-  std::string draft = path + ".XXXXXX";
-  const int file = mkstemp(draft.data());  // with mode 0600
-  if (file < 0) return Failed("write", path);
-  const bool written = write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size());
-  if (close(file) != 0 || !written || std::rename(draft.c_str(), path.c_str()) != 0) {
-    absl::Status status = Failed("write", path);
-    unlink(draft.c_str());
-    return status;
-  }
-  return absl::OkStatus();
+  return WriteFile(path, text, S_IRUSR | S_IWUSR);
 }
 
 absl::Status ApplyContext(const CLI::App& app, ConnectionFlags& flags, std::string& page) {

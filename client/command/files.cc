@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "command/files.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -13,9 +16,34 @@
 namespace denoised::command {
 namespace {
 
+namespace fs = std::filesystem;
+
 absl::Status Failed(const char* what, const std::string& path) {
   const std::string reason = std::strerror(errno);
   return absl::InvalidArgumentError(fmt::format("{} {}: {}", what, path, reason));
+}
+
+absl::Status NotWritten(const std::string& path) {
+  const std::string reason = std::strerror(errno);
+  return absl::InternalError(fmt::format("cannot write {}: {}", path, reason));
+}
+
+bool WriteAll(int file, std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t count = write(file, bytes.data(), bytes.size());
+    if (count < 0 && errno != EINTR) return false;
+    bytes.remove_prefix(static_cast<size_t>(std::max<ssize_t>(count, 0)));
+  }
+  return true;
+}
+
+/// Opens a new file in `folder` for writing, under a name of its own.
+int OpenDraft(const fs::path& folder, mode_t mode, std::string* path) {
+  for (int i = 0;; ++i) {
+    *path = folder / fmt::format(".denoise-{}-{}", getpid(), i);
+    const int file = open(path->c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
+    if (file >= 0 || errno != EEXIST) return file;
+  }
 }
 
 }  // namespace
@@ -38,15 +66,29 @@ absl::StatusOr<std::string> ReadFile(const std::string& path, size_t limit) {
   return bytes;
 }
 
-absl::Status WriteFile(const std::string& path, std::string_view bytes) {
-  errno = 0;
-  const bool is_stdout = path == "-";
-  std::FILE* file = is_stdout ? stdout : std::fopen(path.c_str(), "wb");
-  if (file == nullptr) return Failed("cannot write", path);
-  const bool written = std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size();
-  // What is buffered may still fail, on a full disk for one.
-  const bool flushed = (is_stdout ? std::fflush(file) : std::fclose(file)) == 0;
-  return written && flushed ? absl::OkStatus() : Failed("cannot write", path);
+absl::Status WriteFile(const std::string& path, std::string_view bytes, mode_t mode) {
+  if (path == "-") return WriteAll(STDOUT_FILENO, bytes) ? absl::OkStatus() : NotWritten(path);
+  struct stat old = {};
+  const bool exists = stat(path.c_str(), &old) == 0;
+  const bool in_place = exists && !S_ISREG(old.st_mode);  // a pipe, a device
+  // A file that may not be written is not replaced either.
+  if (exists && !in_place && access(path.c_str(), W_OK) != 0) return NotWritten(path);
+  std::error_code error;
+  const fs::path target =
+      fs::is_symlink(path, error) ? fs::weakly_canonical(path, error) : fs::path(path);
+  std::string draft;
+  const int file = in_place ? open(path.c_str(), O_WRONLY | O_CLOEXEC)
+                            : OpenDraft(target.parent_path(), mode, &draft);
+  if (file < 0) return NotWritten(path);
+  if (exists && !in_place) fchmod(file, old.st_mode & mode);
+  bool written = WriteAll(file, bytes);
+  // A network's file system may tell only now that its disk is full.
+  written = close(file) == 0 && written;
+  if (in_place) return written ? absl::OkStatus() : NotWritten(path);
+  if (written && std::rename(draft.c_str(), target.c_str()) == 0) return absl::OkStatus();
+  absl::Status status = NotWritten(path);
+  unlink(draft.c_str());
+  return status;
 }
 
 absl::Status CheckWritable(const std::string& path) {
@@ -57,11 +99,11 @@ absl::Status CheckWritable(const std::string& path) {
   }
   if (path == "-") return absl::OkStatus();
   std::error_code ignored;
-  if (std::filesystem::is_directory(path, ignored)) {
+  if (fs::is_directory(path, ignored)) {
     return absl::InvalidArgumentError(
         fmt::format("cannot write {}: it is a folder; name a file in it", path));
   }
-  std::string folder = std::filesystem::path(path).parent_path().string();
+  std::string folder = fs::path(path).parent_path().string();
   if (folder.empty()) folder = ".";
   if (access(folder.c_str(), W_OK | X_OK) == 0) return absl::OkStatus();
   const std::string reason = std::strerror(errno);
@@ -106,7 +148,7 @@ absl::StatusOr<std::string> FillPath(const std::string& pattern, const PathField
     i = end;
   }
   if (distinct) return path;
-  const std::filesystem::path plain(path);
+  const fs::path plain(path);
   return (plain.parent_path() / plain.stem()).string() + "-" + index + plain.extension().string();
 }
 

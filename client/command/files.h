@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -20,8 +22,10 @@ constexpr size_t kMaxSmallFileBytes = 1 << 20;
 /// a device such as /dev/zero has no end.
 absl::StatusOr<std::string> ReadFile(const std::string& path, size_t limit = kMaxFileBytes);
 
-/// Writes the whole file; "-" is stdout.
-absl::Status WriteFile(const std::string& path, std::string_view bytes);
+/// Writes the whole file, or leaves the one that is there; "-" is stdout. A new file has `mode`
+/// within the umask, and one that is replaced keeps what `mode` allows of its own. INTERNAL: the
+/// path has been found good before.
+absl::Status WriteFile(const std::string& path, std::string_view bytes, mode_t mode = 0666);
 
 /// Whether a file could be created at `path`, so that it is known before the work is done.
 absl::Status CheckWritable(const std::string& path);

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <webp/demux.h>
 #include <webp/encode.h>
 
 #include <cmath>
+#include <csignal>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "command/codec.h"
 #include "command/codec_files.h"
@@ -223,6 +228,62 @@ TEST(ReadFileTest, HasALimit) {
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(status.message(),
             "cannot read " + path + ": it has more than 99999 bytes; use a smaller file");
+}
+
+class WriteFileTest : public testing::Test {
+ protected:
+  /// The names in the folder.
+  std::set<std::string> Names() const {
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder_.path())) {
+      names.insert(entry.path().filename());
+    }
+    return names;
+  }
+  mode_t ModeOf(const std::string& path) const {
+    struct stat information = {};
+    EXPECT_EQ(stat(path.c_str(), &information), 0);
+    return information.st_mode & 0777;
+  }
+
+  const TemporaryDirectory folder_;
+  const std::string path_ = folder_ / "file";
+};
+
+TEST_F(WriteFileTest, KeepsModesAndLinks) {
+  ASSERT_TRUE(WriteFile(path_, "secret", 0600).ok());
+  EXPECT_EQ(ModeOf(path_), 0600u);
+  const std::string link = folder_ / "link";
+  std::filesystem::create_symlink("file", link);
+  ASSERT_TRUE(WriteFile(link, "new").ok());
+  EXPECT_TRUE(std::filesystem::is_symlink(link));
+  EXPECT_EQ(ReadFile(path_).value_or(""), "new");
+  EXPECT_EQ(ModeOf(path_), 0600u);
+  ASSERT_TRUE(WriteFile(folder_ / "open", "x").ok());
+  const mode_t mask = umask(0);
+  umask(mask);
+  EXPECT_EQ(ModeOf(folder_ / "open"), 0666u & ~mask);
+  EXPECT_TRUE(WriteFile("/dev/null", "x").ok()) << "a device is no file to replace";
+  EXPECT_TRUE(std::filesystem::is_character_file("/dev/null"));
+  EXPECT_EQ(Names(), (std::set<std::string>{"file", "link", "open"}));
+}
+
+TEST_F(WriteFileTest, LeavesTheOldFileWhenTheDiskIsFull) {
+  ASSERT_TRUE(WriteFile(path_, "old").ok());
+  // The limit of a process stands for the disk's.
+  rlimit limit = {};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &limit), 0);
+  const rlimit small = {.rlim_cur = 4096, .rlim_max = limit.rlim_max};
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const absl::Status status = WriteFile(path_, std::string(5000, 'x'));
+  setrlimit(RLIMIT_FSIZE, &limit);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("cannot write " + path_ + ": File too"));
+  EXPECT_EQ(ReadFile(path_).value_or(""), "old");
+  EXPECT_EQ(Names(), std::set<std::string>{"file"});
+  EXPECT_EQ(ExitCodeOf(status), kError) << "the command line was right";
 }
 
 TEST(FillPathTest, FillsPlaceholders) {
