@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "command/contexts.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
@@ -197,6 +200,26 @@ absl::Status ApplyContext(const CLI::App& app, ConnectionFlags& flags, std::stri
 
 namespace {
 
+/// Keeps other denoises from changing the file at `path` while this one does. Without leave to
+/// write into the folder there is no lock, and WriteContexts says so.
+class ContextsLock {
+ public:
+  explicit ContextsLock(const std::string& path) {
+    std::error_code ignored;
+    fs::create_directories(fs::path(path).parent_path(), ignored);
+    file_ = open((path + ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, S_IRUSR | S_IWUSR);
+    if (file_ >= 0) flock(file_, LOCK_EX);
+  }
+  ~ContextsLock() {
+    if (file_ >= 0) close(file_);
+  }
+  ContextsLock(const ContextsLock&) = delete;
+  ContextsLock& operator=(const ContextsLock&) = delete;
+
+ private:
+  int file_ = -1;
+};
+
 absl::Status Add(const ContextFlags& flags, const CLI::App& app, ConnectionFlags connection) {
   if (!IsName(flags.name)) {
     return absl::InvalidArgumentError(
@@ -223,6 +246,7 @@ absl::Status Add(const ContextFlags& flags, const CLI::App& app, ConnectionFlags
     *path = fs::absolute(*path).lexically_normal();
   }
   const std::string path = ContextsPath();
+  const ContextsLock lock(path);
   auto contexts = ReadContexts(path);
   if (!contexts.ok()) return contexts.status();
   if (contexts->by_name.contains(flags.name) && !flags.replace) {
@@ -238,6 +262,7 @@ absl::Status Add(const ContextFlags& flags, const CLI::App& app, ConnectionFlags
 template <typename Change>
 ExitCode ChangeContext(const std::string& name, Change change) {
   const std::string path = ContextsPath();
+  const ContextsLock lock(path);
   auto contexts = ReadContexts(path);
   if (!contexts.ok()) return Report(contexts.status(), /*json=*/false);
   if (!contexts->by_name.contains(name)) return Report(NoSuchContext(*contexts, name), false);

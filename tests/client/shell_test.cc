@@ -6,6 +6,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <list>
 #include <nlohmann/json.hpp>
 #include <regex>
 #include <sstream>
@@ -85,6 +86,19 @@ TEST_F(ShellTest, AContextStandsForTheOptionsOfAConnection) {
 
   ASSERT_EQ(Run({"context", "remove", "nowhere"}).exit_code, 0);
   EXPECT_EQ(nlohmann::json::parse(Run({"context", "list", "--json"}).out)[0]["current"], false);
+}
+
+TEST_F(ShellTest, ContextsThatAreAddedAtTheSameTimeAreAllKept) {
+  constexpr int kAdded = 16;
+  const std::vector<std::string> environment = {"XDG_CONFIG_HOME=" + folder_.path()};
+  std::list<Process> processes;
+  for (int i = 0; i < kAdded; ++i) {
+    processes.emplace_back(
+        Words{DENOISE_BINARY, "context", "add", "c" + std::to_string(i), "--server", "x:1"},
+        environment, /*on_terminal=*/false);
+  }
+  for (Process& process : processes) EXPECT_EQ(process.Wait().exit_code, 0);
+  EXPECT_EQ(nlohmann::json::parse(Run({"context", "list", "--json"}).out).size(), kAdded);
 }
 
 TEST_F(ShellTest, ATokenGoesToNoServerButThatOfItsContext) {
