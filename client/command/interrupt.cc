@@ -3,19 +3,44 @@
 
 #include <ctime>
 
+#include "command/live_view.h"
+
 namespace denoised::command {
 
 Interrupt::Interrupt() {
   sigemptyset(&signals_);
   sigaddset(&signals_, SIGINT);
   sigaddset(&signals_, SIGTERM);
+  for (const int signal : {SIGHUP, SIGQUIT, SIGTSTP}) {
+    // Ignored ones stay so, as SIGHUP under nohup. A blocked signal waits even if it is ignored.
+    struct sigaction action = {};
+    sigaction(signal, nullptr, &action);
+    if (action.sa_handler != SIG_IGN) sigaddset(&signals_, signal);
+  }
   pthread_sigmask(SIG_BLOCK, &signals_, nullptr);
   waiter_ = std::jthread([this](const std::stop_token& done) {
     const timespec pause = {.tv_sec = 0, .tv_nsec = 50'000'000};  // how long the end may take
     while (!done.stop_requested()) {
-      if (sigtimedwait(&signals_, nullptr, &pause) > 0) source_.request_stop();
+      if (const int signal = sigtimedwait(&signals_, nullptr, &pause); signal > 0) Handle(signal);
     }
   });
+}
+
+void Interrupt::Handle(int signal) {
+  const bool stops = signal == SIGINT || signal == SIGTERM || signal == SIGHUP;
+  if (stops && source_.request_stop()) return;
+  // A terminal that closes sends it twice, by the shell and by the kernel.
+  if (signal == SIGHUP) return;
+  // Files may be read from a pipe without an end and written to a disk that hangs, where nobody
+  // looks at the token.
+  ShowHiddenCursor(true);
+  sigset_t one;
+  sigemptyset(&one);
+  sigaddset(&one, signal);
+  pthread_sigmask(SIG_UNBLOCK, &one, nullptr);
+  raise(signal);  // does what it does by default
+  pthread_sigmask(SIG_BLOCK, &one, nullptr);
+  ShowHiddenCursor(false);  // after SIGTSTP and SIGCONT
 }
 
 }  // namespace denoised::command

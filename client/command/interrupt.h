@@ -7,14 +7,17 @@
 
 namespace denoised::command {
 
-/// Turns Ctrl-C and SIGTERM into a stop request while it exists. Create it before any other thread:
-/// they inherit its mask, so that the signal comes here.
+/// Turns Ctrl-C, SIGTERM and SIGHUP into a stop request while it exists; the next one ends the
+/// process. What ends or stops the process shows the cursor that a view hides. Create it before any
+/// other thread: they inherit its mask, so that the signal comes here.
 class Interrupt {
  public:
   Interrupt();
   std::stop_token token() const { return source_.get_token(); }
 
  private:
+  void Handle(int signal);
+
   sigset_t signals_;
   std::stop_source source_;
   std::jthread waiter_;  // last: it uses the others

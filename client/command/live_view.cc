@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <string_view>
 
 namespace denoised::command {
 namespace {
@@ -15,16 +17,29 @@ constexpr char kShowCursor[] = "\x1b[?25h";
 constexpr char kEraseToEndOfScreen[] = "\x1b[J";
 constexpr char kEraseToEndOfLine[] = "\x1b[K";
 
+std::atomic<int> hidden_cursor = -1;  // the terminal of the view
+
 }  // namespace
 
 LiveView::LiveView(std::FILE* terminal, TerminalColours colours)
     : terminal_(terminal), colours_(colours) {
+  hidden_cursor = fileno(terminal_);
   std::fputs(kHideCursor, terminal_);
+  std::fflush(terminal_);
 }
 
 LiveView::~LiveView() {
   std::fputs(kShowCursor, terminal_);
   std::fflush(terminal_);
+  hidden_cursor = -1;
+}
+
+void ShowHiddenCursor(bool shown) {
+  const std::string_view sequence = shown ? kShowCursor : kHideCursor;
+  const int terminal = hidden_cursor;
+  if (terminal < 0) return;
+  // stdio may be in the middle of a drawing, which may hang.
+  [[maybe_unused]] const ssize_t ignored = write(terminal, sequence.data(), sequence.size());
 }
 
 int LiveView::columns() const { return SizeOf(fileno(terminal_)).columns - 1; }

@@ -35,4 +35,8 @@ class LiveView {
   int lines_ = 0;  // drawn so far, above the cursor; the last one is the line of text
 };
 
+/// Shows the cursor that a view hides, or hides it again, while the program is ended or stopped by
+/// a signal. Without a view it does nothing.
+void ShowHiddenCursor(bool shown);
+
 }  // namespace denoised::command

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The denoise program itself, against the fake service.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -714,6 +717,45 @@ TEST_F(CliTest, InterruptCancelsTheCall) {
   EXPECT_EQ(result.exit_code, 130);
   EXPECT_EQ(result.err, "cancelled\n");
   EXPECT_TRUE(Eventually([&] { return server_.cancelled() == 1; }));
+}
+
+TEST_F(CliTest, AHangUpCancelsTheCall) {
+  const auto before = signal(SIGHUP, SIG_DFL);  // nohup may have started the tests
+  server_.SetEvaluationTime(milliseconds(5000));
+  Process process(Command({"generate", "-o", Path("x.png")}), {}, false);
+  signal(SIGHUP, before);
+  ASSERT_TRUE(Eventually([&] { return server_.generations() > 0; }));
+  process.Signal(SIGHUP);
+  EXPECT_EQ(process.Wait().exit_code, 130);
+  EXPECT_TRUE(Eventually([&] { return server_.cancelled() == 1; }));
+}
+
+TEST_F(CliTest, ASecondInterruptEndsWhatWaitsForAFile) {
+  ASSERT_EQ(mkfifo(Path("pipe").c_str(), 0600), 0);
+  Process process(Command({"generate", "--init-image", Path("pipe"), "-o", Path("x.png")}), {},
+                  false);
+  int pipe = -1;  // can be opened so once it is being read
+  EXPECT_TRUE(
+      Eventually([&] { return (pipe = open(Path("pipe").c_str(), O_WRONLY | O_NONBLOCK)) >= 0; }));
+  process.Signal(SIGINT);
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait().exit_code, 128 + SIGTERM);
+  close(pipe);
+}
+
+TEST_F(CliTest, QuittingShowsTheCursor) {
+  const auto before = signal(SIGQUIT, SIG_DFL);
+  server_.SetEvaluationTime(milliseconds(5000));
+  Process process({"/bin/sh", "-c", R"(ulimit -c 0; exec "$0" "$@")", DENOISE_BINARY, "--server",
+                   server_.address(), "generate", "-o", Path("x.png")},
+                  {"TERM=xterm"}, /*on_terminal=*/true);
+  signal(SIGQUIT, before);
+  ASSERT_TRUE(Eventually([&] { return server_.generations() > 0; }));
+  process.Signal(SIGQUIT);
+  const auto result = process.Wait();
+  EXPECT_EQ(result.exit_code, 128 + SIGQUIT);
+  EXPECT_THAT(result.out, HasSubstr("\x1b[?25l"));
+  EXPECT_THAT(result.out, testing::EndsWith("\x1b[?25h"));
 }
 
 TEST_F(CliTest, RetriesAServerThatDrains) {
