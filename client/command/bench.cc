@@ -76,7 +76,7 @@ class ProgressView {
       images_per_second_ += (last_.images > 0 ? kSmoothing : 1) * (now - images_per_second_);
     }
     last_ = progress;
-    view_.Draw(nullptr, ProgressLine(progress, images_per_second_).substr(0, view_.columns()));
+    view_.Draw(nullptr, ProgressLine(progress, images_per_second_));
   }
 
  private:

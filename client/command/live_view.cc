@@ -51,11 +51,12 @@ void LiveView::Draw(const Pixels* picture, const std::string& line) {
     // A full last column would wrap and a full last row would scroll.
     text = Render(FitTo(*picture, size.columns - 1, size.rows - 3), colours_);
   }
-  Replace(line.empty() ? text : text + line + "\n");
+  Replace(line.empty() ? text : text + line.substr(0, columns()) + "\n");
 }
 
 void LiveView::DrawLine(const std::string& line) {
-  std::fputs(fmt::format("\x1b[1F{}{}\n", line, kEraseToEndOfLine).c_str(), terminal_);
+  std::fputs(fmt::format("\x1b[1F{}{}\n", line.substr(0, columns()), kEraseToEndOfLine).c_str(),
+             terminal_);
   std::fflush(terminal_);
 }
 

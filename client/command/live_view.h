@@ -18,13 +18,14 @@ class LiveView {
   LiveView(const LiveView&) = delete;
   LiveView& operator=(const LiveView&) = delete;
 
-  /// Draws over what was drawn before; `picture` (null: none) is scaled to the terminal.
+  /// Draws over what was drawn before; `picture` (null: none) is scaled to the terminal, and the
+  /// line is cut to it.
   void Draw(const Pixels* picture, const std::string& line);
   /// Draws the line anew, below the picture that the last Draw() left.
   void DrawLine(const std::string& line);
   /// Takes the last line of text away and leaves the picture.
   void Finish(const Pixels* picture);
-  /// Room for the line, characters.
+  /// Room for the line, bytes of ASCII.
   int columns() const;
 
  private:

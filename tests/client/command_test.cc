@@ -20,6 +20,7 @@
 #include "command/files.h"
 #include "command/generate_request.h"
 #include "command/json.h"
+#include "command/live_view.h"
 #include "command/npy.h"
 #include "command/progress.h"
 #include "command/report.h"
@@ -363,6 +364,22 @@ TEST(TerminalTest, FitsPicturesWithSquarePixels) {
   EXPECT_EQ(large.width, 80);
   EXPECT_EQ(large.height, 40);
   EXPECT_EQ(FitTo(Filled(5000, 1, 1), 1, 1).height, 1);
+}
+
+TEST(LiveViewTest, ALineDoesNotWrap) {
+  std::FILE* const file = std::tmpfile();  // 80 columns, as no terminal says otherwise
+  ASSERT_NE(file, nullptr);
+  {
+    LiveView view(file, TerminalColours::kGreys);
+    view.Draw(nullptr, std::string(100, 'x'));
+    view.DrawLine(std::string(100, 'y'));
+  }
+  std::rewind(file);
+  char buffer[1024];
+  const std::string text(buffer, std::fread(buffer, 1, sizeof buffer, file));
+  std::fclose(file);
+  EXPECT_EQ(std::count(text.begin(), text.end(), 'x'), 79);
+  EXPECT_EQ(std::count(text.begin(), text.end(), 'y'), 79);
 }
 
 TEST(ProgressTest, ShowsShareAndTimeLeft) {
