@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <future>
@@ -56,17 +57,15 @@ class Saver {
         pattern_(flags.out.empty() ? DefaultPath(flags) : flags.out),
         seeds_repeat_(HasRepeated(drawing.params().seeds)) {}
 
-  absl::Status SaveImages() {
-    for (const client::Image& image : drawing_.images()) {
-      auto path = PathOf(image);
-      if (!path.ok()) return path.status();
-      if (absl::Status status = WriteFile(*path, BytesOf(image)); !status.ok()) return status;
-      nlohmann::json json = ToJson(image);
-      json["type"] = "image";
-      std::string text = fmt::format("seed {}", image.seed);
-      if (image.class_label) text += fmt::format("  label {}", *image.class_label);
-      Tell(*path, std::move(json), text);
-    }
+  absl::Status SaveImage(const client::Image& image) {
+    const auto path = PathOf(image);
+    if (!path.ok()) return path.status();
+    if (absl::Status status = WriteFile(*path, BytesOf(image)); !status.ok()) return status;
+    nlohmann::json json = ToJson(image);
+    json["type"] = "image";
+    std::string text = fmt::format("seed {}", image.seed);
+    if (image.class_label) text += fmt::format("  label {}", *image.class_label);
+    Tell(*path, std::move(json), text);
     return absl::OkStatus();
   }
 
@@ -143,8 +142,10 @@ class Saver {
             std::pair{"--prompt-2", &read.text_2_cut_off},
             std::pair{"--negative-2", &read.negative_2_cut_off}})
         if (!cut_off->empty())
-          fmt::print(stderr, "The model does not read the end of {}: \"{}\"\n", name,
-                     Shortened(*cut_off, kShownText));
+          std::fputs(fmt::format("The model does not read the end of {}: \"{}\"\n", name,
+                                 Shortened(*cut_off, kShownText))
+                         .c_str(),
+                     stderr);
     }
     const client::Timing& timing = drawing_.completed()->timing;
     if (flags_.json) {
@@ -154,12 +155,13 @@ class Saver {
       if (!timeline.empty()) json["timeline"] = ToJson(timeline);
       std::puts(PrintableJson(json).c_str());
     } else if (!to_stdout()) {
-      fmt::print("{} {} in {}: {}, {} on {} noise levels, {} {}\n", params.count,
-                 params.count == 1 ? "image" : "images",
-                 HumanDuration(std::chrono::duration<double>(timing.total_seconds)),
-                 Printable(params.model), client::Name(params.sampler),
-                 client::Name(params.noise_schedule), params.steps,
-                 params.steps == 1 ? "step" : "steps");
+      std::puts(fmt::format("{} {} in {}: {}, {} on {} noise levels, {} {}", params.count,
+                            params.count == 1 ? "image" : "images",
+                            HumanDuration(std::chrono::duration<double>(timing.total_seconds)),
+                            Printable(params.model), client::Name(params.sampler),
+                            client::Name(params.noise_schedule), params.steps,
+                            params.steps == 1 ? "step" : "steps")
+                    .c_str());
     }
   }
 
@@ -188,7 +190,7 @@ class Saver {
       json["path"] = path;
       std::puts(PrintableJson(json).c_str());
     } else if (!to_stdout()) {
-      fmt::print("{}  {}\n", Printable(path), text);
+      std::puts(fmt::format("{}  {}", Printable(path), text).c_str());
     }
   }
 
@@ -216,13 +218,25 @@ absl::Status CheckOutputs(const GenerateFlags& flags, const GenerateRequest& req
   return CheckWritable(flags.animate);
 }
 
-absl::Status Save(const GenerateFlags& flags, int grid_columns, const Drawing& drawing) {
-  if (drawing.images().empty()) return absl::OkStatus();
+/// Saves what can be saved, and tells of the rest. Returns the code of the first error.
+ExitCode Save(const GenerateFlags& flags, int grid_columns, const Drawing& drawing) {
+  if (drawing.images().empty()) return kOk;
+  // The files are wanted also where nobody reads the lines about them any more.
+  std::signal(SIGPIPE, SIG_IGN);
   Saver saver(flags, drawing);
-  absl::Status status = grid_columns > 0 ? saver.SaveGrid(grid_columns) : saver.SaveImages();
-  if (status.ok() && !flags.animate.empty()) status = saver.SaveAnimation();
-  if (status.ok() && drawing.completed()) saver.TellCompleted();
-  return status;
+  ExitCode code = kOk;
+  const auto tell = [&flags, &code](const absl::Status& status) {
+    const ExitCode of_this = Report(status, flags.json);
+    if (code == kOk) code = of_this;
+  };
+  if (grid_columns > 0) {
+    tell(saver.SaveGrid(grid_columns));
+  } else {
+    for (const client::Image& image : drawing.images()) tell(saver.SaveImage(image));
+  }
+  if (!flags.animate.empty()) tell(saver.SaveAnimation());
+  if (drawing.completed()) saver.TellCompleted();
+  return code;
 }
 
 /// The --format that a picture was made with; arrays become .npy files.
@@ -331,8 +345,7 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
   drawing.Finish();
   view.reset();
 
-  const absl::Status saved = Save(flags, request->grid_columns, drawing);
-  const ExitCode save_code = Report(saved, flags.json);
+  const ExitCode save_code = Save(flags, request->grid_columns, drawing);
   if (drawn.ok()) return save_code;
   const ExitCode code = Report(drawn, flags.json);
   if (!flags.grid.empty() && !flags.count &&
@@ -362,7 +375,7 @@ ExitCode Watch(const client::Client& client, const std::string& request_id, uint
   drawing.Finish();
   view.reset();
   if (!drawing.images().empty()) flags.format = FormatOf(drawing.images().front());
-  const ExitCode save_code = Report(Save(flags, /*grid_columns=*/0, drawing), flags.json);
+  const ExitCode save_code = Save(flags, /*grid_columns=*/0, drawing);
   return drawn.ok() ? save_code : Report(drawn, flags.json);
 }
 

@@ -118,6 +118,30 @@ TEST_F(CliTest, DrawsFiles) {
   EXPECT_EQ(*pixels->at(0, 0), 100);  // the fake draws class 4 so
 }
 
+TEST_F(CliTest, AnImageThatCannotBeWrittenCostsNoOther) {
+  std::filesystem::create_directory(Path("w-1.png"));
+  const auto partly =
+      Run({"generate", "-l", "7", "-n", "4", "-o", Path("w.png"), "--animate", Path("a.webp")});
+  EXPECT_EQ(partly.exit_code, 1);
+  EXPECT_EQ(partly.err, "error: cannot write " + Path("w-1.png") + ": Is a directory\n");
+  for (const char* name : {"w-0.png", "w-2.png", "w-3.png", "a.webp"}) {
+    EXPECT_THAT(partly.out, HasSubstr(Path(name)));
+    EXPECT_TRUE(std::filesystem::is_regular_file(Path(name))) << name;
+  }
+  EXPECT_THAT(partly.out, HasSubstr("4 images in "));
+}
+
+TEST_F(CliTest, ImagesAreSavedAlsoWhenNobodyReadsTheLines) {
+  ASSERT_EQ(mkfifo(Path("closed").c_str(), 0600), 0);
+  const auto result =
+      RunProcess({"/bin/sh", "-c",
+                  R"({ cat "$1" && "$2" --server "$3" generate -n 200 -o "$4"; echo $? >&2; } |
+          { exec <&-; : >"$1"; })",
+                  "sh", Path("closed"), DENOISE_BINARY, server_.address(), Path("{index}.png")});
+  EXPECT_EQ(result.err, "error: stdout cannot be written, the output is incomplete\n1\n");
+  EXPECT_TRUE(std::filesystem::exists(Path("199.png")));
+}
+
 TEST_F(CliTest, SpeaksTls) {
   const TestAuthority authority;
   const KeyPair pair = authority.Issue("server", "IP:127.0.0.1");
