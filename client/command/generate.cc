@@ -8,6 +8,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <future>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -28,6 +29,8 @@
 
 namespace denoised::command {
 namespace {
+
+namespace fs = std::filesystem;
 
 constexpr int kFrameMs = 80;
 constexpr int kLastFrameMs = 2000;
@@ -200,22 +203,80 @@ class Saver {
   const bool seeds_repeat_;
 };
 
-absl::Status CheckOutputs(const GenerateFlags& flags, const GenerateRequest& request) {
-  if (flags.out == "-" && request.grid_columns == 0 && request.generation.count.value_or(1) > 1) {
+/// The path of an image as far as it is known before the server has the request; nullopt if its
+/// seed is not. Placeholders whose values are unknown stay.
+absl::StatusOr<std::optional<std::string>> ExpectedPath(const std::string& pattern,
+                                                        const client::Generation& generation,
+                                                        int index, bool grid) {
+  PathFields fields = {.index = index, .count = generation.count.value_or(1), .model = "{model}"};
+  if (!generation.seeds.empty()) {
+    fields.seed = generation.seeds[index];
+  } else if (generation.seed) {
+    fields.seed = *generation.seed + index;
+  } else if (pattern.find("{seed}") != std::string::npos) {
+    return std::nullopt;
+  }
+  const auto& labels = generation.class_labels;
+  fields.label = labels.empty() ? "{label}" : std::to_string(labels[index % labels.size()]);
+  fields.seeds_repeat = HasRepeated(generation.seeds);
+  if (grid) fields = {.seed = fields.seed, .label = "grid", .model = fields.model};
+  return FillPath(pattern, fields);
+}
+
+/// No picture may take the place of another one or of a file that the request was made of.
+absl::Status CheckOverwrites(const GenerateFlags& flags, const std::string& pattern,
+                             const client::Generation& generation, bool grid) {
+  const auto file_of = [](const std::string& path) {
+    std::error_code ignored;
+    return fs::weakly_canonical(fs::absolute(path, ignored), ignored);
+  };
+  std::vector<std::pair<const char*, fs::path>> taken;
+  const auto check = [&](const char* flag, const std::string& path) {
+    const fs::path file = file_of(path);
+    const auto other = std::find_if(taken.begin(), taken.end(),
+                                    [&file](const auto& each) { return each.second == file; });
+    if (other == taken.end()) return absl::OkStatus();
+    return absl::InvalidArgumentError(fmt::format(
+        "{} and {} are both {}; use another file for one of them", other->first, flag, path));
+  };
+  for (const auto& [flag, path] :
+       {std::pair{"--init-image", &flags.init_image}, std::pair{"--mask", &flags.mask},
+        std::pair{"--noise", &flags.noise}}) {
+    if (!path->empty()) taken.emplace_back(flag, file_of(*path));
+  }
+  if (!flags.animate.empty()) {
+    if (absl::Status status = check("--animate", flags.animate); !status.ok()) return status;
+    taken.emplace_back("--animate", file_of(flags.animate));
+  }
+  if (taken.empty() || pattern == "-") return absl::OkStatus();
+  constexpr int kMost = 1 << 14;  // no server draws more at once
+  const int files = grid ? 1 : std::min(generation.count.value_or(1), kMost);
+  for (int i = 0; i < files; ++i) {
+    const auto path = ExpectedPath(pattern, generation, i, grid);
+    if (!path.ok()) return path.status();
+    if (!*path) return absl::OkStatus();
+    if (absl::Status status = check("--out", **path); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckOutputs(const GenerateFlags& flags, const client::Generation& generation,
+                          bool grid) {
+  if (flags.json && flags.out == "-") {
+    return absl::InvalidArgumentError("--json and --out - both want stdout; give --out a file");
+  }
+  if (flags.out == "-" && !grid && generation.count.value_or(1) > 1) {
     return absl::InvalidArgumentError("--out - can take one image; use --grid, or a file for each");
   }
+  const std::string pattern = flags.out.empty() ? DefaultPath(flags) : flags.out;
   // With every placeholder filled in, so that an unknown one is known now.
-  const auto path = FillPath(flags.out.empty() ? DefaultPath(flags) : flags.out,
-                             {.label = "0", .model = "model"});
+  const auto path = FillPath(pattern, {.label = "0", .model = "model"});
   if (!path.ok()) return path.status();
   if (absl::Status status = CheckWritable(*path); !status.ok()) return status;
-  if (flags.animate.empty()) return absl::OkStatus();
-  const bool one = request.grid_columns > 0 || request.generation.count.value_or(1) == 1;
-  if (one && flags.animate == *path) {
-    return absl::InvalidArgumentError(fmt::format(
-        "--animate and --out are both {}; use another file for one of them", flags.animate));
+  if (absl::Status status = CheckOverwrites(flags, pattern, generation, grid); !status.ok()) {
+    return status;
   }
-  return CheckWritable(flags.animate);
+  return flags.animate.empty() ? absl::OkStatus() : CheckWritable(flags.animate);
 }
 
 /// Saves what can be saved, and tells of the rest. Returns the code of the first error.
@@ -326,7 +387,8 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
   const auto request = MakeRequest(flags, live, client, options);
   if (!request.ok()) return Report(request.status(), flags.json);
   if (flags.detach) return Detach(client, *request, flags.json, options);
-  if (absl::Status status = CheckOutputs(flags, *request); !status.ok()) {
+  if (absl::Status status = CheckOutputs(flags, request->generation, request->grid_columns > 0);
+      !status.ok()) {
     return Report(status, flags.json);
   }
 

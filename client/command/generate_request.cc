@@ -164,9 +164,6 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
     return absl::InvalidArgumentError(
         "--detach waits for no pictures; leave --grid, --animate and --previews out");
   }
-  if (flags.json && flags.out == "-") {
-    return absl::InvalidArgumentError("--json and --out - both want stdout; give --out a file");
-  }
   return absl::OkStatus();
 }
 

@@ -131,6 +131,34 @@ TEST_F(CliTest, AnImageThatCannotBeWrittenCostsNoOther) {
   EXPECT_THAT(partly.out, HasSubstr("4 images in "));
 }
 
+TEST_F(CliTest, NoPictureTakesThePlaceOfAnotherFile) {
+  ASSERT_TRUE(WriteFile(Path("in.png"), "a picture").ok());
+  std::filesystem::create_symlink("in.png", Path("link.png"));
+  const std::string in = Path("in.png"), animation = Path("y-0.webp");
+  for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"-o", Path("x.webp"), "--animate", Path("./x.webp")}, "--animate and --out are both "},
+           {{"-n", "2", "-o", Path("y.webp"), "-a", animation}, "--out are both " + animation},
+           {{"-s", "7,9", "-o", Path("{seed}.webp"), "-a", Path("9.webp")}, "9.webp; use another"},
+           {{"-l", "3", "-o", Path("{label}.webp"), "-a", Path("3.webp")}, "3.webp; use another"},
+           {{"--init-image", in, "-o", in}, "--init-image and --out are both " + in},
+           {{"--init-image", in, "--mask", in, "-o", Path("link.png")}, "link.png; use another"},
+           {{"--init-image", in, "--grid", "2x1", "-o", in}, "--init-image and --out are both "}}) {
+    std::vector<std::string> arguments = {"generate"};
+    arguments.insert(arguments.end(), flags.begin(), flags.end());
+    const auto result = Run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << message;
+    EXPECT_THAT(result.err, HasSubstr(message));
+  }
+  // So also the file that is the default.
+  const auto by_default = RunProcess(
+      {"/bin/sh", "-c", R"(cd "$1" && cp in.png denoised.png && "$2" --server "$3" generate \
+       --init-image denoised.png)",
+       "sh", folder_.path(), DENOISE_BINARY, server_.address()});
+  EXPECT_THAT(by_default.err, HasSubstr("--init-image and --out are both denoised.png"));
+  EXPECT_EQ(server_.generations(), 0);
+  EXPECT_EQ(Run({"generate", "-n", "2", "-o", Path("y.webp"), "-a", Path("y.webp")}).exit_code, 0);
+}
+
 TEST_F(CliTest, ImagesAreSavedAlsoWhenNobodyReadsTheLines) {
   ASSERT_EQ(mkfifo(Path("closed").c_str(), 0600), 0);
   const auto result =
