@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "command/call_options.h"
 #include "command/codec.h"
 #include "command/drawing.h"
 #include "command/files.h"
@@ -262,17 +263,18 @@ absl::Status CheckOverwrites(const GenerateFlags& flags, const std::string& patt
 
 absl::Status CheckOutputs(const GenerateFlags& flags, const client::Generation& generation,
                           bool grid) {
-  if (flags.json && flags.out == "-") {
-    return absl::InvalidArgumentError("--json and --out - both want stdout; give --out a file");
-  }
-  if (flags.out == "-" && !grid && generation.count.value_or(1) > 1) {
-    return absl::InvalidArgumentError("--out - can take one image; use --grid, or a file for each");
-  }
   const std::string pattern = flags.out.empty() ? DefaultPath(flags) : flags.out;
   // With every placeholder filled in, so that an unknown one is known now.
   const auto path = FillPath(pattern, {.label = "0", .model = "model"});
   if (!path.ok()) return path.status();
   if (absl::Status status = CheckWritable(*path); !status.ok()) return status;
+  if (flags.json && flags.out == "-") {
+    return absl::InvalidArgumentError("--json and --out - both want stdout; give --out a file");
+  }
+  if (flags.out == "-" && !grid && generation.count.value_or(1) > 1) {
+    return absl::InvalidArgumentError(
+        "--out - can take one image; use a file for each, or --grid of generate");
+  }
   if (absl::Status status = CheckOverwrites(flags, pattern, generation, grid); !status.ok()) {
     return status;
   }
@@ -298,13 +300,6 @@ ExitCode Save(const GenerateFlags& flags, int grid_columns, const Drawing& drawi
   if (!flags.animate.empty()) tell(saver.SaveAnimation());
   if (drawing.completed()) saver.TellCompleted();
   return code;
-}
-
-/// The --format that a picture was made with; arrays become .npy files.
-std::string FormatOf(const client::Image& image) {
-  constexpr std::string_view kFiles = "image/";
-  if (std::holds_alternative<client::Tensor>(image.content)) return "npy";
-  return image.mime_type.substr(std::min(kFiles.size(), image.mime_type.size()));
 }
 
 /// Why --previews has no effect.
@@ -421,11 +416,13 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
 
 ExitCode Watch(const client::Client& client, const std::string& request_id, uint64_t after_sequence,
                GenerateFlags flags, const client::CallOptions& call) {
-  if (flags.out == "-") {
-    if (absl::Status status = CheckWritable(flags.out); !status.ok()) {
-      return Report(status, flags.json);
-    }
-  }
+  const auto job = client.GetJob(request_id, WithTimeout(call, kQuestionTimeout));
+  if (!job.ok()) return Report(job.status(), flags.json);
+  client::Generation generation = job->params.request;
+  generation.count = job->params.count;
+  absl::Status fits = TakeFormat(flags, generation.format.value_or(client::ImageFormat::kPng));
+  if (fits.ok()) fits = CheckOutputs(flags, generation, /*grid=*/false);
+  if (!fits.ok()) return Report(fits, flags.json);
   const bool terminal = IsTerminal(STDOUT_FILENO) && !flags.json;
   std::unique_ptr<LiveView> view;
   if (terminal) view = std::make_unique<LiveView>(stdout, TerminalColoursOfEnvironment());
@@ -436,7 +433,6 @@ ExitCode Watch(const client::Client& client, const std::string& request_id, uint
   const absl::Status drawn = stream->Wait();
   drawing.Finish();
   view.reset();
-  if (!drawing.images().empty()) flags.format = FormatOf(drawing.images().front());
   const ExitCode save_code = Save(flags, /*grid_columns=*/0, drawing);
   return drawn.ok() ? save_code : Report(drawn, flags.json);
 }

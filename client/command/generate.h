@@ -13,7 +13,7 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
                   const client::CallOptions& call);
 
 /// Follows a job from after an event that is known and saves its pictures: `denoise jobs watch`. Of
-/// the flags it takes `out` and `json`.
+/// the flags it takes `out`, which must fit the job, and `json`.
 ExitCode Watch(const client::Client& client, const std::string& request_id, uint64_t after_sequence,
                GenerateFlags flags, const client::CallOptions& call);
 

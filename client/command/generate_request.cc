@@ -185,6 +185,24 @@ absl::Status CompleteFormat(GenerateFlags& flags) {
                   flags.out, flags.format));
 }
 
+absl::Status TakeFormat(GenerateFlags& flags, ImageFormat format) {
+  const std::string of_path = FormatOfPath(flags.out);
+  // Both kinds of tensors become arrays.
+  const ImageFormat wanted = format == ImageFormat::kRawUint8 ? ImageFormat::kRawFloat32 : format;
+  flags.format = wanted == ImageFormat::kJpeg   ? "jpeg"
+                 : wanted == ImageFormat::kWebp ? "webp"
+                 : wanted == ImageFormat::kPng  ? "png"
+                                                : "npy";
+  const bool ends = std::filesystem::path(flags.out).extension().string().size() > 1;
+  if (of_path.empty() ? ends : FormatOf(of_path) != wanted) {
+    return absl::InvalidArgumentError(
+        fmt::format("--out is {}, but the images of the job are {}; let it end in .{}", flags.out,
+                    flags.format, flags.format));
+  }
+  if (!of_path.empty()) flags.format = of_path;
+  return absl::OkStatus();
+}
+
 ImageFormat FormatOf(const std::string& name) {
   if (name == "jpeg") return ImageFormat::kJpeg;
   if (name == "webp") return ImageFormat::kWebp;

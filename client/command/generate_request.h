@@ -21,6 +21,9 @@ struct GenerateRequest {
 /// both are given and differ.
 absl::Status CompleteFormat(GenerateFlags& flags);
 
+/// Sets the format to that of a job. InvalidArgument if --out ends in another one.
+absl::Status TakeFormat(GenerateFlags& flags, client::ImageFormat format);
+
 /// The format for a value of --format; npy and raw are float32.
 client::ImageFormat FormatOf(const std::string& name);
 

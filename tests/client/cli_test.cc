@@ -465,6 +465,27 @@ TEST_F(CliTest, WritesToStdout) {
   EXPECT_EQ(server_.generations(), before);
 }
 
+TEST_F(CliTest, WhereAJobIsSavedIsCheckedBeforeItIsWatched) {
+  const auto watch = [this](std::vector<std::string> flags) {
+    flags.insert(flags.begin(), {"jobs", "watch", "x"});
+    return Run(flags);
+  };
+  for (const auto& [flags, message] : std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"-o", Path("absent/x.webp")}, "create it or write elsewhere"},
+           {{"-o", Path("{foo}.webp")}, "{foo} in the path "},
+           {{"-o", "x.jpg"}, "--out is x.jpg, but the images of the job are webp; let it end in "},
+           {{"-o", "x.gif"}, "--out is x.gif, but the images of the job are webp"},
+           {{"-o", "-"}, "--out - can take one image"},
+           {{"-o", "-", "--json"}, "--json and --out - both want stdout"}}) {
+    const auto result = watch(flags);
+    EXPECT_EQ(result.exit_code, 2) << flags[1];
+    EXPECT_THAT(result.err, HasSubstr(message));
+  }
+  EXPECT_EQ(server_.watched().request_id(), "");
+  for (const char* name : {"x.webp", "x"}) EXPECT_EQ(watch({"-o", Path(name)}).exit_code, 0);
+  EXPECT_EQ(server_.watched().request_id(), "x");
+}
+
 TEST_F(CliTest, SavesAnAnimation) {
   const auto result =
       Run({"generate", "-n", "3", "-o", Path("x.png"), "--animate", Path("a.webp")});

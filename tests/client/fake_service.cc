@@ -401,6 +401,8 @@ grpc::Status FakeServer::ListJobs(grpc::ServerContext*, const v1::ListJobsReques
 grpc::Status FakeServer::GetJob(grpc::ServerContext*, const v1::GetJobRequest* request,
                                 v1::GetJobResponse* response) {
   response->mutable_job()->set_request_id(request->request_id());
+  response->mutable_job()->mutable_params()->set_count(3);
+  response->mutable_job()->mutable_params()->mutable_output()->set_format(v1::IMAGE_FORMAT_WEBP);
   response->mutable_job()->mutable_error()->set_message(text_);
   return grpc::Status::OK;
 }

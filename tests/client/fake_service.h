@@ -76,6 +76,7 @@ class FakeServer : public v1::ImageGeneration::Service {
   /// The jobs "249" to "0", in pages of at most a hundred; with all_clients those of "somebody".
   grpc::Status ListJobs(grpc::ServerContext* context, const v1::ListJobsRequest* request,
                         v1::ListJobsResponse* response) override;
+  /// A job of three images, WebP.
   grpc::Status GetJob(grpc::ServerContext* context, const v1::GetJobRequest* request,
                       v1::GetJobResponse* response) override;
   grpc::Status GetServerInfo(grpc::ServerContext* context, const v1::GetServerInfoRequest* request,
