@@ -210,7 +210,9 @@ std::string Describe(const absl::Status& status) {
                      Printable(MessageWithFlags(std::string(status.message()),
                                                 /*by_server=*/!details.domain.empty())));
   if (absl::IsDeadlineExceeded(status)) {
-    text = "error: the time of --timeout is over; give more, or ask for less\n";
+    // The server says why it cannot be in time.
+    if (details.domain.empty()) text = "error: the server did not answer in time\n";
+    text += "  if you gave --timeout, give more, or ask for less\n";
   } else if (absl::IsCancelled(status)) {
     text = "cancelled\n";
   } else if (absl::IsUnauthenticated(status)) {

@@ -559,6 +559,19 @@ TEST(ReportTest, TellsWhenToComeBack) {
   EXPECT_EQ(json["retry_after_seconds"], 2.5);
 }
 
+/// As the server sends it, with details.
+absl::Status FromServer(grpc::StatusCode code, const std::string& message) {
+  return client::FromGrpc(grpc::Status(code, message, client::Draining().error_details()));
+}
+
+TEST(ReportTest, TheServersReasonWhyItIsTooLateIsTold) {
+  const std::string remedy = "  if you gave --timeout, give more, or ask for less\n";
+  EXPECT_EQ(Describe(FromServer(grpc::StatusCode::DEADLINE_EXCEEDED, "it would take 301 s")),
+            "error: it would take 301 s\n" + remedy);
+  EXPECT_EQ(Describe(absl::DeadlineExceededError("Deadline Exceeded")),
+            "error: the server did not answer in time\n" + remedy);
+}
+
 TEST(ReportTest, AServerCannotCommandTheTerminal) {
   EXPECT_EQ(Describe(absl::InternalError("a\x1b[2J\nb")), "error: a\\x1b[2J\\x0ab\n");
   EXPECT_EQ(
