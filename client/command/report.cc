@@ -171,6 +171,11 @@ std::string MessageWithFlags(const std::string& message, bool by_server) {
   return is_field ? FlagOf(message.substr(0, length)) + rest : message;
 }
 
+/// Of this side. Another one may cancel the job, which the server tells.
+bool IsInterrupt(const absl::Status& status) {
+  return absl::IsCancelled(status) && client::Details(status).domain.empty();
+}
+
 }  // namespace
 
 ExitCode ExitCodeOf(const absl::Status& status) {
@@ -186,7 +191,7 @@ ExitCode ExitCodeOf(const absl::Status& status) {
     case absl::StatusCode::kDeadlineExceeded:
       return kTimeout;
     case absl::StatusCode::kCancelled:
-      return kInterrupted;
+      return IsInterrupt(status) ? kInterrupted : kError;
     default:
       return kError;
   }
@@ -213,7 +218,7 @@ std::string Describe(const absl::Status& status) {
     // The server says why it cannot be in time.
     if (details.domain.empty()) text = "error: the server did not answer in time\n";
     text += "  if you gave --timeout, give more, or ask for less\n";
-  } else if (absl::IsCancelled(status)) {
+  } else if (IsInterrupt(status)) {
     text = "cancelled\n";
   } else if (absl::IsUnauthenticated(status)) {
     text += "  give a token with --token-file FILE or DENOISE_TOKEN_FILE\n";

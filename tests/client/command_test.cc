@@ -572,6 +572,13 @@ TEST(ReportTest, TheServersReasonWhyItIsTooLateIsTold) {
             "error: the server did not answer in time\n" + remedy);
 }
 
+TEST(ReportTest, WhatAnotherOneCancelledWasNotInterrupted) {
+  const absl::Status cancelled = FromServer(grpc::StatusCode::CANCELLED, "it was cancelled");
+  EXPECT_EQ(Describe(cancelled), "error: it was cancelled\n");
+  EXPECT_EQ(ExitCodeOf(cancelled), kError);
+  EXPECT_EQ(ExitCodeOf(absl::CancelledError("")), kInterrupted);
+}
+
 TEST(ReportTest, AServerCannotCommandTheTerminal) {
   EXPECT_EQ(Describe(absl::InternalError("a\x1b[2J\nb")), "error: a\\x1b[2J\\x0ab\n");
   EXPECT_EQ(
