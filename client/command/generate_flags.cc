@@ -35,13 +35,15 @@ void AddContentFlags(CLI::App& command, GenerateFlags& flags) {
           "-l,--labels", flags.labels,
           "Class of each image, by index or name: 3,1,4 or cat,dog. Repeats in order if there "
           "are more images than classes. Default: random")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->allow_extra_args(false);  // what follows is a PROMPT
   command
       .add_option(
           "--class-vectors", flags.class_vectors,
           "Class condition as numbers, for models that take numbers (see denoise models NAME): one "
           "vector for all images, or one for each")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->allow_extra_args(false);  // what follows is a PROMPT
   command.add_option("-n,--count", flags.count,
                      "Number of images. Default: 1, or one per label or seed");
   command.add_option("-g,--grid", flags.grid,
@@ -51,7 +53,8 @@ void AddContentFlags(CLI::App& command, GenerateFlags& flags) {
           "-s,--seed", flags.seeds,
           "Seed of the first image; image i uses seed + i. Or a seed for each image: 7,9,12. "
           "The same seed gives the same bytes. Default: random")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->allow_extra_args(false);  // what follows is a PROMPT
   command.add_option(
       "--size", flags.size,
       "Size in pixels: 64 or WIDTHxHEIGHT. Default: that of --init-image if there is one "

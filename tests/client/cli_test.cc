@@ -82,6 +82,19 @@ TEST_F(CliTest, SeveralSeedsAreOneForEachImage) {
   EXPECT_EQ(server_.requests().size(), 1u);
 }
 
+TEST_F(CliTest, OptionsThatTakeListsLeaveThePromptAlone) {
+  EXPECT_EQ(Run({"generate", "--seed", "1,2", "a", "b", "-o", Path("{seed}.png")}).exit_code, 0);
+  const v1::GenerationParams prompts = server_.requests().at(0);
+  ASSERT_EQ(prompts.conditions_size(), 2);
+  EXPECT_EQ(prompts.conditions(0).text(), "a");
+  EXPECT_EQ(prompts.conditions(1).text(), "b");
+  EXPECT_EQ(prompts.seeds_size(), 2);
+  EXPECT_EQ(Run({"generate", "-l", "3", "-l", "four,5", "-o", Path("x.png")}).exit_code, 0);
+  EXPECT_EQ(server_.requests().at(1).conditions_size(), 3);
+  EXPECT_THAT(Run({"generate", "-l", "3", "a"}).err, HasSubstr("PROMPT, --labels and --class"));
+  EXPECT_THAT(Run({"generate", "--class-vectors", "1,2", "a"}).err, HasSubstr("PROMPT, --labels"));
+}
+
 TEST_F(CliTest, ImagesOfOneSeedGetFilesOfTheirOwn) {
   const auto same = Run({"generate", "-l", "3", "--seed", "9,9", "-o", Path("{seed}.png")});
   EXPECT_THAT(same.out, StartsWith(Path("9-0.png") + "  seed 9  label 3\n" + Path("9-1.png") +
