@@ -44,8 +44,10 @@ void AddContentFlags(CLI::App& command, GenerateFlags& flags) {
           "vector for all images, or one for each")
       ->delimiter(',')
       ->allow_extra_args(false);  // what follows is a PROMPT
-  command.add_option("-n,--count", flags.count,
-                     "Number of images. Default: 1, or one per label or seed");
+  command
+      .add_option("-n,--count", flags.count,
+                  "Number of images. Default: 1, or one per label or seed")
+      ->check(flags::Between(1, INT32_MAX));
   command.add_option("-g,--grid", flags.grid,
                      "Generate COLUMNSxROWS images and save them as one PNG contact sheet: 4x4");
   command

@@ -649,6 +649,8 @@ TEST_F(CliTest, UsageErrorsNameTheFlagAndTheValue) {
       {{"generate", "--guidance", "high"}, "--guidance: high is not a number; use one"},
       {{"generate", "--steps", "1", "--steps", "2"}, "--steps is given 2 times; give it once"},
       {{"generate", "--count="}, "--count: the value is empty; use a number"},
+      {{"generate", "-l", "7", "-n", "0"}, "--count: 0 is not a whole number from 1 to "},
+      {{"generate", "-s", "1,2", "-n", "-3"}, "--count: -3 is not a whole number from 1 to "},
       {{"health", "--wait", "nan"}, "--wait: nan is not a finite number"},
       {{"jobs", "list", "--limit", "0"},
        "--limit: 0 is not a whole number from 1 to 2147483647; use one"},
