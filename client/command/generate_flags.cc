@@ -1,12 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "command/generate_flags.h"
 
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "absl/strings/ascii.h"
 #include "command/completion.h"
 #include "denoised/generation.h"
 #include "flags/flags.h"
 
 namespace denoised::command {
 namespace {
+
+/// As the server checks it, whose messages have ASCII only and so cannot quote a wrong one.
+CLI::Validator IsARequestId() {
+  return CLI::Validator(
+      [](const std::string& id) {
+        const bool printable = std::all_of(id.begin(), id.end(), absl::ascii_isprint);
+        if (printable && id.size() <= 128) return std::string();
+        return fmt::format("\"{}\" is not 1 to 128 printable ASCII characters; use another id", id);
+      },
+      "");
+}
 
 template <typename Enum>
 std::vector<std::string> Names(const std::vector<Enum>& values) {
@@ -193,10 +209,11 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
       .add_option("--timeout", flags.timeout_seconds,
                   "Give up after this many seconds. Default: never")
       ->check(flags::Between(0.001, 1e6));
-  command.add_option(
-      "--request-id", flags.request_id,
-      "Id of the request, also in the server's log. The same request with the same id "
-      "returns the same images and is computed once. Default: the server makes one");
+  command
+      .add_option("--request-id", flags.request_id,
+                  "Id of the request, also in the server's log. The same request with the same id "
+                  "returns the same images and is computed once. Default: the server makes one")
+      ->check(IsARequestId());
   command
       .add_option("--priority", flags.priority,
                   "Priority in the queue, highest first. Default: normal")

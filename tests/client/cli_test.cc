@@ -694,6 +694,10 @@ TEST_F(CliTest, UsageErrorsNameTheFlagAndTheValue) {
        "--quality is 50, but --format is png, which loses nothing"},
       {{"generate", "--quality", "50", "--grid", "2x2"},
        "--quality is 50, but --grid makes one PNG, which loses nothing; leave --quality out"},
+      {{"generate", "--request-id", "\u00e9t\u00e9"},
+       "--request-id: \"\u00e9t\u00e9\" is not 1 to 128 printable ASCII characters; use another "
+       "id"},
+      {{"generate", "--request-id", std::string(129, 'x')}, "x\" is not 1 to 128 printable"},
       {{"jobs", "watch", ""}, "id: it is empty; use what generate --detach printed"},
       {{"jobs", "get", ""}, "id: it is empty"},
       {{"jobs", "cancel", ""}, "id: it is empty"}};
