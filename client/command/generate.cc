@@ -2,6 +2,7 @@
 #include "command/generate.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -315,6 +316,15 @@ std::string WhyNoPreviews(const GenerateFlags& flags) {
       term == nullptr || *term == '\0' ? "not set" : fmt::format("\"{}\"", Printable(term)));
 }
 
+/// The flags that say how previews are made, as far as they are given.
+std::vector<std::string> PreviewFlags(const GenerateFlags& flags) {
+  std::vector<std::string> given;
+  if (flags.preview_every) given.emplace_back("--preview-every");
+  if (!flags.preview_kind.empty()) given.emplace_back("--preview-kind");
+  if (!flags.preview_decoder.empty()) given.emplace_back("--preview-decoder");
+  return given;
+}
+
 /// Returns once the request is queued; the server goes on with it.
 ExitCode Detach(const client::Client& client, const GenerateRequest& request, bool json,
                 const client::CallOptions& options) {
@@ -372,6 +382,13 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
   const bool live = terminal && flags.previews.value_or(by_default);
   if (flags.previews.value_or(false) && !live) {
     std::fputs(fmt::format("note: {}; no previews are shown\n", WhyNoPreviews(flags)).c_str(),
+               stderr);
+  }
+  const std::vector<std::string> unused = PreviewFlags(flags);
+  if (!unused.empty() && !live && flags.animate.empty()) {
+    std::fputs(fmt::format("note: no previews are shown or animated, so {} {} no effect\n",
+                           fmt::join(unused, ", "), unused.size() == 1 ? "has" : "have")
+                   .c_str(),
                stderr);
   }
   client::CallOptions options = call;

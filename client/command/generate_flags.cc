@@ -180,15 +180,16 @@ void AddOutputFlags(CLI::App& command, GenerateFlags& flags) {
           "--no-previews", [&flags](int64_t given) { flags.previews = given <= 0; },
           "Show only the progress")
       ->excludes(previews);
-  command.add_option("--preview-every", flags.preview_every,
-                     "Make a preview every N evaluations of the model. Default: 1 with --previews "
-                     "or --animate, else 4");
   command
-      .add_option(
-          "--preview-kind", flags.preview_kind,
-          "What previews show: the model's prediction of the final image, or the noisy state")
-      ->check(flags::OneOf({"predicted_x0", "noisy_state"}))
-      ->capture_default_str();
+      .add_option("--preview-every", flags.preview_every,
+                  "Make a preview every N evaluations of the model. Default: 1 with --previews "
+                  "or --animate, else 4")
+      ->check(flags::Between(1, INT32_MAX));
+  command
+      .add_option("--preview-kind", flags.preview_kind,
+                  "What previews show: the model's prediction of the final image, or the noisy "
+                  "state. Default: predicted_x0")
+      ->check(flags::OneOf({"predicted_x0", "noisy_state"}));
   command
       .add_option(
           "--preview-decoder", flags.preview_decoder,

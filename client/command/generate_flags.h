@@ -40,7 +40,7 @@ struct GenerateFlags {
   std::string out;
   std::optional<bool> previews;  // unset: where they show well
   std::optional<int> preview_every;
-  std::string preview_kind = "predicted_x0";
+  std::string preview_kind;     // empty: predicted_x0
   std::string preview_decoder;  // empty: the model's default
   std::string animate;
   bool json = false;

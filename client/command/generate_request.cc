@@ -159,10 +159,11 @@ absl::Status CheckTogether(const GenerateFlags& flags) {
   if (!flags.mask.empty() && flags.init_image.empty()) {
     return absl::InvalidArgumentError("--mask is for --init-image FILE; give both");
   }
-  if (flags.detach &&
-      (!flags.grid.empty() || !flags.animate.empty() || flags.previews.value_or(false))) {
+  if (flags.detach && (!flags.out.empty() || !flags.grid.empty() || !flags.animate.empty() ||
+                       flags.previews.value_or(false))) {
     return absl::InvalidArgumentError(
-        "--detach waits for no pictures; leave --grid, --animate and --previews out");
+        "--detach waits for no pictures; leave --out, --grid, --animate and --previews out, and "
+        "save them with denoise jobs watch");
   }
   return absl::OkStatus();
 }

@@ -651,6 +651,8 @@ TEST_F(CliTest, UsageErrorsNameTheFlagAndTheValue) {
       {{"generate", "--count="}, "--count: the value is empty; use a number"},
       {{"generate", "-l", "7", "-n", "0"}, "--count: 0 is not a whole number from 1 to "},
       {{"generate", "-s", "1,2", "-n", "-3"}, "--count: -3 is not a whole number from 1 to "},
+      {{"generate", "--preview-every", "-4"},
+       "--preview-every: -4 is not a whole number from 1 to "},
       {{"health", "--wait", "nan"}, "--wait: nan is not a finite number"},
       {{"jobs", "list", "--limit", "0"},
        "--limit: 0 is not a whole number from 1 to 2147483647; use one"},
@@ -968,6 +970,23 @@ TEST_F(CliTest, PreviewsWithoutATerminalAreNotAsked) {
               HasSubstr("--previews and --json both want stdout"));
   const auto dumb = RunOnTerminal(Command({"generate", "-p", "-o", Path("x.png")}), {"TERM=dumb"});
   EXPECT_THAT(dumb.out, HasSubstr("a terminal whose cursor can be moved, and TERM is \"dumb\""));
+}
+
+TEST_F(CliTest, OptionsThatHaveNoEffectAreTold) {
+  const auto result = Run({"generate", "-o", Path("x.png"), "--preview-every", "2",
+                           "--preview-kind", "noisy_state", "--preview-decoder", "linear"});
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_EQ(result.err,
+            "note: no previews are shown or animated, so --preview-every, --preview-kind, "
+            "--preview-decoder have no effect\n");
+  EXPECT_EQ(Run({"generate", "-o", Path("x.png"), "--animate", Path("a.webp"), "--preview-kind",
+                 "noisy_state"})
+                .err,
+            "");
+  EXPECT_EQ(server_.streamed().preview().kind(), v1::PREVIEW_KIND_NOISY_STATE);
+  const auto detached = Run({"generate", "--detach", "-o", Path("x.png")});
+  EXPECT_EQ(detached.exit_code, 2);
+  EXPECT_THAT(detached.err, HasSubstr("--detach waits for no pictures; leave --out, "));
 }
 
 TEST_F(CliTest, ListsModels) {
