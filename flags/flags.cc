@@ -126,6 +126,19 @@ size_t Distance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
+constexpr char kMark = '\0';  // no argument has it
+
+void TakeMarkOff(std::string& text) {
+  if (text.ends_with(kMark)) text.pop_back();
+}
+
+bool TakesWords(const CLI::App& command) {
+  const std::vector<const CLI::Option*> options = command.get_options();
+  return std::any_of(options.begin(), options.end(), [](const CLI::Option* option) {
+    return option->get_positional() && option->get_allow_extra_args();
+  });
+}
+
 bool HasOption(const CLI::App& command, const std::string& name) {
   const CLI::Option* const option = command.get_option_no_throw(name);
   return option != nullptr && !option->get_group().empty();
@@ -289,12 +302,19 @@ void CheckNumbers(CLI::App& app) {
       [](std::string& text) { return WrongNumber(text, /*integer=*/true); }, "");
   const CLI::Validator real([](std::string& text) { return WrongNumber(text, /*integer=*/false); },
                             "");
+  const CLI::Validator word(
+      [](std::string& text) {
+        TakeMarkOff(text);
+        return std::string();
+      },
+      "");
   // transform() puts it before other checks, whose messages for 08 would have no remedy.
   for (CLI::Option* const option : app.get_options({})) {
     const std::string type = option->get_type_name();
     if (type.starts_with("UINT")) option->transform(check_unsigned);
     if (type.starts_with("INT")) option->transform(integer);
     if (type.starts_with("FLOAT")) option->transform(real);
+    if (option->get_positional()) option->transform(word);
   }
   for (CLI::App* const command : app.get_subcommands({})) CheckNumbers(*command);
 }
@@ -324,6 +344,7 @@ std::vector<std::string> WithEmptyValues(const CLI::App& app,
     is_value = takes_value && equals == std::string::npos;
     all.push_back(is_empty ? text.substr(0, equals) : text);
     if (is_empty) all.emplace_back();
+    if (text.starts_with('[') && text.ends_with(']') && TakesWords(*command)) all.back() += kMark;
   }
   return all;
 }
@@ -331,7 +352,8 @@ std::vector<std::string> WithEmptyValues(const CLI::App& app,
 std::string Explain(const CLI::App& app, const CLI::Error& error) {
   std::string what = error.what();
   const std::string kind = error.get_name();
-  const std::vector<std::string> rest = app.remaining(/*recurse=*/true);
+  std::vector<std::string> rest = app.remaining(/*recurse=*/true);
+  std::for_each(rest.begin(), rest.end(), TakeMarkOff);
   const auto option = std::find_if(rest.begin(), rest.end(), [](const std::string& text) {
     return text.size() > 1 && text.starts_with("-");
   });

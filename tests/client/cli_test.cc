@@ -82,6 +82,25 @@ TEST_F(CliTest, SeveralSeedsAreOneForEachImage) {
   EXPECT_EQ(server_.requests().size(), 1u);
 }
 
+TEST_F(CliTest, APromptInBracketsIsOne) {
+  const std::vector<std::string> prompts = {"[a,b]", "[]", "[\"x, y\"]", "[[a]]", "a [b]"};
+  std::vector<std::string> arguments = {"generate", "--negative", "[n,m]", "-o", Path("x.png")};
+  arguments.insert(arguments.end(), prompts.begin(), prompts.end());
+  const auto result = Run(arguments);
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  ASSERT_EQ(server_.requests().size(), 1u);
+  std::vector<std::string> sent;
+  const v1::GenerationParams params = server_.requests()[0];
+  for (const v1::Condition& condition : params.conditions()) {
+    sent.push_back(condition.text());
+    EXPECT_EQ(condition.negative_text(), "[n,m]");
+  }
+  EXPECT_EQ(sent, prompts);
+  EXPECT_EQ(Run({"generate", "-o", Path("x.png"), "--", "[c,d]"}).exit_code, 0);
+  EXPECT_EQ(server_.requests().at(1).conditions(0).text(), "[c,d]");
+  EXPECT_THAT(Run({"generate", "a", "--", "[c,d]"}).err, StartsWith("\"[c,d]\" is one argument"));
+}
+
 TEST_F(CliTest, OptionsThatTakeListsLeaveThePromptAlone) {
   EXPECT_EQ(Run({"generate", "--seed", "1,2", "a", "b", "-o", Path("{seed}.png")}).exit_code, 0);
   const v1::GenerationParams prompts = server_.requests().at(0);
