@@ -1321,7 +1321,9 @@ TEST(Objective, NoiseAloneHasFiniteNumbers) {
         noise_alone += row.signal == 0;
         for (const float number : {row.target_signal, row.target_noise, row.weight})
           ASSERT_TRUE(std::isfinite(number)) << Name(kind) << ", timestep " << row.condition;
-        if (kind == Kind::kEpsilon && row.signal == 0) EXPECT_EQ(row.weight, 1);
+        if (kind == Kind::kEpsilon && row.signal == 0) {
+          EXPECT_EQ(row.weight, 1);
+        }
       }
       EXPECT_GT(noise_alone, 0);
       options.learned_variance = true;
