@@ -78,9 +78,10 @@ Buffer FilterRows(const Pixels& pixels, int begin, int end) {
 /// is the history that ISA-L begins with.
 absl::StatusOr<Buffer> Compress(const Buffer& in, bool is_last) {
   const uint8_t first[] = {0x00, 0x01, 0x00, 0xfe, 0xff, in.bytes[0]};
-  // Enough for blocks that are stored, which is what ISA-L does with what it cannot shrink.
+  // Enough for blocks that are stored, which is what ISA-L does with what it cannot shrink, for the
+  // one at which the next band begins, and for the byte that it leaves unless it has no room.
   constexpr size_t kStoredBlock = 65535, kBlockHeader = 5;
-  const size_t room = std::size(first) + in.size + kBlockHeader * (in.size / kStoredBlock + 2);
+  const size_t room = std::size(first) + in.size + kBlockHeader * (in.size / kStoredBlock + 3) + 1;
   if (room > std::numeric_limits<uint32_t>::max()) return Internal("too many for ISA-L");
   Buffer out(room);
   isal_zstream stream{};  // isal_deflate_init() leaves hist_bits, the window, as it was
@@ -99,8 +100,10 @@ absl::StatusOr<Buffer> Compress(const Buffer& in, bool is_last) {
   stream.avail_in = static_cast<uint32_t>(in.size - 1);
   stream.next_out = std::copy(std::begin(first), std::end(first), out.bytes.get());
   stream.avail_out = static_cast<uint32_t>(room - std::size(first));
-  if (const int error = isal_deflate(&stream); error != COMP_OK || stream.avail_in > 0) {
-    return Internal("ISA-L's error {}, with {} of {} bytes left", error, stream.avail_in, in.size);
+  const int error = isal_deflate(&stream);
+  if (error != COMP_OK || stream.avail_in > 0 || stream.avail_out == 0) {
+    return Internal("ISA-L's error {}, with {} bytes to read and {} to write", error,
+                    stream.avail_in, stream.avail_out);
   }
   out.size = std::size(first) + stream.total_out;
   return out;

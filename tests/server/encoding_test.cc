@@ -253,6 +253,20 @@ TEST(PngTest, ShrinksWhatItCanAndStoresTheRest) {
   }
 }
 
+/// Stored blocks then fill the room to the byte.
+TEST(PngTest, BandsOfAlmostTwoStoredBlocks) {
+  std::mt19937 random(1);
+  for (int width = 43'580; width < 43'700; width += 7) {  // about 131,000 bytes with the filter
+    Pixels noise{width, 2, 3, std::vector<uint8_t>(width * 2 * 3)};
+    for (uint8_t& sample : noise.samples) sample = static_cast<uint8_t>(random());
+    const auto file = EncodePng(noise, {});
+    ASSERT_TRUE(file.ok()) << file.status().message();
+    const auto decoded = DecodePng(*file, kPlenty);
+    ASSERT_TRUE(decoded.ok()) << width << ": " << decoded.status().message();
+    EXPECT_EQ(decoded->samples, noise.samples);
+  }
+}
+
 /// Leaves `value` wherever the next call may find its variables.
 [[gnu::noinline]] void FillStack(uint16_t value) {
   volatile uint16_t filled[1 << 17];

@@ -91,5 +91,4 @@ __device__ inline Range RangeOf(int64_t lines, int parts, int part) {
   return {begin, begin + size < lines ? begin + size : lines};
 }
 
-
 }  // namespace denoised::training::cuda
