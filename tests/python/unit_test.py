@@ -586,4 +586,4 @@ class ClashTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    sys.exit(unittest.main())
+    unittest.main(verbosity=2)
