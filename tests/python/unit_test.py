@@ -349,6 +349,12 @@ class RequestTest(unittest.TestCase):
                 encoded = self.params(init_image=PIL.Image.new(mode, (2, 3))).init_image.encoded
                 with PIL.Image.open(io.BytesIO(encoded)) as picture:
                     self.assertEqual((picture.format, picture.mode, picture.size), ("PNG", sent, (2, 3)))
+        for mode in ("I", "I;16", "I;16B", "I;16L"):
+            with self.subTest(mode=mode):
+                encoded = self.params(init_image=PIL.Image.new(mode, (2, 3), 40000)).init_image.encoded
+                self.assertEqual(encoded[24:26], b"\x10\0", "16 bits of gray")
+                with PIL.Image.open(io.BytesIO(encoded)) as picture:
+                    self.assertEqual(picture.getpixel((1, 2)), 40000)
         for mode, word in (("F", '^mask has pixels of floats, mode "F"; use '), ("La", "^mask is .*: conversion")):
             with self.assertRaisesRegex(denoised.InvalidArgument, word):
                 self.params(mask=PIL.Image.new(mode, (2, 3)))

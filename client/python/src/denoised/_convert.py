@@ -256,7 +256,7 @@ def _array(field: str, array: Any) -> pb.Tensor:
                      data=array.astype("<f4").tobytes())
 
 
-_PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+_PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
 def _picture(field: str, source: Any, to: Union[pb.InitImage, pb.Mask]) -> None:
@@ -271,7 +271,9 @@ def _picture(field: str, source: Any, to: Union[pb.InitImage, pb.Mask]) -> None:
     elif hasattr(source, "getbands"):  # Pillow's
         if source.mode == "F":  # nothing says which number is white
             raise InvalidArgument(f'{field} has pixels of floats, mode "F"; use .convert("L") or an array')
-        if source.mode not in _PNG_MODES:
+        if source.mode.startswith("I") and source.mode != "I;16":
+            source = source.convert("I").convert("I;16")  # 16 bits: as RGB they would be cut at 255
+        elif source.mode not in _PNG_MODES:
             source = source.convert("RGBA" if source.getbands()[-1] in "Aa" else "RGB")
         png = io.BytesIO()
         source.save(png, "PNG")
