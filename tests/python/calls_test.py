@@ -99,6 +99,32 @@ class CallsTest(unittest.TestCase):
                   lambda client: client.jobs.watch("job").result(), check=check,
                   token_file=str(path), allow_plaintext_token=True)
 
+    def test_a_health_check_does_not_wait_for_a_restart(self):
+        seen = []
+
+        def info(request, context):
+            return pb.GetServerInfoResponse()
+
+        def health(request, context):
+            seen.append("health")
+            context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+
+        address, attempts = self.serve(GetServerInfo=info, Health=health), denoised.RetryPolicy.max_attempts
+        with denoised.Client(address, retry=FAST) as client:
+            client.server_info()
+            with self.assertRaises(denoised.Unavailable):
+                client.healthy()
+        self.assertEqual(len(seen), attempts)
+
+        async def main():
+            async with denoised.AsyncClient(address, retry=FAST) as client:
+                await client.server_info()
+                with self.assertRaises(denoised.Unavailable):
+                    await client.healthy()
+
+        asyncio.run(main())
+        self.assertEqual(len(seen), 2 * attempts)
+
     def test_a_cancel_while_a_stream_connects(self):
         """Between the look at the cancel and the call, the loop runs other tasks."""
         def stream(request, context):

@@ -7,7 +7,7 @@ import ipaddress
 import json
 import numbers
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import grpc
@@ -222,6 +222,8 @@ class Connection:
         self.name = target
         self.target = _parse_target(target)
         self.retry = retry
+        # A health check is asked whether the server is there, and does not wait for its restart.
+        self.retry_health = replace(retry, restart_attempts=1)
         self.timeout = _checked_timeout(timeout)
         self.budget = RetryBudget(retry.budget)
         self.closed = False  # by the caller

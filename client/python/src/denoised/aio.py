@@ -376,9 +376,10 @@ class AsyncClient:
             await self._call("GetServerInfo", pb.GetServerInfoRequest(), timeout))
 
     async def healthy(self, service: str = "", *, timeout: Optional[float] = None) -> bool:
-        """Whether a service is SERVING; empty: the server as a whole."""
+        """Whether a service is SERVING; empty: the server as a whole. Without the restart_attempts of
+        the client's policy: it tells soon that a server is gone."""
         request = health_pb2.HealthCheckRequest(service=service)
-        response = await self._call("Health", request, timeout)
+        response = await self._call("Health", request, timeout, self._connection.retry_health)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     # What reads files or converts pictures runs on other threads: the loop must not wait for it.

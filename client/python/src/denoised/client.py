@@ -374,9 +374,10 @@ class Client:
             self._call("GetServerInfo", pb.GetServerInfoRequest(), timeout))
 
     def healthy(self, service: str = "", *, timeout: Optional[float] = None) -> bool:
-        """Whether a service is SERVING; empty: the server as a whole."""
+        """Whether a service is SERVING; empty: the server as a whole. Without the restart_attempts of
+        the client's policy: it tells soon that a server is gone."""
         request = health_pb2.HealthCheckRequest(service=service)
-        response = self._call("Health", request, timeout)
+        response = self._call("Health", request, timeout, self._connection.retry_health)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _params(self, fields: Dict[str, Any], attempts: Attempts,

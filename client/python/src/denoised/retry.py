@@ -30,8 +30,8 @@ class RetryPolicy:
     succeed allow one more, up to this."""
     restart_attempts: int = 10
     """Instead of max_attempts, where that is less and not 1, once a call of the client has had a reply or
-    an event, for all but a full queue: the server may be restarting. With the other defaults, five attempts
-    take about a second and ten 16 to 33, beside what the server asks for."""
+    an event, for all but a full queue and health checks: the server may be restarting. With the other
+    defaults, five attempts take about a second and ten 16 to 33, beside what the server asks for."""
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
