@@ -537,7 +537,7 @@ class TargetTest(unittest.TestCase):
             self.assertIsNone(remaining(5, endless))
         self.assertGreater(remaining(None, 1e9), 9e8)
         self.assertEqual(remaining(5, -1), 0, "what is left of a time that is over")
-        for wrong in (float("nan"), "3"):
+        for wrong in (float("nan"), "3", True):
             for arguments in ((wrong, None), (None, wrong)):
                 with self.assertRaisesRegex(denoised.InvalidArgument, "^timeout is .*; use seconds"):
                     remaining(*arguments)

@@ -203,7 +203,7 @@ def _checked_timeout(timeout: Any) -> Optional[float]:
     """None: no deadline."""
     if timeout is None:
         return None
-    if not isinstance(timeout, numbers.Real) or timeout != timeout:
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or timeout != timeout:
         raise InvalidArgument(f"timeout is {timeout!r}; use seconds, or None for no deadline")
     return float(timeout) if timeout <= _LONGEST_TIMEOUT else None
 
