@@ -52,7 +52,6 @@ class AsyncStream(AsyncIterator[Event]):
         self._state = state
         self._prepare: Optional[Callable[[], Awaitable[None]]] = prepare  # None: done
         self._call: Any = None
-        self._loop: Optional[asyncio.AbstractEventLoop] = None  # of the call
         self._reading: Optional[asyncio.Lock] = None
         self._cancelled = False
         self._waiting: Optional[asyncio.Event] = None
@@ -95,7 +94,6 @@ class AsyncStream(AsyncIterator[Event]):
         call = await self._client._method(method)
         if self._cancelled:  # while this waited for the token and the connection
             raise Cancelled("cancelled by the caller")
-        self._loop = asyncio.get_running_loop()
         self._call = call(message, timeout=self._state.attempts.remaining(), metadata=headers)
         self._client._streams.add(self._call)
         return self._call
@@ -154,9 +152,10 @@ class AsyncStream(AsyncIterator[Event]):
 
     def __del__(self) -> None:
         # Newer releases of grpcio keep a call that nobody reads. Objects are collected on any thread.
-        if self._call is not None and self._loop is not None:
+        loop = self._client._loop
+        if self._call is not None and loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._call.cancel)
+                loop.call_soon_threadsafe(self._call.cancel)
 
 
 class AsyncJobs:

@@ -317,14 +317,16 @@ class Client:
             where to draw, in any of these forms.
         initial_noise: float32 [count, height, width, channels] of unit variance, from -10000 to 10000.
         steps, sampler, noise_schedule, guidance_scale, image_guidance_scale, guidance_rescale,
-            guidance_start, guidance_stop, eta, s_churn, s_tmin, s_tmax, s_noise, solver_order: see image_generation.proto, which has their ranges.
+            guidance_start, guidance_stop, eta, s_churn, s_tmin, s_tmax, s_noise, solver_order: see
+            image_generation.proto, which has their ranges.
         format: of the images; quality: 1 to 100, of jpeg and webp; embed_metadata: parameters in the
             PNG (default True).
         priority: who goes first when requests wait.
         request_id: the same request of the same id is drawn once.
         survives: the job goes on when nobody is connected; see `jobs`.
         timings: return a timeline.
-        timeout: seconds for all attempts together; infinity: no deadline. metadata, traceparent: sent with the call.
+        timeout: seconds for all attempts together; infinity: no deadline. metadata,
+            traceparent: sent with the call.
         """
         fields = _convert.fields_of(locals())
         attempts = self._connection.attempts(timeout)

@@ -15,8 +15,9 @@ from .errors import DenoisedError, FailedPrecondition, InvalidArgument, Resource
 @dataclass(frozen=True)
 class RetryPolicy:
     """Retried are UNAVAILABLE, of a server that cannot be reached, leaves or was lost, and, with a time to
-    come back, RESOURCE_EXHAUSTED (a full queue) and FAILED_PRECONDITION (a model that is loading). Drawing twice is harmless: the
-    seed is fixed before the first attempt, so every attempt yields the same bytes."""
+    come back, RESOURCE_EXHAUSTED (a full queue) and FAILED_PRECONDITION (a model that is loading).
+    Drawing twice is harmless: the seed is fixed before the first attempt, so every attempt yields the
+    same bytes."""
 
     max_attempts: int = 5
     """Of a call, while they bring nothing new; 1: never retry."""
@@ -53,11 +54,12 @@ def retryable(error: DenoisedError) -> bool:
 
 class RetryBudget:
     """How many failed retries the calls of a client may still make, so that retries do not pile up
-    on servers that fail for everyone. First attempts do not count. Thread-safe."""
+    on servers that fail for everyone. First attempts do not count. It also knows whether any call was
+    answered. Thread-safe."""
 
     def __init__(self, size: int) -> None:
         self._size = self._left = 10 * size  # in tenths of a retry
-        self.answered = False  # whether a server was ever there
+        self.answered = False
         self._lock = threading.Lock()
 
     def succeeded(self) -> None:
