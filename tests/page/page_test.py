@@ -651,7 +651,10 @@ class PageTest(unittest.TestCase):
     def test_a_server_that_does_not_answer_is_told(self):
         b = self.browser
         b.js("""const late = new AbortController();
-            AbortSignal.timeout = () => late.signal;
+            AbortSignal.timeout = (milliseconds) => {
+              window.patience = milliseconds;
+              return late.signal;
+            };
             window.pass = () => late.abort(new DOMException("", "TimeoutError"));""")
         b.draw(count=64, steps=1000)
         b.wait("document.querySelector('.tile[data-state=emerging]')")
@@ -663,7 +666,12 @@ class PageTest(unittest.TestCase):
         b.wait("document.querySelector('.card .status').textContent === 'Cancelling…'")
         b.js("window.pass()")
         b.wait("document.querySelector('.card .status').textContent.includes('Not cancelled: The server does not answer.')")
+        self.assertEqual(b.js("return window.patience"), 10000)
         self.assertEqual(b.state(), "running")
+        b.js("""const newer = window.fetch;
+            window.fetch = (...request) => newer(...request).catch((error) => {  // as Chromium 123
+              throw error.name === "TimeoutError" ? new DOMException("", "AbortError") : error;
+            });""")
         b.js("document.dispatchEvent(new Event('visibilitychange'))")  # the page looks at the server
         b.wait("document.getElementById('notice').textContent === 'The server does not answer. Trying again…'")
         # What is still being sent has no stream that could go on.

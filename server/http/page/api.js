@@ -58,7 +58,10 @@ export async function send(method, path, {body, headers = {}, signal, keepalive}
     response = await fetch(path, {method, headers: all, signal, keepalive, credentials: "same-origin",
       body: body === undefined ? undefined : JSON.stringify(body)});
   } catch (error) {
-    if (error.name === "TimeoutError") throw new ApiError(0, "UNAVAILABLE", "The server does not answer.");
+    // Asked of the signal: Chromium before 124 throws an AbortError for all signals.
+    if (signal && signal.reason && signal.reason.name === "TimeoutError") {
+      throw new ApiError(0, "UNAVAILABLE", "The server does not answer.");
+    }
     if (signal && signal.aborted) throw error;
     throw new ApiError(0, "UNAVAILABLE", "The server cannot be reached.");
   }
