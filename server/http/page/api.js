@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The server's own JSON over HTTP: docs/http.md. The token lives in this tab's sessionStorage and goes
-// into a header, never into an address.
+// The server's own JSON over HTTP: docs/http.md. The token is kept for this tab alone and goes into a
+// header, never into an address.
 
 const kSilence = 45000;  // a living stream says something every 15 seconds
 const kPatience = 10000;  // with what a living server answers at once

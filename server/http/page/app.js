@@ -70,7 +70,7 @@ let signingIn = null;
 function signIn(why = "This server asks who calls.") {
   signingIn ||= new Promise((resolve) => {
     const dialog = $("token-dialog"), field = $("token-field");
-    $("token-why").textContent = `${why} The token stays in this tab, until the tab is closed.`;
+    $("token-why").textContent = `${why} The token is kept for this tab alone, at most until the tab is closed.`;
     $("token-forget").hidden = !token.get();
     field.value = "";
     dialog.returnValue = "cancel";
