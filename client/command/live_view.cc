@@ -2,6 +2,7 @@
 #include "command/live_view.h"
 
 #include <fmt/format.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -38,7 +39,10 @@ void ShowHiddenCursor(bool shown) {
   const std::string_view sequence = shown ? kShowCursor : kHideCursor;
   const int terminal = hidden_cursor;
   if (terminal < 0) return;
-  // stdio may be in the middle of a drawing, which may hang.
+  // Where nobody reads the terminal, a write would hang, and the end with it.
+  pollfd ready = {.fd = terminal, .events = POLLOUT, .revents = 0};
+  if (poll(&ready, 1, 0) != 1) return;
+  // Not by stdio, which may be in the middle of a drawing that hangs.
   [[maybe_unused]] const ssize_t ignored = write(terminal, sequence.data(), sequence.size());
 }
 

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <pty.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 #include <webp/demux.h>
 #include <webp/encode.h>
 
@@ -50,6 +53,24 @@ client::Image Encoded(std::string file, std::string mime_type) {
   image.mime_type = std::move(mime_type);
   image.content = std::move(file);
   return image;
+}
+
+// --- signals
+
+TEST(LiveViewTest, ATerminalThatNobodyReadsDoesNotDelayTheEnd) {
+  int master = -1, terminal = -1;
+  ASSERT_EQ(openpty(&master, &terminal, nullptr, nullptr, nullptr), 0);
+  std::FILE* const file = fdopen(terminal, "w");
+  {
+    const LiveView view(file, TerminalColours::kGreys);
+    ASSERT_EQ(fcntl(terminal, F_SETFL, O_WRONLY | O_NONBLOCK), 0);
+    const std::string text(4096, 'x');
+    while (write(terminal, text.data(), text.size()) > 0) continue;
+    ASSERT_EQ(fcntl(terminal, F_SETFL, O_WRONLY), 0);
+    ShowHiddenCursor(true);  // returns
+    close(master);           // what is written now is an error
+  }
+  std::fclose(file);
 }
 
 // --- pixels
