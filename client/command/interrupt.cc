@@ -17,13 +17,23 @@ Interrupt::Interrupt() {
     sigaction(signal, nullptr, &action);
     if (action.sa_handler != SIG_IGN) sigaddset(&signals_, signal);
   }
-  pthread_sigmask(SIG_BLOCK, &signals_, nullptr);
+  pthread_sigmask(SIG_BLOCK, &signals_, &mask_before_);
   waiter_ = std::jthread([this](const std::stop_token& done) {
     const timespec pause = {.tv_sec = 0, .tv_nsec = 50'000'000};  // how long the end may take
     while (!done.stop_requested()) {
       if (const int signal = sigtimedwait(&signals_, nullptr, &pause); signal > 0) Handle(signal);
     }
   });
+}
+
+Interrupt::~Interrupt() {
+  waiter_.request_stop();
+  waiter_.join();
+  // The work is done, so what was to stop it is dropped. What comes later does what it does by
+  // default: stdout may be a pipe that nobody reads, and is flushed after this.
+  const timespec none = {};
+  while (sigtimedwait(&signals_, nullptr, &none) > 0) continue;
+  pthread_sigmask(SIG_SETMASK, &mask_before_, nullptr);
 }
 
 void Interrupt::Handle(int signal) {

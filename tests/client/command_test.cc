@@ -22,6 +22,7 @@
 #include "command/completion.h"
 #include "command/files.h"
 #include "command/generate_request.h"
+#include "command/interrupt.h"
 #include "command/json.h"
 #include "command/live_view.h"
 #include "command/npy.h"
@@ -56,6 +57,19 @@ client::Image Encoded(std::string file, std::string mime_type) {
 }
 
 // --- signals
+
+TEST(InterruptTest, LeavesSignalsAsTheyWere) {
+  sigset_t before, after;
+  ASSERT_EQ(pthread_sigmask(SIG_BLOCK, nullptr, &before), 0);
+  {
+    const Interrupt interrupt;
+    raise(SIGINT);  // of this thread, so that the waiter does not get it
+  }
+  ASSERT_EQ(pthread_sigmask(SIG_BLOCK, nullptr, &after), 0);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP}) {
+    EXPECT_EQ(sigismember(&after, signal), sigismember(&before, signal)) << signal;
+  }
+}
 
 TEST(LiveViewTest, ATerminalThatNobodyReadsDoesNotDelayTheEnd) {
   int master = -1, terminal = -1;
