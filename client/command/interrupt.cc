@@ -6,6 +6,15 @@
 #include "command/live_view.h"
 
 namespace denoised::command {
+namespace {
+
+using std::chrono::steady_clock;
+
+// From SIGHUP to the end of a process that goes on, such as one that reads from a pipe: of a
+// terminal that has closed, no other signal comes.
+constexpr std::chrono::seconds kHangUpPatience(30);
+
+}  // namespace
 
 Interrupt::Interrupt() {
   sigemptyset(&signals_);
@@ -22,6 +31,7 @@ Interrupt::Interrupt() {
     const timespec pause = {.tv_sec = 0, .tv_nsec = 50'000'000};  // how long the end may take
     while (!done.stop_requested()) {
       if (const int signal = sigtimedwait(&signals_, nullptr, &pause); signal > 0) Handle(signal);
+      if (hung_up_ && steady_clock::now() - *hung_up_ > kHangUpPatience) Raise(SIGHUP);
     }
   });
 }
@@ -37,10 +47,15 @@ Interrupt::~Interrupt() {
 }
 
 void Interrupt::Handle(int signal) {
+  if (signal == SIGHUP && !hung_up_) hung_up_ = steady_clock::now();
   const bool stops = signal == SIGINT || signal == SIGTERM || signal == SIGHUP;
   if (stops && source_.request_stop()) return;
   // A terminal that closes sends it twice, by the shell and by the kernel.
   if (signal == SIGHUP) return;
+  Raise(signal);
+}
+
+void Interrupt::Raise(int signal) {
   // Files may be read from a pipe without an end and written to a disk that hangs, where nobody
   // looks at the token.
   ShowHiddenCursor(true);
