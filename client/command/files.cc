@@ -46,6 +46,23 @@ int OpenDraft(const fs::path& folder, mode_t mode, std::string* path) {
   }
 }
 
+/// Writes into what is at `path`; `create` is O_CREAT or 0.
+absl::Status WriteInPlace(const std::string& path, std::string_view bytes, int create,
+                          mode_t mode) {
+  const int file = open(path.c_str(), O_WRONLY | O_TRUNC | O_CLOEXEC | create, mode);
+  if (file < 0) return NotWritten(path);
+  bool written = WriteAll(file, bytes);
+  // A network's file system may tell only now that its disk is full.
+  written = close(file) == 0 && written;
+  return written ? absl::OkStatus() : NotWritten(path);
+}
+
+/// Whether `error` may mean that the file can be written but not replaced: a mount point, a file of
+/// somebody else in a sticky folder, a folder that takes no new files.
+bool IsIrreplaceable(int error) {
+  return error == EBUSY || error == EPERM || error == EACCES || error == ENOENT;
+}
+
 }  // namespace
 
 absl::StatusOr<std::string> ReadFile(const std::string& path, size_t limit) {
@@ -70,25 +87,29 @@ absl::Status WriteFile(const std::string& path, std::string_view bytes, mode_t m
   if (path == "-") return WriteAll(STDOUT_FILENO, bytes) ? absl::OkStatus() : NotWritten(path);
   struct stat old = {};
   const bool exists = stat(path.c_str(), &old) == 0;
-  const bool in_place = exists && !S_ISREG(old.st_mode);  // a pipe, a device
-  // A file that may not be written is not replaced either.
-  if (exists && !in_place && access(path.c_str(), W_OK) != 0) return NotWritten(path);
   std::error_code error;
-  const fs::path target =
-      fs::is_symlink(path, error) ? fs::weakly_canonical(path, error) : fs::path(path);
+  const bool link = fs::is_symlink(path, error);
+  // A pipe, a device.
+  if (exists && !S_ISREG(old.st_mode)) return WriteInPlace(path, bytes, /*create=*/0, mode);
+  // A link whose target does not exist yet stays a link.
+  if (!exists && link) return WriteInPlace(path, bytes, O_CREAT, mode);
+  // A file that may not be written is not replaced either.
+  if (exists && access(path.c_str(), W_OK) != 0) return NotWritten(path);
+  const fs::path target = link ? fs::weakly_canonical(path, error) : fs::path(path);
   std::string draft;
-  const int file = in_place ? open(path.c_str(), O_WRONLY | O_CLOEXEC)
-                            : OpenDraft(target.parent_path(), mode, &draft);
-  if (file < 0) return NotWritten(path);
-  if (exists && !in_place) fchmod(file, old.st_mode & mode);
+  const int file = OpenDraft(target.parent_path(), mode, &draft);
+  if (file < 0) {
+    if (!exists || !IsIrreplaceable(errno)) return NotWritten(path);
+    return WriteInPlace(path, bytes, /*create=*/0, mode);
+  }
+  if (exists) fchmod(file, old.st_mode & mode);
   bool written = WriteAll(file, bytes);
-  // A network's file system may tell only now that its disk is full.
   written = close(file) == 0 && written;
-  if (in_place) return written ? absl::OkStatus() : NotWritten(path);
   if (written && std::rename(draft.c_str(), target.c_str()) == 0) return absl::OkStatus();
+  const bool in_place = written && exists && IsIrreplaceable(errno);
   absl::Status status = NotWritten(path);
   unlink(draft.c_str());
-  return status;
+  return in_place ? WriteInPlace(path, bytes, /*create=*/0, mode) : status;
 }
 
 absl::Status CheckWritable(const std::string& path) {

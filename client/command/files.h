@@ -23,8 +23,9 @@ constexpr size_t kMaxSmallFileBytes = 1 << 20;
 absl::StatusOr<std::string> ReadFile(const std::string& path, size_t limit = kMaxFileBytes);
 
 /// Writes the whole file, or leaves the one that is there; "-" is stdout. A new file has `mode`
-/// within the umask, and one that is replaced keeps what `mode` allows of its own. INTERNAL: the
-/// path has been found good before.
+/// within the umask, and one that is replaced keeps what `mode` allows of its own. A file that
+/// cannot be replaced, such as a mount point, is written in place. INTERNAL: the path has been
+/// found good before.
 absl::Status WriteFile(const std::string& path, std::string_view bytes, mode_t mode = 0666);
 
 /// Whether a file could be created at `path`, so that it is known before the work is done.

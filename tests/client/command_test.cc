@@ -304,6 +304,22 @@ TEST_F(WriteFileTest, KeepsModesAndLinks) {
   EXPECT_EQ(Names(), (std::set<std::string>{"file", "link", "open"}));
 }
 
+TEST_F(WriteFileTest, KeepsALinkWhoseTargetIsNew) {
+  std::filesystem::create_symlink("new", folder_ / "link");
+  ASSERT_TRUE(WriteFile(folder_ / "link", "x").ok());
+  EXPECT_TRUE(std::filesystem::is_symlink(folder_ / "link"));
+  EXPECT_EQ(ReadFile(folder_ / "new").value_or(""), "x");
+}
+
+TEST_F(WriteFileTest, WritesInPlaceWhatCannotBeReplaced) {
+  // A regular file in a folder that takes no others: the name of this thread.
+  const std::string path = "/proc/thread-self/comm";
+  const std::string before = ReadFile(path).value_or("");
+  EXPECT_EQ(WriteFile(path, "in place"), absl::OkStatus());
+  EXPECT_EQ(ReadFile(path).value_or(""), "in place\n");
+  EXPECT_TRUE(WriteFile(path, before.substr(0, before.find('\n'))).ok());
+}
+
 TEST_F(WriteFileTest, LeavesTheOldFileWhenTheDiskIsFull) {
   ASSERT_TRUE(WriteFile(path_, "old").ok());
   // The limit of a process stands for the disk's.
