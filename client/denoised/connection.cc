@@ -258,7 +258,7 @@ class GrpcConnection : public Connection {
     health::HealthCheckRequest request;
     request.set_service(service);
     health::HealthCheckResponse response;
-    const absl::Status status = Call(options, [&](grpc::ClientContext* context) {
+    const auto check = [&](grpc::ClientContext* context) {
       // The generated stub would call the service by the name of our copy (proto/CMakeLists.txt).
       grpc::CompletionQueue queue;
       const auto call =
@@ -270,7 +270,11 @@ class GrpcConnection : public Connection {
       bool ok = false;
       queue.Next(&tag, &ok);
       return result;
-    });
+    };
+    // Who asks whether the server is there does not want to wait until it is.
+    RetryPolicy policy = retry_;
+    policy.restart_attempts = policy.max_attempts;
+    const absl::Status status = Call(options, check, policy);
     if (!status.ok()) return status;
     switch (response.status()) {
       case health::HealthCheckResponse::SERVING:

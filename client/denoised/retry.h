@@ -16,8 +16,9 @@ namespace denoised::client {
 struct RetryPolicy {
   int max_attempts = 5;  // in a row without a new event; 1: never retry
   /// Instead of max_attempts, where that is less and not 1, on a connection that has had a reply or
-  /// an event, for all but a full queue: the server may be restarting. With the other defaults,
-  /// five attempts take about a second and ten 16 to 33, beside what a RetryInfo says.
+  /// an event, for all but a full queue and CheckHealth: the server may be restarting. With the
+  /// other defaults, five attempts take about a second and ten 16 to 33, beside what a RetryInfo
+  /// says.
   int restart_attempts = 10;
   std::chrono::milliseconds initial_backoff{100};
   std::chrono::milliseconds max_backoff{10'000};

@@ -2,8 +2,11 @@
 #include "denoised/connection.h"
 
 #include <gmock/gmock.h>
+#include <grpcpp/generic/async_generic_service.h>
+#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <future>
 #include <mutex>
@@ -694,6 +697,47 @@ TEST_F(ConnectionTest, Health) {
   server_.SetServing(false);
   EXPECT_EQ(*client_.CheckHealth(""), ServingStatus::kNotServing);
   EXPECT_EQ(client_.CheckHealth("no.such.Service").status().code(), absl::StatusCode::kNotFound);
+}
+
+/// Answers the first call with an empty message, and none after it.
+class AnswersOnce : public grpc::CallbackGenericService {
+ public:
+  grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext*) override {
+    return new Reactor(calls++ == 0);
+  }
+  std::atomic<int> calls = 0;
+
+ private:
+  class Reactor : public grpc::ServerGenericBidiReactor {
+   public:
+    explicit Reactor(bool answers) {
+      if (answers) {
+        StartWriteAndFinish(&empty_, {}, grpc::Status::OK);
+      } else {
+        Finish({grpc::StatusCode::UNAVAILABLE, "Connection refused"});
+      }
+    }
+    void OnDone() override { delete this; }
+
+   private:
+    const grpc::Slice slice_;
+    const grpc::ByteBuffer empty_{&slice_, 1};
+  };
+};
+
+TEST(HealthTest, AServerThatIsGoneIsNotWaitedFor) {
+  grpc::EnableDefaultHealthCheckService(false);  // a FakeServer has it enabled
+  AnswersOnce service;
+  int port = 0;
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
+  builder.RegisterCallbackGenericService(&service);
+  const auto server = builder.BuildAndStart();
+  const Client client(*Connect("127.0.0.1:" + std::to_string(port), QuickRetries()));
+  EXPECT_TRUE(client.CheckHealth("").ok());
+  EXPECT_TRUE(absl::IsUnavailable(client.CheckHealth("").status()));
+  EXPECT_EQ(service.calls, 1 + 5);
+  server->Shutdown(std::chrono::system_clock::now());
 }
 
 TEST(ConnectTest, NamesTheServerThatCannotBeReached) {
