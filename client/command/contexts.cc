@@ -200,24 +200,32 @@ absl::Status ApplyContext(const CLI::App& app, ConnectionFlags& flags, std::stri
 
 namespace {
 
-/// Keeps other denoises from changing the file at `path` while this one does. Without leave to
-/// write into the folder there is no lock, and WriteContexts says so.
+/// Keeps other denoises from changing the file at `path` while this one does. On a file system
+/// without locks it does nothing.
 class ContextsLock {
  public:
   explicit ContextsLock(const std::string& path) {
     std::error_code ignored;
     fs::create_directories(fs::path(path).parent_path(), ignored);
-    file_ = open((path + ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, S_IRUSR | S_IWUSR);
-    if (file_ >= 0) flock(file_, LOCK_EX);
+    const std::string lock = path + ".lock";
+    file_ = open(lock.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, S_IRUSR | S_IWUSR);
+    if (file_ >= 0) {
+      flock(file_, LOCK_EX);
+    } else {
+      const std::string reason = std::strerror(errno);
+      status_ = absl::InternalError(fmt::format("cannot open {}: {}", lock, reason));
+    }
   }
   ~ContextsLock() {
     if (file_ >= 0) close(file_);
   }
   ContextsLock(const ContextsLock&) = delete;
   ContextsLock& operator=(const ContextsLock&) = delete;
+  const absl::Status& status() const { return status_; }
 
  private:
   int file_ = -1;
+  absl::Status status_;
 };
 
 absl::Status Add(const ContextFlags& flags, const CLI::App& app, ConnectionFlags connection) {
@@ -247,6 +255,7 @@ absl::Status Add(const ContextFlags& flags, const CLI::App& app, ConnectionFlags
   }
   const std::string path = ContextsPath();
   const ContextsLock lock(path);
+  if (!lock.status().ok()) return lock.status();
   auto contexts = ReadContexts(path);
   if (!contexts.ok()) return contexts.status();
   if (contexts->by_name.contains(flags.name) && !flags.replace) {
@@ -263,6 +272,7 @@ template <typename Change>
 ExitCode ChangeContext(const std::string& name, Change change) {
   const std::string path = ContextsPath();
   const ContextsLock lock(path);
+  if (!lock.status().ok()) return Report(lock.status(), /*json=*/false);
   auto contexts = ReadContexts(path);
   if (!contexts.ok()) return Report(contexts.status(), /*json=*/false);
   if (!contexts->by_name.contains(name)) return Report(NoSuchContext(*contexts, name), false);

@@ -229,6 +229,21 @@ TEST_F(ShellTest, RelativePathsAreKeptWhole) {
             folder_ / "token");
 }
 
+TEST_F(ShellTest, ContextsAreNotChangedWithoutTheirLock) {
+  ASSERT_EQ(Run({"context", "add", "a", "--server", "x:1"}).exit_code, 0);
+  const std::string lock = contexts() + ".lock", before = *ReadFile(contexts());
+  std::filesystem::remove(lock);
+  std::filesystem::create_directory(lock);  // cannot be opened, also by root
+  for (const Words& words : {Words{"add", "b", "--server", "x:2"}, {"use", "a"}, {"remove", "a"}}) {
+    Words command = {"context"};
+    command.insert(command.end(), words.begin(), words.end());
+    const auto result = Run(command);
+    EXPECT_EQ(result.exit_code, 1) << words[0];
+    EXPECT_EQ(result.err, "error: cannot open " + lock + ": Is a directory\n");
+  }
+  EXPECT_EQ(*ReadFile(contexts()), before);
+}
+
 TEST_F(ShellTest, OpensThePage) {
   const std::string none = "DISPLAY=", nor = "WAYLAND_DISPLAY=", neither = "BROWSER=";
   const auto open = [&](Words words) {
