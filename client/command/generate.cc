@@ -209,7 +209,7 @@ class Saver {
 /// seed is not. Placeholders whose values are unknown stay.
 absl::StatusOr<std::optional<std::string>> ExpectedPath(const std::string& pattern,
                                                         const client::Generation& generation,
-                                                        int index, bool grid) {
+                                                        bool seeds_repeat, int index, bool grid) {
   PathFields fields = {.index = index, .count = generation.count.value_or(1), .model = "{model}"};
   if (!generation.seeds.empty()) {
     fields.seed = generation.seeds[index];
@@ -219,8 +219,14 @@ absl::StatusOr<std::optional<std::string>> ExpectedPath(const std::string& patte
     return std::nullopt;
   }
   const auto& labels = generation.class_labels;
-  fields.label = labels.empty() ? "{label}" : std::to_string(labels[index % labels.size()]);
-  fields.seeds_repeat = HasRepeated(generation.seeds);
+  if (!labels.empty()) {
+    fields.label = std::to_string(labels[index % labels.size()]);
+  } else {
+    // Without any of the three, it is the model that decides.
+    const bool no_label = !generation.prompts.empty() || !generation.class_vectors.empty();
+    fields.label = no_label ? "none" : "{label}";
+  }
+  fields.seeds_repeat = seeds_repeat;
   if (grid) fields = {.seed = fields.seed, .label = "grid", .model = fields.model};
   return FillPath(pattern, fields);
 }
@@ -251,10 +257,11 @@ absl::Status CheckOverwrites(const GenerateFlags& flags, const std::string& patt
     taken.emplace_back("--animate", file_of(flags.animate));
   }
   if (taken.empty() || pattern == "-") return absl::OkStatus();
-  constexpr int kMost = 1 << 14;  // no server draws more at once
+  constexpr int kMost = 1 << 16;  // no server's --max-count is larger
+  const bool seeds_repeat = HasRepeated(generation.seeds);
   const int files = grid ? 1 : std::min(generation.count.value_or(1), kMost);
   for (int i = 0; i < files; ++i) {
-    const auto path = ExpectedPath(pattern, generation, i, grid);
+    const auto path = ExpectedPath(pattern, generation, seeds_repeat, i, grid);
     if (!path.ok()) return path.status();
     if (!*path) return absl::OkStatus();
     if (absl::Status status = check("--out", **path); !status.ok()) return status;

@@ -172,6 +172,7 @@ TEST_F(CliTest, NoPictureTakesThePlaceOfAnotherFile) {
            {{"-n", "2", "-o", Path("y.webp"), "-a", animation}, "--out are both " + animation},
            {{"-s", "7,9", "-o", Path("{seed}.webp"), "-a", Path("9.webp")}, "9.webp; use another"},
            {{"-l", "3", "-o", Path("{label}.webp"), "-a", Path("3.webp")}, "3.webp; use another"},
+           {{"a digit", "-o", Path("{label}.webp"), "-a", Path("none.webp")}, "none.webp; use"},
            {{"--init-image", in, "-o", in}, "--init-image and --out are both " + in},
            {{"--init-image", in, "--mask", in, "-o", Path("link.png")}, "link.png; use another"},
            {{"--init-image", in, "--grid", "2x1", "-o", in}, "--init-image and --out are both "}}) {
