@@ -125,9 +125,8 @@ class Trainer {
   absl::StatusOr<TrainerState> State() const;
   /// Continues from a state of a run with the same network and averages.
   absl::Status Restore(const TrainerState& state);
-  /// Starts from a checkpoint's weights instead of random ones; averages too.
-  absl::Status LoadWeights(const Weights& weights) { return LoadWeights("", weights); }
-  /// The same for the parameters whose names begin with `prefix`; the checkpoint's names lack it.
+  /// Starts from a checkpoint's weights instead of random ones, averages too: the parameters whose
+  /// names begin with `prefix`, which the checkpoint's names lack.
   absl::Status LoadWeights(const std::string& prefix, const Weights& weights);
 
   /// For tests: multiplies the first parameter's gradient in the next step.
