@@ -480,7 +480,8 @@ Trainer::~Trainer() { static_cast<void>(backend_.status()); }  // before memory 
 
 absl::Status Trainer::CheckDataset(const NetworkConfig& config, const TrainerOptions& options,
                                    const Dataset& dataset) {
-  DENOISED_RETURN_IF_ERROR(CheckSettings(config, options));
+  DENOISED_RETURN_IF_ERROR(
+      std::visit([&](const auto& one) { return CheckSettingsOf(one, options); }, config));
   DENOISED_RETURN_IF_ERROR(CheckWeights(dataset));
   return std::visit([&](const auto& one) { return CheckDatasetOf(one, options, dataset); }, config);
 }
