@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numbers>
 
 #include "engine/core/config_reader.h"
@@ -189,12 +190,6 @@ absl::StatusOr<Objective> Objective::Make(const ObjectiveOptions& options) {
     return InvalidArgument("--beta-schedule is \"{}\"; {}", options.beta_schedule, kUseSchedule);
   objective.betas_ = Betas(*schedule, options.beta_start, options.beta_end, options.timesteps);
   objective.alphas_cumprod_ = AlphasCumprod(objective.betas_);
-  if (options.learned_variance && options.kind == Kind::kEpsilon &&
-      objective.alphas_cumprod_.back() == 0)
-    return InvalidArgument(
-        "--timesteps is {} and --beta-end {}: the last timesteps are noise alone, from which a "
-        "learned variance with the objective epsilon cannot tell the image; lower one of them",
-        options.timesteps, options.beta_end);
   return objective;
 }
 
@@ -268,9 +263,13 @@ void Objective::PlanDdpm(int timestep, SampleRow* row) const {
   // ᾱ)·β; at t = 0 that is 0, and the next one stands for it.
   const double beta = betas_[timestep], before = timestep == 0 ? 1 : alphas_cumprod_[timestep - 1];
   const double of_image = std::sqrt(before) * beta / (1 - bar);
-  row->mean_factor = static_cast<float>(of_image * (options_.kind == Kind::kEpsilon ? noise / signal
-                                                    : options_.kind == Kind::kV     ? noise
-                                                                                    : -1));
+  if (options_.kind != Kind::kEpsilon) {
+    row->mean_factor = static_cast<float>(of_image * (options_.kind == Kind::kV ? noise : -1));
+  } else if (bar >= std::numeric_limits<double>::min()) {
+    row->mean_factor = static_cast<float>(of_image * (noise / signal));
+  } else {  // ᾱ is 0 or has few bits; √ᾱ_{t−1} and √ᾱ cancel but for √(1 − β)
+    row->mean_factor = static_cast<float>(beta / std::sqrt((1 - beta) * (1 - bar)));
+  }
   const int posterior = std::max(timestep, 1);
   const double variance =
       (1 - alphas_cumprod_[posterior - 1]) / (1 - alphas_cumprod_[posterior]) * betas_[posterior];
