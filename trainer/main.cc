@@ -53,7 +53,7 @@ int main(int argc, char** argv) {
   if (std::signal(SIGHUP, OnSignal) == SIG_IGN) std::signal(SIGHUP, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error of write()
   // Ctrl-C also ends a "tee" that reads what the run says; there is still a checkpoint to write.
-  std::signal(SIGPIPE, SIG_IGN);
+  if (!config->dry_run) std::signal(SIGPIPE, SIG_IGN);
   // Libraries and containers throw what Run() does not expect, above all when memory runs out.
   try {
     const absl::Status status = denoised::trainer::Run(*config, stop);

@@ -346,6 +346,14 @@ class RunTest(unittest.TestCase):
         self.assertEqual(process.wait(timeout=60), 0)
         self.assertEqual(len(list((self.root / "a/checkpoints").glob("*/DONE"))), 1)
 
+    def test_a_dry_run_that_nobody_reads_ends(self):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(self.arguments("a", **{"dry-run": "true"}), stdout=write, stderr=subprocess.DEVNULL,
+                              timeout=120)  # fmt: skip
+        os.close(write)
+        self.assertEqual(done.returncode, -signal.SIGPIPE)
+
     def test_nohup_outlives_the_terminal(self):
         self.start_with_hangup(signal.SIG_IGN)
         process = self.start("a", steps=100000)
