@@ -641,7 +641,7 @@ absl::Status Session::CheckRanks() {
 void Session::ShortenLog(int64_t steps) const {
   const std::string path = Output("log.jsonl");
   std::error_code error;
-  if (!fs::exists(fs::symlink_status(path, error))) return;
+  if (!fs::exists(path, error) && !error) return;
   const absl::StatusOr<std::string> text = ReadFile(path);
   if (!text.ok())
     return Say("{}. It keeps its lines, also of steps that are made again",

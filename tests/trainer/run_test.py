@@ -722,6 +722,10 @@ class RunTest(unittest.TestCase):
         said = self.train("a", steps=8, resume="latest")
         self.assertIn(f"{log}: cannot be read; check the path and its permissions. It keeps its lines", said)
         self.assertTrue(log.is_symlink())
+        log.unlink()
+        log.symlink_to("there")  # a file that the next line creates
+        self.assertNotIn("cannot be read", self.train("a", steps=12, resume="latest"))
+        self.assertEqual(len((self.root / "a/there").read_text().splitlines()), 4)
 
     def test_a_full_disk_loses_log_and_events_and_says_so_once(self):
         said = self.train("a", rc=1, limit=4096, steps=60, **{"checkpoint-steps": 100})
