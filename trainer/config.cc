@@ -526,7 +526,8 @@ void AddModelFlags(CLI::App& app, Flags* flags) {
                  "Sampling steps that the server uses by default; 0: depends on the objective")
       ->check(flags::Between(0, 1000));
   app.add_option("--default-guidance-scale", config.default_guidance_scale,
-                 "Guidance scale that the server uses by default. Default: none")
+                 "Guidance scale that the server uses by default; above 1, a --network needs "
+                 "--class-dropout. Default: none")
       ->check(flags::Between(0.0, 100.0));
 }
 
