@@ -72,7 +72,9 @@ constexpr int kDryRunSteps = 20;
 /// `objective_of_start`: --init-from's scheduler has chosen the objective, and no flag.
 absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now,
                        bool objective_of_start) {
-  if (!saved.is_object()) return DataLoss("--resume: the checkpoint's run.json has no settings");
+  if (!saved.is_object())
+    return InvalidArgument(
+        "--resume: the checkpoint's run.json has no settings; resume from another checkpoint");
   std::string differences = Differences(AsFlags(saved), AsFlags(now), "{} was {} and is {}");
   if (differences.empty()) return absl::OkStatus();
   const nlohmann::json was = saved.value("objective", nlohmann::json());
@@ -589,7 +591,11 @@ absl::StatusOr<std::optional<Checkpoint>> Session::OpenCheckpoint() const {
 
 absl::Status Session::Resume(const Checkpoint& checkpoint) {
   DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint.run, fingerprint_, config_.objective_of_start));
-  DENOISED_RETURN_IF_ERROR(trainer_->Restore(checkpoint.state));
+  const absl::Status restored = trainer_->Restore(checkpoint.state);
+  if (absl::IsFailedPrecondition(restored))
+    return InvalidArgument("--resume: {}; resume from another checkpoint",
+                           std::string(restored.message()));
+  DENOISED_RETURN_IF_ERROR(restored);
   step_ = saved_step_ = checkpoint.state.step;
   skipped_ = checkpoint.state.skipped;
   skipped_in_row_ = checkpoint.state.skipped_in_row;

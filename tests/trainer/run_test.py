@@ -611,6 +611,17 @@ class RunTest(unittest.TestCase):
         write()
         self.assertNotIn("warning", self.train("a", resume="latest"))
 
+    def test_a_checkpoint_without_settings_is_refused(self):
+        self.train("a", steps=4)
+        folder = self.root / "a/checkpoints/step-000000004"
+        text = json.dumps({**json.loads((folder / "run.json").read_text()), "configuration": None}).encode()
+        (folder / "run.json").write_bytes(text)
+        done = json.loads((folder / "DONE").read_text())
+        done["run.json"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
+        (folder / "DONE").write_text(json.dumps(done))
+        self.assertIn("run.json has no settings; resume from another checkpoint",
+                      self.train("a", rc=2, resume="latest"))  # fmt: skip
+
     def test_a_full_disk_leaves_the_last_checkpoint(self):
         said = self.train("a", steps=4)
         size = len(self.state("a", 4))
