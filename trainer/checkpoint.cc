@@ -76,7 +76,7 @@ absl::StatusOr<uint32_t> ChecksumOf(const std::string& path) {
   const int failed = std::ferror(file) != 0 ? errno : 0;
   std::fclose(file);
   if (failed != 0)
-    return DataLoss("{}: cannot be read: {}", path, std::generic_category().message(failed));
+    return Unavailable("{}: cannot be read: {}", path, std::generic_category().message(failed));
   return static_cast<uint32_t>(checksum);
 }
 
@@ -128,7 +128,9 @@ absl::Status CheckDone(const std::string& directory, bool contents) {
     const std::string whole = directory + "/" + file;
     std::error_code error;
     const auto size = fs::file_size(whole, error);
-    if (error) return DataLoss("{}: is missing", whole);
+    if (error == std::errc::no_such_file_or_directory || error == std::errc::not_a_directory)
+      return DataLoss("{}: is missing", whole);
+    if (error) return Unavailable("{}: cannot be read: {}", whole, error.message());
     if (bytes != size)
       return DataLoss("{}: has {} bytes where DONE says {}; it {}", whole, size, bytes.dump(),
                       bytes > size ? "was cut off" : "is damaged");
@@ -325,11 +327,14 @@ absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
 
 absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string& folder,
                                                                std::vector<std::string>* broken) {
+  absl::Status unread;
   for (const int64_t step : StepsIn(folder)) {
     absl::StatusOr<Checkpoint> checkpoint = LoadCheckpoint(folder + "/" + NameOf(step));
     if (checkpoint.ok()) return *std::move(checkpoint);
     broken->push_back(std::string(checkpoint.status().message()));
+    if (absl::IsUnavailable(checkpoint.status())) unread.Update(checkpoint.status());
   }
+  DENOISED_RETURN_IF_ERROR(unread);
   return std::nullopt;
 }
 

@@ -32,10 +32,11 @@ struct Checkpoint {
 absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpoint, int keep);
 
 /// The newest whole checkpoint below `folder`, or nothing. `broken` receives what is wrong with
-/// newer ones that were passed over.
+/// newer ones that were passed over. Unavailable if there is none and one of them cannot be read.
 absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string& folder,
                                                                std::vector<std::string>* broken);
-/// One checkpoint. DataLoss names the file that is damaged; NotFound.
+/// One checkpoint. DataLoss names the file that is damaged, Unavailable the one that cannot be
+/// read; NotFound.
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory);
 
 /// A served model.

@@ -552,8 +552,9 @@ absl::StatusOr<std::optional<Checkpoint>> Session::OpenCheckpoint() const {
   if (config_.resume.empty()) return checkpoint;
   if (config_.resume == "latest") {
     std::vector<std::string> broken;
-    DENOISED_ASSIGN_OR_RETURN(checkpoint, LoadLatestCheckpoint(Output("checkpoints"), &broken));
+    auto latest = LoadLatestCheckpoint(Output("checkpoints"), &broken);
     for (const std::string& what : broken) Say("checkpoint skipped: {}", what);
+    DENOISED_ASSIGN_OR_RETURN(checkpoint, std::move(latest));
     if (!checkpoint && !broken.empty())
       return InvalidArgument(
           "no checkpoint in {} is whole; move that folder away to start with step 1",
