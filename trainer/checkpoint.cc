@@ -279,6 +279,8 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
   return absl::OkStatus();
 }
 
+bool HasCheckpoints(const std::string& folder) { return !StepsIn(folder).empty(); }
+
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
   std::error_code error;
   if (!fs::is_directory(directory, error))

@@ -31,6 +31,9 @@ struct Checkpoint {
 /// ResourceExhausted or Internal when the disk refuses; nothing older is touched then.
 absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpoint, int keep);
 
+/// Whether there are checkpoints below `folder`, whole or damaged.
+bool HasCheckpoints(const std::string& folder);
+
 /// The newest whole checkpoint below `folder`, or nothing. `broken` receives what is wrong with
 /// newer ones that were passed over. Unavailable if there is none and one of them cannot be read.
 absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string& folder,

@@ -483,6 +483,14 @@ absl::Status Session::OpenOutput() {
         "--output {} has checkpoints of an earlier run; pass --resume latest, or choose another "
         "folder",
         config_.output);
+  // Checkpoints of two runs would be mixed, and the older steps of one removed for the other.
+  if (used && config_.resume != "latest" && fs::exists(config_.resume + "/DONE", error) &&
+      !fs::equivalent(fs::path(config_.resume) / "..", checkpoints, error) &&
+      HasCheckpoints(checkpoints))
+    return InvalidArgument(
+        "--resume {}: --output {} has checkpoints of its own; pass --resume latest, or choose "
+        "another --output",
+        config_.resume, config_.output);
   fs::create_directories(checkpoints, error);
   if (!first()) return absl::OkStatus();
   for (const std::string& folder : {config_.output, checkpoints})
@@ -571,18 +579,6 @@ absl::StatusOr<std::optional<Checkpoint>> Session::OpenCheckpoint() const {
                              std::string(loaded.status().message()));
     DENOISED_RETURN_IF_ERROR(loaded.status());
     checkpoint = *std::move(loaded);
-    // Checkpoints of two runs would be mixed, and the older steps of one removed for the other.
-    std::error_code error;
-    if (first() && !fs::equivalent(fs::path(config_.resume) / "..", Output("checkpoints"), error)) {
-      std::vector<std::string> broken;
-      DENOISED_ASSIGN_OR_RETURN(const std::optional<Checkpoint> own,
-                                LoadLatestCheckpoint(Output("checkpoints"), &broken));
-      if (own || !broken.empty())
-        return InvalidArgument(
-            "--resume {}: --output {} has checkpoints of its own; pass --resume latest, or choose "
-            "another --output",
-            config_.resume, config_.output);
-    }
   }
   nlohmann::json now = fingerprint_;
   if (checkpoint->run.contains("data")) now["data"] = checkpoint->run["data"];  // not read yet

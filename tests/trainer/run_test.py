@@ -686,8 +686,11 @@ class RunTest(unittest.TestCase):
             said = self.train("a", rc=2, seed=1, resume=other)
             self.assertIn(f"--resume {other}: --output {self.root}/a has checkpoints of its own; pass --resume latest, "
                           "or choose another --output", said)  # fmt: skip
+            self.assertIn("has checkpoints of its own", self.train_ranks(2, output="a", seed=1, resume=other)[1])
             for done in (self.root / "a/checkpoints").glob("*/DONE"):
                 done.unlink()  # damaged ones may be mended
+        # It does not count what a save left that was killed.
+        (self.root / "c/checkpoints/step-000000008.partial").mkdir(parents=True)
         self.train("c", steps=8, seed=1, resume=other)
         self.train("c", seed=1, resume=self.root / "c/checkpoints/step-000000008/")
         self.train("whole", seed=1)
