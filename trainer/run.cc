@@ -122,6 +122,7 @@ class Session {
   absl::StatusOr<Pipeline> PixelPipeline(const std::map<std::string, Tensor>& weights) const;
   Tensor SomePictures() const;
   absl::Status OpenBackend();
+  absl::Status CheckOutput() const;
   absl::Status OpenOutput();
   absl::Status DryRun();
   absl::StatusOr<std::map<std::string, Weights>> OpenFirstWeights() const;
@@ -449,18 +450,23 @@ void Session::SayNoiseOfStart() const {
   }
 }
 
+/// Grids would be pictures when the run is resumed, and with classes a class.
+absl::Status Session::CheckOutput() const {
+  std::error_code error;
+  if (config_.output.empty() || !fs::is_directory(config_.data, error)) return absl::OkStatus();
+  const fs::path below = fs::weakly_canonical(fs::absolute(config_.output), error)
+                             .lexically_relative(fs::canonical(config_.data, error));
+  if (below.empty() || *below.begin() == ".." ||
+      std::any_of(below.begin(), below.end(), [](const fs::path& part) { return IsHidden(part); }))
+    return absl::OkStatus();
+  return InvalidArgument(
+      "--output {} lies in --data {}, where its grids would count as pictures; use a folder "
+      "outside of it",
+      config_.output, config_.data);
+}
+
 absl::Status Session::OpenOutput() {
   std::error_code error;
-  if (fs::is_directory(config_.data, error)) {
-    const fs::path below = fs::weakly_canonical(fs::absolute(config_.output), error)
-                               .lexically_relative(fs::canonical(config_.data, error));
-    // Grids would be pictures when the run is resumed, and with classes a class.
-    if (!below.empty() && *below.begin() != "..")
-      return InvalidArgument(
-          "--output {} lies in --data {}, where its grids would count as pictures; use a folder "
-          "outside of it",
-          config_.output, config_.data);
-  }
   fs::create_directories(config_.output, error);
   if (error)
     return InvalidArgument("--output {}: cannot be created: {}", config_.output, error.message());
@@ -935,6 +941,7 @@ absl::Status Session::Run() {
   // What can be refused at once is refused before the pictures are read, which may take minutes.
   DENOISED_RETURN_IF_ERROR(CheckSchedule());
   DENOISED_RETURN_IF_ERROR(training::CheckSettings(config_.network, config_.trainer));
+  DENOISED_RETURN_IF_ERROR(CheckOutput());
   if (!config_.dry_run) DENOISED_RETURN_IF_ERROR(OpenOutput());
   if (!config_.dry_run && first() && !config_.metrics_listen.empty()) {
     DENOISED_ASSIGN_OR_RETURN(metrics_,

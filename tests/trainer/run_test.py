@@ -1057,9 +1057,16 @@ class RunTest(unittest.TestCase):
         link = self.root / "link"
         link.symlink_to(self.data)
         for output in (self.data / "run", self.data, link / "down/run", self.data / "../pictures/run"):
-            self.assertIn(f"--output {output} lies in --data {self.data}, where its grids would count as pictures; "
-                          "use a folder outside of it", self.train(output, rc=2))  # fmt: skip
+            for dry in ("false", "true"):
+                self.assertIn(f"--output {output} lies in --data {self.data}, where its grids would count as pictures; "
+                              "use a folder outside of it", self.train(output, rc=2, **{"dry-run": dry}))  # fmt: skip
         self.assertEqual(len(list(self.data.iterdir())), 2)
+        hidden = self.data / "down/.runs/a"
+        self.train(hidden, steps=1, **{"sample-steps": 1, "sample-count": 1})
+        self.assertTrue((hidden / "samples/step-000000001.png").exists())
+        said = self.train(hidden, steps=2, resume="latest")
+        self.assertIn("12 pictures", said)
+        self.assertIn("resumed at step 1", said)
         self.train("pictures-of-a-run", steps=1)
 
     @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")

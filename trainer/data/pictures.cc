@@ -93,12 +93,6 @@ bool IsOtherPicture(const std::string& name) {
   return kOther.count(Extension(name)) > 0;
 }
 
-/// What editors and systems keep beside pictures: ".ipynb_checkpoints", "._a.png", "__MACOSX". It
-/// is read only where metadata.jsonl or dataset.json names it.
-bool IsHidden(const std::string& name) {
-  return (name.starts_with('.') && name != "." && name != "..") || name == "__MACOSX";
-}
-
 /// `image` F32 [H, W, C] of any size as uint8 [height, width, C] at `to`.
 void Fit(Tensor image, const PictureOptions& options, uint8_t* to) {
   const int64_t h = image.dim(0), w = image.dim(1), channels = image.dim(2);
@@ -648,6 +642,10 @@ bool EndsWith(const std::string& text, std::string_view ending) {
 }
 
 }  // namespace
+
+bool IsHidden(const std::string& name) {
+  return (name.starts_with('.') && name != "." && name != "..") || name == "__MACOSX";
+}
 
 std::vector<std::string> LinesOf(const std::string& text) {
   constexpr std::string_view kMark = "\xEF\xBB\xBF";  // Windows' editors begin UTF-8 files with it

@@ -66,6 +66,10 @@ struct Pictures {
 absl::StatusOr<Pictures> ReadPictures(const std::string& path, const std::string& labels_path,
                                       const PictureOptions& options);
 
+/// What editors and systems keep beside pictures: ".ipynb_checkpoints", "._a.png", "__MACOSX". It
+/// is read only where metadata.jsonl or dataset.json names it.
+bool IsHidden(const std::string& name);
+
 /// The lines of a text, without white space at their ends and a byte order mark before the first.
 std::vector<std::string> LinesOf(const std::string& text);
 
