@@ -138,7 +138,7 @@ class Session {
   absl::Status CheckLearned() const;
   absl::Status Save();
   absl::Status WriteModels(const TrainerState& state);
-  void Sample();
+  void Sample(const std::atomic<bool>& stop);
   std::string Machine() const;
   void Log(const StepReport& report, double images_per_second);
   void ShortenLog(int64_t steps) const;
@@ -864,7 +864,8 @@ absl::Status Session::WriteModels(const TrainerState& state) {
 }
 
 /// Samples are for people: when they cannot be drawn, the run goes on.
-void Session::Sample() {
+void Session::Sample(const std::atomic<bool>& stop) {
+  if (stop_) return Say("no samples: stopped by a signal");
   // A network that reads class vectors gets those of pictures spread over the data set.
   std::vector<float> class_values;
   if (const Tensor& vectors = pictures_.dataset.vectors) {
@@ -875,7 +876,7 @@ void Session::Sample() {
   }
   const absl::StatusOr<Grid> grid = DrawGrid(
       SnapshotDirectory(0), config_.cuda ? std::optional(config_.cuda_options) : std::nullopt,
-      config_.sample_count, std::move(class_values), prompts_, stop_);
+      config_.sample_count, std::move(class_values), prompts_, stop);
   if (!grid.ok()) return Say("no samples: {}", std::string(grid.status().message()));
   std::error_code error;
   fs::create_directories(Output("samples"), error);
@@ -913,12 +914,18 @@ absl::Status Session::Loop() {
           saved_step_ < 0 ? ""
                           : fmt::format("; --init-from {} starts from the weights of step {}",
                                         SnapshotDirectory(0), saved_step_));
-    const bool sample = config_.sample_steps > 0 && step_ % config_.sample_steps == 0;
+    const bool sample = config_.sample_steps > 0 &&
+                        (step_ % config_.sample_steps == 0 || step_ == config_.trainer.steps);
     if (step_ % config_.checkpoint_steps == 0 || last || sample) {
       DENOISED_RETURN_IF_ERROR(Save());
-      // A grid may take minutes, which whoever stops a run does not wait.
-      if (first() && !stopped && !stop_ && (sample || (config_.sample_steps > 0 && last))) Sample();
       DENOISED_RETURN_IF_ERROR(exchange_->WaitForFirst());
+      if (sample) {
+        // A grid may take minutes, for which nobody waits who stops a run, whichever its rank.
+        Pulse pulse(exchange_->host(), stop_);
+        if (first()) Sample(pulse.ended());
+        const absl::Status drawn = pulse.WaitForAll();
+        if (!drawn.ok() && !absl::IsCancelled(drawn)) return drawn;  // a signal: one more step
+      }
       since = Clock::now();
       logged = step_;
     }

@@ -306,16 +306,23 @@ class RunTest(unittest.TestCase):
             self.assertEqual(len(saved), 1)
 
     def test_a_signal_ends_a_grid(self):
-        flags = {"steps": 100000, "sample-steps": 1, "sample-count": 256, "default-steps": 500}
-        process = self.start("a", **flags)
-        for line in process.stderr:
-            if line == "saved step 1\n":
-                break
-        process.send_signal(signal.SIGTERM)
-        rest = process.stderr.read()
-        self.assertEqual(process.wait(timeout=60), 0, rest)
-        self.assertIn("stopped by a signal after step 2", rest)
-        self.assertNotIn("drew", rest)
+        # On a CPU, for the grid to take longer than the signal.
+        flags = {"steps": 100000, "sample-steps": 1, "sample-count": 256, "default-steps": 1000, "device": "cpu"}
+        for ranks in (1, 2):  # the last gets the signal, and the first draws
+            with self.subTest(ranks=ranks):
+                port = free_port()
+                processes = [self.start(f"{ranks}", rank if ranks > 1 else None, port, **flags)
+                             for rank in range(ranks)]  # fmt: skip
+                for line in processes[0].stderr:
+                    if line == "saved step 1\n":
+                        break
+                processes[-1].send_signal(signal.SIGTERM)
+                rest = processes[0].stderr.read()
+                for process in processes:
+                    self.assertEqual(process.wait(timeout=60), 0, rest)
+                self.assertIn("stopped by a signal after step 2", rest)
+                self.assertEqual(rest.count("no samples: stopped by a signal"), 2, rest)  # of both steps
+                self.assertNotIn("drew", rest)
 
     def test_a_signal_ends_a_dry_run(self):
         read, write = os.pipe()
