@@ -923,7 +923,7 @@ absl::Status Session::Loop() {
         // A grid may take minutes, for which nobody waits who stops a run, whichever its rank.
         Pulse pulse(exchange_->host(), stop_);
         if (first()) Sample(pulse.ended());
-        const absl::Status drawn = pulse.WaitForAll();
+        absl::Status drawn = pulse.WaitForAll();
         if (!drawn.ok() && !absl::IsCancelled(drawn)) return drawn;  // a signal: one more step
       }
       since = Clock::now();
