@@ -53,6 +53,41 @@ std::string FrameCount(size_t frames) {
   return fmt::format("{} {}", frames, frames == 1 ? "frame" : "frames");
 }
 
+/// Files that no image may take the place of: those that the request was made of, and the
+/// animation.
+class FilesInUse {
+ public:
+  explicit FilesInUse(const GenerateFlags& flags) {
+    for (const auto& [flag, path] :
+         {std::pair{"--init-image", &flags.init_image}, std::pair{"--mask", &flags.mask},
+          std::pair{"--noise", &flags.noise}}) {
+      if (!path->empty()) files_.emplace_back(flag, FileOf(*path));
+    }
+  }
+  bool empty() const { return files_.empty(); }
+  absl::Status Check(const char* flag, const std::string& path) const {
+    const fs::path file = FileOf(path);
+    const auto other = std::find_if(files_.begin(), files_.end(),
+                                    [&file](const auto& each) { return each.second == file; });
+    if (other == files_.end()) return absl::OkStatus();
+    return absl::InvalidArgumentError(fmt::format(
+        "{} and {} are both {}; use another file for one of them", other->first, flag, path));
+  }
+  absl::Status Add(const char* flag, const std::string& path) {
+    absl::Status status = Check(flag, path);
+    files_.emplace_back(flag, FileOf(path));
+    return status;
+  }
+
+ private:
+  static fs::path FileOf(const std::string& path) {
+    std::error_code ignored;
+    return fs::weakly_canonical(fs::absolute(path, ignored), ignored);
+  }
+
+  std::vector<std::pair<const char*, fs::path>> files_;
+};
+
 /// The parts of `denoise generate` that write, in the order they are told.
 class Saver {
  public:
@@ -60,12 +95,15 @@ class Saver {
       : flags_(flags),
         drawing_(drawing),
         pattern_(flags.out.empty() ? DefaultPath(flags) : flags.out),
-        seeds_repeat_(HasRepeated(drawing.params().seeds)) {}
+        seeds_repeat_(HasRepeated(drawing.params().seeds)),
+        in_use_(flags) {
+    if (!flags.animate.empty()) in_use_.Add("--animate", flags.animate).IgnoreError();
+  }
 
   absl::Status SaveImage(const client::Image& image) {
     const auto path = PathOf(image);
     if (!path.ok()) return path.status();
-    if (absl::Status status = WriteFile(*path, BytesOf(image)); !status.ok()) return status;
+    if (absl::Status status = Write(*path, BytesOf(image)); !status.ok()) return status;
     nlohmann::json json = ToJson(image);
     json["type"] = "image";
     std::string text = fmt::format("seed {}", image.seed);
@@ -99,7 +137,7 @@ class Saver {
     const auto path =
         FillPath(pattern_, {.seed = params.seed, .label = "grid", .model = params.model});
     if (!path.ok()) return path.status();
-    if (absl::Status status = WriteFile(*path, *file); !status.ok()) return status;
+    if (absl::Status status = Write(*path, *file); !status.ok()) return status;
     Tell(*path, {{"type", "grid"}, {"width", sheet.width}, {"height", sheet.height}},
          fmt::format("{} images  {}", drawing_.images().size(),
                      params.seeds.empty() ? fmt::format("seeds {} and up", params.seed)
@@ -173,6 +211,13 @@ class Saver {
  private:
   bool to_stdout() const { return pattern_ == "-"; }
 
+  absl::Status Write(const std::string& path, std::string_view bytes) const {
+    if (!to_stdout()) {
+      if (absl::Status status = in_use_.Check("--out", path); !status.ok()) return status;
+    }
+    return WriteFile(path, bytes);
+  }
+
   absl::StatusOr<std::string> PathOf(const client::Image& image) const {
     if (to_stdout()) return pattern_;
     return FillPath(pattern_,
@@ -203,10 +248,11 @@ class Saver {
   const Drawing& drawing_;
   const std::string pattern_;
   const bool seeds_repeat_;
+  FilesInUse in_use_;
 };
 
-/// The path of an image as far as it is known before the server has the request; nullopt if its
-/// seed is not. Placeholders whose values are unknown stay.
+/// Where an image will be saved, or nullopt if the pattern has the seed and the server chooses it.
+/// A class or a model that the server chooses is written as in the pattern.
 absl::StatusOr<std::optional<std::string>> ExpectedPath(const std::string& pattern,
                                                         const client::Generation& generation,
                                                         bool seeds_repeat, int index, bool grid) {
@@ -231,32 +277,14 @@ absl::StatusOr<std::optional<std::string>> ExpectedPath(const std::string& patte
   return FillPath(pattern, fields);
 }
 
-/// No picture may take the place of another one or of a file that the request was made of.
+/// Before anything is drawn; what is not known until then is checked by Saver.
 absl::Status CheckOverwrites(const GenerateFlags& flags, const std::string& pattern,
                              const client::Generation& generation, bool grid) {
-  const auto file_of = [](const std::string& path) {
-    std::error_code ignored;
-    return fs::weakly_canonical(fs::absolute(path, ignored), ignored);
-  };
-  std::vector<std::pair<const char*, fs::path>> taken;
-  const auto check = [&](const char* flag, const std::string& path) {
-    const fs::path file = file_of(path);
-    const auto other = std::find_if(taken.begin(), taken.end(),
-                                    [&file](const auto& each) { return each.second == file; });
-    if (other == taken.end()) return absl::OkStatus();
-    return absl::InvalidArgumentError(fmt::format(
-        "{} and {} are both {}; use another file for one of them", other->first, flag, path));
-  };
-  for (const auto& [flag, path] :
-       {std::pair{"--init-image", &flags.init_image}, std::pair{"--mask", &flags.mask},
-        std::pair{"--noise", &flags.noise}}) {
-    if (!path->empty()) taken.emplace_back(flag, file_of(*path));
-  }
+  FilesInUse in_use(flags);
   if (!flags.animate.empty()) {
-    if (absl::Status status = check("--animate", flags.animate); !status.ok()) return status;
-    taken.emplace_back("--animate", file_of(flags.animate));
+    if (absl::Status status = in_use.Add("--animate", flags.animate); !status.ok()) return status;
   }
-  if (taken.empty() || pattern == "-") return absl::OkStatus();
+  if (in_use.empty() || pattern == "-") return absl::OkStatus();
   constexpr int kMost = 1 << 16;  // no server's --max-count is larger
   const bool seeds_repeat = HasRepeated(generation.seeds);
   const int files = grid ? 1 : std::min(generation.count.value_or(1), kMost);
@@ -264,7 +292,7 @@ absl::Status CheckOverwrites(const GenerateFlags& flags, const std::string& patt
     const auto path = ExpectedPath(pattern, generation, seeds_repeat, i, grid);
     if (!path.ok()) return path.status();
     if (!*path) return absl::OkStatus();
-    if (absl::Status status = check("--out", **path); !status.ok()) return status;
+    if (absl::Status status = in_use.Check("--out", **path); !status.ok()) return status;
   }
   return absl::OkStatus();
 }

@@ -190,6 +190,11 @@ TEST_F(CliTest, NoPictureTakesThePlaceOfAnotherFile) {
   EXPECT_THAT(by_default.err, HasSubstr("--init-image and --out are both denoised.png"));
   EXPECT_EQ(server_.generations(), 0);
   EXPECT_EQ(Run({"generate", "-n", "2", "-o", Path("y.webp"), "-a", Path("y.webp")}).exit_code, 0);
+  // The server chooses the model, so this is known when the picture is saved.
+  const auto late = Run({"generate", "-o", Path("{model}.webp"), "-a", Path("digits.webp")});
+  EXPECT_EQ(late.exit_code, 2);
+  EXPECT_THAT(late.err, HasSubstr("--animate and --out are both " + Path("digits.webp")));
+  EXPECT_THAT(late.out, HasSubstr("frame"));  // the animation is there
 }
 
 TEST_F(CliTest, ImagesAreSavedAlsoWhenNobodyReadsTheLines) {
