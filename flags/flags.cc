@@ -319,8 +319,7 @@ void CheckNumbers(CLI::App& app) {
   for (CLI::App* const command : app.get_subcommands({})) CheckNumbers(*command);
 }
 
-std::vector<std::string> WithEmptyValues(const CLI::App& app,
-                                         const std::vector<std::string>& arguments) {
+std::vector<std::string> ForCli11(const CLI::App& app, const std::vector<std::string>& arguments) {
   std::vector<std::string> all;
   const CLI::App* command = &app;
   bool options = true;    // until "--"

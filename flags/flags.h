@@ -28,14 +28,13 @@ CLI::Validator ZeroOr(double low, double high, const std::string& unit = "");
 
 /// Adds checks to all numbers of `app` and its commands. CLI11 takes NaN and infinities for
 /// numbers, and nothing for 0. It reads integers as C does, 010 as 8 and 0x10 as 16, and wraps or
-/// cuts off what is too large. It also takes off the marks of WithEmptyValues().
+/// cuts off what is too large. It also takes off the marks of ForCli11().
 void CheckNumbers(CLI::App& app);
 
-/// "--flag=" as "--flag" and "": CLI11 takes the next argument as the value of the former. A word
-/// in brackets has a mark behind it where a command takes a list of words: CLI11 takes [a,b] for a
-/// and b.
-std::vector<std::string> WithEmptyValues(const CLI::App& app,
-                                         const std::vector<std::string>& arguments);
+/// The arguments as CLI11 must have them: "--flag=" as "--flag" and "": CLI11 takes the next
+/// argument as the value of the former. A word in brackets has a mark behind it where a command
+/// takes a list of words: CLI11 takes [a,b] for a and b.
+std::vector<std::string> ForCli11(const CLI::App& app, const std::vector<std::string>& arguments);
 
 /// What is wrong with a command line that `app` has refused, and what to do. It quotes the command
 /// line as it is.

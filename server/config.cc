@@ -769,8 +769,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   }
 
   try {
-    std::vector<std::string> all =
-        flags::WithEmptyValues(app, {arguments.begin() + 1, arguments.end()});
+    std::vector<std::string> all = flags::ForCli11(app, {arguments.begin() + 1, arguments.end()});
     std::reverse(all.begin(), all.end());  // as CLI11 wants them
     app.parse(std::move(all));
   } catch (const CLI::CallForHelp&) {

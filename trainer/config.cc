@@ -999,7 +999,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
 
   std::vector<std::string> given(argv + 1, argv + argc);
   const auto parse = [&](const std::vector<std::string>& settings) -> absl::Status {
-    std::vector<std::string> arguments = flags::WithEmptyValues(app, settings);
+    std::vector<std::string> arguments = flags::ForCli11(app, settings);
     std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
     try {
       app.parse(arguments);

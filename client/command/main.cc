@@ -349,7 +349,7 @@ int Run(int argc, char** argv) {
     return command::kOk;
   }
   try {
-    std::vector<std::string> arguments = flags::WithEmptyValues(app, {argv + 1, argv + argc});
+    std::vector<std::string> arguments = flags::ForCli11(app, {argv + 1, argv + argc});
     std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
     app.parse(std::move(arguments));
   } catch (const CLI::ParseError& error) {
