@@ -10,9 +10,9 @@ namespace denoised::client {
 
 /// When a failed call is retried; with replicas, on another one. Retried are UNAVAILABLE (the
 /// server cannot be reached, is shutting down or was lost), and, with a RetryInfo,
-/// RESOURCE_EXHAUSTED (a full queue) and FAILED_PRECONDITION (a model that is loading). Drawing
-/// twice is harmless: the seed is fixed before the first attempt, so every attempt yields the same
-/// bytes.
+/// RESOURCE_EXHAUSTED (a full queue) and FAILED_PRECONDITION (a model that is loading or being
+/// replaced). Drawing twice is harmless: the seed is fixed before the first attempt, so every
+/// attempt yields the same bytes.
 struct RetryPolicy {
   int max_attempts = 5;  // in a row without a new event; 1: never retry
   /// Instead of max_attempts, where that is less and not 1, on a connection that has had a reply or

@@ -15,7 +15,7 @@ from .errors import DenoisedError, FailedPrecondition, InvalidArgument, Resource
 @dataclass(frozen=True)
 class RetryPolicy:
     """Retried are UNAVAILABLE, of a server that cannot be reached, leaves or was lost, and, with a time to
-    come back, RESOURCE_EXHAUSTED (a full queue) and FAILED_PRECONDITION (a model that is loading).
+    come back, RESOURCE_EXHAUSTED (a full queue) and FAILED_PRECONDITION (a model that is loading or being replaced).
     Drawing twice is harmless: the seed is fixed before the first attempt, so every attempt yields the
     same bytes."""
 
