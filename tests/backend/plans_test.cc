@@ -884,6 +884,31 @@ TEST_P(HopperGroupNormTest, GiveTheSameBits) {
   }
 }
 
+TEST_P(HopperGroupNormTest, InE4m3HaveTheBitsOfRoundingTheResult) {
+  const NormCase& c = GetParam();
+  GroupNormLaunch norm = Launch(c, /*factors=*/false);
+  const Tensor normed = out_;
+  const int channels = c.channels + c.channels2;
+  const int64_t pixels = int64_t{c.images} * norm.pixels;
+  Run("bf16", [&] { return LaunchGroupNormStream(norm, queue_); });
+  out_ = Zeros({pixels, channels}, DType::kU8);
+  norm.out = {out_.data(), channels / 2, Element::kE4m3x2, true, 0x1p-5f};
+  const std::vector<std::byte> apart = Run("round", [&] {
+    return LaunchRoundToE4m3(View(normed), channels, {}, 0, pixels, norm.out, queue_);
+  });
+  EXPECT_TRUE(Run("stream", [&] { return LaunchGroupNormStream(norm, queue_); }) == apart);
+  if (SuitsGroupNormCluster(norm, queue_)) {
+    EXPECT_TRUE(Run("cluster", [&] { return LaunchGroupNormCluster(norm, queue_); }) == apart);
+  }
+  norm.images = 1;
+  const std::vector<std::byte> alone =
+      Run("alone", [&] { return LaunchGroupNormStream(norm, queue_); });
+  const auto end = alone.begin() + apart.size() / c.images;
+  EXPECT_TRUE(std::equal(alone.begin(), end, apart.begin()));
+  EXPECT_TRUE(std::all_of(end, alone.end(), [](std::byte byte) { return byte == std::byte{0xff}; }))
+      << "it wrote beyond its image";
+}
+
 INSTANTIATE_TEST_SUITE_P(Shapes, HopperGroupNormTest, testing::ValuesIn(kNormCases),
                          testing::PrintToStringParamName());
 

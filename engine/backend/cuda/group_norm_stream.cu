@@ -10,7 +10,7 @@
 //   producer      loads chunks as stages become free, and stores them
 //   reducers      sum leaves as chunks arrive, and publish the CTA's sums of a work tile
 //   factor warps  turn the sums of all CTAs into factors and offsets
-//   normalisers   apply them to chunks in place
+//   normalisers   apply them to chunks in place; results in e4m3 they store themselves
 //
 //   memory ──▶ full ──▶ reducers ──▶ sums_full ──▶ factor warps ──▶ ready ──▶ normalisers ──▶ done
 //
@@ -41,6 +41,7 @@
 #include <utility>
 
 #include "engine/backend/cuda/dependent_launch.h"
+#include "engine/backend/cuda/e4m3.cuh"
 #include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/group_norm.cuh"
 #include "engine/backend/cuda/hopper.cuh"
@@ -173,10 +174,11 @@ struct Place {
   }
 };
 
-/// A CTA and the work of its warps. kRun: as in group_norm_cluster.cu.
-template <int kRun>
+/// A CTA and the work of its warps. kRun, kOut: as in group_norm_cluster.cu.
+template <int kRun, Element kOut>
 struct Block {
   static constexpr int kRuns = kVector / kRun;
+  static constexpr bool kRounds = kOut == Element::kE4m3x2;
 
   const GroupNormLaunch& norm;
   const Plan& plan;
@@ -288,12 +290,14 @@ struct Block {
     for (int i = 0; i < plan.stages && in.tile < plan.tiles; ++i) load();
     while (out.tile < plan.tiles) {
       Wait(done + out.place.index, out.place.parity);
-      each_piece(out, [&](const void* from, int piece, int pixel, int image) {
-        TmaStore(&maps.out, from, 0, piece, pixel, image);
-      });
-      TmaStoreCommit();
+      if constexpr (!kRounds) {
+        each_piece(out, [&](const void* from, int piece, int pixel, int image) {
+          TmaStore(&maps.out, from, 0, piece, pixel, image);
+        });
+        TmaStoreCommit();
+      }
       next(out);
-      TmaStoreWaitRead();
+      if constexpr (!kRounds) TmaStoreWaitRead();
       if (in.tile < plan.tiles) load();
     }
   }
@@ -506,6 +510,7 @@ struct Block {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) places[i] = PlaceOf(line + i * plan.pixel_lines, vector);
     const int step_bytes = kAtOnce * plan.pixel_lines * plan.pitch;
+    const float inverse = 1.0f / norm.out.scale;  // kRounds
     Place stage, affine_slot;
     for (int tile = first_tile; tile < plan.tiles; tile += step) {
       Wait(ready + affine_slot.index, affine_slot.parity);
@@ -518,7 +523,10 @@ struct Block {
         of_channels[2 * pair + 1] = {of_pair.z, of_pair.w};
       }
       affine_slot.Next(plan.ahead + 1);
+      const int64_t image_begin = static_cast<int64_t>(ImageOf(tile)) * norm.pixels;
+      const int channel = ChannelOf(tile) + vector * kVector;
       for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+        const int chunk_begin = begin + chunk * plan.chunk_pixels;
         Wait(full + stage.index, stage.parity);
         unsigned char* at = chunks + stage.index * layout.chunk_bytes;
         for (int pixel = first_pixel; pixel < plan.chunk_pixels;
@@ -535,11 +543,19 @@ struct Block {
             v.y = NormaliseWord(v.y, of_channels[2], of_channels[3], activate);
             v.z = NormaliseWord(v.z, of_channels[4], of_channels[5], activate);
             v.w = NormaliseWord(v.w, of_channels[6], of_channels[7], activate);
-            *reinterpret_cast<uint4*>(at + places[i]) = v;
+            if constexpr (kRounds) {
+              const int in_image = chunk_begin + pixel + i * plan.pixel_lines;
+              if (in_image < norm.pixels) {
+                *reinterpret_cast<uint2*>(E4m3At(norm.out, image_begin + in_image, channel)) =
+                    PackE4m3(v, inverse);
+              }
+            } else {
+              *reinterpret_cast<uint4*>(at + places[i]) = v;
+            }
           }
           at += step_bytes;
         }
-        FenceProxyAsync();
+        if constexpr (!kRounds) FenceProxyAsync();
         __syncwarp();
         if (lane == 0) Arrive(done + stage.index);
         stage.Next(plan.stages);
@@ -549,13 +565,13 @@ struct Block {
 };
 
 /// grid (plan.blocks: a team, teams); block: producer, factor warps, reducers, normalisers.
-template <int kRun>
+template <int kRun, Element kOut>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     GroupNormStreamKernel(const __grid_constant__ GroupNormLaunch norm,
                           const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(1024) unsigned char stream_shared[];
-  Block<kRun> block = {norm, plan, maps, stream_shared};
+  Block<kRun, kOut> block = {norm, plan, maps, stream_shared};
   if (threadIdx.x == 0) block.InitBarriers();
   __syncthreads();
   if (block.InCluster()) {
@@ -577,6 +593,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     block.Normalise(thread - plan.reducers, [](float y) { return y; });
   }
 #endif
+}
+
+auto* KernelOf(int run, Element out) {
+  return WithConstant<2, 4, 8>(run, [&](auto run) {
+    return out == Element::kE4m3x2 ? &GroupNormStreamKernel<run, Element::kE4m3x2>
+                                   : &GroupNormStreamKernel<run, Element::kBf16>;
+  });
 }
 
 bool HasSectors(int channels) { return channels * 2 % kSectorBytes == 0; }
@@ -693,7 +716,7 @@ int TeamsOf(const Plan& plan) {
     config.dynamicSmemBytes = kSharedBytes;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    if (cudaOccupancyMaxActiveClusters(&at->second, GroupNormStreamKernel<kVector>, &config) !=
+    if (cudaOccupancyMaxActiveClusters(&at->second, KernelOf(kVector, Element::kBf16), &config) !=
         cudaSuccess) {
       at->second = 0;
     }
@@ -719,7 +742,7 @@ double CostOf(const Plan& plan, int tiles) {
 /// The plan whose busiest team ends first; no teams if no plan suits the layer.
 Choice Choose(const NormLayer& norm, int images) {
   Choice choice;
-  if (!SuitsOnePass(norm) || norm.out.element != Element::kBf16) return choice;
+  if (!SuitsOnePass(norm)) return choice;
   const int channels = norm.AllChannels();
   const int granule = std::lcm(norm.GroupChannels(), kVector);
   double least = std::numeric_limits<double>::max();
@@ -778,13 +801,12 @@ cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queu
   if (Encode(&maps.x, norm.x, norm.channels, norm, plan) != CUDA_SUCCESS ||
       (norm.channels2 > 0 &&
        Encode(&maps.x2, norm.x2, norm.channels2, norm, plan) != CUDA_SUCCESS) ||
-      Encode(&maps.out, norm.out, norm.AllChannels(), norm, plan) != CUDA_SUCCESS) {
+      (norm.out.element == Element::kBf16 &&
+       Encode(&maps.out, norm.out, norm.AllChannels(), norm, plan) != CUDA_SUCCESS)) {
     return cudaErrorInvalidValue;
   }
-  const auto kernel = WithConstant<2, 4, 8>(RunOf(plan.group_channels.value),
-                                            [](auto run) { return &GroupNormStreamKernel<run>; });
   const unsigned blocks = plan.blocks, cluster = plan.cluster ? blocks : 1;
-  return LaunchDependent(kernel,
+  return LaunchDependent(KernelOf(RunOf(plan.group_channels.value), norm.out.element),
                          {.grid = dim3(blocks, std::min(teams, plan.tiles)),
                           .block = dim3(Threads(plan)),
                           .shared_bytes = static_cast<size_t>(LayoutOf(plan).bytes),
@@ -794,12 +816,13 @@ cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queu
 }
 
 cudaError_t LoadGroupNormStreamKernels() {
-  cudaError_t error = cudaSuccess;
-  for (auto* kernel :
-       {GroupNormStreamKernel<2>, GroupNormStreamKernel<4>, GroupNormStreamKernel<8>}) {
-    if (error == cudaSuccess) error = LoadClusterKernel(kernel, kSharedBytes);
+  for (int run : {2, 4, 8}) {
+    for (Element out : {Element::kBf16, Element::kE4m3x2}) {
+      const cudaError_t error = LoadClusterKernel(KernelOf(run, out), kSharedBytes);
+      if (error != cudaSuccess) return error;
+    }
   }
-  return error;
+  return cudaSuccess;
 }
 
 }  // namespace denoised::cuda

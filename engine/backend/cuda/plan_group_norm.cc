@@ -81,12 +81,10 @@ cudaError_t LaunchNormE4m3(const GroupNormLaunch& norm, const Rows& rounded, flo
                : LaunchRoundToE4m3(norm.out, channels, {}, 0, int64_t{norm.images} * norm.pixels,
                                    rounded, queue);
   }
-  if (!SuitsGroupNormCluster(norm, queue)) {
-    return LaunchFactorsThenScale(norm, rounded, factors, queue);
-  }
+  if (!InOnePass(norm, queue)) return LaunchFactorsThenScale(norm, rounded, factors, queue);
   GroupNormLaunch rounding = norm;
   rounding.out = rounded;
-  return LaunchGroupNormCluster(rounding, queue);
+  return LaunchOnePass(rounding, queue);
 }
 
 }  // namespace denoised::cuda
