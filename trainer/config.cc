@@ -16,6 +16,7 @@
 #include "engine/core/config_reader.h"
 #include "engine/text/unicode.h"
 #include "flags/flags.h"
+#include "trainer/data/pictures.h"
 #include "trainer/differences.h"
 #include "trainer/version.h"
 
@@ -285,6 +286,7 @@ absl::Status ReadNetwork(const std::string& path, RunConfig* config) {
   }
   DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig network,
                             UNet2DConfig::Parse(config->network_json, file));
+  DENOISED_RETURN_IF_ERROR(CheckChannels(network.in_channels, file));
   config->network = network;
   return absl::OkStatus();
 }

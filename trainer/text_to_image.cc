@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "engine/pipelines/prompt_reader.h"
 #include "engine/text/clip_tokenizer.h"
 #include "engine/text/unicode.h"
 #include "engine/training/latents.h"
@@ -90,6 +91,14 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory, 
                                                 from.components.at("text_encoder").class_name));
   DENOISED_ASSIGN_OR_RETURN(parts.vae,
                             AutoencoderKLConfig::Parse(parts.config("vae"), file("vae")));
+  const VaeConfig& latents = parts.vae.vae;
+  DENOISED_RETURN_IF_ERROR(CheckChannels(latents.in_channels, file("vae")));
+  if (const int channels = parts.network.unet.in_channels;
+      stage == Stage::kDiffusion && channels != latents.latent_channels)
+    return InvalidArgument(
+        "{}: field 'in_channels' is {}, but {} has latent_channels {}; set it to {}, or take both "
+        "parts from one pipeline",
+        file("unet"), channels, file("vae"), latents.latent_channels, latents.latent_channels);
   // SDXL's pipelines alone read these of diffusers'. Stage vae writes null.
   if (const AutoencoderKLConfig& vae = parts.vae; stage == Stage::kDiffusion)
     for (const auto& [field, used] : {std::pair{"shift_factor", vae.shift_factor != 0},
@@ -103,6 +112,10 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory, 
   // What the server refuses, it would refuse in the model, too.
   const std::string& schedule = from.scheduler_config_file;
   DENOISED_ASSIGN_OR_RETURN(parts.served, PipelineFiles::Of(parts.directory));
+  PromptReader::Rules rules;
+  rules.encoders = {{.max_tokens = parts.network.text.max_position_embeddings,
+                     .vocabulary = parts.network.text.vocab_size}};
+  DENOISED_RETURN_IF_ERROR(PromptReader::Load(from, rules).status());
   DENOISED_ASSIGN_OR_RETURN(parts.objective,
                             training::ObjectiveOfScheduler(*from.scheduler_config, schedule));
   if (!training::IsDdpm(parts.objective.kind))

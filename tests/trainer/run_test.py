@@ -806,6 +806,8 @@ class RunTest(unittest.TestCase):
         cases = [
             ({"norm_num_groups": 3}, {}, "which 3 groups do not divide"),
             ({"out_channels": 3}, {}, "out_channels is 3 and in_channels 1"),
+            ({"in_channels": 2, "out_channels": 2}, {},
+             "other.json: field 'in_channels' is 2, but pictures have 1 or 3 channels; use one of them"),
             ({"num_class_embeds": None}, {}, "--class-dropout is 0.1, but the network has no classes"),
             ({"num_class_embeds": None, "class_embed_type": "identity"}, {}, "which have no null class"),
             ({}, {"objective": "score"}, 'set time_embedding_type to "fourier"'),

@@ -672,12 +672,17 @@ std::string PictureName(const std::string& name) {
   return fs::path(name).lexically_normal().generic_string();
 }
 
+absl::Status CheckChannels(int in_channels, const std::string& config_file) {
+  if (in_channels == 1 || in_channels == 3) return absl::OkStatus();
+  return InvalidArgument(
+      "{}: field 'in_channels' is {}, but pictures have 1 or 3 channels; use one of them",
+      config_file, in_channels);
+}
+
 absl::StatusOr<Pictures> ReadPictures(const std::string& path, const std::string& labels_path,
                                       const PictureOptions& options) {
   DENOISED_CHECK(options.height > 0 && options.width > 0);
-  if (options.channels != 1 && options.channels != 3)
-    return InvalidArgument("the network's in_channels is {}; pictures have 1 or 3",
-                           options.channels);
+  DENOISED_CHECK(options.channels == 1 || options.channels == 3);
   std::error_code error;
   const bool folder = fs::is_directory(path, error);
   const bool own_labels = folder || EndsWith(path, ".zip") || EndsWith(path, ".npz");

@@ -45,6 +45,9 @@ struct Pictures {
   std::vector<std::string> files;        // of a folder, by picture: its path below the folder
 };
 
+/// InvalidArgument if no picture has as many channels as the network of this config reads.
+absl::Status CheckChannels(int in_channels, const std::string& config_file);
+
 /// Reads all pictures of `path` into uint8 once:
 ///
 ///   a folder   .png, .jpg, .jpeg, .jpe, .jfif and .webp files below it, in the order of their
