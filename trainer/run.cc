@@ -208,6 +208,11 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
                              config_.data);
     // All lines of metadata.jsonl, else the .txt of each picture, when it is its turn.
     const bool has_lines = fs::exists(config_.data + "/metadata.jsonl", error);
+    DENOISED_ASSIGN_OR_RETURN(const Weights weights,
+                              config_.pipeline->directory.components.at("vae").OpenWeights());
+    const auto vae = training::ReadAutoencoder(config_.pipeline->vae, weights);
+    DENOISED_RETURN_IF_ERROR(Annotate(vae.status(), "--pipeline"));
+    vae_weights_ = *vae;
     DENOISED_ASSIGN_OR_RETURN(captions, ReadCaptions(config_.data, {}));
     options.refuse = [this, has_lines, &captions](const std::string& file) {
       absl::StatusOr<Captions> own = Captions();
@@ -285,10 +290,6 @@ absl::Status Session::ReadTexts(const Captions& captions, uLong* checksum) {
         captions.at(pictures_.files[i * pictures_.files.size() / config_.sample_count]).front());
   if (!config_.prompts.empty()) prompts_ = config_.prompts;
   // A network is a function of the latents that it learned.
-  DENOISED_ASSIGN_OR_RETURN(const Weights weights,
-                            config_.pipeline->directory.components.at("vae").OpenWeights());
-  DENOISED_ASSIGN_OR_RETURN(vae_weights_,
-                            training::ReadAutoencoder(config_.pipeline->vae, weights));
   for (const auto& [name, tensor] : vae_weights_) *checksum = Checksum(*checksum, tensor);
   return absl::OkStatus();
 }
@@ -385,15 +386,22 @@ absl::Status Session::DryRun() {
 
 /// Of --init-from, and of what text to image never trains, by the prefix of their parameters.
 absl::StatusOr<std::map<std::string, Weights>> Session::OpenFirstWeights() const {
-  if (config_.pipeline) return OpenParts(*config_.pipeline, config_.stage, config_.init_from);
   std::map<std::string, Weights> opened;
-  if (config_.init_from.empty()) return opened;
-  std::string folder = config_.init_from + "/unet";
-  std::error_code error;
-  if (!fs::is_directory(folder, error)) folder = config_.init_from;
-  DENOISED_ASSIGN_OR_RETURN(Safetensors tensors,
-                            Safetensors::OpenDirectory(folder, "diffusion_pytorch_model"));
-  opened.emplace("", Weights(std::move(tensors), folder));
+  if (config_.pipeline) {
+    DENOISED_ASSIGN_OR_RETURN(opened,
+                              OpenParts(*config_.pipeline, config_.stage, config_.init_from));
+  } else if (!config_.init_from.empty()) {
+    std::string folder = config_.init_from + "/unet";
+    std::error_code error;
+    if (!fs::is_directory(folder, error)) folder = config_.init_from;
+    DENOISED_ASSIGN_OR_RETURN(Safetensors tensors,
+                              Safetensors::OpenDirectory(folder, "diffusion_pytorch_model"));
+    opened.emplace("", Weights(std::move(tensors), folder));
+  }
+  for (const auto& [prefix, weights] : opened)
+    DENOISED_RETURN_IF_ERROR(
+        Annotate(training::CheckWeights(config_.network, config_.trainer, prefix, weights),
+                 config_.init_from.empty() ? "--pipeline" : "--init-from"));
   return opened;
 }
 

@@ -108,23 +108,40 @@ void Parameters::Initialize(uint64_t seed, const Tensor& trained, const Tensor& 
   work();
 }
 
-absl::Status Parameters::Load(const Weights& weights, const Tensor& trained, const Tensor& fixed,
-                              const std::string& prefix) const {
+absl::Status Parameters::Read(
+    const Weights& weights, const std::string& prefix,
+    const std::function<void(size_t index, const std::vector<float>& values)>& take) const {
+  const auto with_remedy = [](const absl::Status& status) {
+    return absl::Status(status.code(), fmt::format("{}; take weights and config from one model",
+                                                   std::string(status.message())));
+  };
   for (size_t index = 0; index < all_.size(); ++index) {
     const Parameter& parameter = all_[index];
     if (!parameter.served || parameter.name.compare(0, prefix.size(), prefix) != 0) continue;
-    DENOISED_ASSIGN_OR_RETURN(const Tensor from,
-                              weights.Get(parameter.name.substr(prefix.size()), parameter.shape));
-    const std::vector<float> values = from.ToFloats();
+    const auto from = weights.Get(parameter.name.substr(prefix.size()), parameter.shape);
+    if (!from.ok()) return with_remedy(from.status());
+    const std::vector<float> values = from->ToFloats();
     if (!std::all_of(values.begin(), values.end(), [](float v) { return std::isfinite(v); }))
       return InvalidArgument(
           "{}: tensor '{}' has numbers that are not finite, with which no step could be made; use "
           "other weights",
           weights.file(), parameter.name.substr(prefix.size()));
-    std::copy(values.begin(), values.end(),
-              Part(parameter.trained ? trained : fixed, static_cast<int>(index)).as<float>());
+    take(index, values);
   }
-  return weights.CheckAllUsed();
+  const absl::Status used = weights.CheckAllUsed();
+  return used.ok() ? used : with_remedy(used);
+}
+
+absl::Status Parameters::Check(const Weights& weights, const std::string& prefix) const {
+  return Read(weights, prefix, [](size_t, const std::vector<float>&) {});
+}
+
+absl::Status Parameters::Load(const Weights& weights, const Tensor& trained, const Tensor& fixed,
+                              const std::string& prefix) const {
+  return Read(weights, prefix, [&](size_t index, const std::vector<float>& values) {
+    std::copy(values.begin(), values.end(),
+              Part(all_[index].trained ? trained : fixed, static_cast<int>(index)).as<float>());
+  });
 }
 
 std::map<std::string, Tensor> Parameters::Named(const Tensor& trained, const Tensor& fixed) const {

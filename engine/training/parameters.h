@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
@@ -67,10 +68,16 @@ class Parameters {
   /// latter also for numbers that are not finite.
   absl::Status Load(const Weights& weights, const Tensor& trained, const Tensor& fixed,
                     const std::string& prefix = "") const;
+  /// The errors of Load() alone.
+  absl::Status Check(const Weights& weights, const std::string& prefix) const;
   /// Views of the served parameters in host tensors, by checkpoint name.
   std::map<std::string, Tensor> Named(const Tensor& trained, const Tensor& fixed) const;
 
  private:
+  absl::Status Read(
+      const Weights& weights, const std::string& prefix,
+      const std::function<void(size_t index, const std::vector<float>& values)>& take) const;
+
   std::vector<Parameter> all_;
   int64_t trained_ = 0, fixed_ = 0;
   absl::Status status_;

@@ -135,6 +135,16 @@ absl::StatusOr<PassCount> CountPass(const NetworkConfig& config, const TrainerOp
   return count;
 }
 
+absl::StatusOr<Parameters> DeclareParameters(const NetworkConfig& config,
+                                             const TrainerOptions& options) {
+  Cost cost;
+  const std::unique_ptr<Backend> backend = NewCountingBackend(DType::kF32, &cost);
+  Parameters parameters;
+  DENOISED_RETURN_IF_ERROR(
+      Task::Make(*backend, parameters, config, AugmentLabels(options)).status());
+  return parameters;
+}
+
 std::vector<double> Cumulative(const std::vector<double>& weights) {
   std::vector<double> sums(weights.size());
   std::partial_sum(weights.begin(), weights.end(), sums.begin());
@@ -504,10 +514,13 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Make(Backend& backend, Exchang
 absl::Status CheckSettings(const NetworkConfig& config, const TrainerOptions& options) {
   DENOISED_RETURN_IF_ERROR(
       std::visit([&](const auto& one) { return CheckSettingsOf(one, options); }, config));
-  Cost cost;
-  const std::unique_ptr<Backend> backend = NewCountingBackend(DType::kF32, &cost);
-  Parameters parameters;
-  return Task::Make(*backend, parameters, config, AugmentLabels(options)).status();
+  return DeclareParameters(config, options).status();
+}
+
+absl::Status CheckWeights(const NetworkConfig& config, const TrainerOptions& options,
+                          const std::string& prefix, const Weights& weights) {
+  DENOISED_ASSIGN_OR_RETURN(const Parameters parameters, DeclareParameters(config, options));
+  return parameters.Check(weights, prefix);
 }
 
 absl::Status CheckPassRows(denoised::Device device, int64_t rows) {

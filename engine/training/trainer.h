@@ -97,6 +97,10 @@ struct TrainerPlan {
 /// fit together.
 absl::Status CheckSettings(const NetworkConfig& config, const TrainerOptions& options);
 
+/// What LoadWeights() of such a trainer refuses. Reads all weights, since each must be finite.
+absl::Status CheckWeights(const NetworkConfig& config, const TrainerOptions& options,
+                          const std::string& prefix, const Weights& weights);
+
 /// InvalidArgument if a pass has more samples than the kernels of `device` take.
 absl::Status CheckPassRows(denoised::Device device, int64_t rows);
 

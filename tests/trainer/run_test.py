@@ -930,6 +930,25 @@ class RunTest(unittest.TestCase):
         weights.write_bytes(weights.read_bytes()[:-4] + struct.pack("<f", float("nan")))
         said = self.train("b", rc=2, **{"init-from": self.root / "a/model"})
         self.assertRegex(said, rf"{weights.parent}: tensor '\S+' has numbers that are not finite, .*use other weights")
+        self.assertNotIn("read in", said)  # before the pictures are read
+
+    def test_a_start_with_other_tensors_is_refused_before_pictures_are_read(self):
+        self.train("a", steps=1)
+        file = self.root / "a/model/unet/diffusion_pytorch_model.safetensors"
+        before = file.read_bytes()
+        for old, new, message in [
+            (b'"conv_in.weight"', b'"conv_in.heavy!"', "no tensor 'conv_in.weight', which the config asks for with shape"),
+            (b'"shape":[8,1,3,3]', b'"shape":[1,8,3,3]', "tensor 'conv_in.weight' has shape [1, 8, 3, 3], but the config"),
+        ]:
+            header = before.replace(old, new, 1)
+            self.assertEqual((len(header), header != before), (len(before), True), before[:200])
+            file.write_bytes(header)
+            for flags in ({}, {"dry-run": "true"}, {"resume": "latest"}):
+                with self.subTest(message=message, flags=flags):
+                    said = self.train("b", rc=2, **{"init-from": self.root / "a/model", **flags})
+                    self.assertIn(f"--init-from: {file.parent}: {message}", said)
+                    self.assertIn("; take weights and config from one model\n", said)
+                    self.assertNotIn("read in", said)
 
     def test_a_run_that_diverges_ends_with_a_message(self):
         said = self.train("a", rc=1, **{

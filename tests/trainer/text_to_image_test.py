@@ -494,6 +494,28 @@ class TextToImageTest(unittest.TestCase):
                         self.assertNotIn("read in", said)
             (pipeline / file).write_text(before)
 
+    def test_weights_that_do_not_fit_are_refused_before_pictures_are_read(self):
+        other = self.root / "other"
+        shutil.copytree(PIPELINE, other)
+        start, pipeline = {"init-from": other}, {"pipeline": other}
+        for file, flags in [
+            ("unet/diffusion_pytorch_model", start), ("text_encoder/model", start),
+            ("vae/diffusion_pytorch_model", {**start, "stage": "vae"}), ("vae/diffusion_pytorch_model", pipeline),
+            ("text_encoder/model", {**pipeline, "freeze-text": "true"}),
+        ]:  # fmt: skip
+            weights = other / f"{file}.safetensors"
+            before = weights.read_bytes()
+            name = next(name for name in tensors(weights) if name.endswith(".bias"))
+            rename_tensors(weights, lambda each, name=name: "renamed" if each == name else each)
+            for dry in ("false", "true"):
+                with self.subTest(file=file, flags=flags, dry=dry):
+                    said = self.train("refused", rc=2, **flags, **{"dry-run": dry})
+                    flag = "--init-from" if "init-from" in flags else "--pipeline"
+                    self.assertIn(f"{flag}: {weights.parent}: no tensor '{name}'", said)
+                    self.assertIn("; take weights and config from one model\n", said)
+                    self.assertNotIn("read in", said)
+            weights.write_bytes(before)
+
     def test_refuses_by_name(self):
         pipeline = self.root / "pipeline"
         shutil.copytree(PIPELINE, pipeline)
