@@ -242,6 +242,7 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
                                 {"skipped_in_row", state.skipped_in_row},
                                 {"averages", state.averages.size()},
                                 {"machine", checkpoint.machine},
+                                {"flags", checkpoint.flags},
                                 {"configuration", checkpoint.run}};
     DENOISED_RETURN_IF_ERROR(WriteFileWhole(partial + "/run.json", run.dump(2) + "\n"));
     nlohmann::json done;
@@ -337,6 +338,22 @@ absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string
     if (absl::IsUnavailable(checkpoint.status())) unread.Update(checkpoint.status());
   }
   DENOISED_RETURN_IF_ERROR(unread);
+  return std::nullopt;
+}
+
+std::optional<SavedFlags> FlagsOf(const std::string& directory) {
+  SavedFlags saved{directory + "/run.json", {}};
+  const auto run = ReadJsonFile(saved.file);
+  if (run.ok()) saved.flags = run->value("flags", nlohmann::json());
+  return saved.flags.is_object() ? std::optional(saved) : std::nullopt;
+}
+
+std::optional<SavedFlags> LatestFlags(const std::string& folder) {
+  for (const int64_t step : StepsIn(folder)) {
+    const std::string directory = folder + "/" + NameOf(step);
+    if (!CheckDone(directory, /*contents=*/false).ok()) continue;
+    if (auto saved = FlagsOf(directory)) return saved;
+  }
   return std::nullopt;
 }
 

@@ -12,7 +12,7 @@
 /// What a run leaves on the disk. A checkpoint is a folder of `checkpoints/`:
 ///
 ///   step-000001000/state.safetensors   weights, moments and averages, flat
-///   step-000001000/run.json            step, counters, settings, machine
+///   step-000001000/run.json            step, counters, settings, flags, machine
 ///   step-000001000/DONE                sizes and checksums of the two; written last
 ///
 /// It is written under a temporary name, synced, renamed, and gets DONE: whenever the process or
@@ -22,8 +22,9 @@ namespace denoised::trainer {
 
 struct Checkpoint {
   training::TrainerState state;
-  nlohmann::json run;        // run.json's "configuration"
-  std::string machine = {};  // on which the step was made; empty in older checkpoints
+  nlohmann::json run;         // run.json's "configuration"
+  std::string machine = {};   // on which the step was made; empty in older checkpoints
+  nlohmann::json flags = {};  // of its process, as --config has them; null in older checkpoints
 };
 
 /// Writes `checkpoint` below `folder`, and then removes what is older than the `keep` newest whole
@@ -41,6 +42,17 @@ absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string
 /// One checkpoint. DataLoss names the file that is damaged, Unavailable the one that cannot be
 /// read; NotFound.
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory);
+
+/// The flags in a checkpoint, and the file that has them.
+struct SavedFlags {
+  std::string file;
+  nlohmann::json flags;
+};
+/// Of the newest checkpoint below `folder` that has any, as those of earlier versions have not, and
+/// whose files have the sizes that DONE says.
+std::optional<SavedFlags> LatestFlags(const std::string& folder);
+/// The same of one checkpoint.
+std::optional<SavedFlags> FlagsOf(const std::string& directory);
 
 /// A served model.
 struct Pipeline {

@@ -2,6 +2,7 @@
 #include "trainer/config.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <map>
+#include <set>
 #include <string_view>
 #include <system_error>
 
@@ -16,6 +18,7 @@
 #include "engine/core/config_reader.h"
 #include "engine/text/unicode.h"
 #include "flags/flags.h"
+#include "trainer/checkpoint.h"
 #include "trainer/data/pictures.h"
 #include "trainer/differences.h"
 #include "trainer/version.h"
@@ -81,6 +84,32 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const CLI::App& app,
     }
   }
   return arguments;
+}
+
+/// All flags that were given, as a --config that gives them again. Paths are absolute, for a resume
+/// in another folder.
+nlohmann::json GivenFlags(const CLI::App& app) {
+  static const std::set<std::string> kOfOneCall = {"help",   "version", "config",
+                                                   "output", "resume",  "dry-run"};
+  static const std::set<std::string> kPaths = {"data", "labels", "pipeline", "init-from",
+                                               "autotune-cache"};
+  nlohmann::json given = nlohmann::json::object();
+  for (const CLI::Option* const option : app.get_options()) {
+    const std::string& name = option->get_lnames().front();
+    if (option->count() == 0 || kOfOneCall.contains(name)) continue;
+    std::vector<std::string> values = option->results();
+    // JSON has no other texts: such a path is to be given again.
+    if (!std::ranges::all_of(values, [](const auto& text) { return DecodeUtf8(text).ok(); }))
+      continue;
+    std::error_code error;
+    if (kPaths.contains(name)) values.back() = std::filesystem::absolute(values.back(), error);
+    if (option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll) {
+      given[name] = values;
+    } else {
+      given[name] = values.back();
+    }
+  }
+  return given;
 }
 
 absl::StatusOr<AverageOptions> ParseAverage(const std::string& text) {
@@ -621,9 +650,10 @@ void AddOutputFlags(CLI::App& app, Flags* flags) {
   RunConfig& config = flags->config;
   app.option_defaults()->group("Output");
   app.add_option("--output", config.output, "Folder for checkpoints, logs and the model");
-  app.add_option("--resume", config.resume,
-                 "Resume from the latest checkpoint in --output (\"latest\"; starts anew if none) "
-                 "or from this folder");
+  app.add_option(
+      "--resume", config.resume,
+      "Resume from the latest checkpoint in --output (\"latest\"; starts anew if none) "
+      "or from this folder. Without --config, flags that are not given are as they were");
   app.add_option("--checkpoint-steps", config.checkpoint_steps,
                  "Steps between checkpoints; each grid has one before it");
   app.add_option("--keep", config.keep, "Number of checkpoints to keep, with those of grids");
@@ -760,7 +790,8 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
     return InvalidArgument("--model-dtype is \"{}\"; use fp32 or fp16", flags.model_dtype);
   config.half = flags.model_dtype == "fp16";
   if (config.data.empty())
-    return InvalidArgument("--data is missing: give a folder of pictures, or a file");
+    return InvalidArgument("--data is missing{}: give a folder of pictures, or a file",
+                           config.resume.empty() ? "" : ", and no checkpoint says it");
   if (config.output.empty() && !config.dry_run)
     return InvalidArgument("--output is missing: give a folder for checkpoints and the model");
   const auto kind = training::ObjectiveFromName(flags.objective);
@@ -1016,19 +1047,36 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   };
   DENOISED_RETURN_IF_ERROR(parse(given));
   if (*print) return flags.config;
+  const std::string &resume = flags.config.resume, &output = flags.config.output;
+  std::optional<SavedFlags> file;
   if (!flags.config_file.empty()) {
-    DENOISED_ASSIGN_OR_RETURN(const nlohmann::json json, ReadJsonFile(flags.config_file));
-    DENOISED_ASSIGN_OR_RETURN(
-        std::vector<std::string> arguments,
-        ArgumentsOf(app, json, flags.config_file, given, &flags.config.network_json));
+    DENOISED_ASSIGN_OR_RETURN(nlohmann::json json, ReadJsonFile(flags.config_file));
+    file = {flags.config_file, std::move(json)};
+  } else if (!resume.empty() && !output.empty()) {
+    file = resume == "latest" ? LatestFlags(output + "/checkpoints") : FlagsOf(resume);
+  }
+  if (file) {
+    nlohmann::json& network = flags.config.network_json;
+    DENOISED_ASSIGN_OR_RETURN(std::vector<std::string> arguments,
+                              ArgumentsOf(app, file->flags, file->file, given, &network));
+    if (flags.config_file.empty() && !(arguments.empty() && network.is_null()))
+      flags.config.resumed_flags = fmt::format("{}: {}{}", file->file, fmt::join(arguments, " "),
+                                               network.is_null() ? "" : " --network");
     arguments.insert(arguments.end(), given.begin(), given.end());
     flags.averages.clear();
     flags.config.prompts.clear();
     flags.config.class_names.clear();
-    DENOISED_RETURN_IF_ERROR(Annotate(parse(arguments), flags.config_file));
+    DENOISED_RETURN_IF_ERROR(Annotate(parse(arguments), file->file));
   }
 
-  DENOISED_RETURN_IF_ERROR(Finish(app, flags));
+  const bool has_network = !flags.network.empty() || !flags.config.network_json.is_null();
+  const absl::Status finished = Finish(app, flags);
+  if (const std::string& others = flags.config.resumed_flags; !finished.ok() && !others.empty())
+    return absl::Status(finished.code(), fmt::format("{} (what no flag gives is of {})",
+                                                     std::string(finished.message()), others));
+  DENOISED_RETURN_IF_ERROR(finished);
+  flags.config.flags = GivenFlags(app);
+  if (has_network) flags.config.flags["network"] = flags.config.network_json;
   return std::move(flags.config);
 }
 

@@ -40,7 +40,9 @@ struct RunConfig {
 
   int64_t checkpoint_steps = 1000, sample_steps = 0, log_steps = 10;
   int keep = 3;
-  std::string resume;  // "latest", a checkpoint's folder, or empty
+  std::string resume;         // "latest", a checkpoint's folder, or empty
+  nlohmann::json flags;       // all that were given, for a later resume; paths are absolute
+  std::string resumed_flags;  // those of them that are the checkpoint's, for people; or empty
   int sample_count = 16;
   int max_skipped = 50;  // steps in a row
   bool dry_run = false;
@@ -66,9 +68,10 @@ struct RunConfig {
 /// would type. Some of its fields are lists of several flags' values.
 nlohmann::json AsFlags(const nlohmann::json& fingerprint);
 
-/// Flags win over the JSON object of --config, whose fields are the flags' names. InvalidArgument
-/// and NotFound name the flag or field, its value and the remedy. For --help and --version, sets
-/// `print` to the text to print instead of a run; the result is then incomplete.
+/// Flags win over the JSON object of --config, whose fields are the flags' names. Without --config,
+/// a resume takes what no flag gives from its checkpoint. InvalidArgument and NotFound name the
+/// flag or field, its value and the remedy. For --help and --version, sets `print` to the text to
+/// print instead of a run; the result is then incomplete.
 absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
                                            std::optional<std::string>* print);
 

@@ -834,8 +834,8 @@ absl::Status Session::Save() {
         "{}. Lower --learning-rate or raise --adam-eps, and start anew in another --output",
         step_, std::max<int64_t>(saved_step_, 0));
   saved_step_ = step_;
-  DENOISED_RETURN_IF_ERROR(
-      SaveCheckpoint(Output("checkpoints"), {state, fingerprint_, Machine()}, config_.keep));
+  DENOISED_RETURN_IF_ERROR(SaveCheckpoint(
+      Output("checkpoints"), {state, fingerprint_, Machine(), config_.flags}, config_.keep));
   const absl::Status models = WriteModels(state);
   // Later weights may be fit for a model, but there are none after the last step.
   const bool later = step_ < config_.trainer.steps && absl::IsFailedPrecondition(models);
@@ -953,6 +953,7 @@ absl::Status Session::CheckLearned() const {
 }
 
 absl::Status Session::Run() {
+  if (first() && !config_.resumed_flags.empty()) Say("settings of {}", config_.resumed_flags);
   // What can be refused at once is refused before the pictures are read, which may take minutes.
   DENOISED_RETURN_IF_ERROR(CheckSchedule());
   DENOISED_RETURN_IF_ERROR(training::CheckSettings(config_.network, config_.trainer));

@@ -137,6 +137,23 @@ TEST_F(FilesTest, UnfinishedAndDamagedCheckpointsArePassedOver) {
   EXPECT_THAT(broken[2], HasSubstr("checksum"));
 }
 
+TEST_F(FilesTest, FlagsAreThoseOfTheNewestWholeCheckpoint) {
+  EXPECT_FALSE(LatestFlags(folder_).has_value());
+  for (const int64_t step : {10, 20, 30}) {
+    Checkpoint checkpoint = At(step);
+    if (step > 10) checkpoint.flags = {{"steps", std::to_string(step)}};
+    ASSERT_TRUE(SaveCheckpoint(folder_, checkpoint, 9).ok());
+  }
+  EXPECT_EQ(LatestFlags(folder_)->flags["steps"], "30");
+  std::fstream(folder_ / "step-000000030/run.json", std::ios::in | std::ios::out).put('!');
+  EXPECT_EQ(LatestFlags(folder_)->flags["steps"], "20");
+  fs::resize_file(folder_ / "step-000000030/state.safetensors", 100);
+  EXPECT_EQ(LatestFlags(folder_)->flags["steps"], "20");
+  EXPECT_EQ(LatestFlags(folder_)->file, folder_ / "step-000000020/run.json");
+  fs::remove_all(folder_ / "step-000000020");
+  EXPECT_FALSE(LatestFlags(folder_).has_value());  // the older one has none
+}
+
 TEST_F(FilesTest, DamagedCheckpointsAreNotAmongThoseThatAreKept) {
   for (const int64_t step : {10, 20, 30, 40, 50})
     ASSERT_TRUE(SaveCheckpoint(folder_, At(step), 9).ok());

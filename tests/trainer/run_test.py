@@ -596,15 +596,8 @@ class RunTest(unittest.TestCase):
         here = run["machine"]
         self.assertRegex(here, r"^denoise-train \d+\.\d+\.\d+ on (CPU, oneDNN \d+\.\d+\.\d+, |.+, compute )")
 
-        def write(**fields):
-            text = json.dumps({**run, **fields}).encode()
-            (folder / "run.json").write_bytes(text)
-            done = json.loads((folder / "DONE").read_text())
-            done["run.json"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
-            (folder / "DONE").write_text(json.dumps(done))
-
         there = "denoise-train 0.1.0 on CPU, oneDNN 1.0.0, AVX2"
-        write(machine=there)
+        self.edit_run(folder, machine=there)
         said = self.train("a", resume="latest")
         self.assertEqual(said.count("warning"), 1, said)
         self.assertIn("warning: from here on not the bits of an uninterrupted run: they were "
@@ -614,18 +607,13 @@ class RunTest(unittest.TestCase):
         # Older ones do not say.
         shutil.rmtree(self.root / "a/checkpoints/step-000000016")
         shutil.rmtree(self.root / "a/checkpoints/step-000000012")
-        run.pop("machine")
-        write()
+        self.edit_run(folder, machine=None)
         self.assertNotIn("warning", self.train("a", resume="latest"))
 
     def test_a_checkpoint_without_settings_is_refused(self):
         self.train("a", steps=4)
         folder = self.root / "a/checkpoints/step-000000004"
-        text = json.dumps({**json.loads((folder / "run.json").read_text()), "configuration": None}).encode()
-        (folder / "run.json").write_bytes(text)
-        done = json.loads((folder / "DONE").read_text())
-        done["run.json"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
-        (folder / "DONE").write_text(json.dumps(done))
+        self.edit_run(folder, configuration=[])
         self.assertIn("run.json has no settings; resume from another checkpoint",
                       self.train("a", rc=2, resume="latest"))  # fmt: skip
 
@@ -1263,7 +1251,7 @@ class RunTest(unittest.TestCase):
         flags = {"canvas": 320}  # 12 pictures of 100 KiB
         self.train("resident", **flags)
         self.assertNotIn("on disk", self.train("room", **flags, **{"data-memory": 2}))
-        disk = {**flags, "data-memory": 1}
+        disk, room = {**flags, "data-memory": 1}, {**flags, "data-memory": 0}
         said = self.train("disk", **disk)
         self.assertIn("on disk", said)
         self.assertEqual(self.state("resident"), self.state("disk"))
@@ -1271,7 +1259,7 @@ class RunTest(unittest.TestCase):
         # Each rank has a file of its own, and a resumed run may have more memory or less.
         self.assertIn("on disk", self.train_ranks(0, output="ranks", **disk)[0])
         self.assertEqual(self.state("resident"), self.state("ranks"))
-        for output, first, then in (("a disk", disk, flags), ("more room", flags, disk), ("disks", disk, disk)):
+        for output, first, then in (("a disk", disk, room), ("more room", room, disk), ("disks", disk, disk)):
             self.train(output, **first, steps=8)
             said = self.train(output, resume="latest", **then)
             self.assertIn("resumed at step 8", said)
@@ -1288,6 +1276,8 @@ class RunTest(unittest.TestCase):
         self.assertNotIn(b"map_augment", weights)
         said = self.train("a", rc=2, resume="latest", augment=0.25)
         self.assertIn("--augment was 0.5 and is 0.25", said)
+        for checkpoint in (self.root / "a/checkpoints").iterdir():
+            self.edit_run(checkpoint, flags=None)  # of an older version
         said = self.train("a", rc=2, resume="latest")
         self.assertIn("--augment was 0.5 and is not set", said)
 
@@ -1301,8 +1291,94 @@ class RunTest(unittest.TestCase):
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertIn("no further thread can be started; lower --prefetch-threads or OMP_NUM_THREADS", done.stderr)
 
+    def edit_run(self, folder, **fields):
+        """Changes fields of a checkpoint's run.json; None removes one."""
+        run = {**json.loads((folder / "run.json").read_text()), **fields}
+        text = json.dumps({key: value for key, value in run.items() if value is not None}).encode()
+        (folder / "run.json").write_bytes(text)
+        done = json.loads((folder / "DONE").read_text())
+        done["run.json"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
+        (folder / "DONE").write_text(json.dumps(done))
+
+    def resume(self, output, *arguments, rc=0, resume="latest"):
+        """By these arguments alone, in another folder than that of the start."""
+        elsewhere = self.root / "elsewhere"
+        elsewhere.mkdir(exist_ok=True)
+        done = subprocess.run(
+            [Path(PROGRAM).resolve(), f"--output={self.root / output}", f"--resume={resume}", *arguments],
+            cwd=elsewhere, capture_output=True, text=True, timeout=120)  # fmt: skip
+        self.assertEqual(done.returncode, rc, done.stderr)
+        return done.stderr
+
+    def test_a_resume_takes_settings_from_its_checkpoint(self):
+        config = self.root / "run.json"
+        config.write_text(json.dumps({"average": ["decay:0.9", "power:0.1"], "class-name": ["x y", "[z,w]"],
+                                      "network": NETWORK, "flip": True}))  # fmt: skip
+        flags = {"network": None, "objective": "v", "cap-snr": 5, "checkpoint-steps": 4, "default-steps": 7}
+        self.train("whole", config=config, **flags)
+        # With paths that are relative to the folder of the start.
+        arguments = self.arguments("a", config="run.json", **{**flags, "steps": 4, "data": "pictures"})
+        subprocess.run([Path(PROGRAM).resolve(), *arguments[1:]], cwd=self.root, check=True, capture_output=True)
+        config.unlink()
+        run = self.root / "a/checkpoints/step-000000004/run.json"
+        said = self.resume("a", "--steps=12", "--flip")
+        line = next(line for line in said.splitlines() if line.startswith("settings of "))
+        self.assertTrue(line.startswith(f"settings of {run}: --average=decay:0.9 --average=power:0.1 --batch=16 "), line)
+        for setting in (" --cap-snr=5 ", " --class-name=x y ", f" --data={self.data} ", " --network"):
+            self.assertIn(setting, line)
+        for setting in ("--steps", "--flip", "--output", "--resume", "--config"):
+            self.assertNotIn(f"{setting}", line)
+        self.assertEqual(self.state("a"), self.state("whole"))
+        for file in ("model/model_index.json", "models/power_0.1/unet/diffusion_pytorch_model.safetensors"):
+            self.assertEqual((self.root / "a" / file).read_bytes(), (self.root / "whole" / file).read_bytes())
+        # What a resume was given is kept for the next.
+        self.assertIn("12 steps were already done", self.resume("a"))
+        said = self.resume("a", rc=2, *["--batch=32", "--average=decay:0.9"])
+        self.assertIn('another run: --average was ["decay:0.9","power:0.1"] and is ["decay:0.9"]; --batch was 16 and is 32.',
+                      said)  # fmt: skip
+        said = self.resume("a", "--objective=x0", rc=2)
+        self.assertIn("--cap-snr needs the objective v, but this run has the objective x0; leave it out "
+                      f"(what no flag gives is of {self.root}/a/checkpoints/step-000000012/run.json: --average", said)
+        # Into another folder, and no more than one file of settings.
+        self.resume("b", resume=run.parent)
+        self.assertIn("resumed at step 4", self.resume("c", "--steps=12", resume=run.parent))
+        self.assertEqual(self.state("c"), self.state("whole"))
+        config.write_text(json.dumps({"objective": "v", "average": ["decay:0.9", "power:0.1"], "flip": True}))
+        said = self.train("a", rc=2, config=config, resume="latest", objective="v")
+        self.assertIn("--cap-snr was 5.0 and is not set", said)
+        # With ranks.
+        self.train("ranks", config=config, objective="v", steps=4, **{"cap-snr": 5})
+        port = free_port()
+        ranks = [subprocess.Popen([PROGRAM, f"--output={self.root}/ranks", "--resume=latest", "--steps=12"],
+                                  stderr=subprocess.PIPE, text=True,
+                                  env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)})
+                 for rank in range(2)]  # fmt: skip
+        for process in ranks:
+            self.assertEqual((process.communicate(timeout=120)[1], process.returncode)[1], 0)
+        self.assertEqual(self.state("ranks"), self.state("whole"))
+
+    def test_a_resume_without_settings(self):
+        missing = "--data is missing, and no checkpoint says it: give a folder of pictures, or a file"
+        self.assertIn(missing, self.resume("none", rc=2))
+        self.train("a", steps=4)
+        # There may be paths that JSON cannot hold.
+        folder = self.root / os.fsdecode(b"\xff")
+        shutil.copytree(self.data, folder)
+        self.train("b", steps=4, data=folder)
+        self.assertIn(missing, self.resume("b", rc=2))
+        self.resume("b", f"--data={folder}", "--steps=8")
+        # Older checkpoints have no flags.
+        self.edit_run(self.root / "a/checkpoints/step-000000004", flags=None)
+        self.assertIn(missing, self.resume("a", rc=2))
+        self.train("a", resume="latest")
+        self.assertIn("12 steps were already done", self.resume("a"))
+        # What the start left is no setting of a run that has no checkpoint.
+        shutil.rmtree(self.root / "a/checkpoints")
+        self.assertIn(missing, self.resume("a", rc=2))
+
     def test_a_setting_that_is_dropped_is_noticed(self):
         self.train("a", objective="v", steps=4, **{"cap-snr": 5})
+        self.edit_run(self.root / "a/checkpoints/step-000000004", flags=None)  # of an older version
         said = self.train("a", rc=2, objective="v", resume="latest")
         self.assertIn("--cap-snr was 5.0 and is not set", said)
         self.train("a", objective="v", resume="latest", **{"cap-snr": 5})
@@ -1338,6 +1414,7 @@ class RunTest(unittest.TestCase):
         self.train("v", objective="v", steps=1)
         start = {"init-from": self.root / "v/model"}
         self.train("old", steps=2, average="decay:0.999", objective="edm", **start)
+        self.edit_run(self.root / "old/checkpoints/step-000000002", flags=None)
         said = self.train("old", rc=2, resume="latest", **start)
         self.assertIn('--average was ["decay:0.999"] and is ["warmup:0.999"]', said)
         self.assertIn('--objective was "edm" and is "v"', said)

@@ -283,6 +283,10 @@ class TextToImageTest(unittest.TestCase):
         self.train("resumed", steps=3)
         self.assertIn("resumed at step 3", self.train("resumed", resume="latest"))
         self.assertEqual(self.state("whole"), self.state("resumed"))
+        self.train("alone", steps=3, prompt="lines")
+        subprocess.run([PROGRAM, f"--output={self.root}/alone", "--resume=latest", "--steps=6"], check=True,
+                       capture_output=True)  # fmt: skip
+        self.assertEqual(self.state("whole"), self.state("alone"))
         port = free_port()
         ranks = [
             subprocess.Popen(
