@@ -113,7 +113,9 @@ class Session {
 
  private:
   absl::Status ReadTexts(const Captions& captions, uLong* checksum);
-  absl::Status NameClasses();
+  absl::Status NameClasses(const std::vector<std::string>& of_folders);
+  absl::Status CheckClasses(const training::Dataset& labels,
+                            const std::vector<std::string>& of_folders);
   absl::Status ReadData(const std::atomic<bool>& stop);
   absl::Status EncodePictures(const std::atomic<bool>& stop);
   int DefaultSteps() const;
@@ -183,6 +185,10 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
     options.wants_labels = pixels->condition == ClassCondition::kLabel;
     options.wants_vectors =
         pixels->condition == ClassCondition::kValue || pixels->condition == ClassCondition::kVector;
+    options.check = [this](const training::Dataset& labels, const std::vector<std::string>& names) {
+      // A picture that is left out may have any label.
+      return config_.skip_bad_files ? NameClasses(names) : CheckClasses(labels, names);
+    };
   }
   options.skip_bad = config_.skip_bad_files;
   options.memory = config_.data_memory > 0
@@ -229,17 +235,11 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
     Say("{} pictures of {} × {} × {}, {} MiB{}, {} skipped, read in {:.1f} s", images.dim(0),
         images.dim(2), images.dim(1), images.dim(3), images.bytes() >> 20,
         pictures_.dataset.on_disk ? " on disk" : "", pictures_.bad.size(), Since(start));
-  const std::vector<int32_t>& labels = pictures_.dataset.labels;
-  if (!config_.class_names.empty() && !labels.empty()) {
-    const int32_t largest = *std::max_element(labels.begin(), labels.end());
-    if (static_cast<size_t>(largest) >= config_.class_names.size())
-      return InvalidArgument("--class-name: there are {} names, but a picture has label {}",
-                             config_.class_names.size(), largest);
-  }
-  if (!config_.pipeline) DENOISED_RETURN_IF_ERROR(NameClasses());
+  if (!config_.pipeline)
+    DENOISED_RETURN_IF_ERROR(CheckClasses(pictures_.dataset, pictures_.class_names));
   // Another data set under the same settings is another run.
   uLong checksum = Checksum(0, images);
-  checksum = Checksum(checksum, labels);
+  checksum = Checksum(checksum, pictures_.dataset.labels);
   checksum = Checksum(checksum, pictures_.dataset.vectors);
   checksum = Checksum(checksum, pictures_.dataset.weights);
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(ReadTexts(captions, &checksum));
@@ -247,12 +247,27 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
   return absl::OkStatus();
 }
 
+/// Whether names and labels, or vectors, fit the network.
+absl::Status Session::CheckClasses(const training::Dataset& dataset,
+                                   const std::vector<std::string>& of_folders) {
+  const std::vector<int32_t>& labels = dataset.labels;
+  if (!config_.class_names.empty() && !labels.empty()) {
+    const int32_t largest = *std::max_element(labels.begin(), labels.end());
+    if (static_cast<size_t>(largest) >= config_.class_names.size())
+      return InvalidArgument(
+          "--class-name: there are {} names, but a picture has label {}; name every class",
+          config_.class_names.size(), largest);
+  }
+  DENOISED_RETURN_IF_ERROR(NameClasses(of_folders));
+  return training::CheckLabels(std::get<UNet2DConfig>(config_.network), config_.trainer, dataset);
+}
+
 /// Names that the server would refuse in a model are refused before the run.
-absl::Status Session::NameClasses() {
+absl::Status Session::NameClasses(const std::vector<std::string>& of_folders) {
   const auto& network = std::get<UNet2DConfig>(config_.network);
   const bool classes = network.condition == ClassCondition::kLabel;
   std::vector<std::string>& names = config_.class_names;
-  if (names.empty() && classes) names = pictures_.class_names;
+  if (names.empty() && classes) names = of_folders;
   if (names.empty()) return absl::OkStatus();
   if (!classes)
     return InvalidArgument("--class-name: the network has no classes; set num_class_embeds to {}",

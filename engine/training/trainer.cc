@@ -271,47 +271,7 @@ absl::Status CheckSettingsOf(const TextToImageConfig& config, const TrainerOptio
 absl::Status CheckDatasetOf(const UNet2DConfig& config, const TrainerOptions& options,
                             const Dataset& dataset) {
   DENOISED_RETURN_IF_ERROR(CheckPictures(SampleShape(config), dataset.images));
-  switch (config.condition) {
-    case ClassCondition::kNone:
-      break;
-    case ClassCondition::kLabel: {
-      if (dataset.labels.empty())
-        return InvalidArgument(
-            "the network has num_class_embeds {}, but the pictures have no labels; put them into a "
-            "folder for each class, or set num_class_embeds to null",
-            config.num_class_embeds);
-      const int32_t largest = *std::max_element(dataset.labels.begin(), dataset.labels.end());
-      if (largest >= config.num_class_embeds)
-        return InvalidArgument("a picture has label {}, but num_class_embeds is {}", largest,
-                               config.num_class_embeds);
-      if (options.class_dropout > 0 &&
-          std::count(dataset.labels.begin(), dataset.labels.end(), options.null_class) > 0)
-        return InvalidArgument(
-            "--null-class is {}, which is the class of a picture too; give the network one class "
-            "more than the pictures have, and leave --null-class out",
-            options.null_class);
-      break;
-    }
-    case ClassCondition::kValue:
-    case ClassCondition::kVector: {
-      const int64_t size = VectorSize(config);
-      if (!dataset.vectors && (size != 1 || dataset.labels.empty()))
-        return InvalidArgument(
-            "the network has class_embed_type \"{}\", but the pictures have no class vectors; give "
-            "each {} number{} as its label, in metadata.jsonl, dataset.json or a second .npy",
-            TypeOfVectors(config), size, size == 1 ? "" : "s");
-      if (dataset.vectors && dataset.vectors.dim(1) != size)
-        return InvalidArgument(
-            "the pictures have class vectors of {} numbers, but the network reads {}{}",
-            dataset.vectors.dim(1), size,
-            config.condition == ClassCondition::kVector ? " (its time_embedding_dim)" : "");
-      if (config.condition == ClassCondition::kValue &&
-          config.time_embedding_type == UNet2DConfig::Time::kFourier)
-        DENOISED_RETURN_IF_ERROR(CheckPositive(dataset));
-      break;
-    }
-  }
-  return absl::OkStatus();
+  return CheckLabels(config, options, dataset);
 }
 
 absl::Status CheckDatasetOf(const AutoencoderConfig& config, const TrainerOptions&,
@@ -349,6 +309,53 @@ absl::Status CheckDatasetOf(const TextToImageConfig& config, const TrainerOption
 }
 
 }  // namespace
+
+absl::Status CheckLabels(const UNet2DConfig& config, const TrainerOptions& options,
+                         const Dataset& dataset) {
+  switch (config.condition) {
+    case ClassCondition::kNone:
+      break;
+    case ClassCondition::kLabel: {
+      if (dataset.labels.empty())
+        return InvalidArgument(
+            "the network has num_class_embeds {}, but the pictures have no labels; put them into a "
+            "folder for each class, or set num_class_embeds to null",
+            config.num_class_embeds);
+      const int32_t largest = *std::max_element(dataset.labels.begin(), dataset.labels.end());
+      if (largest >= config.num_class_embeds)
+        return InvalidArgument(
+            "a picture has label {}, but the network's num_class_embeds is {}; set it to more than "
+            "{}, or correct the labels",
+            largest, config.num_class_embeds, largest);
+      if (options.class_dropout > 0 &&
+          std::count(dataset.labels.begin(), dataset.labels.end(), options.null_class) > 0)
+        return InvalidArgument(
+            "--null-class is {}, which is the class of a picture too; give the network one class "
+            "more than the pictures have, and leave --null-class out",
+            options.null_class);
+      break;
+    }
+    case ClassCondition::kValue:
+    case ClassCondition::kVector: {
+      const int64_t size = VectorSize(config);
+      if (!dataset.vectors && (size != 1 || dataset.labels.empty()))
+        return InvalidArgument(
+            "the network has class_embed_type \"{}\", but the pictures have no class vectors; give "
+            "each {} number{} as its label, in metadata.jsonl, dataset.json or a second .npy",
+            TypeOfVectors(config), size, size == 1 ? "" : "s");
+      if (dataset.vectors && dataset.vectors.dim(1) != size)
+        return InvalidArgument(
+            "the pictures have class vectors of {} numbers, but the network reads {}{}",
+            dataset.vectors.dim(1), size,
+            config.condition == ClassCondition::kVector ? " (its time_embedding_dim)" : "");
+      if (config.condition == ClassCondition::kValue &&
+          config.time_embedding_type == UNet2DConfig::Time::kFourier)
+        DENOISED_RETURN_IF_ERROR(CheckPositive(dataset));
+      break;
+    }
+  }
+  return absl::OkStatus();
+}
 
 // Messages name the flags of denoise-train; dropout is also a field of the network's config.
 absl::Status TrainerOptions::Check(int ranks) const {

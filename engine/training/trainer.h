@@ -97,6 +97,11 @@ struct TrainerPlan {
 /// fit together.
 absl::Status CheckSettings(const NetworkConfig& config, const TrainerOptions& options);
 
+/// InvalidArgument if the network cannot be trained with the labels or vectors of `dataset`, whose
+/// pictures need not be there yet.
+absl::Status CheckLabels(const UNet2DConfig& config, const TrainerOptions& options,
+                         const Dataset& dataset);
+
 /// What LoadWeights() of such a trainer refuses. Reads all weights, since each must be finite.
 absl::Status CheckWeights(const NetworkConfig& config, const TrainerOptions& options,
                           const std::string& prefix, const Weights& weights);

@@ -1040,6 +1040,41 @@ class RunTest(unittest.TestCase):
         self.assertIn('the name of class "a\0b" cannot be used', self.train("b", rc=2, config=self.names("a\0b", "c")))
         self.assertIn("--model-dtype", self.train("b", rc=2, **{"model-dtype": "fp8"}))
 
+    def test_classes_that_do_not_fit_are_refused_before_pictures_are_read(self):
+        def refused(message, **flags):
+            for dry in ("false", "true"):
+                with self.subTest(message=message, dry=dry):
+                    said = self.train("refused", rc=2, **flags, **{"dry-run": dry})
+                    self.assertIn(message, said)
+                    self.assertNotIn("read in", said)
+
+        def label(**labels):
+            lines = [{"file_name": f"{of}/{i}.png", "label": label} for of, label in labels.items() for i in range(6)]
+            (self.data / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+        refused("there are 1 names, but a picture has label 1; name every class", config=self.names("one"))
+        refused("set it to 2, or name every class", **{"class-dropout": None})
+        label(across=0, down=3)
+        refused("a picture has label 3, but the network's num_class_embeds is 3; set it to more than 3, or correct")
+        label(across=0, down=2)
+        refused("--null-class is 2, which is the class of a picture too")
+        # Unless it is left out.
+        label(across=0, down=1)
+        with (self.data / "metadata.jsonl").open("a") as lines:
+            lines.write('{"file_name": "gone.png", "label": 7}\n')
+        refused("a picture has label 7")
+        self.assertIn("1 skipped", self.train("a", steps=1, **{"skip-bad-files": "true"}))
+        (self.root / "vectors.json").write_text(json.dumps(
+            {**NETWORK, "num_class_embeds": None, "class_embed_type": "identity", "time_embedding_dim": 4}))  # fmt: skip
+        label(across=[0, 1], down=[1, 2])
+        refused("vectors of 2 numbers, but the network reads 4",
+                network=self.root / "vectors.json", **{"class-dropout": None})  # fmt: skip
+        # Arrays, too.
+        images, labels = self.root / "images", self.root / "labels"
+        images.write_bytes(struct.pack(">IIII", 0x803, 10, 8, 8) + bytes(640))
+        labels.write_bytes(struct.pack(">II", 0x801, 10) + bytes(range(10)))
+        refused("a picture has label 9", data=images, labels=labels)
+
     def test_refuses_names_that_the_server_would_refuse(self):
         plain = self.root / "plain.json"
         plain.write_text(json.dumps({**NETWORK, "num_class_embeds": None}))

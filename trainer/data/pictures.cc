@@ -186,11 +186,37 @@ std::string Listed(const std::vector<std::string>& texts, const std::string& bet
   return list;
 }
 
+/// PictureOptions::check
+absl::Status CheckLabels(const std::vector<Candidate>& candidates,
+                         const std::vector<std::string>& class_names,
+                         const PictureOptions& options) {
+  training::Dataset dataset;
+  std::vector<float> vectors;
+  int64_t count = 0, size = 0;
+  for (const Candidate& candidate : candidates) {
+    if (!candidate.label) continue;
+    const std::vector<float>& vector = candidate.label->vector;
+    if (options.wants_vectors) {
+      if (count == 0) size = static_cast<int64_t>(vector.size());
+      if (static_cast<int64_t>(vector.size()) != size) continue;  // refused with its name
+      vectors.insert(vectors.end(), vector.begin(), vector.end());
+    } else {
+      dataset.labels.push_back(candidate.label->number);
+    }
+    ++count;
+  }
+  if (!vectors.empty()) dataset.vectors = Tensor::HostF32({count, size}, vectors);
+  return options.check(dataset, class_names);
+}
+
 /// Decodes all candidates. `no_label` is what is wrong with one that has none.
 absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candidate>& candidates,
-                                const std::string& no_label, const PictureOptions& options) {
+                                const std::string& no_label,
+                                const std::vector<std::string>& class_names,
+                                const PictureOptions& options) {
   if (candidates.empty())
     return NotFound("{}: has no PNG, JPEG or WebP pictures; check the path", path);
+  if (options.check) DENOISED_RETURN_IF_ERROR(CheckLabels(candidates, class_names, options));
   Pictures pictures;
   DENOISED_RETURN_IF_ERROR(
       AllocateImages(static_cast<int64_t>(candidates.size()), options, &pictures));
@@ -266,6 +292,7 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
   pictures.dataset.images = images.Slice(0, count);
   if (static_cast<int64_t>(pictures.dataset.labels.size()) != count)
     pictures.dataset.labels.clear();
+  if (!pictures.dataset.labels.empty()) pictures.class_names = class_names;
   std::vector<double>& weights = pictures.dataset.weights;
   if (std::all_of(weights.begin(), weights.end(), [](double weight) { return weight == 1; }))
     weights.clear();
@@ -482,9 +509,7 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
       candidate.weight = found->second;
     candidates.push_back(std::move(candidate));
   }
-  DENOISED_ASSIGN_OR_RETURN(Pictures pictures, Decode(path, candidates, no_label, options));
-  if (!pictures.dataset.labels.empty()) pictures.class_names = std::move(metadata.names);
-  return pictures;
+  return Decode(path, candidates, no_label, metadata.names, options);
 }
 
 absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& options) {
@@ -547,7 +572,42 @@ absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& 
                                                 name);
                               },
                           .bytes = 0});
-  return Decode(path, candidates, "it has no label in dataset.json", options);
+  return Decode(path, candidates, "it has no label in dataset.json", {}, options);
+}
+
+/// Sets labels, or with wants_vectors vectors.
+absl::Status TakeLabels(const Array& labels, int64_t count, const std::string& path,
+                        const PictureOptions& options, training::Dataset* dataset) {
+  if (options.wants_vectors) {
+    const int64_t size = labels.shape.size() == 2 ? labels.shape[1] : 1;
+    if (labels.shape.empty() || labels.shape.size() > 2 || labels.shape[0] != count || size < 1 ||
+        size > static_cast<int64_t>(kMaxVector))
+      return InvalidArgument(
+          "{}: there are {} pictures, but class vectors [{}]; give [M, D] numbers", path, count,
+          fmt::join(labels.shape, ", "));
+    std::vector<float> vectors(static_cast<size_t>(count * size));
+    for (size_t i = 0; i < vectors.size(); ++i) {
+      vectors[i] = static_cast<float>(labels.NumberAt(static_cast<int64_t>(i)));
+      if (!std::isfinite(vectors[i]))
+        return InvalidArgument("{}: the class vector of picture {} holds {}; use finite numbers",
+                               path, static_cast<int64_t>(i) / size, vectors[i]);
+    }
+    dataset->vectors = Tensor::HostF32({count, size}, vectors);
+    return absl::OkStatus();
+  }
+  if (labels.is_float)
+    return InvalidArgument("{}: labels must be whole numbers; save y.astype('int64')", path);
+  if (labels.shape.empty() || labels.elements() != count)
+    return InvalidArgument("{}: there are {} pictures, but {} labels", path, count,
+                           labels.elements());
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t label = labels.At(i);
+    if (label < 0 || label > kMaxLabel)
+      return InvalidArgument("{}: label {} of picture {} is not from 0 to {}", path, label, i,
+                             kMaxLabel);
+    dataset->labels.push_back(static_cast<int32_t>(label));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,
@@ -563,6 +623,9 @@ absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,
   const int64_t count = images.shape[0], h = images.shape[1], w = images.shape[2];
   if (h > 65536 || w > 65536) return InvalidArgument("{}: pictures of {} × {}", path, w, h);
   Pictures pictures;
+  if (labels != nullptr)
+    DENOISED_RETURN_IF_ERROR(TakeLabels(*labels, count, labels_path, options, &pictures.dataset));
+  if (options.check) DENOISED_RETURN_IF_ERROR(options.check(pictures.dataset, {}));
   DENOISED_RETURN_IF_ERROR(AllocateImages(count, options, &pictures));
   const int64_t each = pictures.dataset.images.elements() / count;
   const auto* from = reinterpret_cast<const uint8_t*>(images.data.data());
@@ -578,36 +641,6 @@ absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,
                         static_cast<int>(channels),
                         {picture, picture + h * w * channels}};
     Fit(FromPixels(pixels, options.channels), options, to);
-  }
-  if (labels == nullptr) return pictures;
-  if (options.wants_vectors) {
-    const int64_t size = labels->shape.size() == 2 ? labels->shape[1] : 1;
-    if (labels->shape.empty() || labels->shape.size() > 2 || labels->shape[0] != count ||
-        size < 1 || size > static_cast<int64_t>(kMaxVector))
-      return InvalidArgument(
-          "{}: there are {} pictures, but class vectors [{}]; give [M, D] numbers", labels_path,
-          count, fmt::join(labels->shape, ", "));
-    std::vector<float> vectors(static_cast<size_t>(count * size));
-    for (size_t i = 0; i < vectors.size(); ++i) {
-      vectors[i] = static_cast<float>(labels->NumberAt(static_cast<int64_t>(i)));
-      if (!std::isfinite(vectors[i]))
-        return InvalidArgument("{}: the class vector of picture {} holds {}; use finite numbers",
-                               labels_path, static_cast<int64_t>(i) / size, vectors[i]);
-    }
-    pictures.dataset.vectors = Tensor::HostF32({count, size}, vectors);
-    return pictures;
-  }
-  if (labels->is_float)
-    return InvalidArgument("{}: labels must be whole numbers; save y.astype('int64')", labels_path);
-  if (labels->shape.empty() || labels->elements() != count)
-    return InvalidArgument("{}: there are {} pictures, but {} labels", labels_path, count,
-                           labels->elements());
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t label = labels->At(i);
-    if (label < 0 || label > kMaxLabel)
-      return InvalidArgument("{}: label {} of picture {} is not from 0 to {}", labels_path, label,
-                             i, kMaxLabel);
-    pictures.dataset.labels.push_back(static_cast<int32_t>(label));
   }
   return pictures;
 }

@@ -25,6 +25,11 @@ struct PictureOptions {
   bool skip_bad = false;       // otherwise bad files are an error, which names the first ones
   /// What else is wrong with a picture of a folder, by its path below the folder; or "".
   std::function<std::string(const std::string& file)> refuse;
+  /// Whether a run can have these labels, or vectors, and names of classes: called before pictures
+  /// are decoded, with those of all that may be read; or null. Its errors end the reading.
+  std::function<absl::Status(const training::Dataset& labels,
+                             const std::vector<std::string>& class_names)>
+      check;
   /// Called with what the user should know, also if an error follows; or null.
   std::function<void(const std::string& what)> note;
   /// What takes more bytes than this is kept in a file below `scratch`, which has no name
