@@ -182,9 +182,13 @@ std::string CheckCaptions(const Captions& captions, const std::string& file) {
   if (found == captions.end() || found->second.empty())
     return "has no caption. Give it \"text\" in metadata.jsonl, or a .txt of its name if there is "
            "no metadata.jsonl";
-  for (const std::string& text : found->second)
+  for (const std::string& text : found->second) {
+    if (text.size() > ClipTokenizer::kMaxTextBytes)
+      return fmt::format("its caption has {} bytes; use at most {}", text.size(),
+                         ClipTokenizer::kMaxTextBytes);
     if (const absl::Status status = DecodeUtf8(text).status(); !status.ok())
       return fmt::format("its caption cannot be read: {}", std::string(status.message()));
+  }
   return "";
 }
 

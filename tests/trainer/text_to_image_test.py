@@ -399,6 +399,10 @@ class TextToImageTest(unittest.TestCase):
         self.assertIn("3.png: has no caption", said)
         self.assertIn("2 skipped", said)
         self.assertIn("8 captions", said)
+        (self.data / "5.txt").write_text("x" * (1 << 20) + "x\n")
+        said = self.train("skipped", steps=3, resume="latest", **{"skip-bad-files": "true"})
+        self.assertIn("5.png: its caption has 1048577 bytes; use at most 1048576", said)
+        self.assertIn("8 captions", said)
         (self.data / "5.txt").write_text("stripes\na picture of 5\n")
         # Another caption is another run.
         (self.data / "3.txt").write_text("something else\n")
