@@ -396,6 +396,12 @@ absl::Status Session::DryRun() {
       config_.ranks > 1 ? " without the exchange of gradients: at least" : ":";
   fmt::print("time         {:.5f} s a step ({} measured){} {:.2f} hours\n", seconds, steps, without,
              seconds * static_cast<double>(t.steps) / 3600);
+  // The engine draws them, which plans its memory and chooses its kernels by itself.
+  const int64_t every = config_.sample_steps, grids = every > 0 ? (t.steps + every - 1) / every : 0;
+  fmt::print("not included {}the time of checkpoints\n",
+             grids == 0 ? ""
+                        : fmt::format("memory and time of {} sample grids of {} pictures, ", grids,
+                                      config_.sample_count));
   return absl::OkStatus();
 }
 

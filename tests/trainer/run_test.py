@@ -1652,6 +1652,15 @@ class RunTest(unittest.TestCase):
             said = self.train("c", rc=2, config=config)
             self.assertIn(f"field '{flag}' is a flag of the command line alone", said)
 
+    def test_a_dry_run_says_what_it_does_not_count(self):
+        for flags, message in [
+            ({}, "the time of checkpoints"),
+            ({"sample-steps": 5, "sample-count": 4},  # after steps 5, 10 and 12
+             "memory and time of 3 sample grids of 4 pictures, the time of checkpoints"),
+        ]:
+            said = self.train("dry", **flags, **{"dry-run": "true"})
+            self.assertIn(f"\nnot included {message}\n", said)
+
     def test_a_dry_run_tells_the_memory_of_a_run(self):
         """Of the process, at its largest: while it saves. What a tiny network takes is the program's own."""
         if DEVICE not in (None, "cpu") or re.search(b"__[at]san_init", Path(PROGRAM).read_bytes()):
