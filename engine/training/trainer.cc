@@ -213,8 +213,9 @@ absl::Status CheckSettingsOf(const UNet2DConfig& config, const TrainerOptions& o
           "have; use --objective epsilon, v or x0, or \"positional\"",
           Name(options.objective.kind));
     if (options.objective.timesteps > config.num_train_timesteps)
-      return InvalidArgument("--timesteps is {}, but the network has num_train_timesteps {}",
-                             options.objective.timesteps, config.num_train_timesteps);
+      return InvalidArgument(
+          "--timesteps is {}, but the network has num_train_timesteps {}; use at most as many",
+          options.objective.timesteps, config.num_train_timesteps);
   }
   const bool fourier = config.time_embedding_type == UNet2DConfig::Time::kFourier;
   const bool score = options.objective.kind == ObjectiveOptions::Kind::kScore;
@@ -231,8 +232,10 @@ absl::Status CheckSettingsOf(const UNet2DConfig& config, const TrainerOptions& o
   if (options.class_dropout == 0) return absl::OkStatus();
   switch (config.condition) {
     case ClassCondition::kNone:
-      return InvalidArgument("--class-dropout is {}, but the network has no classes",
-                             options.class_dropout);
+      return InvalidArgument(
+          "--class-dropout is {}, but the network has no classes; leave it out, or set "
+          "num_class_embeds",
+          options.class_dropout);
     case ClassCondition::kLabel:
       if (options.null_class < 0 || options.null_class >= config.num_class_embeds)
         return InvalidArgument(
@@ -345,7 +348,8 @@ absl::Status CheckLabels(const UNet2DConfig& config, const TrainerOptions& optio
             TypeOfVectors(config), size, size == 1 ? "" : "s");
       if (dataset.vectors && dataset.vectors.dim(1) != size)
         return InvalidArgument(
-            "the pictures have class vectors of {} numbers, but the network reads {}{}",
+            "the pictures have class vectors of {} numbers, but the network reads {}{}; give as "
+            "many",
             dataset.vectors.dim(1), size,
             config.condition == ClassCondition::kVector ? " (its time_embedding_dim)" : "");
       if (config.condition == ClassCondition::kValue &&

@@ -796,7 +796,7 @@ class RunTest(unittest.TestCase):
             ({"out_channels": 3}, {}, "out_channels is 3 and in_channels 1"),
             ({"in_channels": 2, "out_channels": 2}, {},
              "other.json: field 'in_channels' is 2, but pictures have 1 or 3 channels; use one of them"),
-            ({"num_class_embeds": None}, {}, "--class-dropout is 0.1, but the network has no classes"),
+            ({"num_class_embeds": None}, {}, "--class-dropout is 0.1, but the network has no classes; leave it out, or set"),
             ({"num_class_embeds": None, "class_embed_type": "identity"}, {}, "which have no null class"),
             ({}, {"objective": "score"}, 'set time_embedding_type to "fourier"'),
             ({"time_embedding_type": "learned", "num_train_timesteps": 1000}, {},

@@ -796,7 +796,7 @@ TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   refused(config, Options(), Stripes(), "a table of whole timesteps");
   options = Options();
   options.objective.kind = ObjectiveOptions::Kind::kEpsilon;
-  refused(config, options, Stripes(), "num_train_timesteps 10");
+  refused(config, options, Stripes(), "num_train_timesteps 10; use at most as many");
   config = TinyConfig();
   config.condition = ClassCondition::kVector;
   refused(config, Options(), Stripes(), "no null class");
@@ -805,7 +805,8 @@ TEST(Trainer, RefusesWhatDoesNotBelongTogether) {
   refused(config, options, Stripes(), "no class vectors");
   dataset = Stripes();
   dataset.vectors = Tensor::HostF32({21, 2}, std::vector<float>(42));
-  refused(config, options, dataset, "vectors of 2 numbers, but the network reads 32");
+  refused(config, options, dataset,
+          "vectors of 2 numbers, but the network reads 32 (its time_embedding_dim); give as many");
   dataset = Stripes();
   dataset.weights.assign(21, 0);
   refused(TinyConfig(), Options(), dataset, "weights of the pictures sum up to 0");

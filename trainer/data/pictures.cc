@@ -614,14 +614,16 @@ absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,
                                     const std::string& path, const std::string& labels_path,
                                     const PictureOptions& options) {
   if (images.element != 1 || images.is_signed || images.is_float)
-    return InvalidArgument("{}: pictures must be uint8", path);
+    return InvalidArgument("{}: pictures must be uint8; save x.astype('uint8')", path);
   const size_t rank = images.shape.size();
   const int64_t channels = rank == 4 ? images.shape[3] : 1;
   if ((rank != 3 && rank != 4) || (channels != 1 && channels != 3) || images.elements() == 0)
     return InvalidArgument("{}: pictures must be [M, H, W] or [M, H, W, 1 or 3]; this is [{}]",
                            path, fmt::join(images.shape, ", "));
   const int64_t count = images.shape[0], h = images.shape[1], w = images.shape[2];
-  if (h > 65536 || w > 65536) return InvalidArgument("{}: pictures of {} × {}", path, w, h);
+  if (h > 65536 || w > 65536)
+    return InvalidArgument("{}: pictures of {} × {} are too large; use edges of at most 65536",
+                           path, w, h);
   Pictures pictures;
   if (labels != nullptr)
     DENOISED_RETURN_IF_ERROR(TakeLabels(*labels, count, labels_path, options, &pictures.dataset));
