@@ -5,10 +5,6 @@
 
 namespace denoised::cuda {
 
-cudaError_t LaunchConv2dE4m3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-  return im2col::Kernels<Element::kE4m3x2>::Launch(conv, plan, queue);
-}
-
-cudaError_t LoadConv2dE4m3Kernels() { return im2col::Kernels<Element::kE4m3x2>::Load(); }
+const HopperKernelSet kConv2dE4m3Kernels = im2col::Kernels<Element::kE4m3x2>::kSet;
 
 }  // namespace denoised::cuda

@@ -5,21 +5,28 @@
 #include "engine/backend/cuda/conv2d_sm90.cuh"
 
 namespace denoised::cuda {
+namespace {
+
+constexpr HopperKernelSet kConv2dKernels = im2col::Kernels<Element::kBf16>::kSet;
+
+const HopperKernelSet& KernelsOf(const HopperTileSpec& spec) {
+  if (!spec.IsPersistent()) return kConvFewPixelsKernels;
+  if (spec.loader == Loader::kHaloTile) return kConv3x3Kernels;
+  return spec.element == Element::kE4m3x2 ? kConv2dE4m3Kernels : kConv2dKernels;
+}
+
+}  // namespace
 
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue) {
-  const HopperTileSpec& spec = SpecOf(plan.tile);
   if (!Supports(plan, conv)) return cudaErrorInvalidValue;
-  if (!spec.IsPersistent()) return LaunchConvFewPixels(conv, plan, queue);
-  if (spec.loader == Loader::kHaloTile) return LaunchConv3x3Hopper(conv, plan, queue);
-  if (spec.element == Element::kE4m3x2) return LaunchConv2dE4m3(conv, plan, queue);
-  return im2col::Kernels<Element::kBf16>::Launch(conv, plan, queue);
+  return KernelsOf(SpecOf(plan.tile)).launch(conv, plan, queue);
 }
 
 cudaError_t LoadConv2dHopperKernels() {
-  for (cudaError_t (*load)() : {im2col::Kernels<Element::kBf16>::Load, LoadConv2dE4m3Kernels,
-                                LoadConv3x3HopperKernels, LoadConvFewPixelsKernels}) {
-    if (cudaError_t error = load(); error != cudaSuccess) return error;
+  for (const HopperKernelSet* kernels :
+       {&kConv2dKernels, &kConv2dE4m3Kernels, &kConv3x3Kernels, &kConvFewPixelsKernels}) {
+    if (cudaError_t error = kernels->load(); error != cudaSuccess) return error;
   }
   return GetTensorMapEncoders().error;
 }

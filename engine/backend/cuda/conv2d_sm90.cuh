@@ -666,9 +666,7 @@ template <int kRow, typename F>
 struct Kernel {
   using T = Tile<kRow>;
   static constexpr auto* kFunction = Conv2dHopperKernel<T, F>;
-  static cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-    return LaunchWithTile<T>(kFunction, conv, plan, queue);
-  }
+  static constexpr auto* kLaunch = LaunchWithTile<T>;
 };
 template <Element kElement>
 using Kernels =

@@ -75,14 +75,11 @@ std::string Describe(const Conv2dLaunch& conv);
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue);
 cudaError_t LoadConv2dHopperKernels();
-/// The parts of both in other files: the plans of some tiles.
-cudaError_t LaunchConv2dE4m3(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
-cudaError_t LoadConv2dE4m3Kernels();
-cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
-                                const Queue& queue);
-cudaError_t LoadConv3x3HopperKernels();
-cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan,
-                                const Queue& queue);
-cudaError_t LoadConvFewPixelsKernels();
+/// The parts of both in a file: those of some tiles.
+struct HopperKernelSet {
+  cudaError_t (*launch)(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
+  cudaError_t (*load)();
+};
+extern const HopperKernelSet kConv2dE4m3Kernels, kConv3x3Kernels, kConvFewPixelsKernels;
 
 }  // namespace denoised::cuda

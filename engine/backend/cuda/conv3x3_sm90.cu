@@ -636,19 +636,13 @@ template <int kRow, typename F>
 struct Kernel {
   using T = Tile<kRow>;
   static constexpr auto* kFunction = Conv3x3HopperKernel<T, F>;
-  static cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-    return LaunchWithTile<T>(kFunction, conv, plan, queue);
-  }
+  static constexpr auto* kLaunch = LaunchWithTile<T>;
 };
 using Kernels = HopperKernels<Kernel, IsPersistentHaloTile, Form<false, false>, Form<true, false>,
                               Form<false, true>, Form<true, true>>;
 
 }  // namespace
 
-cudaError_t LaunchConv3x3Hopper(const Conv2dLaunch& conv, const HopperPlan& plan,
-                                const Queue& queue) {
-  return Kernels::Launch(conv, plan, queue);
-}
-cudaError_t LoadConv3x3HopperKernels() { return Kernels::Load(); }
+const HopperKernelSet kConv3x3Kernels = Kernels::kSet;
 
 }  // namespace denoised::cuda

@@ -715,9 +715,7 @@ template <int kRow, typename F>
 struct Kernel {
   using T = Tile<kRow, F::kShortcut>;
   static constexpr auto* kFunction = FewPixelsKernel<T, F::kNormRun>;
-  static cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
-    return LaunchWithTile<T>(kFunction, conv, plan, queue);
-  }
+  static constexpr auto* kLaunch = LaunchWithTile<T>;
 };
 using Kernels = HopperKernels<Kernel, IsOfFewPixels, Form<false, 0>, Form<true, 0>, Form<false, 2>,
                               Form<false, 4>, Form<false, 8>>;
@@ -734,10 +732,6 @@ bool SuitsOutputNorm(const ConvLayer& conv) {
          (split == 2 || split == 4 || split == 8);
 }
 
-cudaError_t LaunchConvFewPixels(const Conv2dLaunch& conv, const HopperPlan& plan,
-                                const Queue& queue) {
-  return Kernels::Launch(conv, plan, queue);
-}
-cudaError_t LoadConvFewPixelsKernels() { return Kernels::Load(); }
+const HopperKernelSet kConvFewPixelsKernels = Kernels::kSet;
 
 }  // namespace denoised::cuda

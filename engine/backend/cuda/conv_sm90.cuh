@@ -26,15 +26,17 @@ constexpr bool HasRegisters(const HopperTileSpec& spec) {
 /// that the row has. A form has
 ///   constexpr bool IsOf(spec): whether a tile has a kernel of this form;
 ///   bool Suits(conv, plan): whether this kernel computes a launch, if none before it does.
-/// Kernel<row, form> has T, its tile; kFunction, the kernel; Launch(conv, plan, queue).
+/// Kernel<row, form> has T, its tile; kFunction, the kernel; kLaunch(kernel, conv, plan, queue).
 template <template <int, typename> typename Kernel, bool (*kIsHere)(const HopperTileSpec&),
           typename... Forms>
 struct HopperKernels {
+ private:
   static cudaError_t Launch(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue) {
     cudaError_t result = cudaErrorInvalidValue;
     Visit([&](auto row, auto form) {
       if (plan.tile != HopperTile(row.value) || !form.Suits(conv, plan)) return false;
-      result = Kernel<row, decltype(form)>::Launch(conv, plan, queue);
+      using K = Kernel<row, decltype(form)>;
+      result = K::kLaunch(K::kFunction, conv, plan, queue);
       return true;
     });
     return result;
@@ -48,8 +50,6 @@ struct HopperKernels {
     });
     return result;
   }
-
- private:
   /// Until one call returns true.
   template <int kRow = 0, typename What>
   static bool Visit(const What& what) {
@@ -68,6 +68,9 @@ struct HopperKernels {
       return false;
     }
   }
+
+ public:
+  static constexpr HopperKernelSet kSet = {Launch, Load};
 };
 
 /// The tiles that a persistent CTA computes: every stride-th from its first on, counted in clusters
