@@ -444,7 +444,7 @@ struct Consumer {
     // An mbarrier distinguishes two phases only, so a consumer must not wait for a stage that is a
     // whole round ahead.
     if (T::kPingPong && split == 0) Wait(&cta.order[group], (tiles_done + group + 1) & 1);
-    Mainloop<Element::kBf16, FirstMma::kAdds>(
+    Mainloop<Element::kBf16>(
         operands, steps, true, accumulators, [](int) {},
         [&] {
           if (T::kPingPong && is_last && threadIdx.x % 32 == 0) Arrive(&cta.order[1 - group]);
@@ -465,7 +465,7 @@ struct Consumer {
     const int steps = params.depth.steps.value;
 #pragma unroll 1
     for (int first = 0; first < steps; first += kE4m3Run) {
-      Mainloop<Element::kE4m3x2, FirstMma::kAsTold>(
+      Mainloop<Element::kE4m3x2>(
           operands, min(kE4m3Run, steps - first), false, accumulators, [](int) {}, [] {});
       AddRun(accumulators, /*is_first=*/false, total);
     }

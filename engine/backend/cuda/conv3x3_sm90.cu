@@ -402,9 +402,9 @@ struct Consumer {
     for (int subtile = 0; subtile < T::kBuffers; ++subtile) BeginStaging(subtile);
   }
 
-  /// Run `run` of k: a split, or in e4m3 a halo tile. kIsFirst: `accumulators` are kept, else
-  /// overwritten.
-  template <bool kIsFirst, int kSubtiles, int kAccumulators>
+  /// Run `run` of k: a split, or in e4m3 a halo tile. The first split adds to `accumulators`,
+  /// others overwrite them.
+  template <int kSubtiles, int kAccumulators>
   __device__ void Multiply(int run, float (&accumulators)[kSubtiles][kAccumulators]) {
     const int steps = params.depth.steps.value;
     const int count = T::kE4m3               ? kTaps
@@ -412,7 +412,7 @@ struct Consumer {
                                              : (steps * (run + 1) >> params.log_splits) -
                                                    (steps * run >> params.log_splits);
     if (F::kSplitOverCluster) operands.WaitForHaloTile();  // a split may begin inside a halo tile
-    Mainloop<T::kSpec.element, kIsFirst ? FirstMma::kAdds : FirstMma::kAsTold>(
+    Mainloop<T::kSpec.element>(
         operands, count, !T::kE4m3 && run == 0, accumulators,
         [&](int step) {
           if (T::kAddsRuns && --steps_until_pass == 0 && group == 0) PassOrder();
@@ -516,12 +516,12 @@ struct Consumer {
       for (int run = 0; run <= last_run; ++run) {
         if (!T::kE4m3 && run == last_run && finishes) BeginStaging();
         if (T::kFirstIsTotal && run == 0) {
-          Multiply<true>(run, total);
+          Multiply(run, total);
           add_per_image();
           continue;
         }
         if constexpr (T::kAddsRuns) {
-          Multiply<false>(run, accumulators);
+          Multiply(run, accumulators);
           if (!T::kFirstIsTotal && !T::kE4m3 && run == 0) {
             AddRun(accumulators, /*is_first=*/true, total);
             add_per_image();

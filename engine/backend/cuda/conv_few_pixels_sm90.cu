@@ -604,7 +604,7 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
 #pragma unroll 1
   for (int split = 0; split < cta.splits; ++split) {
     const int of_all = rank * cta.splits + split;
-    Mainloop<Element::kBf16, FirstMma::kAdds>(
+    Mainloop<Element::kBf16>(
         operands, cta.BeginOf(of_all + 1) - cta.BeginOf(of_all), true, sums, [](int) {}, [] {});
     if (adds && split == 0) {
 #pragma unroll

@@ -325,26 +325,9 @@ __device__ inline void WgmmaWait() {
   DENOISED_SUMS_16(d, i), "+f"(d[i + 16]), "+f"(d[i + 17]), "+f"(d[i + 18]), "+f"(d[i + 19])
 #define DENOISED_SUMS_40(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_8(d, i + 32)
 #define DENOISED_SUMS_48(d, i) DENOISED_SUMS_32(d, i), DENOISED_SUMS_16(d, i + 32)
-/// n outputs, r = n / 2 registers; a and b: the numbers of the asm operands after those.
-#define DENOISED_WGMMA(n, r, a, b)                                                              \
-  __device__ inline void Wgmma(float(&d)[r], uint64_t x, uint64_t weight) {                     \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" DENOISED_LIST_##r \
-                 "}, %" #a ", %" #b ", 1, 1, 1, 0, 0;"                                          \
-                 : DENOISED_SUMS_##r(d, 0)                                                      \
-                 : "l"(x), "l"(weight));                                                        \
-  }
-DENOISED_WGMMA(32, 16, 16, 17)
-DENOISED_WGMMA(64, 32, 32, 33)
-DENOISED_WGMMA(80, 40, 40, 41)
-DENOISED_WGMMA(96, 48, 48, 49)
-DENOISED_WGMMA(128, 64, 64, 65)
-DENOISED_WGMMA(160, 80, 80, 81)
-DENOISED_WGMMA(192, 96, 96, 97)
-DENOISED_WGMMA(256, 128, 128, 129)
-
-/// The same with a predicate that disables accumulation, so that the first product of a sum needs
-/// no zeros. y is [n, k]; p: the number of the asm operand after x and y. `scales`: of the
-/// operands, and for bf16 that neither is transposed.
+/// n outputs, r = n / 2 registers; a, b and p: the numbers of the asm operands after those. Without
+/// `add` the product overwrites them, so that the first of a sum needs no zeros. y is [n, k].
+/// `scales`: of the operands, and for bf16 that neither is transposed.
 #define DENOISED_WGMMA_FROM_ZERO(Name, types, scales, n, r, a, b, p)                 \
   __device__ inline void Name(float(&d)[r], uint64_t x, uint64_t y, bool add) {      \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #p                         \
@@ -363,6 +346,7 @@ DENOISED_WGMMA_BF16(96, 48, 48, 49, 50)
 DENOISED_WGMMA_BF16(128, 64, 64, 65, 66)
 DENOISED_WGMMA_BF16(160, 80, 80, 81, 82)
 DENOISED_WGMMA_BF16(192, 96, 96, 97, 98)
+DENOISED_WGMMA_BF16(256, 128, 128, 129, 130)
 
 /// The same of e4m3, [64, 32] × [n, 32]ᵀ. Rows in shared memory have 128 elements; for each 32
 /// along k, add 2 to the descriptors. Sums keep about 14 bits of fraction.

@@ -29,27 +29,9 @@ constexpr int kStepBytes = kStep * 2;
 /// docs/kernels.md.
 constexpr int kE4m3Run = 9;
 
-/// What the first MMA of a run does to the accumulators.
-enum class FirstMma : uint8_t {
-  kAdds,    // adds to them
-  kAsTold,  // adds or overwrites, as an argument says
-};
-
-template <Element kElement, FirstMma kFirst, int kAccumulators>
-__device__ inline void Mma(float (&sums)[kAccumulators], uint64_t input, uint64_t weight,
-                           bool adds) {
-  if constexpr (kElement == Element::kE4m3x2) {
-    WgmmaE4m3(sums, input, weight, adds);
-  } else if constexpr (kFirst == FirstMma::kAsTold) {
-    Wgmma(sums, input, weight, adds);
-  } else {
-    Wgmma(sums, input, weight);
-  }
-}
-
 /// Issues the products of the first kSlices · 32 bytes of a step. The descriptors of a subtile's
-/// input and of the next subtile's differ by `next`.
-template <Element kElement, FirstMma kFirst, int kSlices, int kSubtiles, int kAccumulators>
+/// input and of the next subtile's differ by `next`. `adds`: to `sums`, which else are overwritten.
+template <Element kElement, int kSlices, int kSubtiles, int kAccumulators>
 __device__ inline void MultiplyStep(uint64_t input, int next, uint64_t weight, bool adds,
                                     float (&sums)[kSubtiles][kAccumulators]) {
   WgmmaFence();
@@ -57,7 +39,12 @@ __device__ inline void MultiplyStep(uint64_t input, int next, uint64_t weight, b
   for (int k = 0; k < kSlices; ++k) {
 #pragma unroll
     for (int i = 0; i < kSubtiles; ++i) {
-      Mma<kElement, kFirst>(sums[i], input + 2 * k + i * next, weight + 2 * k, adds || k > 0);
+      const uint64_t x = input + 2 * k + i * next, y = weight + 2 * k;
+      if constexpr (kElement == Element::kE4m3x2) {
+        WgmmaE4m3(sums[i], x, y, adds || k > 0);
+      } else {
+        Wgmma(sums[i], x, y, adds || k > 0);
+      }
     }
   }
   WgmmaCommit();
@@ -94,7 +81,8 @@ struct StageAt {
   }
 };
 
-/// Multiplies a run of `steps` steps for kSubtiles times 64 pixels. `adds`: for FirstMma::kAsTold.
+/// Multiplies a run of `steps` steps for kSubtiles times 64 pixels. `adds`: to
+/// `sums`; otherwise the first MMA overwrites them.
 /// meanwhile(step) is called while a step is multiplied, before_last_wait() when all are issued.
 ///
 /// Operands have
@@ -103,8 +91,8 @@ struct StageAt {
 ///   IsHalf(): whether the second half of the step is zero;
 ///   Advance(): goes to the next step and returns what this one used;
 ///   Release(Used): lets the producer overwrite it; nothing for Used().
-template <Element kElement, FirstMma kFirst, typename Operands, int kSubtiles, int kAccumulators,
-          typename Meanwhile, typename BeforeLastWait>
+template <Element kElement, typename Operands, int kSubtiles, int kAccumulators, typename Meanwhile,
+          typename BeforeLastWait>
 __device__ inline void Mainloop(Operands& operands, int steps, bool adds,
                                 float (&sums)[kSubtiles][kAccumulators], const Meanwhile& meanwhile,
                                 const BeforeLastWait& before_last_wait) {
@@ -119,9 +107,9 @@ __device__ inline void Mainloop(Operands& operands, int steps, bool adds,
     const int next = operands.NextSubtile();
     const bool adds_now = adds || step > 0;
     if (operands.IsHalf()) {
-      MultiplyStep<kElement, kFirst, kSlices / 2>(input, next, weight, adds_now, sums);
+      MultiplyStep<kElement, kSlices / 2>(input, next, weight, adds_now, sums);
     } else {
-      MultiplyStep<kElement, kFirst, kSlices>(input, next, weight, adds_now, sums);
+      MultiplyStep<kElement, kSlices>(input, next, weight, adds_now, sums);
     }
     meanwhile(step);
     const auto before = used;
