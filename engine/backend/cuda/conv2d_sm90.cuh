@@ -4,23 +4,10 @@
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv_sm90.cuh"
 
-/// Convolution and linear for Hopper: the implicit GEMM of conv2d.cu with TMA, wgmma and mbarriers.
-/// See docs/kernels.md for a picture.
-///
-/// Policy. Warp-specialised and persistent: a producer warp, and two or three consumer warpgroups.
-/// For each step of 128 bytes along k (64 channels in bf16 under one tap) the producer issues TMA
-/// loads of the tile's pixels (im2col mode, which handles padding, stride and the ends of lines and
-/// images) and of its weights. Consumers multiply the stages (mainloop_sm90.cuh). With the
-/// cooperative schedule they share a tile; with ping-pong each has a tile of its own, so that one
-/// runs its epilogue while the other multiplies. A warp for each consumer stores the epilogue's
-/// output from shared memory; results in e4m3 are stored by the consumers themselves. The CTAs of a
-/// cluster may multicast weights to each other.
-///
-/// Split-K: the layer's shape alone decides on the number of splits, which are added in order. Here
-/// one CTA adds them in registers (kSplitK); in conv_few_pixels_sm90.cu, for few pixels, the CTAs
-/// of a cluster share them. Both give the same bits. Nearest-neighbour doubling before a 3×3
-/// convolution becomes four 2×2 convolutions, one for each parity of the output's row and column
-/// (pack_weight.cu adds the taps that see the same pixel).
+/// Convolution and linear for Hopper from im2col: what docs/kernels.md says under "Convolution on
+/// Hopper", persistent, with two or three consumer warpgroups. Consumers never wait for a copy: a
+/// warp for each of them stores what its epilogue leaves in shared memory. Only results in e4m3 are
+/// stored by the consumers themselves.
 
 namespace denoised::cuda::im2col {
 

@@ -1,18 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// 3×3 convolution for Hopper from halo tiles, for images of at least a tile: like conv2d_sm90.cu,
-// but the pixels of a CTA tile are loaded into shared memory once for all nine taps and may be
-// normalised there. See docs/kernels.md for a picture.
+// 3×3 convolution for Hopper from halo tiles, for images of at least a tile: docs/kernels.md, "Halo
+// tiles". TMA writes zeros beyond the image. For each output pixel 1.4 input pixels are loaded,
+// instead of nine.
 //
-// Policy. A CTA tile is 16×8 pixels of an image, or 8×8 of two. Its halo tile, these and the pixel
-// around them, 64 channels deep, is one TMA load, which also writes zeros beyond the image. So for
-// each output pixel 1.4 input pixels are loaded, instead of nine.
-//
-// Fused input norm: if a group norm comes before, seven warps (three in tiles of 160 outputs and
-// more) turn the halo tile into silu(2 · (x · factor + offset)) in place, with the arithmetic of
-// the group norm's kernel. The normalised image is never in global memory.
-//
-// The 64-channel chunks of a shortcut have one tap and are not normalised. Their halo tiles have no
-// halo. They have their own slots, because they are interleaved with those that stay for nine taps.
+// The chunks of a shortcut have one tap and are not normalised. Their halo tiles have no halo, and
+// slots of their own, because they are interleaved with those that stay for nine taps.
 //
 // In e4m3 a halo tile has 128 channels and its products are a run. There is no fused norm and no
 // split-K.
@@ -20,9 +12,7 @@
 // Split-K: a consumer adds the accumulators of each later split to those of the first. Two subtiles
 // would not leave enough registers for that, so each of the cooperating consumers has one subtile
 // of the CTA tile. The second starts some steps after the first, so that one adds or runs its
-// epilogue while the other multiplies. Without split-K they may ping-pong. With few tiles and two
-// splits, the two CTAs of a cluster can have one split each. Each finishes one subtile and sends
-// its accumulators of the other.
+// epilogue while the other multiplies. Without split-K they may ping-pong.
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv_sm90.cuh"

@@ -1,23 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Convolution and linear for Hopper, for few pixels: the products of conv2d_sm90.cu and
-// conv3x3_sm90.cu with small CTA tiles and split-K over a cluster, so that few pixels fill the
-// device.
+// Convolution and linear for Hopper, for few pixels: docs/kernels.md, "Small layers". Which CTA of
+// a cluster adds the splits does not affect the bits.
 //
-// Policy. The CTA tile is 64 or 128 pixels × 64 outputs, or 128 × 128. The layer's splits of k are
-// shared by the CTAs of a cluster: one each if there are few tiles or 128 outputs, otherwise all in
-// one CTA if there are many tiles. CTAs are not persistent: each computes its splits, sends the
-// partial sums to the CTAs that own the outputs (st.async), adds the received ones in the order of
-// the splits, and ends. Which CTA adds does not affect the bits.
-//
-// A consumer warpgroup for each 64 pixels, and two producer warps: a thread for weights and one for
-// inputs, because a single thread would issue loads more slowly than a consumer multiplies. Inputs
-// are either the pixels at one tap per step (im2col, as in conv2d_sm90.cu) or, for a 3×3
-// convolution, halo tiles of 8×8 pixels for nine steps each (as in conv3x3_sm90.cu). If a group
-// norm comes before, three more warps normalise these, with 64 pixels. With 128 pixels half as many
-// bytes of weights come from the L2, which limits layers of many outputs.
-//
-// Fused output norm, with 64 pixels: for images of up to 64 pixels a CTA holds whole groups of up
-// to eight channels, so it can also compute the group norm that comes after (NormaliseOutputs).
+// Two producer threads load, one weights and one inputs, because a single one would issue loads
+// more slowly than a consumer multiplies. With 64 pixels and halo tiles three more warps normalise
+// them, if a group norm comes before.
 
 #include "engine/backend/cuda/conv2d_sm90.h"
 #include "engine/backend/cuda/conv_sm90.cuh"

@@ -6,20 +6,11 @@
 
 /// The main loop of a consumer warpgroup, one for all convolutions on Hopper (CUTLASS: the
 /// collective mainloop's mma). What differs are the operands, a loader's other end: where the
-/// matrices of a step are in shared memory, and what they keep occupied.
+/// matrices of a step are in shared memory, and what they keep occupied. docs/kernels.md has a
+/// picture of it, and says what a run of k is: a split in bf16, kE4m3Run steps in e4m3.
 ///
-///   for each step along k   operands.Wait()      until its stage is full
-///                           four wgmmas          32 bytes along k each, for each 64 pixels
-///                           operands.Advance()   to the next step, while this one is multiplied
-///                           WgmmaWait<1>()       until the step before is multiplied
-///                           operands.Release()   the stage of the step before, to the producer
-///   at the end              WgmmaWait<0>()       and release the last stage
-///
-/// Runs. k may be cut into runs: splits in bf16, kE4m3Run steps in e4m3. A run is one call. Tensor
-/// cores add its steps in order, and AddRun() the sums of runs in order, in fp32. The first MMA of
-/// a run may overwrite the accumulators, which saves zeroing them. Sums of splits that other CTAs
-/// of a cluster have are added in two other places: Consumer::Exchange() in conv3x3_sm90.cu,
-/// Outputs::Sum() in conv_few_pixels_sm90.cu.
+/// Sums of splits that other CTAs of a cluster have are added in two other places:
+/// Consumer::Exchange() in conv3x3_sm90.cu, Outputs::Sum() in conv_few_pixels_sm90.cu.
 
 namespace denoised::cuda {
 
