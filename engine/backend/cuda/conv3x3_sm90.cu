@@ -24,9 +24,6 @@ constexpr int kHaloTileSlot =
     25 * 1024;  // two halo tiles of 10×10 pixels of 128 bytes; 18×10 take less
 constexpr int kShortcutSlot = 2 * kSubtileEdge * kSubtileEdge * kStepBytes;
 
-template <bool kShortcut>
-using HaloTilesOf = HaloTiles<kShortcut, kHaloTileSlot, kShortcutSlot>;
-
 /// A row of kTiles, for two consumer warpgroups; its pixels and outputs are arguments so that
 /// profilers show them.
 template <int kRow, int kM = kTiles[kRow].m, int kN_ = kTiles[kRow].n>
@@ -55,17 +52,18 @@ struct Tile {
   static constexpr int kStagingBytes = 2 * kBuffers * kBufferBytes;
   static constexpr int kReceivedBytes =
       kSpec.split_k == SplitK::kCluster ? kSubtileEdge * kSubtileEdge * kN * 4 : 0;
-  static constexpr int kBarriers =
-      2 * kStages + 3 * HaloTilesOf<true>::kSlots + 2 + 2 * kBuffers + 1;
-  static constexpr int kAllHaloTileBytes =
-      std::max(HaloTilesOf<false>::kBytes, kSplitK ? HaloTilesOf<true>::kBytes : 0);
-  static constexpr int kSharedBytes =
-      kAllHaloTileBytes + kStages * kStageBytes + kStagingBytes + kReceivedBytes + kBarriers * 8;
   static constexpr bool kFusesInputNorm = kSpec.FusesInputNorm();
   // conv.add is loaded before the products if there are registers for it.
   static constexpr bool kAddsEarly = kAddsRuns && kN < (kE4m3 ? 160 : 192);
   static constexpr int kThreads = kSpec.kernel.threads;
   static constexpr int kTransformers = kThreads - 256 - 32;  // all but the producer warp
+  template <bool kShortcut>
+  using Halo = HaloRing<true, kShortcut, kHaloTileSlot, kShortcutSlot, kTransformers>;
+  static constexpr int kBarriers = 2 * kStages + Halo<true>::kBarriers + 2 + 2 * kBuffers + 1;
+  static constexpr int kAllHaloTileBytes =
+      std::max(Halo<false>::kBytes, kSplitK ? Halo<true>::kBytes : 0);
+  static constexpr int kSharedBytes =
+      kAllHaloTileBytes + kStages * kStageBytes + kStagingBytes + kReceivedBytes + kBarriers * 8;
   static_assert(kN % kBox == 0 && kSubtiles % kBuffers == 0 && kLag < kStages);
   static_assert(kStages <= kTaps && kE4m3Run == kTaps);
   static_assert(kM == 2 * kSubtileEdge * kSubtileEdge && kSpec.kernel.consumers == 2);
@@ -121,19 +119,17 @@ __device__ inline TileAt TileOf(const Params& params, int index, int rank) {
 /// A CTA's shared memory (CUTLASS: SharedStorage), its tiles, and its share of k.
 template <typename T, typename F>
 struct Cta : TileScheduler<T::kPingPong> {
-  using Slots = HaloTilesOf<F::kShortcut>;
+  using Halo = typename T::template Halo<F::kShortcut>;
   using Step = StepAt<F::kShortcut, kTaps>;
   static constexpr int kMulticastCtas = F::kSplitOverCluster ? 1 : T::kCluster;
 
   const Params& params;
-  unsigned char* halo_tiles;  // Slots
-  unsigned char* ring;        // [kStages]: the weights of a step
-  unsigned char* staging;     // [2][kBuffers][kBoxes]
+  unsigned char* ring;     // [kStages]: the weights of a step
+  unsigned char* staging;  // [2][kBuffers][kBoxes]
   float4* partials_received;
   Pipeline<T::kStages> pipeline;
-  Pipeline<Slots::kSlots> halo_pipeline;
-  uint64_t* halo_tile_normal;  // [kWindowed]: normalised
-  uint64_t* order;             // [2]: this consumer may multiply
+  Halo halo;
+  uint64_t* order;   // [2]: this consumer may multiply
   uint64_t* staged;  // [2][kBuffers]: the epilogue's buffer is free and holds the residual
   uint64_t* received;
   int rank;
@@ -146,14 +142,12 @@ struct Cta : TileScheduler<T::kPingPong> {
       : TileScheduler<T::kPingPong>(params.m_tiles / kMulticastCtas * params.n_tiles.value,
                                     T::kCluster),
         params(params),
-        halo_tiles(memory),
-        ring(halo_tiles + Slots::kBytes),
+        ring(memory + Halo::kBytes),
         staging(ring + T::kStages * T::kStageBytes),
         partials_received(reinterpret_cast<float4*>(staging + T::kStagingBytes)),
         pipeline(reinterpret_cast<uint64_t*>(staging + T::kStagingBytes + T::kReceivedBytes)),
-        halo_pipeline(pipeline.End()),
-        halo_tile_normal(halo_pipeline.End()),
-        order(halo_tile_normal + Slots::kWindowed),
+        halo(memory, pipeline.End()),
+        order(halo.End()),
         staged(order + 2),
         received(staged + 2 * T::kBuffers),
         rank(static_cast<int>(ClusterRank())),
@@ -170,7 +164,6 @@ struct Cta : TileScheduler<T::kPingPong> {
   }
 
   __device__ unsigned char* Weights(int stage) const { return ring + stage * T::kStageBytes; }
-  __device__ unsigned char* HaloTile(int slot) const { return Slots::At(halo_tiles, slot); }
   __device__ TileAt Tile(int index) const { return TileOf<T, kMulticastCtas>(params, index, rank); }
   /// A thread for each CTA that shares the stage tells it that the stage is free.
   __device__ void ReleaseStage(int stage) const {
@@ -182,10 +175,7 @@ struct Cta : TileScheduler<T::kPingPong> {
   /// Called by one thread.
   __device__ void InitBarriers() const {
     pipeline.Init((T::kPingPong ? 1 : 2) * kMulticastCtas);
-    halo_pipeline.Init(T::kPingPong ? 1 : 2);
-    for (int slot = 0; slot < Slots::kWindowed; ++slot) {
-      InitBarrier(&halo_tile_normal[slot], T::kTransformers);
-    }
+    halo.Init(T::kPingPong ? 1 : 2);
     for (int i = 0; i < 2; ++i) InitBarrier(&order[i], 4);  // a lane of each warp
     for (int i = 0; i < 2 * T::kBuffers; ++i) InitBarrier(&staged[i], 1);
     if (F::kSplitOverCluster) InitBarrier(received, 1);
@@ -198,7 +188,7 @@ struct Cta : TileScheduler<T::kPingPong> {
 template <typename T, typename F>
 struct HaloTileLoader {
   using C = Cta<T, F>;
-  using Slots = typename C::Slots;
+  using Halo = typename C::Halo;
   /// The next halo tile of the window, or of the shortcut.
   struct Next {
     int index, chunk, slot;
@@ -220,13 +210,13 @@ struct HaloTileLoader {
     const int end = kOf ? cta.end_of_shortcut : cta.end_chunk;
     if (at.index >= cta.tiles || (F::kSplitOverCluster && at.chunk == end)) return;
     const int around = kOf ? 0 : 1;
-    cta.halo_pipeline.ProducerAcquire({at.slot, at.round});
-    ArriveExpectTx(&cta.halo_pipeline.full[at.slot], kOf ? kShortcutSlot : params.halo_tile_bytes);
+    cta.halo.pipeline.ProducerAcquire({at.slot, at.round});
+    ArriveExpectTx(&cta.halo.pipeline.full[at.slot], kOf ? kShortcutSlot : params.halo_tile_bytes);
     const ChunkAt from = kOf ? ChunkOf(params.shortcut, at.chunk) : ChunkOf(params, at.chunk);
-    TmaLoad(cta.HaloTile(at.slot), from.map, &cta.halo_pipeline.full[at.slot], from.channel,
+    TmaLoad(cta.halo.At(at.slot), from.map, &cta.halo.pipeline.full[at.slot], from.channel,
             at.tile.x - around, at.tile.y - around, at.tile.image);
-    if (++at.slot == (kOf ? Slots::kSlots : Slots::kWindowed)) {
-      at.slot = kOf ? Slots::kWindowed : 0, ++at.round;
+    if (++at.slot == (kOf ? Halo::kSlots : Halo::kWindowed)) {
+      at.slot = kOf ? Halo::kWindowed : 0, ++at.round;
     }
     if (++at.chunk == end && !F::kSplitOverCluster) {
       at.chunk = 0, at.index += cta.stride;
@@ -245,7 +235,7 @@ struct HaloTileLoader {
     WaitForPredecessors();
 
     Next next = {cta.first_tile, cta.begin.chunk, 0, its_first};
-    Next next_of_shortcut = {cta.first_tile, cta.begin.of_shortcut, Slots::kWindowed, its_first};
+    Next next_of_shortcut = {cta.first_tile, cta.begin.of_shortcut, Halo::kWindowed, its_first};
     const auto load_next = [&] { LoadNext<false>(next); };
     const auto load_next_of_shortcut = [&] {
       if constexpr (F::kShortcut) LoadNext<true>(next_of_shortcut);
@@ -253,7 +243,7 @@ struct HaloTileLoader {
     // A split that begins within a halo tile has kLead of its steps among the first stages.
     const int halo_tiles = F::kSplitOverCluster && !F::kShortcut && cta.begin.tap > 0 ? 3 : 2;
     for (int i = 0; i < halo_tiles; ++i) load_next();
-    for (int i = 0; i < Slots::kOfShortcut; ++i) load_next_of_shortcut();
+    for (int i = 0; i < Halo::kOfShortcut; ++i) load_next_of_shortcut();
 
     // When this tap's stage is free, the preceding halo tile has been used up.
     constexpr int kLead = T::kStages < 7 ? T::kStages + 1 : 8;
@@ -296,7 +286,7 @@ template <typename T, typename C>
 __device__ inline void NormaliseHaloTiles(const Conv2dLaunch& conv, const Params& params,
                                           const C& cta, int thread) {
   WaitForPredecessors();
-  PipelineState<C::Slots::kWindowed> state;
+  PipelineState<C::Halo::kWindowed> state;
   for (int index = cta.first_tile; index < cta.tiles; index += cta.stride) {
     const TileAt tile = cta.Tile(index);
     const uint32_t inside =
@@ -310,13 +300,13 @@ __device__ inline void NormaliseHaloTiles(const Conv2dLaunch& conv, const Params
         const bool exists =
             tile.image + i < conv.images &&
             LoadFactors(conv, params.chunks, chunk, thread % 8, tile.image + i, factor, offset);
-        if (i == 0) cta.halo_pipeline.ConsumerWait(state.stage, state.FullParity());
+        if (i == 0) cta.halo.pipeline.ConsumerWait(state.stage, state.FullParity());
         if (!exists) continue;
-        Normalise<T::kTransformers / 8>(cta.HaloTile(state.stage), i * params.subtile_pixel, thread,
+        Normalise<T::kTransformers / 8>(cta.halo.At(state.stage), i * params.subtile_pixel, thread,
                                         inside, factor, offset);
       }
       FenceProxyAsync();  // wgmma reads through the async proxy
-      Arrive(&cta.halo_tile_normal[state.stage]);
+      Arrive(&cta.halo.normal[state.stage]);
       state.Advance();
     }
   }
@@ -326,7 +316,7 @@ __device__ inline void NormaliseHaloTiles(const Conv2dLaunch& conv, const Params
 template <typename T, typename F>
 struct Consumer {
   using C = Cta<T, F>;
-  using Slots = typename C::Slots;
+  using Halo = typename C::Halo;
   // In e4m3, of a tile's first run: sooner, the previous tile's output is still being stored.
   static constexpr int kStagingStep = 3;
 
@@ -345,10 +335,8 @@ struct Consumer {
                                   group* params.shortcut_subtile_pixel* kStepBytes};
   const int next_subtile = params.subtile_pixel * kStepBytes;
   HaloTileOperands<T, C, /*kAhead=*/false> operands{
-      conv,         params.depth,
-      cta,          cta.normalises ? cta.halo_tile_normal : cta.halo_pipeline.full,
-      windowed,     of_shortcut,
-      next_subtile, {cta.pipeline, T::kStages, cta.ring}};
+      conv,     params.depth, cta,          cta.halo.Ready(cta.normalises),
+      windowed, of_shortcut,  next_subtile, {cta.pipeline, T::kStages, cta.ring}};
   // Of a tile:
   TileAt tile;
   int steps_until_pass;

@@ -30,12 +30,7 @@ struct Tile {
   static constexpr int kAccumulators = kPixels * kOutputs / kConsumers;  // per thread
   static constexpr int kLogBlocks = BinaryLogarithm(kOutputs / 8);       // blocks of eight outputs
   static_assert(kSpec.m == kGroups * kPixels);
-  using Slots = HaloTiles<kShortcut, kGroups * kHaloTileSlot, kGroups * kShortcutSlot>;
   using Step = StepAt<kShortcut, kInHaloTiles ? kTaps : 0>;
-  static constexpr int kWindowed = kInHaloTiles ? Slots::kWindowed : 0;
-  static constexpr int kOfShortcut = kInHaloTiles ? Slots::kOfShortcut : 0;
-  static constexpr int kSlots = kWindowed + kOfShortcut;
-  static constexpr int kAllHaloTileBytes = kInHaloTiles ? Slots::kBytes : 0;
   static constexpr int kWeightBytes = kOutputs * kStepBytes;
   static constexpr int kInputBytes = kPixels * kStepBytes;  // of a group
   static constexpr int kStageBytes = kWeightBytes + (kInHaloTiles ? 0 : kGroups * kInputBytes);
@@ -46,10 +41,12 @@ struct Tile {
   static constexpr int kTransformers = kThreads - kTransformerWarp * 32;
   static_assert(kTransformers == 0 || kInHaloTiles);
   static_assert((kTransformers > 0) == kSpec.FusesInputNorm());
+  using Halo = HaloRing<kInHaloTiles, kShortcut, kGroups * kHaloTileSlot, kGroups * kShortcutSlot,
+                        kTransformers>;
   /// For __launch_bounds__: at most 128 registers if two CTAs share an SM.
   static constexpr int kBoundThreads = kThreads > 256 ? kThreads : 256;
   static constexpr int kStages = kSpec.kernel.stages;  // at most
-  static constexpr int kBarriers = (2 * kStages + 2 * kSlots + kWindowed + 1 + 1) / 2 * 2;
+  static constexpr int kBarriers = (2 * kStages + Halo::kBarriers + 1 + 1) / 2 * 2;
   /// At most. With many steps and an SM to itself, a CTA gains more from a longer pipeline. With
   /// 128 outputs it needs all memory for a pipeline that is long enough.
   static constexpr int kSharedBytes = (kOutputs > 64 ? 227 : 190) * 1024;
@@ -209,13 +206,11 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
 /// A CTA's shared memory, and its steps along k.
 template <typename T>
 struct Cta {
-  using Slots = typename T::Slots;
+  using Halo = typename T::Halo;
 
-  unsigned char* shared;
   unsigned char* ring;  // of stages: the weights of a step, then its inputs unless in halo tiles
   Pipeline<T::kStages> pipeline;  // of params.stages stages
-  Pipeline<T::kSlots> halo_pipeline;
-  uint64_t* halo_tile_normal;  // normalised
+  Halo halo;
   uint64_t* received;
   float4* partials_received;
   int rank, log_splits, steps, splits;  // splits: of this CTA
@@ -223,12 +218,10 @@ struct Cta {
   int mine;  // blocks of eight outputs that it finishes
 
   __device__ Cta(const Params& params, unsigned char* shared, int rank)
-      : shared(shared),
-        ring(shared + T::kAllHaloTileBytes),
+      : ring(shared + Halo::kBytes),
         pipeline(reinterpret_cast<uint64_t*>(ring + params.stages * T::kStageBytes)),
-        halo_pipeline(pipeline.End()),
-        halo_tile_normal(halo_pipeline.End()),
-        received(halo_tile_normal + T::kWindowed),
+        halo(shared, pipeline.End()),
+        received(halo.End()),
         partials_received(reinterpret_cast<float4*>(pipeline.full + T::kBarriers)),
         rank(rank),
         log_splits(params.log_splits),
@@ -241,7 +234,6 @@ struct Cta {
   __device__ int BeginOf(int split) const { return steps * split >> log_splits; }
   __device__ unsigned char* WeightsOf(int stage) const { return ring + stage * T::kStageBytes; }
   __device__ unsigned char* InputsOf(int stage) const { return WeightsOf(stage) + T::kWeightBytes; }
-  __device__ unsigned char* HaloTile(int slot) const { return Slots::At(shared, slot); }
   /// Whether any of its steps, from `first` to `end`, is of the window.
   __device__ bool HasWindowed(const typename T::Step& first, const typename T::Step& end) const {
     return end_step - end.of_shortcut > first_step - first.of_shortcut;
@@ -254,10 +246,7 @@ struct Cta {
   __device__ void InitBarriers(const Params& params) const {
 #pragma unroll 1
     for (int stage = 0; stage < params.stages; ++stage) pipeline.InitStage(stage, T::kGroups);
-    halo_pipeline.Init(T::kGroups);
-    for (int slot = 0; slot < T::kWindowed; ++slot) {
-      InitBarrier(&halo_tile_normal[slot], T::kTransformers);
-    }
+    halo.Init(T::kGroups);
     InitBarrier(received, 1);
     FenceBarrierInit();
     if (params.log_cluster > 0) {
@@ -324,13 +313,13 @@ __device__ inline void LoadHaloTiles(const Cta<T>& cta, const Conv2dLaunch& conv
   // `bytes` and `pitch`: of a group.
   const auto load = [&](int slot, int round, int bytes, int pitch, const ChunkAt& from,
                         int around) {
-    cta.halo_pipeline.ProducerAcquire({slot, round});
+    cta.halo.pipeline.ProducerAcquire({slot, round});
     if (!ElectOne()) return;
-    ArriveExpectTx(&cta.halo_pipeline.full[slot], T::kGroups * bytes);
+    ArriveExpectTx(&cta.halo.pipeline.full[slot], T::kGroups * bytes);
 #pragma unroll
     for (int group = 0; group < T::kGroups; ++group) {
       const TileAt& tile = tiles[group];
-      TmaLoad(cta.HaloTile(slot) + group * pitch, from.map, &cta.halo_pipeline.full[slot],
+      TmaLoad(cta.halo.At(slot) + group * pitch, from.map, &cta.halo.pipeline.full[slot],
               from.channel, tile.x - around, tile.y - around, tile.image);
     }
   };
@@ -339,13 +328,13 @@ __device__ inline void LoadHaloTiles(const Cta<T>& cta, const Conv2dLaunch& conv
 #pragma unroll 1
   for (int step = cta.first_step; step < cta.end_step; ++step) {
     if (T::kShortcut && at.IsOfShortcut(params.depth)) {
-      load(T::kWindowed + of_shortcut % 2, of_shortcut / 2, kShortcutSlot, kShortcutSlot,
+      load(T::Halo::kWindowed + of_shortcut % 2, of_shortcut / 2, kShortcutSlot, kShortcutSlot,
            ChunkOf(params.shortcut, at.of_shortcut), 0);
       ++of_shortcut;
     } else if (at.chunk == next) {
       load(slot, round, kHaloTileBytes, kHaloTileSlot, ChunkOf(params, at.chunk), 1);
       ++next;
-      if (++slot == T::kWindowed) slot = 0, ++round;
+      if (++slot == T::Halo::kWindowed) slot = 0, ++round;
     }
     at.Advance(conv, params);
   }
@@ -359,7 +348,7 @@ __device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& co
   const typename T::Step first(conv, params, cta.first_step), end(conv, params, cta.end_step);
   const int end_chunk =
       cta.HasWindowed(first, end) ? end.chunk + (end.tap > 0 ? 1 : 0) : first.chunk;
-  PipelineState<T::kWindowed> state;
+  PipelineState<T::Halo::kWindowed> state;
   const uint32_t inside = PixelsInside<T::kTransformers / 8, kHaloTilePixels>(
       conv, kPitch, thread, tile.y - 1, tile.x - 1);
   WaitForPredecessors();
@@ -368,12 +357,12 @@ __device__ inline void NormaliseInputs(const Cta<T>& cta, const Conv2dLaunch& co
     float factor[8], offset[8];
     const bool has_channels =
         LoadFactors(conv, params.chunks, chunk, thread % 8, tile.image, factor, offset);
-    cta.halo_pipeline.ConsumerWait(state.stage, state.FullParity());
+    cta.halo.pipeline.ConsumerWait(state.stage, state.FullParity());
     if (has_channels) {
-      Normalise<T::kTransformers / 8>(cta.HaloTile(state.stage), 0, thread, inside, factor, offset);
+      Normalise<T::kTransformers / 8>(cta.halo.At(state.stage), 0, thread, inside, factor, offset);
     }
     FenceProxyAsync();  // wgmma reads through the async proxy
-    Arrive(&cta.halo_tile_normal[state.stage]);
+    Arrive(&cta.halo.normal[state.stage]);
     state.Advance();
   }
 }
@@ -487,15 +476,14 @@ template <typename T>
 __device__ inline auto OperandsOf(const Cta<T>& cta, const Conv2dLaunch& conv, const Params& params,
                                   int group, bool normalises) {
   if constexpr (T::kInHaloTiles) {
-    HaloTileOperands<T, Cta<T>, /*kAhead=*/true> operands{
-        conv,
-        params.depth,
-        cta,
-        normalises ? cta.halo_tile_normal : cta.halo_pipeline.full,
-        {kPitch, group * kHaloTileSlot},
-        {kSubtileEdge, group * kShortcutSlot},
-        0,
-        {cta.pipeline, params.stages, cta.ring}};
+    HaloTileOperands<T, Cta<T>, /*kAhead=*/true> operands{conv,
+                                                          params.depth,
+                                                          cta,
+                                                          cta.halo.Ready(normalises),
+                                                          {kPitch, group * kHaloTileSlot},
+                                                          {kSubtileEdge, group * kShortcutSlot},
+                                                          0,
+                                                          {cta.pipeline, params.stages, cta.ring}};
     const typename T::Step first(conv, params, cta.first_step), end(conv, params, cta.end_step);
     operands.Begin(first, 0, 0);
     if (first.tap > 0 && cta.HasWindowed(first, end)) operands.WaitForHaloTile();
@@ -669,14 +657,14 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   // 128 pixels leave no room for a second CTA.
   const bool alone = T::kGroups > 1 || (tiles * plan.cluster <= queue.multiprocessors &&
                                         StepsOf(conv) > kManySteps * plan.cluster);
-  const int others = T::kAllHaloTileBytes + T::kBarriers * 8 + T::kGroups * of_group;
+  const int others = T::Halo::kBytes + T::kBarriers * 8 + T::kGroups * of_group;
   // With one split each, all clusters receive as much; otherwise two CTAs with four splits each
   // receive the most.
   constexpr int kMostReceived = T::kSpec.split_k == SplitK::kEach
                                     ? SlotBytes(T::kOutputs, 0)
                                     : SlotsOf(3, 1) * SlotBytes(T::kOutputs, 1);
   static_assert(kMaxSplits == 8 &&
-                (T::kGroups == 1 || T::kAllHaloTileBytes + T::kBarriers * 8 +
+                (T::kGroups == 1 || T::Halo::kBytes + T::kBarriers * 8 +
                                             T::kGroups * kMostReceived + 2 * T::kStageBytes <=
                                         T::kSharedBytes));
   params.stages =

@@ -223,16 +223,31 @@ struct Im2colOperands {
 
 constexpr int kTaps = 9;
 
-/// Slots for halo tiles: those of the window, then those of a shortcut.
-template <bool kShortcut, int kSlotBytes, int kShortcutSlotBytes>
-struct HaloTiles {
-  static constexpr int kWindowed = kShortcut ? 2 : 3, kOfShortcut = kShortcut ? 2 : 0;
-  static constexpr int kSlots = kWindowed + kOfShortcut;
+/// A CTA's ring of halo tiles: slots of the window, then those of a shortcut; without kExists it is
+/// empty. kTransformers: threads that normalise the window's.
+template <bool kExists, bool kShortcut, int kSlotBytes, int kShortcutSlotBytes, int kTransformers>
+struct HaloRing {
+  static constexpr int kWindowed = !kExists ? 0 : kShortcut ? 2 : 3;
+  static constexpr int kOfShortcut = kExists && kShortcut ? 2 : 0;
+  static constexpr int kSlots = kWindowed + kOfShortcut, kBarriers = 2 * kSlots + kWindowed;
   static constexpr int kBytes = kWindowed * kSlotBytes + kOfShortcut * kShortcutSlotBytes;
-  __device__ static unsigned char* At(unsigned char* halo_tiles, int slot) {
+
+  unsigned char* tiles;
+  Pipeline<kSlots> pipeline;
+  uint64_t* normal;  // [kWindowed]: normalised
+
+  __device__ HaloRing(unsigned char* tiles, uint64_t* barriers)
+      : tiles(tiles), pipeline(barriers), normal(pipeline.End()) {}
+  __device__ uint64_t* End() const { return normal + kWindowed; }
+  __device__ uint64_t* Ready(bool normalises) const { return normalises ? normal : pipeline.full; }
+  __device__ unsigned char* At(int slot) const {
     return !kShortcut || slot < kWindowed
-               ? halo_tiles + slot * kSlotBytes
-               : halo_tiles + kWindowed * kSlotBytes + (slot - kWindowed) * kShortcutSlotBytes;
+               ? tiles + slot * kSlotBytes
+               : tiles + kWindowed * kSlotBytes + (slot - kWindowed) * kShortcutSlotBytes;
+  }
+  __device__ void Init(int consumers) const {
+    pipeline.Init(consumers);
+    for (int slot = 0; slot < kWindowed; ++slot) InitBarrier(&normal[slot], kTransformers);
   }
 };
 
@@ -254,8 +269,8 @@ struct SubtilesAt {
 /// few outputs is bound by instructions. That takes registers.
 template <typename T, typename Cta, bool kAhead>
 struct HaloTileOperands {
-  using Slots = typename Cta::Slots;
-  static constexpr bool kShortcut = Slots::kOfShortcut > 0;
+  using Halo = typename Cta::Halo;
+  static constexpr bool kShortcut = Halo::kOfShortcut > 0;
   struct Used {
     int stage = -1, slot = -1;  // slot: of a halo tile whose last step this was
   };
@@ -268,7 +283,7 @@ struct HaloTileOperands {
   const int next_subtile;  // bytes
   StageAt<T::kStages, T::kStageBytes> at;
 
-  PipelineState<Slots::kWindowed> halo_tile;
+  PipelineState<Halo::kWindowed> halo_tile;
   int shortcut_at = 0;  // halo tiles of the shortcut, counted over all of this CTA's
   int chunk, tap, tap_x, tap_pixel, due;
   uint64_t input;  // kAhead
@@ -277,19 +292,19 @@ struct HaloTileOperands {
   template <typename Step>
   __device__ void Begin(const Step& step, int stage_at, int halo_tile_at) {
     at.Set(stage_at);
-    halo_tile = PipelineState<Slots::kWindowed>::After(halo_tile_at);
+    halo_tile = PipelineState<Halo::kWindowed>::After(halo_tile_at);
     chunk = step.chunk, due = step.due, tap = step.tap, tap_x = tap % 3;
     tap_pixel = tap / 3 * windowed.pitch + tap_x;
     if (kAhead) input = FindInput();
   }
   /// A step's halo tile is the window's current one or the shortcut's next one.
   __device__ bool IsOfShortcut() const { return kShortcut && due >= depth.steps.value; }
-  __device__ int ShortcutSlot() const { return Slots::kWindowed + shortcut_at % 2; }
+  __device__ int ShortcutSlot() const { return Halo::kWindowed + shortcut_at % 2; }
   __device__ uint64_t FindInput() const {
     const bool of_shortcut = IsOfShortcut();
     const int pitch = of_shortcut ? shortcut.pitch : windowed.pitch;
     const int first = of_shortcut ? shortcut.first : windowed.first + tap_pixel * kStepBytes;
-    return HaloTileDescriptor(cta.HaloTile(of_shortcut ? ShortcutSlot() : halo_tile.stage), pitch) +
+    return HaloTileDescriptor(cta.halo.At(of_shortcut ? ShortcutSlot() : halo_tile.stage), pitch) +
            (first >> 4);
   }
   /// Also called before the first step of a run that may begin inside a halo tile.
@@ -299,7 +314,7 @@ struct HaloTileOperands {
 
   __device__ void Wait() const {
     if (IsOfShortcut()) {
-      cta.halo_pipeline.ConsumerWait(ShortcutSlot(), shortcut_at / 2 & 1);
+      cta.halo.pipeline.ConsumerWait(ShortcutSlot(), shortcut_at / 2 & 1);
     } else if (tap == 0) {
       WaitForHaloTile();
     }
@@ -333,7 +348,7 @@ struct HaloTileOperands {
   }
   __device__ void Release(Used used) const {
     if (used.stage >= 0) cta.ReleaseStage(used.stage);
-    if (used.slot >= 0 && threadIdx.x % 128 == 0) cta.halo_pipeline.ConsumerRelease(used.slot);
+    if (used.slot >= 0 && threadIdx.x % 128 == 0) cta.halo.pipeline.ConsumerRelease(used.slot);
   }
 };
 
