@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "engine/backend/cuda/plan_hopper.h"
+
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
 #include <utility>
-
-#include "engine/backend/cuda/conv2d_sm90.h"
-
-/// Chooses which tiles can compute a convolution on Hopper and the number of splits of k, estimates
-/// the cost of each tile, and names the launches for the tuner's measurements.
 
 namespace denoised::cuda {
 namespace {
