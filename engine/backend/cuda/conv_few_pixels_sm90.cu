@@ -142,7 +142,6 @@ template <int kRun, typename RowOf>
 __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished& finished,
                                         const float2* affine, float count_inverse, int output,
                                         int mine, int warp, RowOf row_of) {
-  constexpr int kRuns = kVector / kRun;
   const int lane = threadIdx.x % 32;
   const int image_pixels = conv.out_height * conv.out_width;  // a power of two
   const auto first_of_image = [&](int pixel) { return pixel & -image_pixels; };
