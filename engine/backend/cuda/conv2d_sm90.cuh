@@ -527,9 +527,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
                        const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char block_shared[];  // the swizzle's alignment
-  // Without a shuffle, the compiler would compute the address again in every step.
-  const Cta<T, F::kDoubled> cta(params, static_cast<unsigned char*>(__cvta_shared_to_generic(
-                                            __shfl_sync(~0u, SharedAddress(block_shared), 0))));
+  const Cta<T, F::kDoubled> cta(params, UniformShared(block_shared));
   const int warp = UniformWarp(), group = warp / 4;
   constexpr int kProducerWarp = T::kGroups * 4;
   Im2colLoader<T, F> loader{conv, params, cta};

@@ -86,12 +86,8 @@ __device__ inline TileAt TileOf(const Params& params, int index, int group) {
   const int m = index / params.n_tiles, n0 = index % params.n_tiles * T::kOutputs;
   if constexpr (T::kInHaloTiles) {
     const int of_all = m * T::kGroups + group, subtile = of_all % params.subtiles;
-    return {0,
-            0,
-            of_all / params.subtiles,
-            subtile / params.subtiles_x * kSubtileEdge,
-            subtile % params.subtiles_x * kSubtileEdge,
-            n0};
+    const int y = subtile / params.subtiles_x, x = subtile % params.subtiles_x;
+    return {0, 0, of_all / params.subtiles, y * kSubtileEdge, x * kSubtileEdge, n0};
   } else {
     return {(m % params.m_tiles * T::kGroups + group) * kPixels, m / params.m_tiles, 0, 0, 0, n0};
   }

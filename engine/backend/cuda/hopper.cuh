@@ -29,6 +29,12 @@ __device__ inline bool ElectOne() {
 __device__ inline int UniformWarp() {
   return __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
 }
+/// The same address of shared memory. Without the shuffle, the compiler would compute it again in
+/// every step.
+__device__ inline unsigned char* UniformShared(unsigned char* shared) {
+  return static_cast<unsigned char*>(
+      __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(shared), 0)));
+}
 
 // mbarriers: a phase ends when `arrivals` threads and all expected bytes have arrived.
 
