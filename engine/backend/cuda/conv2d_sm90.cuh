@@ -615,8 +615,7 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
 
   // A tile's pixels are contiguous in the output, and so are the pixels that a shortcut reads.
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
-    return EncodeInputs(map, rows, channels, conv, params.grid, params.grid.flat || shortcut,
-                        T::kM);
+    return EncodeInputs(map, rows, channels, conv, params.grid, shortcut, T::kM);
   };
   if (cudaError_t error = InitMainloop(&params, conv, params.part, encode); error != cudaSuccess)
     return error;

@@ -404,10 +404,7 @@ struct Outputs {
       const int output = At(j + i / 2);
       const bool is =
           conv.residual.data != nullptr && j + i / 2 < mine && row >= 0 && output < conv.outputs;
-      residuals[i] = is ? *reinterpret_cast<const uint32_t*>(
-                              static_cast<const __nv_bfloat16*>(conv.residual.data) +
-                              row * conv.residual.stride + output)
-                        : 0;
+      residuals[i] = is ? *Bf16At<uint32_t>(conv.residual, row, output) : 0;
     }
   }
   /// Adds the splits in order.
@@ -671,9 +668,9 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
 
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {
     const int edge = shortcut ? kSubtileEdge : kPitch;
-    return T::kInHaloTiles ? EncodeImages(map, rows, channels, conv, kStep, edge, edge, 1)
-                           : EncodeInputs(map, rows, channels, conv, params.grid,
-                                          params.grid.flat || shortcut, T::kSpec.m);
+    return T::kInHaloTiles
+               ? EncodeImages(map, rows, channels, conv, kStep, edge, edge, 1)
+               : EncodeInputs(map, rows, channels, conv, params.grid, shortcut, T::kSpec.m);
   };
   if (cudaError_t error = InitMainloop(&params, conv, T::kOutputs, encode); error != cudaSuccess)
     return error;

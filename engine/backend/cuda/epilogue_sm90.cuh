@@ -20,9 +20,7 @@ namespace denoised::cuda {
 template <int kMultiple = 8, int kPairs>
 __device__ inline void LoadPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
                                     uint32_t (&pairs)[kPairs]) {
-  const int first = n0 + threadIdx.x % 4 * 2;
-  const __nv_bfloat16* const from = static_cast<const __nv_bfloat16*>(add.data) +
-                                    static_cast<int64_t>(image) * add.stride + first;
+  const auto* const from = Bf16At<__nv_bfloat16>(add, image, n0 + threadIdx.x % 4 * 2);
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) {
     const bool exists = n0 + j * 8 / kMultiple * kMultiple < conv.outputs;

@@ -461,10 +461,11 @@ inline CUresult EncodeRows(CUtensorMap* map, const Rows& pixels_of, int channels
                      SwizzleOfBox(columns), CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-/// For LoadInputsByTma(), `pixels` at a time. `rows`: pixels have the layout of the outputs.
+/// For LoadInputsByTma(), `pixels` at a time.
 inline CUresult EncodeInputs(CUtensorMap* map, const Rows& rows_of, int channels,
-                             const Conv2dLaunch& conv, const Grid& grid, bool rows, int pixels) {
-  if (rows) return EncodeRows(map, rows_of, channels, grid.pixels, kStep, pixels);
+                             const Conv2dLaunch& conv, const Grid& grid, bool shortcut,
+                             int pixels) {
+  if (grid.flat || shortcut) return EncodeRows(map, rows_of, channels, grid.pixels, kStep, pixels);
   const int width = conv.width, height = conv.height;
   const int out_height = grid.image_pixels.value / grid.width;
   const cuuint64_t dims[4] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(width),
