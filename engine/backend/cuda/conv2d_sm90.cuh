@@ -32,7 +32,6 @@ struct Tile {
   static constexpr int kBox = kSpec.BoxOutputs();  // outputs: 128 or 64 bytes, swizzled
   static constexpr int kAcross = kN / kBox, kBoxes = kSubtiles * kAcross;  // per consumer
   // Gated layers have half as many outputs: half as many boxes across, or boxes of half the width.
-  static constexpr bool kGates = kSpec.FusesGate();
   static constexpr int kGatedBox = kAcross % 2 == 0 ? kBox : kBox / 2;
   static constexpr int kGatedAcross = kN / 2 / kGatedBox;
   static constexpr int kBoxBytes = kBoxPixels * kBox * 2;
@@ -237,25 +236,25 @@ struct Cta : TileScheduler<T::kPingPong> {
 
 /// Run by one thread per consumer, so that consumers never wait for a copy. Stores boxes by TMA as
 /// soon as they are filled, then loads the next tile's residual into them.
-template <typename T, bool kDoubled>
+template <typename T, typename F>
 __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& params,
-                                     const Cta<T, kDoubled>& cta, int group) {
+                                     const Cta<T, F::kDoubled>& cta, int group) {
+  constexpr bool kDoubled = F::kDoubled, kGated = F::kEnding == Ending::kGate;
+  constexpr int kOutputsPer = kGated ? 2 : 1;
   const EpilogueBuffer<T> epilogue = cta.Epilogue(group);
   const int pixels_on = cta.FirstPixel(group);
   uint32_t parity = 0;
   for (int index = cta.FirstTile(group); index < cta.tiles;
        index += cta.StrideOfConsumer(), parity ^= 1) {
     const TileAt tile = TileOf<T, kDoubled>(params, index, cta.rank);
-    const bool gated = T::kGates && conv.gated;
-    const int box_outputs = gated ? T::kGatedBox : T::kBox, outputs_per = gated ? 2 : 1;
     const auto for_boxes = [&](const auto& what) {
 #pragma unroll 1
       for (int box = 0; box < T::kBoxes; ++box) {
         const int across = box % T::kAcross;
-        if (gated && across >= T::kGatedAcross) continue;
+        if (kGated && across >= T::kGatedAcross) continue;
         const int m = tile.m0 + pixels_on + box / T::kAcross * 64;
-        const int n = tile.n0 / outputs_per + across * box_outputs;
-        what(box, n, m, m < params.grid.pixels && n < conv.outputs / outputs_per);
+        const int n = tile.n0 / kOutputsPer + across * (kGated ? T::kGatedBox : T::kBox);
+        what(box, n, m, m < params.grid.pixels && n < conv.outputs / kOutputsPer);
       }
     };
     uint32_t bytes = 0;
@@ -555,7 +554,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       if (cta.scatters) {
         ScatterEpilogue(conv, params, cta, of);
       } else if (ElectOne()) {
-        StoreEpilogue(conv, params, cta, of);
+        StoreEpilogue<T, F>(conv, params, cta, of);
       }
     }
   } else {
