@@ -11,7 +11,7 @@
 
 namespace denoised::cuda::im2col {
 
-constexpr int kBoxPixels = 64;  // of the epilogue's TMA boxes
+constexpr int kBoxPixels = 64;  // of the epilogue's boxes
 
 /// A row of kTiles; its pixels and outputs are arguments so that profilers show them.
 template <int kRow, int kM_ = kTiles[kRow].m, int kN_ = kTiles[kRow].n>
@@ -74,8 +74,9 @@ constexpr bool IsIm2col(const HopperTileSpec& spec) {
   return spec.IsPersistent() && spec.loader == Loader::kIm2col && spec.element == kElement;
 }
 struct Params : MainloopParams {
-  CUtensorMap residual, out;  // if in_boxes
-  bool in_boxes = false;      // a tile's outputs are TMA boxes of 64 pixels
+  CUtensorMap residual, out;       // if kStaged
+  int copied_pixels = kBoxPixels;  // kDoubled: by each TMA copy of a box, whose pixels are then
+                                   // whole lines or lie in one line
   Grid grid;
   int steps[kPhases] = {};       // kDoubled: of a tile of each phase, without zero_taps
   uint32_t zero_taps = 0;        // ConvLayer's
@@ -165,19 +166,12 @@ struct EpilogueBuffer {
   unsigned char* boxes;
   uint64_t* ready;   // boxes may be written; they hold the residual if there is one
   uint64_t* filled;  // per box: complete, may be stored
-  bool scatters;     // ScatterEpilogue() stores it. Then all lanes arrive at `filled`, since
-                     // racecheck does not follow the order through __syncwarp()
 
   __device__ unsigned char* Box(int box) const { return boxes + box * T::kBoxBytes; }
-  /// Eight outputs of a pixel of a box.
-  __device__ uint4* VectorAt(int box, int row, int vector) const {
-    return reinterpret_cast<uint4*>(Box(box) + row * T::kBox * 2) +
-           (vector ^ SwizzleOf<T::kBox>(row));
-  }
   __device__ void Commit(int box) const {
     FenceProxyAsync();
     __syncwarp();
-    if (scatters || threadIdx.x % 32 == 0) Arrive(&filled[box]);
+    if (threadIdx.x % 32 == 0) Arrive(&filled[box]);
   }
 };
 
@@ -191,7 +185,6 @@ struct Cta : TileScheduler<T::kPingPong> {
   uint64_t* ready;           // [kGroups]: EpilogueBuffer::ready
   uint64_t* filled;          // [kGroups][kBoxes]
   int multicast_ctas, rank;  // CTAs of the cluster; this one
-  bool scatters;             // EpilogueBuffer::scatters
 
   __device__ Cta(const Params& params, unsigned char* memory)
       : TileScheduler<T::kPingPong>(
@@ -204,14 +197,12 @@ struct Cta : TileScheduler<T::kPingPong> {
         ready(order + T::kGroups),
         filled(ready + T::kGroups),
         multicast_ctas(params.multicast_ctas),
-        rank(static_cast<int>(ClusterRank())),
-        scatters(kDoubled && !params.in_boxes) {}
+        rank(static_cast<int>(ClusterRank())) {}
 
   __device__ unsigned char* Inputs(int stage) const { return ring + stage * T::kStageBytes; }
   __device__ unsigned char* Weights(int stage) const { return Inputs(stage) + T::kInputBytes; }
   __device__ EpilogueBuffer<T> Epilogue(int group) const {
-    return {staging + group * T::kBoxes * T::kBoxBytes, ready + group, filled + group * T::kBoxes,
-            scatters};
+    return {staging + group * T::kBoxes * T::kBoxBytes, ready + group, filled + group * T::kBoxes};
   }
   /// A thread for each CTA that shares the stage tells it that the stage is free.
   __device__ void ReleaseStage(int stage) const {
@@ -227,9 +218,9 @@ struct Cta : TileScheduler<T::kPingPong> {
     pipeline.Init(T::kGroups / T::kTilesInFlight * multicast_ctas);
     for (int i = 0; i < T::kGroups; ++i) {
       InitBarrier(&order[i], 4);  // a lane of each warp
-      InitBarrier(&ready[i], scatters ? 32 : 1);
+      InitBarrier(&ready[i], 1);
     }
-    for (int i = 0; i < T::kGroups * T::kBoxes; ++i) InitBarrier(&filled[i], scatters ? 128 : 4);
+    for (int i = 0; i < T::kGroups * T::kBoxes; ++i) InitBarrier(&filled[i], 4);
     FenceBarrierInit();
   }
 };
@@ -257,6 +248,17 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
         what(box, n, m, m < params.grid.pixels && n < conv.outputs / kOutputsPer);
       }
     };
+    // Calls copy(shared memory, coordinates...) for each of TMA's copies of a box.
+    const auto for_copies = [&](int box, int n, int m, const auto& copy) {
+      if constexpr (kDoubled) {
+        for (int at = 0; at < kBoxPixels; at += params.copied_pixels) {
+          const int y = (m + at) / params.grid.width, x = (m + at) % params.grid.width;
+          copy(epilogue.Box(box) + at * T::kBox * 2, n, tile.phase % 2, x, tile.phase / 2, y);
+        }
+      } else {
+        copy(epilogue.Box(box), n, m);
+      }
+    };
     uint32_t bytes = 0;
     if (conv.residual.data != nullptr) {
       for_boxes([&](int, int, int, bool exists) { bytes += exists ? T::kBoxBytes : 0; });
@@ -265,70 +267,19 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
     if (bytes > 0) {
       for_boxes([&](int box, int n, int m, bool exists) {
         if (!exists) return;
-        if constexpr (kDoubled) {
-          TmaLoad(epilogue.Box(box), &params.residual, epilogue.ready, n, tile.phase % 2,
-                  m % params.grid.width, tile.phase / 2, m / params.grid.width);
-        } else {
-          TmaLoad(epilogue.Box(box), &params.residual, epilogue.ready, n, m);
-        }
+        for_copies(box, n, m, [&](void* to, auto... at) {
+          TmaLoad(to, &params.residual, epilogue.ready, at...);
+        });
       });
     }
     for_boxes([&](int box, int n, int m, bool exists) {
       Wait(&epilogue.filled[box], parity);
       if (!exists) return;
-      if constexpr (kDoubled) {
-        TmaStore(&params.out, epilogue.Box(box), n, tile.phase % 2, m % params.grid.width,
-                 tile.phase / 2, m / params.grid.width);
-      } else {
-        TmaStore(&params.out, epilogue.Box(box), n, m);
-      }
+      for_copies(box, n, m,
+                 [&](const void* from, auto... at) { TmaStore(&params.out, from, at...); });
     });
     TmaStoreCommit();
     TmaStoreWaitRead();
-  }
-}
-
-/// The same by a warp, for doubled images whose lines are neither whole boxes nor whole parts of
-/// one.
-template <typename T, bool kDoubled>
-__device__ inline void ScatterEpilogue(const Conv2dLaunch& conv, const Params& params,
-                                       const Cta<T, kDoubled>& cta, int group) {
-  constexpr int kLanes = T::kBox / 8, kRows = 32 / kLanes;  // lanes per pixel, pixels at a time
-  const EpilogueBuffer<T> epilogue = cta.Epilogue(group);
-  const int pixels_on = cta.FirstPixel(group);
-  const int lane = threadIdx.x % 32, width = params.grid.width.value;
-  uint32_t parity = 0;
-  for (int index = cta.FirstTile(group); index < cta.tiles;
-       index += cta.StrideOfConsumer(), parity ^= 1) {
-    const TileAt tile = TileOf<T, true>(params, index, cta.rank);
-    // Calls what(vector in shared memory, output pixel, n) for vectors of the outputs from n.
-    const auto for_vectors = [&](int box, const auto& what) {
-      const int n = tile.n0 + box % T::kAcross * T::kBox + lane % kLanes * 8;
-      const int m0 = tile.m0 + pixels_on + box / T::kAcross * 64;
-      const int rows = n < conv.outputs ? min(64, params.grid.pixels - m0) : 0;
-      int x = (m0 + lane / kLanes) % params.grid.width;
-      int pixel = static_cast<int>(OutputPixel(conv, params.grid, m0 + lane / kLanes, tile.phase));
-#pragma unroll 1
-      for (int row = lane / kLanes; row < rows; row += kRows) {
-        what(epilogue.VectorAt(box, row, lane % kLanes), pixel, n);
-        x += kRows, pixel += 2 * kRows;
-        for (; x >= width; x -= width) pixel += 2 * width;  // skips a line
-      }
-    };
-    if (conv.residual.data != nullptr) {
-      for (int box = 0; box < T::kBoxes; ++box) {
-        for_vectors(box, [&](uint4* vector, int pixel, int n) {
-          *vector = *Bf16At<uint4>(conv.residual, pixel, n);
-        });
-      }
-    }
-    Arrive(epilogue.ready);
-    for (int box = 0; box < T::kBoxes; ++box) {
-      Wait(&epilogue.filled[box], parity);
-      for_vectors(box, [&](const uint4* vector, int pixel, int n) {
-        *Bf16At<uint4>(conv.out, pixel, n) = *vector;
-      });
-    }
   }
 }
 
@@ -551,11 +502,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     constexpr bool kStores = T::kStaged && F::kEnding != Ending::kGateE4m3;
     if (kStores && of >= 0 && of < T::kGroups) {
       WaitForPredecessors();
-      if (cta.scatters) {
-        ScatterEpilogue(conv, params, cta, of);
-      } else if (ElectOne()) {
-        StoreEpilogue<T, F>(conv, params, cta, of);
-      }
+      if (ElectOne()) StoreEpilogue<T, F>(conv, params, cta, of);
     }
   } else {
     IncreaseRegisters<T::kSpec.kernel.consumer_registers>();
@@ -570,17 +517,17 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 #endif
 }
 
-/// The output of a doubled image, line by line, in boxes of `columns` channels × kBoxPixels pixels
-/// of one phase: [pairs of lines of all images, 2, pairs of pixels, 2, channels].
+/// The output of a doubled image, line by line, in TMA boxes of `columns` channels × `pixels`
+/// pixels of one phase: [pairs of lines of all images, 2, pairs of pixels, 2, channels].
 inline CUresult EncodePhases(CUtensorMap* map, const Rows& pixels_of, int channels,
-                             const Conv2dLaunch& conv, int columns) {
+                             const Conv2dLaunch& conv, int columns, int pixels) {
   const int64_t width = conv.width, pixel = pixels_of.stride;
-  const int across = std::min(conv.width, kBoxPixels);
+  const int across = std::min(conv.width, pixels);
   return EncodeTiled(map,
                      {pixels_of.data,
                       {channels, 2, width, 2, int64_t{conv.images} * conv.height},
                       {pixel, 2 * pixel, 2 * width * pixel, 4 * width * pixel},
-                      {columns, 1, across, 1, kBoxPixels / across}},
+                      {columns, 1, across, 1, pixels / across}},
                      SwizzleOfBox(columns), CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
@@ -624,15 +571,15 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
     params.steps[phase] = params.depth.steps.value - zeros * params.depth.windowed;
     if (params.steps[phase] < 1) return cudaErrorInvalidValue;
   }
-  const int width = params.grid.width.value;
-  params.in_boxes =
-      T::kStaged && (!conv.upsample2x || kBoxPixels % width == 0 || width % kBoxPixels == 0);
+  if (conv.upsample2x && kBoxPixels % conv.width != 0) {
+    params.copied_pixels = std::min(conv.width & -conv.width, kBoxPixels);  // a power of two
+  }
   const auto encode_boxes = [&](CUtensorMap* map, const Rows& rows, int channels, int columns) {
     return conv.upsample2x
-               ? EncodePhases(map, rows, channels, conv, columns)
+               ? EncodePhases(map, rows, channels, conv, columns, params.copied_pixels)
                : EncodeRows(map, rows, channels, params.grid.pixels, columns, kBoxPixels);
   };
-  if (params.in_boxes) {
+  if (T::kStaged) {
     CUresult result = encode_boxes(&params.out, conv.out, conv.outputs / (conv.gated ? 2 : 1),
                                    conv.gated ? T::kGatedBox : T::kBox);
     if (result == CUDA_SUCCESS && conv.residual.data != nullptr)

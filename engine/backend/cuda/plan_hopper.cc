@@ -123,6 +123,11 @@ bool Supports(const HopperPlan& plan, const ConvLayer& conv) {
   if (conv.input_factors != nullptr && !spec.FusesInputNorm()) return false;
   // Outputs. Persistent halo tiles read conv.add by whole boxes.
   if (!spec.StoresOneByOne() && !HasVectorOutputs(conv)) return false;
+  // Of odd lines, TMA copies single pixels, which begin at multiples of 128 bytes in shared memory.
+  if (spec.IsPersistent() && conv.upsample2x && conv.width % 2 != 0 && !spec.StoresOneByOne() &&
+      spec.BoxOutputs() < 64) {
+    return false;
+  }
   if (halo_tiles && spec.IsPersistent() && conv.outputs % spec.BoxOutputs() != 0) return false;
   if (conv.gated && !(spec.FusesGate() && SuitsGate(conv))) return false;
   if (conv.rounded_out.data != nullptr &&
