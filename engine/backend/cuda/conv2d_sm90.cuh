@@ -89,7 +89,6 @@ struct Params : MainloopParams {
   int bands = 0;        // whole bands per phase
   int phase_tiles = 0;  // in clusters
   FastDivmod splits;
-  bool add_pairs = false;  // add is read in pairs of bf16
 };
 
 __device__ inline int FirstStep(const Params& params, int split) {
@@ -120,24 +119,6 @@ __device__ inline int StepsOf(const Params& params, int index) {
     return phase < kPhases ? params.steps[phase] : 0;
   }
   return params.depth.steps.value;
-}
-
-/// Adds conv.add to a thread's accumulators of two pixels, m and m + 8; n0 is the tile's first
-/// output.
-template <int kAccumulators>
-__device__ inline void AddToTile(const Conv2dLaunch& conv, const Params& params, int m, int n0,
-                                 float (&accumulators)[kAccumulators]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int image = min(m + 8 * h, params.grid.pixels - 1) / params.grid.image_pixels;
-    if (params.add_pairs) {
-      uint32_t pairs[kAccumulators / 4];
-      LoadPerImage(conv, params.add, image, n0, pairs);
-      AddPerImage(pairs, h, accumulators);
-    } else if constexpr (kAccumulators <= 32) {
-      AddPerImage(conv, params.add, image, n0, h, accumulators);
-    }
-  }
 }
 
 /// The epilogue for outputs of any dtype, alignment, activation and number: 64 pixels and 32
@@ -362,12 +343,17 @@ struct Consumer {
   const Cta<T, F::kDoubled>& cta;
   int group;
 
-  __device__ void AddPerImage(const TileAt& tile, Accumulators& sums) const {
-    if (F::kEnding != Ending::kAny || params.add.data == nullptr) return;
+  /// Adds conv.add, unless FinishElements() does.
+  __device__ void Add(const TileAt& tile, Accumulators& sums) const {
+    if (!T::kStaged || F::kEnding != Ending::kAny || params.add.data == nullptr) return;
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int i = 0; i < T::kSubtiles; ++i) {
-      AddToTile(conv, params, tile.m0 + cta.FirstPixel(group) + i * 64 + row, tile.n0, sums[i]);
+    for (int i = 0; i < 2 * T::kSubtiles; ++i) {
+      const int m = tile.m0 + cta.FirstPixel(group) + i / 2 * 64 + row + i % 2 * 8;
+      if (m >= params.grid.pixels) continue;
+      uint32_t pairs[T::kAccumulators / 4];
+      LoadPerImage(conv, params.add, m / params.grid.image_pixels, tile.n0, pairs);
+      AddPerImage(pairs, i % 2, sums[i / 2]);
     }
   }
   /// Split `split` of k: some of the tile's steps. Accumulators start with the bias, or zero.
@@ -451,20 +437,20 @@ struct Consumer {
       if constexpr (T::kE4m3) {
         Accumulators total;
         MultiplyE4m3(tile, operands, accumulators, total);
-        AddPerImage(tile, total);
+        Add(tile, total);
         Finish(tile, tiles_done, total);
       } else if constexpr (F::kSplitK) {
         Accumulators total;
         for (int split = 0; split < splits; ++split) {
           Multiply(tile, FirstStep(params, split + 1) - FirstStep(params, split), split,
                    split == splits - 1, tiles_done, operands, accumulators);
-          if (split == 0) AddPerImage(tile, accumulators);
+          if (split == 0) Add(tile, accumulators);
           AddRun(accumulators, split == 0, total);
         }
         Finish(tile, tiles_done, total);
       } else {
         Multiply(tile, steps, 0, true, tiles_done, operands, accumulators);
-        AddPerImage(tile, accumulators);
+        Add(tile, accumulators);
         Finish(tile, tiles_done, accumulators);
       }
     }
@@ -557,7 +543,6 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   if (int64_t{params.phase_tiles} * params.band_tiles.value >> 32 != 0)
     return cudaErrorInvalidValue;
   params.splits = FastDivmod(plan.splits);
-  params.add_pairs = InVectors(conv.add);
 
   // A tile's pixels are contiguous in the output, and so are the pixels that a shortcut reads.
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {

@@ -94,14 +94,15 @@ struct TileScheduler {
 /// holds, at most one cluster per tile.
 template <typename Params>
 cudaError_t LaunchClusters(void (*kernel)(Conv2dLaunch, Params), int64_t clusters, int cluster,
-                           int threads, int shared_bytes, const Conv2dLaunch& conv,
-                           const Params& params, const Queue& queue) {
+                           int threads, int shared_bytes, Conv2dLaunch conv, const Params& params,
+                           const Queue& queue) {
+  conv.bias = nullptr;  // accumulators start with it
   return LaunchDependent(kernel,
                          {.grid = static_cast<unsigned>(clusters * cluster),
                           .block = static_cast<unsigned>(threads),
                           .shared_bytes = static_cast<size_t>(shared_bytes),
                           .cluster = static_cast<unsigned>(cluster)},
-                         queue, EpilogueOf(conv), params);
+                         queue, conv, params);
 }
 
 }  // namespace denoised::cuda

@@ -36,16 +36,6 @@ __device__ inline void AddPerImage(const uint32_t (&pairs)[kPairs], int h,
   for (int j = 0; j < kPairs; ++j)
     AddPair(pairs[j], accumulators[4 * j + 2 * h], accumulators[4 * j + 2 * h + 1]);
 }
-/// Loads and adds, one by one, for any dtype and alignment.
-template <int kAccumulators>
-__device__ inline void AddPerImage(const Conv2dLaunch& conv, const Rows& add, int image, int n0,
-                                   int h, float (&accumulators)[kAccumulators]) {
-#pragma unroll
-  for (int i = 0; i < kAccumulators / 2; ++i) {
-    const int n = n0 + threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2;
-    if (n < conv.outputs) accumulators[4 * (i / 2) + 2 * h + i % 2] += Load(add, image, n);
-  }
-}
 
 /// Accumulators start with the bias, so the epilogue does not add it; those of a later split (bias
 /// null) start with zero. No branches, because wgmma is asynchronous and reads the registers later
@@ -237,13 +227,6 @@ __device__ inline void StageEpilogue(const Conv2dLaunch& conv,
       });
     });
   }
-}
-
-/// The epilogue's arguments, without bias and add, which are in MainloopParams.
-inline Conv2dLaunch EpilogueOf(Conv2dLaunch conv) {
-  conv.bias = nullptr;
-  conv.add = {};
-  return conv;
 }
 
 }  // namespace denoised::cuda
