@@ -356,45 +356,27 @@ struct Consumer {
       AddPerImage(pairs, i % 2, sums[i / 2]);
     }
   }
-  /// Split `split` of k: some of the tile's steps. Accumulators start with the bias, or zero.
-  __device__ void Multiply(const TileAt& tile, int steps, int split, bool is_last, int tiles_done,
-                           Operands& operands, Accumulators& accumulators) const {
+  /// Run `run` of k, `steps` steps: a split, or in e4m3 at most kE4m3Run. In bf16 sums start with
+  /// the bias, or zero.
+  __device__ void Multiply(const TileAt& tile, int run, int steps, bool is_last, int tiles_done,
+                           Operands& operands, Accumulators& sums) const {
 #pragma unroll
     for (int i = 0; i < T::kSubtiles; ++i) {
-      InitAccumulators(split == 0 ? params.bias : nullptr, tile.n0, accumulators[i]);
+      if constexpr (T::kE4m3) {
+        AnyAccumulators(sums[i]);
+      } else {
+        InitAccumulators(run == 0 ? params.bias : nullptr, tile.n0, sums[i]);
+      }
     }
     WaitForPredecessors();
     // An mbarrier distinguishes two phases only, so a consumer must not wait for a stage that is a
     // whole round ahead.
-    if (T::kPingPong && split == 0) Wait(&cta.order[group], (tiles_done + group + 1) & 1);
-    Mainloop<Element::kBf16>(
-        operands, steps, true, accumulators, [](int) {},
+    if (T::kPingPong && run == 0) Wait(&cta.order[group], (tiles_done + group + 1) & 1);
+    Mainloop<T::kSpec.element>(
+        operands, steps, !T::kE4m3, sums, [](int) {},
         [&] {
           if (T::kPingPong && is_last && threadIdx.x % 32 == 0) Arrive(&cta.order[1 - group]);
         });
-  }
-
-  /// All of k in e4m3, in runs. Nothing keeps the consumers apart, but while one adds, another may
-  /// multiply.
-  __device__ void MultiplyE4m3(const TileAt& tile, Operands& operands, Accumulators& accumulators,
-                               Accumulators& total) const {
-#pragma unroll
-    for (int i = 0; i < T::kSubtiles; ++i) {
-      AnyAccumulators(accumulators[i]);
-#pragma unroll
-      for (float& sum : total[i]) sum = 0;
-    }
-    WaitForPredecessors();
-    const int steps = params.depth.steps.value;
-#pragma unroll 1
-    for (int first = 0; first < steps; first += kE4m3Run) {
-      Mainloop<Element::kE4m3x2>(
-          operands, min(kE4m3Run, steps - first), false, accumulators, [](int) {}, [] {});
-      AddRun(accumulators, /*is_first=*/false, total);
-    }
-#pragma unroll
-    for (int i = 0; i < T::kSubtiles; ++i)
-      ScaleAndAddBias(params.scales, params.bias, tile.n0, total[i]);
   }
 
   /// Hands the outputs of a tile to the warp that stores them, or stores them itself.
@@ -421,7 +403,6 @@ struct Consumer {
   }
 
   __device__ void Run() const {
-    const int splits = F::kSplitK ? params.splits.value : 1;
     // Among all steps of this CTA.
     int position = T::kPingPong && group == 1 ? StepsOf<F::kDoubled>(params, cta.first_tile) : 0;
     int tiles_done = 0;
@@ -433,25 +414,34 @@ struct Consumer {
       operands.at.Set(position);
       position += steps;
       if (T::kPingPong) position += StepsOf<F::kDoubled>(params, index + cta.stride);
-      Accumulators accumulators;
+      Accumulators sums;
       if constexpr (T::kE4m3) {
-        Accumulators total;
-        MultiplyE4m3(tile, operands, accumulators, total);
+        // Nothing keeps the consumers apart, but while one adds, another may multiply.
+        Accumulators total = {};
+#pragma unroll 1
+        for (int first = 0; first < steps; first += kE4m3Run) {
+          Multiply(tile, 0, min(kE4m3Run, steps - first), false, tiles_done, operands, sums);
+          AddRun(sums, /*is_first=*/false, total);
+        }
+#pragma unroll
+        for (int i = 0; i < T::kSubtiles; ++i)
+          ScaleAndAddBias(params.scales, params.bias, tile.n0, total[i]);
         Add(tile, total);
         Finish(tile, tiles_done, total);
       } else if constexpr (F::kSplitK) {
         Accumulators total;
+        const int splits = params.splits.value;
         for (int split = 0; split < splits; ++split) {
-          Multiply(tile, FirstStep(params, split + 1) - FirstStep(params, split), split,
-                   split == splits - 1, tiles_done, operands, accumulators);
-          if (split == 0) Add(tile, accumulators);
-          AddRun(accumulators, split == 0, total);
+          Multiply(tile, split, FirstStep(params, split + 1) - FirstStep(params, split),
+                   split == splits - 1, tiles_done, operands, sums);
+          if (split == 0) Add(tile, sums);
+          AddRun(sums, split == 0, total);
         }
         Finish(tile, tiles_done, total);
       } else {
-        Multiply(tile, steps, 0, true, tiles_done, operands, accumulators);
-        Add(tile, accumulators);
-        Finish(tile, tiles_done, accumulators);
+        Multiply(tile, 0, steps, true, tiles_done, operands, sums);
+        Add(tile, sums);
+        Finish(tile, tiles_done, sums);
       }
     }
   }
