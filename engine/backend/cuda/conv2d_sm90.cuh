@@ -141,30 +141,15 @@ __device__ inline void FinishElements(const Conv2dLaunch& conv, const Params& pa
   }
 }
 
-/// The shared memory of a consumer's epilogue: boxes of 64 pixels × kBox outputs.
-template <typename T>
-struct EpilogueBuffer {
-  unsigned char* boxes;
-  uint64_t* ready;   // boxes may be written; they hold the residual if there is one
-  uint64_t* filled;  // per box: complete, may be stored
-
-  __device__ unsigned char* Box(int box) const { return boxes + box * T::kBoxBytes; }
-  __device__ void Commit(int box) const {
-    FenceProxyAsync();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) Arrive(&filled[box]);
-  }
-};
-
 /// A CTA's shared memory (CUTLASS: SharedStorage) and its tiles.
 template <typename T, bool kDoubled>
 struct Cta : TileScheduler<T::kPingPong> {
   unsigned char* ring;     // [kStages]: the pixels of a step, then its weights
-  unsigned char* staging;  // [kGroups][kBoxes]
+  unsigned char* staging;  // [kGroups][kBoxes]: boxes of 64 pixels × kBox outputs
   Pipeline<T::kStages> pipeline;
-  uint64_t* order;           // [kGroups]; ping-pong: this consumer may multiply
-  uint64_t* ready;           // [kGroups]: EpilogueBuffer::ready
-  uint64_t* filled;          // [kGroups][kBoxes]
+  uint64_t* order;   // [kGroups]; ping-pong: this consumer may multiply
+  uint64_t* ready;   // [kGroups]: its boxes may be written; they hold the residual if there is one
+  uint64_t* filled;  // [kGroups][kBoxes]: complete, may be stored
   int multicast_ctas, rank;  // CTAs of the cluster; this one
 
   __device__ Cta(const Params& params, unsigned char* memory)
@@ -182,9 +167,10 @@ struct Cta : TileScheduler<T::kPingPong> {
 
   __device__ unsigned char* Inputs(int stage) const { return ring + stage * T::kStageBytes; }
   __device__ unsigned char* Weights(int stage) const { return Inputs(stage) + T::kInputBytes; }
-  __device__ EpilogueBuffer<T> Epilogue(int group) const {
-    return {staging + group * T::kBoxes * T::kBoxBytes, ready + group, filled + group * T::kBoxes};
+  __device__ unsigned char* Box(int group, int box) const {
+    return staging + (group * T::kBoxes + box) * T::kBoxBytes;
   }
+  __device__ uint64_t* Filled(int group, int box) const { return &filled[group * T::kBoxes + box]; }
   /// A thread for each CTA that shares the stage tells it that the stage is free.
   __device__ void ReleaseStage(int stage) const {
     if (threadIdx.x % 128 < multicast_ctas) pipeline.ConsumerRelease(stage, threadIdx.x % 128);
@@ -213,7 +199,6 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
                                      const Cta<T, F::kDoubled>& cta, int group) {
   constexpr bool kDoubled = F::kDoubled, kGated = F::kEnding == Ending::kGate;
   constexpr int kOutputsPer = kGated ? 2 : 1;
-  const EpilogueBuffer<T> epilogue = cta.Epilogue(group);
   const int pixels_on = cta.FirstPixel(group);
   uint32_t parity = 0;
   for (int index = cta.FirstTile(group); index < cta.tiles;
@@ -234,27 +219,27 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
       if constexpr (kDoubled) {
         for (int at = 0; at < kBoxPixels; at += params.copied_pixels) {
           const int y = (m + at) / params.grid.width, x = (m + at) % params.grid.width;
-          copy(epilogue.Box(box) + at * T::kBox * 2, n, tile.phase % 2, x, tile.phase / 2, y);
+          copy(cta.Box(group, box) + at * T::kBox * 2, n, tile.phase % 2, x, tile.phase / 2, y);
         }
       } else {
-        copy(epilogue.Box(box), n, m);
+        copy(cta.Box(group, box), n, m);
       }
     };
     uint32_t bytes = 0;
     if (conv.residual.data != nullptr) {
       for_boxes([&](int, int, int, bool exists) { bytes += exists ? T::kBoxBytes : 0; });
     }
-    ArriveExpectTx(epilogue.ready, bytes);
+    ArriveExpectTx(&cta.ready[group], bytes);
     if (bytes > 0) {
       for_boxes([&](int box, int n, int m, bool exists) {
         if (!exists) return;
         for_copies(box, n, m, [&](void* to, auto... at) {
-          TmaLoad(to, &params.residual, epilogue.ready, at...);
+          TmaLoad(to, &params.residual, &cta.ready[group], at...);
         });
       });
     }
     for_boxes([&](int box, int n, int m, bool exists) {
-      Wait(&epilogue.filled[box], parity);
+      Wait(cta.Filled(group, box), parity);
       if (!exists) return;
       for_copies(box, n, m,
                  [&](const void* from, auto... at) { TmaStore(&params.out, from, at...); });
@@ -388,12 +373,15 @@ struct Consumer {
                        tile.n0 / 2, sums[i]);
       }
     } else if constexpr (T::kStaged) {
-      const EpilogueBuffer<T> epilogue = cta.Epilogue(group);
-      Wait(epilogue.ready, tiles_done & 1);
+      Wait(&cta.ready[group], tiles_done & 1);
 #pragma unroll
       for (int i = 0; i < T::kSubtiles; ++i) {
-        const auto begin = [&](int box) { return epilogue.Box(i * T::kAcross + box); };
-        const auto end = [&](int box) { epilogue.Commit(i * T::kAcross + box); };
+        const auto begin = [&](int box) { return cta.Box(group, i * T::kAcross + box); };
+        const auto end = [&](int box) {
+          FenceProxyAsync();
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) Arrive(cta.Filled(group, i * T::kAcross + box));
+        };
         constexpr int kBox = F::kEnding == Ending::kGate ? T::kGatedBox : T::kBox;
         StageEpilogue<kBox, F::kEnding>(conv, sums[i], begin, end);
       }
