@@ -218,7 +218,7 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
     const auto for_copies = [&](int box, int n, int m, const auto& copy) {
       if constexpr (kDoubled) {
         for (int at = 0; at < kBoxPixels; at += params.copied_pixels) {
-          const int y = (m + at) / params.grid.width, x = (m + at) % params.grid.width;
+          const int y = (m + at) / params.grid.plane.width, x = (m + at) % params.grid.plane.width;
           copy(cta.Box(group, box) + at * T::kBox * 2, n, tile.phase % 2, x, tile.phase / 2, y);
         }
       } else {
@@ -296,7 +296,8 @@ struct Im2colLoader {
     for (int index = cta.first_tile; index < cta.tiles; index += cta.stride) {
       const TileAt tile = TileOf(index);
       const int steps = StepsOf<F::kDoubled>(params, index);
-      const StartAt start = params.grid.flat ? StartAt() : StartOf(params.grid, tile.m0);
+      const PlanePixel start =
+          params.grid.flat ? PlanePixel() : StartOf(conv, params.grid, tile.m0);
       Step at = Begin(tile);
       for (int step = 0; step < steps; ++step) {
         uint64_t* const full = &cta.pipeline.full[state.stage];
@@ -337,7 +338,7 @@ struct Consumer {
       const int m = tile.m0 + cta.FirstPixel(group) + i / 2 * 64 + row + i % 2 * 8;
       if (m >= params.grid.pixels) continue;
       uint32_t pairs[T::kAccumulators / 4];
-      LoadPerImage(conv, params.add, m / params.grid.image_pixels, tile.n0, pairs);
+      LoadPerImage(conv, params.add, m / params.grid.plane.pixels, tile.n0, pairs);
       AddPerImage(pairs, i % 2, sums[i / 2]);
     }
   }
@@ -550,7 +551,7 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
     if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
   }
 
-  const int64_t tiles = int64_t{params.grid.phases} * rows * params.n_tiles;
+  const int64_t tiles = int64_t{PhasesOf(conv)} * rows * params.n_tiles;
   return LaunchClusters(kernel, std::min<int64_t>(tiles, queue.multiprocessors / plan.cluster),
                         plan.cluster, T::kThreads, T::kSharedBytes, conv, params, queue);
 }

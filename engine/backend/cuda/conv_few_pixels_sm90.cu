@@ -96,7 +96,7 @@ template <typename T>
 __device__ inline int ImageOf(const Conv2dLaunch& conv, const Params& params, const TileAt& tile,
                               int pixel) {
   if (T::kInHaloTiles) return T::kGroups > 1 ? min(tile.image, conv.images - 1) : tile.image;
-  return min(tile.m0 + pixel, params.grid.pixels - 1) / params.grid.image_pixels;
+  return min(tile.m0 + pixel, params.grid.pixels - 1) / params.grid.plane.pixels;
 }
 /// The output pixel of a pixel of the tile, or -1.
 template <typename T>
@@ -288,7 +288,7 @@ template <typename T>
 __device__ inline void LoadBoxes(const Cta<T>& cta, const Conv2dLaunch& conv, const Params& params,
                                  int index) {
   const TileAt tile = TileOf<T>(params, index, 0);
-  const StartAt start = StartOf(params.grid, tile.m0);
+  const PlanePixel start = StartOf(conv, params.grid, tile.m0);
   WaitForPredecessors();
   ForEachStep(cta, conv, params, [&](const typename T::Step& at, int stage) {
     LoadInputsByTma(cta.InputsOf(stage), params, params.grid, at, start, tile.m0, tile.phase,
@@ -645,7 +645,7 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   const int of_group =
       SlotsOf(params.log_splits, params.log_cluster) * SlotBytes(T::kOutputs, params.log_cluster) +
       (norm_run > 0 ? T::kOutputs * sizeof(float2) >> params.log_cluster : 0);
-  const int64_t tiles = int64_t{params.grid.phases} * params.m_tiles.value * params.n_tiles.value;
+  const int64_t tiles = int64_t{PhasesOf(conv)} * params.m_tiles.value * params.n_tiles.value;
   // 128 pixels leave no room for a second CTA.
   const bool alone = T::kGroups > 1 || (tiles * plan.cluster <= queue.multiprocessors &&
                                         StepsOf(conv) > kManySteps * plan.cluster);

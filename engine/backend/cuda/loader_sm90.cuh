@@ -145,28 +145,22 @@ __device__ inline void PrefetchTensorMaps(const MainloopParams& params) {
 /// image has four phases: the parities of the output's rows and columns.
 struct Grid {
   FastDivmod taps_x;
-  int stride = 1, pad_top = 0, pad_left = 0;
-  int phases = 1;
-  int pixels = 0;                  // per phase
-  FastDivmod width, image_pixels;  // per image and phase
-  bool flat = false;               // 1×1: inputs have the layout of the outputs
+  Plane plane;
+  int pixels = 0;     // per phase
+  bool flat = false;  // 1×1: inputs have the layout of the outputs
 };
 
 /// The input of a tile's first pixel under the window's first tap.
-struct StartAt {
-  int image, y, x;
-};
-__device__ inline StartAt StartOf(const Grid& grid, int m0) {
-  const int pixel = m0 % grid.image_pixels;
-  return {m0 / grid.image_pixels, pixel / grid.width * grid.stride - grid.pad_top,
-          pixel % grid.width * grid.stride - grid.pad_left};
+__device__ inline PlanePixel StartOf(const Conv2dLaunch& conv, const Grid& grid, int m0) {
+  const PlanePixel at = PixelOf(grid.plane, m0);
+  return {at.image, at.y * conv.stride - conv.pad_top, at.x * conv.stride - conv.pad_left};
 }
 /// Loads a step's 64 channels at its tap, for the tile's pixels, starting at m0. A shortcut's
 /// pixels have the layout of the outputs.
 template <bool kShortcut>
 __device__ inline void LoadInputsByTma(void* to, const MainloopParams& params, const Grid& grid,
-                                       const StepAt<kShortcut>& step, const StartAt& start, int m0,
-                                       int phase, uint64_t* barrier) {
+                                       const StepAt<kShortcut>& step, const PlanePixel& start,
+                                       int m0, int phase, uint64_t* barrier) {
   const bool of_shortcut = step.IsOfShortcut(params.depth);
   const ChunkAt chunk =
       of_shortcut ? ChunkOf(params.shortcut, step.of_shortcut) : ChunkOf(params, step.chunk);
@@ -179,13 +173,8 @@ __device__ inline void LoadInputsByTma(void* to, const MainloopParams& params, c
                 static_cast<uint16_t>(tap_x + phase % 2), static_cast<uint16_t>(tap_y + phase / 2));
 }
 /// The output pixel of pixel m of a phase.
-__device__ inline int64_t OutputPixel(const Conv2dLaunch& conv, const Grid& grid, int m,
-                                      int phase) {
-  if (grid.phases == 1) return m;
-  const int image = m / grid.image_pixels, pixel = m % grid.image_pixels;
-  const int y = pixel / grid.width, x = pixel % grid.width;
-  return (static_cast<int64_t>(image) * conv.out_height + 2 * y + phase / 2) * conv.out_width +
-         2 * x + phase % 2;
+__device__ inline int OutputPixel(const Conv2dLaunch& conv, const Grid& grid, int m, int phase) {
+  return conv.upsample2x ? OutputOf(conv, PixelOf(grid.plane, m), phase) : m;
 }
 
 /// The operands of a consumer, where a stage holds a step's pixels and weights. Its part of them
@@ -441,17 +430,12 @@ __device__ inline void Normalise(unsigned char* halo_tile, int first_pixel, int 
 // Tensor maps.
 
 inline Grid GridOf(const Conv2dLaunch& conv) {
-  Grid grid;
-  grid.taps_x = FastDivmod(EdgeTaps(conv));
-  grid.phases = PhasesOf(conv);
-  grid.stride = conv.stride;
-  grid.pad_top = conv.pad_top, grid.pad_left = conv.pad_left;
-  grid.width = PlaneOf(conv).width;
-  grid.image_pixels = PlaneOf(conv).pixels;
-  grid.pixels = conv.images * grid.image_pixels.value;  // checked by CudaBackend
-  grid.flat = conv.kernel == 1 && conv.stride == 1 && conv.pad_top == 0 && conv.pad_left == 0 &&
-              conv.out_height == conv.height && conv.out_width == conv.width;
-  return grid;
+  const Plane plane = PlaneOf(conv);
+  const bool flat = conv.kernel == 1 && conv.stride == 1 && conv.pad_top == 0 &&
+                    conv.pad_left == 0 && conv.out_height == conv.height &&
+                    conv.out_width == conv.width;
+  // Their product is checked by CudaBackend.
+  return {FastDivmod(EdgeTaps(conv)), plane, conv.images * plane.pixels.value, flat};
 }
 
 /// [pixels, channels] in boxes of `columns` × `rows`.
@@ -467,16 +451,16 @@ inline CUresult EncodeInputs(CUtensorMap* map, const Rows& rows_of, int channels
                              int pixels) {
   if (grid.flat || shortcut) return EncodeRows(map, rows_of, channels, grid.pixels, kStep, pixels);
   const int width = conv.width, height = conv.height;
-  const int out_height = grid.image_pixels.value / grid.width;
+  const int out_width = grid.plane.width.value, out_height = grid.plane.pixels.value / out_width;
   const cuuint64_t dims[4] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(width),
                               static_cast<cuuint64_t>(height),
                               static_cast<cuuint64_t>(conv.images)};
   const cuuint64_t pixel_bytes = static_cast<cuuint64_t>(rows_of.stride) * 2;
   const cuuint64_t strides[3] = {pixel_bytes, pixel_bytes * width, pixel_bytes * width * height};
-  const int lower[2] = {-grid.pad_left, -grid.pad_top};  // width before height
-  const int upper[2] = {(grid.width.value - 1) * grid.stride - grid.pad_left + 1 - width,
-                        (out_height - 1) * grid.stride - grid.pad_top + 1 - height};
-  const cuuint32_t stride = static_cast<cuuint32_t>(grid.stride);
+  const int lower[2] = {-conv.pad_left, -conv.pad_top};  // width before height
+  const int upper[2] = {(out_width - 1) * conv.stride - conv.pad_left + 1 - width,
+                        (out_height - 1) * conv.stride - conv.pad_top + 1 - height};
+  const cuuint32_t stride = static_cast<cuuint32_t>(conv.stride);
   const cuuint32_t element_strides[4] = {1, stride, stride, 1};
   const CUresult result = GetTensorMapEncoders().im2col(
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, rows_of.data, dims, strides, lower, upper, kStep,
