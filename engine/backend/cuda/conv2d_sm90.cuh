@@ -88,12 +88,7 @@ struct Params : MainloopParams {
   FastDivmod band_tiles;
   int bands = 0;        // whole bands per phase
   int phase_tiles = 0;  // in clusters
-  FastDivmod splits;
 };
-
-__device__ inline int FirstStep(const Params& params, int split) {
-  return params.depth.steps.value * split / params.splits;
-}
 
 struct TileAt {
   int phase, m0, n0;
@@ -419,10 +414,10 @@ struct Consumer {
         Finish(tile, tiles_done, total);
       } else if constexpr (F::kSplitK) {
         Accumulators total;
-        const int splits = params.splits.value;
+        const int splits = 1 << params.depth.log_splits;
         for (int split = 0; split < splits; ++split) {
-          Multiply(tile, split, FirstStep(params, split + 1) - FirstStep(params, split),
-                   split == splits - 1, tiles_done, operands, sums);
+          Multiply(tile, split, params.depth.StepsOf(split), split == splits - 1, tiles_done,
+                   operands, sums);
           if (split == 0) Add(tile, sums);
           AddRun(sums, split == 0, total);
         }
@@ -521,7 +516,7 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
   params.phase_tiles = rows * params.n_tiles;
   if (int64_t{params.phase_tiles} * params.band_tiles.value >> 32 != 0)
     return cudaErrorInvalidValue;
-  params.splits = FastDivmod(plan.splits);
+  params.depth.log_splits = BinaryLogarithm(plan.splits);
 
   // A tile's pixels are contiguous in the output, and so are the pixels that a shortcut reads.
   const auto encode = [&](CUtensorMap* map, const Rows& rows, int channels, bool shortcut) {

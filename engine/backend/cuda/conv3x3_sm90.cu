@@ -101,7 +101,6 @@ struct Params : MainloopParams {
   int subtile_pixel = 0;  // where the second subtile of a halo tile begins
   int halo_tile_bytes = 0;
   int shortcut_pitch = 0, shortcut_subtile_pixel = 0;  // of its halo tiles
-  int log_splits = 0;
 };
 
 struct TileAt {
@@ -151,16 +150,14 @@ struct Cta : TileScheduler<T::kPingPong> {
         staged(order + 2),
         received(staged + 2 * T::kBuffers),
         rank(static_cast<int>(ClusterRank())),
-        begin(conv, params, F::kSplitOverCluster ? params.depth.steps.value * rank >> 1 : 0),
-        steps(params.depth.steps.value),
+        begin(conv, params, F::kSplitOverCluster ? params.depth.BeginOf(rank) : 0),
+        steps(F::kSplitOverCluster ? params.depth.StepsOf(rank) : params.depth.steps.value),
         end_chunk(params.depth.windowed),
         end_of_shortcut(params.depth.shortcut),
         normalises(T::kFusesInputNorm && conv.input_factors != nullptr) {
     if (!F::kSplitOverCluster) return;
-    const int end_step = steps * (rank + 1) >> 1;
-    const Step end(conv, params, end_step);
+    const Step end(conv, params, params.depth.BeginOf(rank + 1));
     end_chunk = end.chunk + (end.tap > 0 ? 1 : 0), end_of_shortcut = end.of_shortcut;
-    steps = end_step - (steps * rank >> 1);
   }
 
   __device__ unsigned char* Weights(int stage) const { return ring + stage * T::kStageBytes; }
@@ -384,11 +381,9 @@ struct Consumer {
   /// others overwrite them.
   template <int kSubtiles, int kAccumulators>
   __device__ void Multiply(int run, float (&accumulators)[kSubtiles][kAccumulators]) {
-    const int steps = params.depth.steps.value;
     const int count = T::kE4m3               ? kTaps
                       : F::kSplitOverCluster ? cta.steps
-                                             : (steps * (run + 1) >> params.log_splits) -
-                                                   (steps * run >> params.log_splits);
+                                             : params.depth.StepsOf(run);
     if (F::kSplitOverCluster) operands.WaitForHaloTile();  // a split may begin inside a halo tile
     Mainloop<T::kSpec.element>(
         operands, count, !T::kE4m3 && run == 0, accumulators,
@@ -487,9 +482,10 @@ struct Consumer {
       }
       if (T::kAddsEarly && adds) LoadAdded(0, added);
       if (T::kPingPong || group == 1) Wait(&cta.order[group], (tiles_done + group + 1) & 1);
-      const int last_run = T::kE4m3                              ? params.depth.windowed - 1
-                           : T::kSplitK && !F::kSplitOverCluster ? (1 << params.log_splits) - 1
-                                                                 : 0;
+      const int last_run = T::kE4m3 ? params.depth.windowed - 1
+                           : T::kSplitK && !F::kSplitOverCluster
+                               ? (1 << params.depth.log_splits) - 1
+                               : 0;
 #pragma unroll 1
       for (int run = 0; run <= last_run; ++run) {
         if (!T::kE4m3 && run == last_run && finishes) BeginStaging();
@@ -561,7 +557,7 @@ template <typename T>
 cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLaunch& conv,
                            const HopperPlan& plan, const Queue& queue) {
   Params params;
-  params.log_splits = BinaryLogarithm(plan.splits);
+  params.depth.log_splits = BinaryLogarithm(plan.splits);
   static_assert(kMaxSplits <= kTaps, "each split has a step");
   const bool two_images = conv.width <= kSubtileEdge;  // in a tile
   const int tile_width = two_images ? kSubtileEdge : 2 * kSubtileEdge;

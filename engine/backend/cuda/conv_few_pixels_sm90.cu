@@ -58,11 +58,11 @@ constexpr int kManySteps = 12;
 
 struct Params : MainloopParams {
   Grid grid;
-  FastDivmod m_tiles, n_tiles;          // m_tiles: per phase, or of all images
-  FastDivmod subtiles_x, subtiles;      // per image, in halo tiles
-  int log_splits = 0, log_cluster = 0;  // binary logarithms
-  int stages = 0;                       // that fit in shared memory
-  float norm_count_inverse = 0;         // 1 / elements of a group of conv.output_norm
+  FastDivmod m_tiles, n_tiles;      // m_tiles: per phase, or of all images
+  FastDivmod subtiles_x, subtiles;  // per image, in halo tiles
+  int log_cluster = 0;
+  int stages = 0;                // that fit in shared memory
+  float norm_count_inverse = 0;  // 1 / elements of a group of conv.output_norm
 };
 
 /// Number of partial sums that a group receives: one from the first CTA, which adds its splits in
@@ -208,7 +208,7 @@ struct Cta {
   Halo halo;
   uint64_t* received;
   float4* partials_received;
-  int rank, log_splits, steps, splits;  // splits: of this CTA
+  int rank, splits;  // splits: of this CTA
   int first_step, end_step;
   int mine;  // blocks of eight outputs that it finishes
 
@@ -219,14 +219,11 @@ struct Cta {
         received(halo.End()),
         partials_received(reinterpret_cast<float4*>(pipeline.full + T::kBarriers)),
         rank(rank),
-        log_splits(params.log_splits),
-        steps(params.depth.steps.value),
-        splits(1 << (params.log_splits - params.log_cluster)),
-        first_step(BeginOf(rank * splits)),
-        end_step(BeginOf((rank + 1) * splits)),
+        splits(1 << (params.depth.log_splits - params.log_cluster)),
+        first_step(params.depth.BeginOf(rank * splits)),
+        end_step(params.depth.BeginOf((rank + 1) * splits)),
         mine(T::kOutputs / 8 >> params.log_cluster) {}
 
-  __device__ int BeginOf(int split) const { return steps * split >> log_splits; }
   __device__ unsigned char* WeightsOf(int stage) const { return ring + stage * T::kStageBytes; }
   __device__ unsigned char* InputsOf(int stage) const { return WeightsOf(stage) + T::kWeightBytes; }
   /// Whether any of its steps, from `first` to `end`, is of the window.
@@ -246,8 +243,8 @@ struct Cta {
     FenceBarrierInit();
     if (params.log_cluster > 0) {
       const int own = rank == 0 ? 1 : splits;
-      ArriveExpectTx(received, (SlotsOf(params.log_splits, params.log_cluster) - own) * T::kGroups *
-                                   SlotBytes(T::kOutputs, params.log_cluster));
+      ArriveExpectTx(received, (SlotsOf(params.depth.log_splits, params.log_cluster) - own) *
+                                   T::kGroups * SlotBytes(T::kOutputs, params.log_cluster));
     }
   }
 };
@@ -529,7 +526,7 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
 
   const int thread = static_cast<int>(threadIdx.x) - group * kConsumers;
   const int mine = cta.mine;
-  const int slots = SlotsOf(params.log_splits, params.log_cluster);
+  const int slots = SlotsOf(params.depth.log_splits, params.log_cluster);
   const int pixel = (warp - group * 4) * 16 + threadIdx.x % 32 / 4;
   const auto row_of = [&](int pixel) { return RowOf<T>(conv, params, tile, pixel); };
   float4* const received = cta.partials_received + group * slots * mine * kConsumers;
@@ -570,9 +567,8 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
   auto operands = OperandsOf(cta, conv, params, group, normalises);
 #pragma unroll 1
   for (int split = 0; split < cta.splits; ++split) {
-    const int of_all = rank * cta.splits + split;
     Mainloop<Element::kBf16>(
-        operands, cta.BeginOf(of_all + 1) - cta.BeginOf(of_all), true, sums, [](int) {}, [] {});
+        operands, params.depth.StepsOf(rank * cta.splits + split), true, sums, [](int) {}, [] {});
     if (adds && split == 0) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) AddPerImage(add[kAdds == 1 ? 0 : h], h, accumulators);
@@ -639,12 +635,12 @@ cudaError_t LaunchWithTile(void (*kernel)(Conv2dLaunch, Params), const Conv2dLau
     params.m_tiles = FastDivmod((params.grid.pixels + T::kSpec.m - 1) / T::kSpec.m);
   }
   params.n_tiles = FastDivmod((conv.outputs + T::kOutputs - 1) / T::kOutputs);
-  params.log_splits = BinaryLogarithm(plan.splits);
+  params.depth.log_splits = BinaryLogarithm(plan.splits);
   params.log_cluster = BinaryLogarithm(plan.cluster);
   const int norm_run = NormRunOf(conv);
-  const int of_group =
-      SlotsOf(params.log_splits, params.log_cluster) * SlotBytes(T::kOutputs, params.log_cluster) +
-      (norm_run > 0 ? T::kOutputs * sizeof(float2) >> params.log_cluster : 0);
+  const int of_group = SlotsOf(params.depth.log_splits, params.log_cluster) *
+                           SlotBytes(T::kOutputs, params.log_cluster) +
+                       (norm_run > 0 ? T::kOutputs * sizeof(float2) >> params.log_cluster : 0);
   const int64_t tiles = int64_t{PhasesOf(conv)} * params.m_tiles.value * params.n_tiles.value;
   // 128 pixels leave no room for a second CTA.
   const bool alone = T::kGroups > 1 || (tiles * plan.cluster <= queue.multiprocessors &&

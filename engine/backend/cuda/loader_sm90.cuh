@@ -26,6 +26,11 @@ struct Depth {
   FastDivmod taps;   // per chunk
   int shortcut = 0;  // chunks
   FastDivmod steps;  // per tile
+  int log_splits = 0;
+
+  /// The first step of a split, and how many it has.
+  __device__ int BeginOf(int split) const { return steps.value * split >> log_splits; }
+  __device__ int StepsOf(int split) const { return BeginOf(split + 1) - BeginOf(split); }
 };
 
 /// The window's operands, or a shortcut's.
