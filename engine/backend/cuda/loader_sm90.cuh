@@ -368,12 +368,10 @@ __device__ inline uint32_t PixelsInside(const Conv2dLaunch& conv, Pitch pitch, i
 /// channels. False if the chunk has no such channels. `chunks`: of x.
 __device__ inline bool LoadFactors(const Conv2dLaunch& conv, int chunks, int chunk, int vector,
                                    int image, float (&factor)[8], float (&offset)[8]) {
-  const bool of_x = chunk < chunks;
-  const int channel = (of_x ? chunk : chunk - chunks) * kStep + vector * 8;
-  if (channel >= (of_x ? conv.channels : conv.channels2)) return false;
   const int channels = conv.channels + conv.channels2;
-  const float* const from =
-      conv.input_factors + int64_t{image} * 2 * channels + (of_x ? 0 : conv.channels) + channel;
+  const int channel = ChannelOf(chunk, chunks, conv.channels) + vector * 8;
+  if (channel >= (chunk < chunks ? conv.channels : channels)) return false;
+  const float* const from = conv.input_factors + int64_t{image} * 2 * channels + channel;
   LoadEight(from, factor);
   LoadEight(from + channels, offset);
   return true;
