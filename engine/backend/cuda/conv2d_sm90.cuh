@@ -93,28 +93,6 @@ struct Params : MainloopParams {
 struct TileAt {
   int phase, m0, n0;
 };
-template <typename T, bool kDoubled>
-__device__ inline TileAt TileOf(const Params& params, int index, int rank) {
-  int phase = 0;
-  if constexpr (kDoubled) {
-    while (index >= params.phase_tiles) index -= params.phase_tiles, ++phase;
-  }
-  const int band = index / params.band_tiles, in_band = index % params.band_tiles;
-  const FastDivmod& height = band < params.bands ? params.band : params.last_band;
-  const int m = band * params.band.value + in_band % height;
-  return {phase, (m * params.multicast_ctas + rank) * T::kM, in_band / height * T::kN};
-}
-
-/// Steps of a tile. In doubled images 0 beyond the last.
-template <bool kDoubled>
-__device__ inline int StepsOf(const Params& params, int index) {
-  if constexpr (kDoubled) {
-    int phase = 0;
-    for (; index >= params.phase_tiles; index -= params.phase_tiles) ++phase;
-    return phase < kPhases ? params.steps[phase] : 0;
-  }
-  return params.depth.steps.value;
-}
 
 /// The epilogue for outputs of any dtype, alignment, activation and number: 64 pixels and 32
 /// outputs. One row after the other, to keep the code small.
@@ -139,6 +117,7 @@ __device__ inline void FinishElements(const Conv2dLaunch& conv, const Params& pa
 /// A CTA's shared memory (CUTLASS: SharedStorage) and its tiles.
 template <typename T, bool kDoubled>
 struct Cta : TileScheduler<T::kPingPong> {
+  const Params& params;
   unsigned char* ring;     // [kStages]: the pixels of a step, then its weights
   unsigned char* staging;  // [kGroups][kBoxes]: boxes of 64 pixels × kBox outputs
   Pipeline<T::kStages> pipeline;
@@ -151,6 +130,7 @@ struct Cta : TileScheduler<T::kPingPong> {
       : TileScheduler<T::kPingPong>(
             (kDoubled ? kPhases : 1) * (params.m_tiles / params.multicast_ctas) * params.n_tiles,
             params.multicast_ctas),
+        params(params),
         ring(memory),
         staging(ring + T::kStages * T::kStageBytes),
         pipeline(reinterpret_cast<uint64_t*>(staging + T::kStagingBytes)),
@@ -160,6 +140,23 @@ struct Cta : TileScheduler<T::kPingPong> {
         multicast_ctas(params.multicast_ctas),
         rank(static_cast<int>(ClusterRank())) {}
 
+  __device__ TileAt Tile(int index) const {
+    int phase = 0;
+    if constexpr (kDoubled) {
+      while (index >= params.phase_tiles) index -= params.phase_tiles, ++phase;
+    }
+    const int band = index / params.band_tiles, in_band = index % params.band_tiles;
+    const FastDivmod& height = band < params.bands ? params.band : params.last_band;
+    const int m = band * params.band.value + in_band % height;
+    return {phase, (m * params.multicast_ctas + rank) * T::kM, in_band / height * T::kN};
+  }
+  /// Steps of a tile. In doubled images 0 beyond the last.
+  __device__ int Steps(int index) const {
+    if constexpr (!kDoubled) return params.depth.steps.value;
+    int phase = 0;
+    for (; index >= params.phase_tiles; index -= params.phase_tiles) ++phase;
+    return phase < kPhases ? params.steps[phase] : 0;
+  }
   __device__ unsigned char* Inputs(int stage) const { return ring + stage * T::kStageBytes; }
   __device__ unsigned char* Weights(int stage) const { return Inputs(stage) + T::kInputBytes; }
   __device__ unsigned char* Box(int group, int box) const {
@@ -198,7 +195,7 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
   uint32_t parity = 0;
   for (int index = cta.FirstTile(group); index < cta.tiles;
        index += cta.StrideOfConsumer(), parity ^= 1) {
-    const TileAt tile = TileOf<T, kDoubled>(params, index, cta.rank);
+    const TileAt tile = cta.Tile(index);
     const auto for_boxes = [&](const auto& what) {
 #pragma unroll 1
       for (int box = 0; box < T::kBoxes; ++box) {
@@ -258,9 +255,6 @@ struct Im2colLoader {
     LoadWeightsByTma(cta.Weights(stage), WeightOf(params, step), &cta.pipeline.full[stage], tile.n0,
                      tile.phase, cta.multicast_ctas, params.part, cta.rank);
   }
-  __device__ TileAt TileOf(int index) const {
-    return im2col::TileOf<T, F::kDoubled>(params, index, cta.rank);
-  }
   __device__ bool IsZero(const TileAt& tile, const Step& step) const {
     return F::kDoubled && (params.zero_taps >> (4 * tile.phase + step.tap) & 1) != 0;
   }
@@ -276,8 +270,8 @@ struct Im2colLoader {
   }
   /// No kernel writes weights: the first loads overlap the preceding kernel.
   __device__ void LoadEarly() {
-    const TileAt tile = TileOf(cta.first_tile);
-    const int steps = StepsOf<F::kDoubled>(params, cta.first_tile);
+    const TileAt tile = cta.Tile(cta.first_tile);
+    const int steps = cta.Steps(cta.first_tile);
     Step at = Begin(tile);
     for (; early < min(T::kStages, steps); ++early) {
       ArriveExpectTx(&cta.pipeline.full[early], T::kStageBytes);
@@ -289,8 +283,8 @@ struct Im2colLoader {
     PipelineState<T::kStages> state;
     WaitForPredecessors();
     for (int index = cta.first_tile; index < cta.tiles; index += cta.stride) {
-      const TileAt tile = TileOf(index);
-      const int steps = StepsOf<F::kDoubled>(params, index);
+      const TileAt tile = cta.Tile(index);
+      const int steps = cta.Steps(index);
       const PlanePixel start =
           params.grid.flat ? PlanePixel() : StartOf(conv, params.grid, tile.m0);
       Step at = Begin(tile);
@@ -388,16 +382,16 @@ struct Consumer {
 
   __device__ void Run() const {
     // Among all steps of this CTA.
-    int position = T::kPingPong && group == 1 ? StepsOf<F::kDoubled>(params, cta.first_tile) : 0;
+    int position = T::kPingPong && group == 1 ? cta.Steps(cta.first_tile) : 0;
     int tiles_done = 0;
     for (int index = cta.FirstTile(group); index < cta.tiles;
          index += cta.StrideOfConsumer(), ++tiles_done) {
-      const TileAt tile = TileOf<T, F::kDoubled>(params, index, cta.rank);
-      const int steps = StepsOf<F::kDoubled>(params, index);
+      const TileAt tile = cta.Tile(index);
+      const int steps = cta.Steps(index);
       Operands operands(cta, T::kStages, cta.FirstPixel(group) * kStepBytes, T::kInputBytes);
       operands.at.Set(position);
       position += steps;
-      if (T::kPingPong) position += StepsOf<F::kDoubled>(params, index + cta.stride);
+      if (T::kPingPong) position += cta.Steps(index + cta.stride);
       Accumulators sums;
       if constexpr (T::kE4m3) {
         // Nothing keeps the consumers apart, but while one adds, another may multiply.

@@ -106,20 +106,13 @@ struct Params : MainloopParams {
 struct TileAt {
   int image, y, x, n0;
 };
-/// kMulticastCtas: CTAs of a cluster, if each has its own tile.
-template <typename T, int kMulticastCtas>
-__device__ inline TileAt TileOf(const Params& params, int index, int rank) {
-  const int m = index / params.n_tiles * kMulticastCtas + rank % kMulticastCtas,
-            line = m / params.tiles_x;
-  return {line / params.tiles_y * params.images_at_once, line % params.tiles_y * kSubtileEdge,
-          m % params.tiles_x * 2 * kSubtileEdge, index % params.n_tiles * T::kN};
-}
 
 /// A CTA's shared memory (CUTLASS: SharedStorage), its tiles, and its share of k.
 template <typename T, typename F>
 struct Cta : TileScheduler<T::kPingPong> {
   using Halo = typename T::template Halo<F::kShortcut>;
   using Step = StepAt<F::kShortcut, kTaps>;
+  // CTAs of a cluster, if each has its own tile.
   static constexpr int kMulticastCtas = F::kSplitOverCluster ? 1 : T::kCluster;
 
   const Params& params;
@@ -161,7 +154,12 @@ struct Cta : TileScheduler<T::kPingPong> {
   }
 
   __device__ unsigned char* Weights(int stage) const { return ring + stage * T::kStageBytes; }
-  __device__ TileAt Tile(int index) const { return TileOf<T, kMulticastCtas>(params, index, rank); }
+  __device__ TileAt Tile(int index) const {
+    const int m = index / params.n_tiles * kMulticastCtas + rank % kMulticastCtas;
+    const int line = m / params.tiles_x;
+    return {line / params.tiles_y * params.images_at_once, line % params.tiles_y * kSubtileEdge,
+            m % params.tiles_x * 2 * kSubtileEdge, index % params.n_tiles * T::kN};
+  }
   /// A thread for each CTA that shares the stage tells it that the stage is free.
   __device__ void ReleaseStage(int stage) const {
     const int thread = threadIdx.x % 128;
