@@ -94,16 +94,13 @@ inline Ending EndingOf(const ConvLayer& conv) {
   return conv.residual.data != nullptr ? Ending::kResidual : Ending::kPlain;
 }
 /// The epilogue of a warpgroup's 64 pixels through shared memory, in boxes of 64 pixels × kBox
-/// outputs in TMA's swizzle. begin(i) returns the address of box i, which holds the residual if
-/// there is one and receives the outputs; end(i) is called when it is complete. Residual and
-/// activation are template parameters, because branches would cost more than the instructions that
-/// they skip.
-template <int kBox, bool kResidual, bool kSilu, int kAccumulators, typename Begin, typename End>
-__device__ inline void StageEpilogueAs(const Conv2dLaunch& conv,
-                                       const float (&accumulators)[kAccumulators],
-                                       const Begin& begin, const End& end) {
-  constexpr int kLine = kBox * 2;  // bytes
-  constexpr int kChunks = kBox / 8;
+/// outputs in TMA's swizzle: kBlocks blocks of 16 outputs. begin(i) returns the address of box i,
+/// which holds the residual if there is one and receives the outputs; end(i) is called when it is
+/// complete. pack(block, residual, words) finishes a thread's eight outputs of a block.
+template <int kBox, int kBlocks, bool kResidual, typename Begin, typename End, typename Pack>
+__device__ inline void StageBlocks(const Begin& begin, const End& end, const Pack& pack) {
+  constexpr int kBoxBlocks = kBox / 16;
+  static_assert(kBlocks % kBoxBlocks == 0);
   // Several residuals are loaded at a time, to hide their latency.
   constexpr int kAtOnce = kResidual ? 4 : 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -113,33 +110,43 @@ __device__ inline void StageEpilogueAs(const Conv2dLaunch& conv,
   const int swizzle = SwizzleOf<kBox>(row);
   uint32_t line = 0;
 #pragma unroll
-  for (int first = 0; first < kAccumulators / 8; first += kAtOnce) {
+  for (int first = 0; first < kBlocks; first += kAtOnce) {
     uint32_t at[kAtOnce], residual[kAtOnce][4];
 #pragma unroll
-    for (int i = 0; i < kAtOnce && first + i < kAccumulators / 8; ++i) {
-      const int chunk = 2 * (first + i);
-      if (chunk % kChunks == 0) line = SharedAddress(begin(chunk / kChunks)) + row * kLine;
-      at[i] = line + ((chunk % kChunks + lane / 16) ^ swizzle) * 16;
+    for (int i = 0; i < kAtOnce && first + i < kBlocks; ++i) {
+      const int box = (first + i) / kBoxBlocks, block = (first + i) % kBoxBlocks;
+      if (block == 0) line = SharedAddress(begin(box)) + row * kBox * 2;
+      at[i] = line + ((2 * block + lane / 16) ^ swizzle) * 16;
       if (kResidual) LoadMatrices(residual[i], at[i]);
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce && first + i < kAccumulators / 8; ++i) {
-      const int chunk = 2 * (first + i);
-      float v[8];
-#pragma unroll
-      for (int c = 0; c < 8; ++c) v[c] = accumulators[4 * chunk + c];
-      if (kResidual) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) AddPair(residual[i][c], v[2 * c], v[2 * c + 1]);
-      }
-      ApplyEpilogue(conv, kSilu, v);
-      uint32_t packed[4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) packed[c] = PackBf16(v[2 * c], v[2 * c + 1]);
-      StoreMatrices(at[i], packed);
-      if (chunk % kChunks == kChunks - 2) end(chunk / kChunks);
+    for (int i = 0; i < kAtOnce && first + i < kBlocks; ++i) {
+      uint32_t words[4];
+      pack(first + i, residual[i], words);
+      StoreMatrices(at[i], words);
+      if ((first + i) % kBoxBlocks == kBoxBlocks - 1) end((first + i) / kBoxBlocks);
     }
   }
+}
+/// Residual and activation are template parameters, because branches would cost more than the
+/// instructions that they skip.
+template <int kBox, bool kResidual, bool kSilu, int kAccumulators, typename Begin, typename End>
+__device__ inline void StageEpilogueAs(const Conv2dLaunch& conv,
+                                       const float (&accumulators)[kAccumulators],
+                                       const Begin& begin, const End& end) {
+  StageBlocks<kBox, kAccumulators / 8, kResidual>(
+      begin, end, [&](int block, const uint32_t(&residual)[4], uint32_t(&words)[4]) {
+        float v[8];
+#pragma unroll
+        for (int c = 0; c < 8; ++c) v[c] = accumulators[8 * block + c];
+        if (kResidual) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) AddPair(residual[c], v[2 * c], v[2 * c + 1]);
+        }
+        ApplyEpilogue(conv, kSilu, v);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) words[c] = PackBf16(v[2 * c], v[2 * c + 1]);
+      });
 }
 /// Two outputs of a gated layer in bf16. Accumulators are eight values, their eight gates, the next
 /// eight values, and so on. Values and gates are rounded before the product, as they are if the
@@ -153,29 +160,6 @@ __device__ inline uint32_t GatedPair(const float (&accumulators)[kAccumulators],
   return PackBf16(v[0] * Gelu(g[0]), v[1] * Gelu(g[1]));
 }
 
-/// The same for a gated layer, which has half as many outputs.
-template <int kBox, int kAccumulators, typename Begin, typename End>
-__device__ inline void StageGatedEpilogue(const float (&accumulators)[kAccumulators],
-                                          const Begin& begin, const End& end) {
-  constexpr int kLine = kBox * 2;  // bytes
-  constexpr int kChunks = kBox / 8;
-  static_assert(kAccumulators / 8 % kChunks == 0);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
-  const int swizzle = SwizzleOf<kBox>(row);
-  uint32_t line = 0;
-#pragma unroll
-  for (int chunk = 0; chunk < kAccumulators / 8; chunk += 2) {  // of eight outputs, two at a time
-    if (chunk % kChunks == 0) line = SharedAddress(begin(chunk / kChunks)) + row * kLine;
-    uint32_t packed[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      packed[c] = GatedPair(accumulators, 8 * (chunk + c / 2) + c % 2 * 2);
-    }
-    StoreMatrices(line + ((chunk % kChunks + lane / 16) ^ swizzle) * 16, packed);
-    if (chunk % kChunks == kChunks - 2) end(chunk / kChunks);
-  }
-}
 /// The epilogue for Ending::kGateE4m3. A quad stores up to 32 neighbouring outputs of a pixel at a
 /// time, so they are not staged. Pixels begin at m0, outputs at n0.
 template <int kAccumulators>
@@ -208,7 +192,13 @@ __device__ inline void StageEpilogue(const Conv2dLaunch& conv,
                                      const float (&accumulators)[kAccumulators], const Begin& begin,
                                      const End& end) {
   if constexpr (kEnding == Ending::kGate) {
-    StageGatedEpilogue<kBox>(accumulators, begin, end);
+    StageBlocks<kBox, kAccumulators / 16, /*kResidual=*/false>(
+        begin, end, [&](int block, const uint32_t(&)[4], uint32_t(&words)[4]) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            words[c] = GatedPair(accumulators, 8 * (2 * block + c / 2) + c % 2 * 2);
+          }
+        });
   } else if constexpr (kEnding != Ending::kAny) {
     StageEpilogueAs<kBox, kEnding == Ending::kResidual, /*kSilu=*/false>(conv, accumulators, begin,
                                                                          end);
