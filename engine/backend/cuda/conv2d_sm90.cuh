@@ -191,7 +191,6 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
                                      const Cta<T, F::kDoubled>& cta, int group) {
   constexpr bool kDoubled = F::kDoubled, kGated = F::kEnding == Ending::kGate;
   constexpr int kOutputsPer = kGated ? 2 : 1;
-  const int pixels_on = cta.FirstPixel(group);
   uint32_t parity = 0;
   for (int index = cta.FirstTile(group); index < cta.tiles;
        index += cta.StrideOfConsumer(), parity ^= 1) {
@@ -201,7 +200,7 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
       for (int box = 0; box < T::kBoxes; ++box) {
         const int across = box % T::kAcross;
         if (kGated && across >= T::kGatedAcross) continue;
-        const int m = tile.m0 + pixels_on + box / T::kAcross * 64;
+        const int m = tile.m0 + cta.FirstPixel(group) + box / T::kAcross * 64;
         const int n = tile.n0 / kOutputsPer + across * (kGated ? T::kGatedBox : T::kBox);
         what(box, n, m, m < params.grid.pixels && n < conv.outputs / kOutputsPer);
       }

@@ -20,8 +20,7 @@
 namespace denoised::cuda {
 namespace {
 
-constexpr int kHaloTileSlot =
-    25 * 1024;  // two halo tiles of 10×10 pixels of 128 bytes; 18×10 take less
+constexpr int kHaloTileSlot = 25 * 1024;  // two halo tiles of 10×10 pixels; 18×10 take less
 constexpr int kShortcutSlot = 2 * kSubtileEdge * kSubtileEdge * kStepBytes;
 
 /// A row of kTiles, for two consumer warpgroups; its pixels and outputs are arguments so that
@@ -450,9 +449,8 @@ struct Consumer {
       operands.Begin(cta.begin, step_at, halo_tile_at);
       step_at += C::kInFlight * params.depth.steps.value;
       halo_tile_at += C::kInFlight * params.depth.windowed;
-      steps_until_pass = cta.first_tile + cta.stride < cta.tiles
-                             ? T::kLag
-                             : 1;  // a single tile has no epilogue to hide
+      // A single tile has no epilogue to hide.
+      steps_until_pass = cta.first_tile + cta.stride < cta.tiles ? T::kLag : 1;
 
       float total[T::kSubtiles][T::kAccumulators],
           accumulators[T::kSubtiles][T::kAddsRuns ? T::kAccumulators : 1];

@@ -140,7 +140,6 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
                                         int mine, int warp, RowOf row_of) {
   const int lane = threadIdx.x % 32;
   const int image_pixels = conv.out_height * conv.out_width;  // a power of two
-  const auto first_of_image = [&](int pixel) { return pixel & -image_pixels; };
 
   __syncwarp();
 #pragma unroll 1
@@ -167,7 +166,7 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
   // Two threads per pixel, four outputs each.
   constexpr int kHalf = kVector / 2, kHalfRuns = kRun < kHalf ? kHalf / kRun : 1;
   const int pixel = threadIdx.x / 2, half = threadIdx.x % 2;
-  const int first_leaf = first_of_image(pixel) / kLeafPixels, leaves = image_pixels / kLeafPixels;
+  const int first_leaf = (pixel & -image_pixels) / kLeafPixels, leaves = image_pixels / kLeafPixels;
   const int64_t row = row_of(pixel);
 #pragma unroll 1
   for (int j = 0; j < mine; ++j) {
