@@ -278,7 +278,10 @@ TEST_P(E4m3, NormsBeforeLayersGiveTheBitsOfNormThenLayer) {
                {2, 9, 7, 24, 0, 8, Activation::kSilu, false},   // padded channels
                {2, 9, 7, 48, 0, 16, Activation::kNone, false},  // groups of three
                {2, 6, 5, 32, 0, 8, Activation::kMish, false},
-               {2, 160, 160, 32, 32, 32, Activation::kSilu, false}};  // more than a cluster holds
+               // More than a cluster holds; two sources of 32 channels are too narrow for the
+               // persistent kernel.
+               {2, 160, 160, 64, 0, 32, Activation::kSilu, false},
+               {2, 160, 160, 32, 32, 32, Activation::kSilu, false}};
   for (const auto& c : cases) {
     SCOPED_TRACE(fmt::format("{}x{}x{}+{}", c.height, c.width, c.c1, c.c2));
     const int64_t channels = c.c1 + c.c2;

@@ -47,6 +47,8 @@ const std::vector<Case> kCases = {{3, 32, 32, 128, 0, 128, 3},
                                   {2, 20, 12, 64, 64, 256, 3, 1, true},
                                   {5, 4, 4, 320, 64, 320, 3, 1, true},
                                   {1, 3, 128, 64, 0, 128, 3, 1, true},
+                                  {3, 7, 6, 64, 0, 320, 3, 1, true},
+                                  {2, 5, 96, 64, 0, 128, 3, 1, true},
                                   {3, 15, 17, 64, 0, 72, 3, 2},
                                   {40, 1, 256, 192, 0, 576, 1},
                                   {3, 1, 2045, 320, 0, 1288, 1},
@@ -272,6 +274,13 @@ TEST(HopperCandidatesTest, TilesRefuseOutputsTheyCannotStore) {
   other = conv, other.out.element = Element::kF32;
   EXPECT_TRUE(Supports({kOneByOne, 1, 1}, other));
   EXPECT_FALSE(Supports({kCooperative, 1, 1}, other)) << "outputs in fp32";
+  constexpr HopperTile kNarrowBoxes = FindTile(Loader::kIm2col, Schedule::kCooperative, 128, 160);
+  const Conv2dLaunch even = ShapeOf({2, 30, 30, 64, 0, 320, 3, 1, true}),
+                     odd = ShapeOf({2, 31, 31, 64, 0, 320, 3, 1, true});
+  EXPECT_TRUE(Supports({kNarrowBoxes, 1, 1}, even));
+  EXPECT_FALSE(Supports({kNarrowBoxes, 1, 1}, odd)) << "single pixels of boxes of 32 outputs";
+  EXPECT_TRUE(Supports({kCooperative, 1, 1}, odd));
+  EXPECT_TRUE(Supports({kOneByOne, 1, 1}, odd));
 }
 
 TEST(HopperCandidatesTest, TilesRefuseGatesTheyCannotCompute) {
