@@ -190,7 +190,7 @@ template <typename T, typename F>
 __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& params,
                                      const Cta<T, F::kDoubled>& cta, int group) {
   constexpr bool kDoubled = F::kDoubled, kGated = F::kEnding == Ending::kGate;
-  constexpr int kOutputsPer = kGated ? 2 : 1;
+  constexpr int kPerOutput = kGated ? 2 : 1;  // columns of the product
   uint32_t parity = 0;
   for (int index = cta.FirstTile(group); index < cta.tiles;
        index += cta.StrideOfConsumer(), parity ^= 1) {
@@ -201,8 +201,8 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
         const int across = box % T::kAcross;
         if (kGated && across >= T::kGatedAcross) continue;
         const int m = tile.m0 + cta.FirstPixel(group) + box / T::kAcross * 64;
-        const int n = tile.n0 / kOutputsPer + across * (kGated ? T::kGatedBox : T::kBox);
-        what(box, n, m, m < params.grid.pixels && n < conv.outputs / kOutputsPer);
+        const int n = tile.n0 / kPerOutput + across * (kGated ? T::kGatedBox : T::kBox);
+        what(box, n, m, m < params.grid.pixels && n < conv.outputs / kPerOutput);
       }
     };
     // Calls copy(shared memory, coordinates...) for each of TMA's copies of a box.
@@ -318,20 +318,20 @@ struct Consumer {
   int group;
 
   /// Adds conv.add, unless FinishElements() does.
-  __device__ void Add(const TileAt& tile, Accumulators& sums) const {
-    if (!T::kStaged || F::kEnding != Ending::kAny || params.add.data == nullptr) return;
+  __device__ void AddOfImages(const TileAt& tile, Accumulators& sums) const {
+    if (!T::kStaged || F::kEnding != Ending::kAny || conv.add.data == nullptr) return;
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 2 * T::kSubtiles; ++i) {
       const int m = tile.m0 + cta.FirstPixel(group) + i / 2 * 64 + row + i % 2 * 8;
       if (m >= params.grid.pixels) continue;
       uint32_t pairs[T::kAccumulators / 4];
-      LoadPerImage(conv, params.add, m / params.grid.plane.pixels, tile.n0, pairs);
+      LoadPerImage(conv, conv.add, m / params.grid.plane.pixels, tile.n0, pairs);
       AddPerImage(pairs, i % 2, sums[i / 2]);
     }
   }
-  /// Run `run` of k, `steps` steps: a split, or in e4m3 at most kE4m3Run. In bf16 sums start with
-  /// the bias, or zero.
+  /// `steps` steps of k: split `run`, or in e4m3, which does not look at `run` and `is_last`, at
+  /// most kE4m3Run. In bf16 the sums of the first split start with the bias, others with zero.
   __device__ void Multiply(const TileAt& tile, int run, int steps, bool is_last, int tiles_done,
                            Operands& operands, Accumulators& sums) const {
 #pragma unroll
@@ -403,7 +403,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < T::kSubtiles; ++i)
           ScaleAndAddBias(params.scales, params.bias, tile.n0, total[i]);
-        Add(tile, total);
+        AddOfImages(tile, total);
         Finish(tile, tiles_done, total);
       } else if constexpr (F::kSplitK) {
         Accumulators total;
@@ -411,13 +411,13 @@ struct Consumer {
         for (int split = 0; split < splits; ++split) {
           Multiply(tile, split, params.depth.StepsOf(split), split == splits - 1, tiles_done,
                    operands, sums);
-          if (split == 0) Add(tile, sums);
+          if (split == 0) AddOfImages(tile, sums);
           AddRun(sums, split == 0, total);
         }
         Finish(tile, tiles_done, total);
       } else {
         Multiply(tile, 0, steps, true, tiles_done, operands, sums);
-        Add(tile, sums);
+        AddOfImages(tile, sums);
         Finish(tile, tiles_done, sums);
       }
     }

@@ -13,7 +13,7 @@ namespace denoised::cuda {
 cudaError_t LaunchConv2dHopper(const Conv2dLaunch& conv, const HopperPlan& plan,
                                const Queue& queue);
 cudaError_t LoadConv2dHopperKernels();
-/// The parts of both in a file: those of some tiles.
+/// Launches and loads the kernels of one file: those of some tiles.
 struct HopperKernelSet {
   cudaError_t (*launch)(const Conv2dLaunch& conv, const HopperPlan& plan, const Queue& queue);
   cudaError_t (*load)();

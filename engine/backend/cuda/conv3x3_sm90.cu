@@ -321,7 +321,7 @@ struct Consumer {
   const bool leads = threadIdx.x % 128 == 0;
   const bool has_first_run = !F::kSplitOverCluster || cta.rank == 0,
              finishes = !F::kSplitOverCluster || group == cta.rank;
-  const bool adds = has_first_run && params.add.data != nullptr;
+  const bool adds = has_first_run && conv.add.data != nullptr;
 
   const SubtilesAt windowed = {params.pitch.value,
                                T::kPingPong ? 0 : group* params.subtile_pixel* kStepBytes};
@@ -329,8 +329,14 @@ struct Consumer {
                                   group* params.shortcut_subtile_pixel* kStepBytes};
   const int next_subtile = params.subtile_pixel * kStepBytes;
   HaloTileOperands<T, C, /*kAhead=*/false> operands{
-      conv,     params.depth, cta,          cta.halo.Ready(cta.normalises),
-      windowed, of_shortcut,  next_subtile, {cta.pipeline, T::kStages, cta.ring}};
+      .conv = conv,
+      .depth = params.depth,
+      .cta = cta,
+      .halo_tile_ready = cta.halo.Ready(cta.normalises),
+      .windowed = windowed,
+      .shortcut = of_shortcut,
+      .next_subtile = next_subtile,
+      .at = {cta.pipeline, T::kStages, cta.ring}};
   // Of a tile:
   TileAt tile;
   int steps_until_pass;
@@ -352,7 +358,7 @@ struct Consumer {
   }
   __device__ void LoadAdded(int subtile, uint32_t (&added)[T::kAccumulators / 4]) const {
     const int image = min(Subtile(subtile).image, conv.images - 1);  // that exists
-    LoadPerImage<T::kBox>(conv, params.add, image, tile.n0, added);
+    LoadPerImage<T::kBox>(conv, conv.add, image, tile.n0, added);
   }
   __device__ void BeginStaging(int subtile) const {
     if (!leads) return;

@@ -464,14 +464,15 @@ template <typename T>
 __device__ inline auto OperandsOf(const Cta<T>& cta, const Conv2dLaunch& conv, const Params& params,
                                   int group, bool normalises) {
   if constexpr (T::kInHaloTiles) {
-    HaloTileOperands<T, Cta<T>, /*kAhead=*/true> operands{conv,
-                                                          params.depth,
-                                                          cta,
-                                                          cta.halo.Ready(normalises),
-                                                          {kPitch, group * kHaloTileSlot},
-                                                          {kSubtileEdge, group * kShortcutSlot},
-                                                          0,
-                                                          {cta.pipeline, params.stages, cta.ring}};
+    HaloTileOperands<T, Cta<T>, /*kAhead=*/true> operands{
+        .conv = conv,
+        .depth = params.depth,
+        .cta = cta,
+        .halo_tile_ready = cta.halo.Ready(normalises),
+        .windowed = {kPitch, group * kHaloTileSlot},
+        .shortcut = {kSubtileEdge, group * kShortcutSlot},
+        .next_subtile = 0,
+        .at = {cta.pipeline, params.stages, cta.ring}};
     const typename T::Step first(conv, params, cta.first_step), end(conv, params, cta.end_step);
     operands.Begin(first, 0, 0);
     if (first.tap > 0 && cta.HasWindowed(first, end)) operands.WaitForHaloTile();
@@ -554,12 +555,11 @@ __global__ void __launch_bounds__(T::kBoundThreads, T::kGroups == 1 ? 2 : 1)
   if constexpr (kNormRun == 0) outputs.LoadResiduals(0, residuals);
   constexpr int kAdds = T::kInHaloTiles ? 1 : 2;  // a halo tile is of one image
   uint32_t add[kAdds][T::kAccumulators / 4];
-  const bool adds = rank == 0 && params.add.data != nullptr;
+  const bool adds = rank == 0 && conv.add.data != nullptr;
   if (adds) {
 #pragma unroll
     for (int h = 0; h < kAdds; ++h) {
-      LoadPerImage(conv, params.add, ImageOf<T>(conv, params, tile, pixel + 8 * h), tile.n0,
-                   add[h]);
+      LoadPerImage(conv, conv.add, ImageOf<T>(conv, params, tile, pixel + 8 * h), tile.n0, add[h]);
     }
   }
 

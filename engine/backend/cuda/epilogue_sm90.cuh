@@ -128,8 +128,8 @@ __device__ inline void StageBlocks(const Begin& begin, const End& end, const Pac
     }
   }
 }
-/// Residual and activation are template parameters, because branches would cost more than the
-/// instructions that they skip.
+/// The same of a layer without a gate. Residual and activation are template parameters, because
+/// branches would cost more than the instructions that they skip.
 template <int kBox, bool kResidual, bool kSilu, int kAccumulators, typename Begin, typename End>
 __device__ inline void StageEpilogueAs(const Conv2dLaunch& conv,
                                        const float (&accumulators)[kAccumulators],
@@ -187,6 +187,7 @@ __device__ inline void StoreGatedE4m3(const Conv2dLaunch& conv, int pixels, int 
     }
   }
 }
+/// The epilogue of a warpgroup's 64 pixels, in boxes as StageBlocks() has them.
 template <int kBox, Ending kEnding, int kAccumulators, typename Begin, typename End>
 __device__ inline void StageEpilogue(const Conv2dLaunch& conv,
                                      const float (&accumulators)[kAccumulators], const Begin& begin,

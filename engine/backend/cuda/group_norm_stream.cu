@@ -102,7 +102,7 @@ struct Plan {
 };
 
 struct Maps {
-  CUtensorMap x, x2, out;
+  CUtensorMap x, x2, out;  // out: if it is bf16
 };
 
 /// Offsets in a block's shared memory, in bytes. The barriers are at the beginning.
@@ -596,9 +596,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 }
 
 auto* KernelOf(int run, Element out) {
-  return WithConstant<2, 4, 8>(run, [&](auto run) {
-    return out == Element::kE4m3x2 ? &GroupNormStreamKernel<run, Element::kE4m3x2>
-                                   : &GroupNormStreamKernel<run, Element::kBf16>;
+  return WithConstant<2, 4, 8>(run, [&](auto known) {
+    return out == Element::kE4m3x2 ? &GroupNormStreamKernel<known, Element::kE4m3x2>
+                                   : &GroupNormStreamKernel<known, Element::kBf16>;
   });
 }
 

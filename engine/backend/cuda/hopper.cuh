@@ -29,8 +29,8 @@ __device__ inline bool ElectOne() {
 __device__ inline int UniformWarp() {
   return __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
 }
-/// The same address of shared memory. Without the shuffle, the compiler would compute it again in
-/// every step.
+/// `shared`, known to be uniform. Without the shuffle, the compiler would compute it again in every
+/// step.
 __device__ inline unsigned char* UniformShared(unsigned char* shared) {
   return static_cast<unsigned char*>(
       __cvta_shared_to_generic(__shfl_sync(~0u, SharedAddress(shared), 0)));
@@ -334,7 +334,7 @@ __device__ inline void WgmmaWait() {
 /// n outputs, r = n / 2 registers; a, b and p: the numbers of the asm operands after those. Without
 /// `add` the product overwrites them, so that the first of a sum needs no zeros. y is [n, k].
 /// `scales`: of the operands, and for bf16 that neither is transposed.
-#define DENOISED_WGMMA_FROM_ZERO(Name, types, scales, n, r, a, b, p)                 \
+#define DENOISED_WGMMA(Name, types, scales, n, r, a, b, p)                           \
   __device__ inline void Name(float(&d)[r], uint64_t x, uint64_t y, bool add) {      \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #p                         \
                  ", 0;\n"                                                            \
@@ -344,7 +344,7 @@ __device__ inline void WgmmaWait() {
                  : "l"(x), "l"(y), "r"(static_cast<int>(add)));                      \
   }
 #define DENOISED_WGMMA_BF16(...) \
-  DENOISED_WGMMA_FROM_ZERO(Wgmma, "k16.f32.bf16.bf16", "1, 1, 0, 0", __VA_ARGS__)
+  DENOISED_WGMMA(Wgmma, "k16.f32.bf16.bf16", "1, 1, 0, 0", __VA_ARGS__)
 DENOISED_WGMMA_BF16(32, 16, 16, 17, 18)
 DENOISED_WGMMA_BF16(64, 32, 32, 33, 34)
 DENOISED_WGMMA_BF16(80, 40, 40, 41, 42)
@@ -356,8 +356,7 @@ DENOISED_WGMMA_BF16(256, 128, 128, 129, 130)
 
 /// The same of e4m3, [64, 32] × [n, 32]ᵀ. Rows in shared memory have 128 elements; for each 32
 /// along k, add 2 to the descriptors. Sums keep about 14 bits of fraction.
-#define DENOISED_WGMMA_E4M3(...) \
-  DENOISED_WGMMA_FROM_ZERO(WgmmaE4m3, "k32.f32.e4m3.e4m3", "1, 1", __VA_ARGS__)
+#define DENOISED_WGMMA_E4M3(...) DENOISED_WGMMA(WgmmaE4m3, "k32.f32.e4m3.e4m3", "1, 1", __VA_ARGS__)
 DENOISED_WGMMA_E4M3(32, 16, 16, 17, 18)
 DENOISED_WGMMA_E4M3(128, 64, 64, 65, 66)
 DENOISED_WGMMA_E4M3(160, 80, 80, 81, 82)
@@ -365,7 +364,7 @@ DENOISED_WGMMA_E4M3(192, 96, 96, 97, 98)
 
 /// Both operands from shared memory with m and n innermost, by TransposedDescriptor().
 #define DENOISED_WGMMA_TRANSPOSED(...) \
-  DENOISED_WGMMA_FROM_ZERO(WgmmaTransposed, "k16.f32.bf16.bf16", "1, 1, 1, 1", __VA_ARGS__)
+  DENOISED_WGMMA(WgmmaTransposed, "k16.f32.bf16.bf16", "1, 1, 1, 1", __VA_ARGS__)
 DENOISED_WGMMA_TRANSPOSED(8, 4, 4, 5, 6)
 DENOISED_WGMMA_TRANSPOSED(64, 32, 32, 33, 34)
 DENOISED_WGMMA_TRANSPOSED(192, 96, 96, 97, 98)

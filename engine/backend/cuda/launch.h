@@ -217,8 +217,9 @@ cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue);
 /// SuitsGroupNormCluster(). The bits differ from those of the two passes. `out` in e4m3 as above.
 bool SuitsGroupNormCluster(const NormLayer& norm, const Queue& queue);
 cudaError_t LaunchGroupNormCluster(const GroupNormLaunch& norm, const Queue& queue);
-/// `out` with the same bits by a persistent kernel; it must not overlap x or x2. Prefers…: whether
-/// this kernel is faster than LaunchGroupNormCluster, or the only one that supports the launch.
+/// `out` with the same bits by a persistent kernel, also in e4m3; it must not overlap x or x2.
+/// Prefers…: whether this kernel is faster than LaunchGroupNormCluster, or the only one that
+/// supports the launch.
 bool SuitsGroupNormStream(const NormLayer& norm);
 bool PrefersGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queue);

@@ -44,7 +44,6 @@ struct MainloopParams : SourceParams {
   SourceParams shortcut;
   const float* bias = nullptr;
   const float* scales = nullptr;  // in e4m3
-  Rows add;                       // per image
 };
 
 /// The source of a chunk's pixels.
@@ -70,8 +69,8 @@ template <bool kShortcut, int kTaps = 0>
 struct StepAt {
   int tap, chunk, channel;                       // of the window's weight
   int of_shortcut = 0, channel_of_shortcut = 0;  // chunk, and channel of the shortcut's weight
-  int due =
-      0;  // grows by the shortcut's chunks per step; a shortcut's step when it reaches `steps`
+  // Grows by the shortcut's chunks per step; a shortcut's step when it reaches `steps`.
+  int due = 0;
 
   __device__ StepAt(const Conv2dLaunch& conv, const MainloopParams& params, int step) {
     const Depth& depth = params.depth;
@@ -241,7 +240,9 @@ struct HaloRing {
   }
   __device__ void Init(int consumers) const {
     pipeline.Init(consumers);
-    for (int slot = 0; slot < kWindowed; ++slot) InitBarrier(&normal[slot], kTransformers);
+    for (int slot = 0; kTransformers > 0 && slot < kWindowed; ++slot) {
+      InitBarrier(&normal[slot], kTransformers);
+    }
   }
 };
 
@@ -437,7 +438,7 @@ inline Grid GridOf(const Conv2dLaunch& conv) {
   const bool flat = conv.kernel == 1 && conv.stride == 1 && conv.pad_top == 0 &&
                     conv.pad_left == 0 && conv.out_height == conv.height &&
                     conv.out_width == conv.width;
-  // Their product is checked by CudaBackend.
+  // CudaBackend checks that the pixels of all outputs fit an int; OutputPixel() relies on it, too.
   return {FastDivmod(EdgeTaps(conv)), plane, conv.images * plane.pixels.value, flat};
 }
 
@@ -512,7 +513,6 @@ cudaError_t InitMainloop(MainloopParams* params, const Conv2dLaunch& conv, int o
   if (GetTensorMapEncoders().error != cudaSuccess) return GetTensorMapEncoders().error;
   params->bias = conv.bias;
   params->scales = conv.scales;
-  params->add = conv.add;
   const int taps = EdgeTaps(conv) * EdgeTaps(conv);
   params->depth.windowed = ChunksOf(conv.channels) + ChunksOf(conv.channels2);
   params->depth.taps = FastDivmod(taps);

@@ -72,9 +72,9 @@ struct StageAt {
   }
 };
 
-/// Multiplies a run of `steps` steps for kSubtiles times 64 pixels. `adds`: to
-/// `sums`; otherwise the first MMA overwrites them.
-/// meanwhile(step) is called while a step is multiplied, before_last_wait() when all are issued.
+/// Multiplies a run of `steps` steps for kSubtiles times 64 pixels. `adds`: to `sums`; otherwise
+/// the first MMA overwrites them. meanwhile(step) is called while a step is multiplied,
+/// before_last_wait() when all are issued.
 ///
 /// Operands have
 ///   Wait(): until the next step's matrices are in shared memory;

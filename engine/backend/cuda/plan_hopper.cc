@@ -123,7 +123,8 @@ bool Supports(const HopperPlan& plan, const ConvLayer& conv) {
   if (conv.input_factors != nullptr && !spec.FusesInputNorm()) return false;
   // Outputs. Persistent halo tiles read conv.add by whole boxes.
   if (!spec.StoresOneByOne() && !HasVectorOutputs(conv)) return false;
-  // Of odd lines, TMA copies single pixels, which begin at multiples of 128 bytes in shared memory.
+  // Of odd lines, TMA copies single pixels, which must begin at multiples of 128 bytes in shared
+  // memory.
   if (spec.IsPersistent() && conv.upsample2x && conv.width % 2 != 0 && !spec.StoresOneByOne() &&
       spec.BoxOutputs() < 64) {
     return false;
