@@ -111,8 +111,23 @@ void RemovePartials(const std::string& folder) {
   for (const fs::path& partial : partials) fs::remove_all(partial, error);
 }
 
-/// Compares the sizes of the files with DONE, and with `contents` their checksums, too.
-absl::Status CheckDone(const std::string& directory, bool contents) {
+absl::Status CheckIsCheckpoint(const std::string& directory) {
+  std::error_code error;
+  if (!fs::is_directory(directory, error))
+    return NotFound(
+        "{}: there is no such checkpoint; pass --resume latest, or a folder such as "
+        "run/checkpoints/step-000001000",
+        directory);
+  if (!IsThere(directory + "/run.json") && !IsThere(directory + "/DONE"))
+    return NotFound(
+        "{}: is not the folder of a checkpoint, such as run/checkpoints/step-000001000; or pass "
+        "--resume latest",
+        directory);
+  return absl::OkStatus();
+}
+
+/// Compares the sizes of the files with DONE, and those in `contents` also with their checksums.
+absl::Status CheckDone(const std::string& directory, const std::set<std::string>& contents) {
   const std::string path = directory + "/DONE";
   if (!IsThere(path)) return DataLoss("{}: has no DONE; it was not written to its end", directory);
   const auto done = ReadJsonFile(path);
@@ -134,7 +149,7 @@ absl::Status CheckDone(const std::string& directory, bool contents) {
     if (bytes != size)
       return DataLoss("{}: has {} bytes where DONE says {}; it {}", whole, size, bytes.dump(),
                       bytes > size ? "was cut off" : "is damaged");
-    if (!contents) continue;
+    if (!contents.contains(file)) continue;
     DENOISED_ASSIGN_OR_RETURN(const uint32_t checksum, ChecksumOf(whole));
     if (crc != checksum)
       return DataLoss("{}: its checksum is not the one in DONE; it is damaged", whole);
@@ -273,7 +288,7 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
     if (step < state.step && whole_ones >= keep) {
       fs::remove_all(directory, ignored);
     } else {
-      whole_ones += CheckDone(directory, /*contents=*/false).ok();  // to read all would take long
+      whole_ones += CheckDone(directory, {}).ok();  // to read all would take long
     }
   }
   RemovePartials(folder);
@@ -283,18 +298,8 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
 bool HasCheckpoints(const std::string& folder) { return !StepsIn(folder).empty(); }
 
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
-  std::error_code error;
-  if (!fs::is_directory(directory, error))
-    return NotFound(
-        "{}: there is no such checkpoint; pass --resume latest, or a folder such as "
-        "run/checkpoints/step-000001000",
-        directory);
-  if (!IsThere(directory + "/run.json") && !IsThere(directory + "/DONE"))
-    return NotFound(
-        "{}: is not the folder of a checkpoint, such as run/checkpoints/step-000001000; or pass "
-        "--resume latest",
-        directory);
-  DENOISED_RETURN_IF_ERROR(CheckDone(directory, /*contents=*/true));
+  DENOISED_RETURN_IF_ERROR(CheckIsCheckpoint(directory));
+  DENOISED_RETURN_IF_ERROR(CheckDone(directory, {std::begin(kFiles), std::end(kFiles)}));
   DENOISED_ASSIGN_OR_RETURN(const nlohmann::json run, ReadJsonFile(directory + "/run.json"));
   DENOISED_ASSIGN_OR_RETURN(const Safetensors file,
                             Safetensors::Open(directory + "/state.safetensors"));
@@ -341,20 +346,21 @@ absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string
   return std::nullopt;
 }
 
-std::optional<SavedFlags> FlagsOf(const std::string& directory) {
-  SavedFlags saved{directory + "/run.json", {}};
-  const auto run = ReadJsonFile(saved.file);
-  if (run.ok()) saved.flags = run->value("flags", nlohmann::json());
-  return saved.flags.is_object() ? std::optional(saved) : std::nullopt;
+absl::StatusOr<SettingsFile> FlagsOf(const std::string& directory) {
+  DENOISED_RETURN_IF_ERROR(CheckIsCheckpoint(directory));
+  DENOISED_RETURN_IF_ERROR(CheckDone(directory, {"run.json"}));
+  SettingsFile saved{directory + "/run.json", {}};
+  DENOISED_ASSIGN_OR_RETURN(const nlohmann::json run, ReadJsonFile(saved.file));
+  saved.settings = run.value("flags", nlohmann::json());
+  return saved;
 }
 
-std::optional<SavedFlags> LatestFlags(const std::string& folder) {
+absl::StatusOr<SettingsFile> LatestFlags(const std::string& folder) {
   for (const int64_t step : StepsIn(folder)) {
-    const std::string directory = folder + "/" + NameOf(step);
-    if (!CheckDone(directory, /*contents=*/false).ok()) continue;
-    if (auto saved = FlagsOf(directory)) return saved;
+    absl::StatusOr<SettingsFile> saved = FlagsOf(folder + "/" + NameOf(step));
+    if (saved.ok() || absl::IsUnavailable(saved.status())) return saved;
   }
-  return std::nullopt;
+  return SettingsFile();
 }
 
 absl::Status WritePipeline(const std::string& directory, const Pipeline& pipeline) {

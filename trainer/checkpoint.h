@@ -43,16 +43,17 @@ absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string
 /// read; NotFound.
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory);
 
-/// The flags in a checkpoint, and the file that has them.
-struct SavedFlags {
+/// Settings as --config has them, and the file that has them.
+struct SettingsFile {
   std::string file;
-  nlohmann::json flags;
+  nlohmann::json settings;  // null if there are none
 };
-/// Of the newest checkpoint below `folder` that has any, as those of earlier versions have not, and
-/// whose files have the sizes that DONE says.
-std::optional<SavedFlags> LatestFlags(const std::string& folder);
-/// The same of one checkpoint.
-std::optional<SavedFlags> FlagsOf(const std::string& directory);
+/// The flags in a checkpoint, of which only run.json and the sizes of all files are checked.
+/// Checkpoints of earlier versions have none. Errors as LoadCheckpoint().
+absl::StatusOr<SettingsFile> FlagsOf(const std::string& directory);
+/// The same of the newest whole checkpoint below `folder`, if there is one: an older one may be of
+/// a process with other settings. Unavailable if a newer one cannot be read.
+absl::StatusOr<SettingsFile> LatestFlags(const std::string& folder);
 
 /// A served model.
 struct Pipeline {

@@ -1048,25 +1048,26 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   DENOISED_RETURN_IF_ERROR(parse(given));
   if (*print) return flags.config;
   const std::string &resume = flags.config.resume, &output = flags.config.output;
-  std::optional<SavedFlags> file;
+  SettingsFile file;
   if (!flags.config_file.empty()) {
     DENOISED_ASSIGN_OR_RETURN(nlohmann::json json, ReadJsonFile(flags.config_file));
     file = {flags.config_file, std::move(json)};
   } else if (!resume.empty() && !output.empty()) {
-    file = resume == "latest" ? LatestFlags(output + "/checkpoints") : FlagsOf(resume);
+    auto saved = resume == "latest" ? LatestFlags(output + "/checkpoints") : FlagsOf(resume);
+    if (saved.ok()) file = *std::move(saved);
   }
-  if (file) {
+  if (file.settings.is_object()) {
     nlohmann::json& network = flags.config.network_json;
     DENOISED_ASSIGN_OR_RETURN(std::vector<std::string> arguments,
-                              ArgumentsOf(app, file->flags, file->file, given, &network));
+                              ArgumentsOf(app, file.settings, file.file, given, &network));
     if (flags.config_file.empty() && !(arguments.empty() && network.is_null()))
-      flags.config.resumed_flags = fmt::format("{}: {}{}", file->file, fmt::join(arguments, " "),
+      flags.config.resumed_flags = fmt::format("{}: {}{}", file.file, fmt::join(arguments, " "),
                                                network.is_null() ? "" : " --network");
     arguments.insert(arguments.end(), given.begin(), given.end());
     flags.averages.clear();
     flags.config.prompts.clear();
     flags.config.class_names.clear();
-    DENOISED_RETURN_IF_ERROR(Annotate(parse(arguments), file->file));
+    DENOISED_RETURN_IF_ERROR(Annotate(parse(arguments), file.file));
   }
 
   const bool has_network = !flags.network.empty() || !flags.config.network_json.is_null();

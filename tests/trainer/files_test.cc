@@ -138,20 +138,36 @@ TEST_F(FilesTest, UnfinishedAndDamagedCheckpointsArePassedOver) {
 }
 
 TEST_F(FilesTest, FlagsAreThoseOfTheNewestWholeCheckpoint) {
-  EXPECT_FALSE(LatestFlags(folder_).has_value());
-  for (const int64_t step : {10, 20, 30}) {
+  EXPECT_EQ(LatestFlags(folder_)->settings, nullptr);
+  for (const int64_t step : {10, 20, 30, 40}) {
     Checkpoint checkpoint = At(step);
-    if (step > 10) checkpoint.flags = {{"steps", std::to_string(step)}};
+    if (step != 10) checkpoint.flags = {{"steps", std::to_string(step)}};
     ASSERT_TRUE(SaveCheckpoint(folder_, checkpoint, 9).ok());
   }
-  EXPECT_EQ(LatestFlags(folder_)->flags["steps"], "30");
-  std::fstream(folder_ / "step-000000030/run.json", std::ios::in | std::ios::out).put('!');
-  EXPECT_EQ(LatestFlags(folder_)->flags["steps"], "20");
+  EXPECT_EQ(LatestFlags(folder_)->settings["steps"], "40");
+  // Of the same size, and JSON.
+  const std::string file = folder_ / "step-000000040/run.json";
+  std::string run = *ReadFile(file);
+  std::ofstream(file) << run.replace(run.find("\"40\""), 4, "\"99\"");
+  EXPECT_EQ(LatestFlags(folder_)->settings["steps"], "30");
+  const absl::Status damaged = FlagsOf(folder_ / "step-000000040").status();
+  EXPECT_TRUE(absl::IsDataLoss(damaged)) << damaged;
+  EXPECT_THAT(damaged.message(), HasSubstr("run.json: its checksum is not the one in DONE"));
   fs::resize_file(folder_ / "step-000000030/state.safetensors", 100);
-  EXPECT_EQ(LatestFlags(folder_)->flags["steps"], "20");
+  EXPECT_EQ(LatestFlags(folder_)->settings["steps"], "20");
   EXPECT_EQ(LatestFlags(folder_)->file, folder_ / "step-000000020/run.json");
-  fs::remove_all(folder_ / "step-000000020");
-  EXPECT_FALSE(LatestFlags(folder_).has_value());  // the older one has none
+  // Not those of a run before it: an older program may have gone on with other settings.
+  ASSERT_TRUE(SaveCheckpoint(folder_, At(50), 9).ok());
+  EXPECT_EQ(LatestFlags(folder_)->settings, nullptr);
+  EXPECT_TRUE(absl::IsNotFound(FlagsOf(folder_ / "none").status()));
+  // What cannot be read now may be whole.
+  fs::remove(folder_ / "step-000000050/run.json");
+  fs::create_symlink("/proc/self/mem", folder_ / "step-000000050/run.json");
+  std::ofstream(folder_ / "step-000000050/DONE")
+      << R"({"run.json": {"bytes": 0, "crc32": 0}, "state.safetensors": )"
+      << nlohmann::json::parse(*ReadFile(folder_ / "step-000000020/DONE"))["state.safetensors"]
+      << "}";
+  EXPECT_TRUE(absl::IsUnavailable(LatestFlags(folder_).status()));
 }
 
 TEST_F(FilesTest, DamagedCheckpointsAreNotAmongThoseThatAreKept) {
