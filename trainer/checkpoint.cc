@@ -346,6 +346,11 @@ absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string
   return std::nullopt;
 }
 
+absl::Status CannotResume(const absl::Status& status) {
+  if (!absl::IsDataLoss(status)) return status;
+  return InvalidArgument("{}. Resume from another checkpoint", std::string(status.message()));
+}
+
 absl::StatusOr<SettingsFile> FlagsOf(const std::string& directory) {
   DENOISED_RETURN_IF_ERROR(CheckIsCheckpoint(directory));
   DENOISED_RETURN_IF_ERROR(CheckDone(directory, {"run.json"}));

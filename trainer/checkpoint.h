@@ -42,6 +42,9 @@ absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string
 /// One checkpoint. DataLoss names the file that is damaged, Unavailable the one that cannot be
 /// read; NotFound.
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory);
+/// An error of LoadCheckpoint() or FlagsOf() for the user: InvalidArgument where repeating would
+/// not help.
+absl::Status CannotResume(const absl::Status& status);
 
 /// Settings as --config has them, and the file that has them.
 struct SettingsFile {

@@ -488,6 +488,12 @@ struct Flags {
   std::vector<std::string> averages;
   double min_snr = 0, cap_snr = 0, dropout = 0, kl_weight = 1e-4, edge_weight = 0.5;
   bool flow_uniform = false, freeze_text = false;
+
+  /// Whether a checkpoint says what no flag gives.
+  bool ask_checkpoint() const {
+    return config_file.empty() && !config.resume.empty() &&
+           (config.resume != "latest" || !config.output.empty());
+  }
 };
 
 void AddRunFlags(CLI::App& app, Flags* flags) {
@@ -789,11 +795,11 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   if (flags.model_dtype != "fp32" && flags.model_dtype != "fp16")
     return InvalidArgument("--model-dtype is \"{}\"; use fp32 or fp16", flags.model_dtype);
   config.half = flags.model_dtype == "fp16";
-  if (config.data.empty())
-    return InvalidArgument("--data is missing{}: give a folder of pictures, or a file",
-                           config.resume.empty() ? "" : ", and no checkpoint says it");
   if (config.output.empty() && !config.dry_run)
     return InvalidArgument("--output is missing: give a folder for checkpoints and the model");
+  if (config.data.empty())
+    return InvalidArgument("--data is missing{}: give a folder of pictures, or a file",
+                           flags.ask_checkpoint() ? ", and no checkpoint says it" : "");
   const auto kind = training::ObjectiveFromName(flags.objective);
   if (!kind)
     return InvalidArgument("--objective is \"{}\"; use edm, epsilon, v, x0, flow or score",
@@ -1052,8 +1058,10 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   if (!flags.config_file.empty()) {
     DENOISED_ASSIGN_OR_RETURN(nlohmann::json json, ReadJsonFile(flags.config_file));
     file = {flags.config_file, std::move(json)};
-  } else if (!resume.empty() && !output.empty()) {
+  } else if (flags.ask_checkpoint()) {
     auto saved = resume == "latest" ? LatestFlags(output + "/checkpoints") : FlagsOf(resume);
+    // Else a run without the flags of a checkpoint says it when it reads the checkpoint.
+    if (!saved.ok() && flags.config.data.empty()) return CannotResume(saved.status());
     if (saved.ok()) file = *std::move(saved);
   }
   if (file.settings.is_object()) {

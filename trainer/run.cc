@@ -608,11 +608,7 @@ absl::StatusOr<std::optional<Checkpoint>> Session::OpenCheckpoint() const {
     }
   } else {
     absl::StatusOr<Checkpoint> loaded = LoadCheckpoint(config_.resume);
-    // Repeating it would not help.
-    if (absl::IsDataLoss(loaded.status()))
-      return InvalidArgument("{}. Resume from another checkpoint",
-                             std::string(loaded.status().message()));
-    DENOISED_RETURN_IF_ERROR(loaded.status());
+    DENOISED_RETURN_IF_ERROR(CannotResume(loaded.status()));
     checkpoint = *std::move(loaded);
   }
   nlohmann::json now = fingerprint_;

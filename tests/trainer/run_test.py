@@ -1340,7 +1340,7 @@ class RunTest(unittest.TestCase):
         elsewhere = self.root / "elsewhere"
         elsewhere.mkdir(exist_ok=True)
         done = subprocess.run(
-            [Path(PROGRAM).resolve(), f"--output={self.root / output}", f"--resume={resume}", *arguments],
+            [Path(PROGRAM).resolve(), *([f"--output={self.root / output}"] if output else []), f"--resume={resume}", *arguments],
             cwd=elsewhere, capture_output=True, text=True, timeout=120)  # fmt: skip
         self.assertEqual(done.returncode, rc, done.stderr)
         return done.stderr
@@ -1407,6 +1407,20 @@ class RunTest(unittest.TestCase):
         self.assertIn(missing, self.resume("a", rc=2))
         self.train("a", resume="latest")
         self.assertIn("12 steps were already done", self.resume("a"))
+        # Where no checkpoint is asked, it is not said that none says it.
+        folder, config = self.root / "a/checkpoints/step-000000012", self.root / "run.json"
+        config.write_text("{}")
+        alone = "--data is missing: give a folder of pictures, or a file"
+        self.assertIn(alone, self.resume("a", f"--config={config}", rc=2))
+        self.assertIn("--output is missing", self.resume(None, rc=2))
+        self.assertIn(alone, self.resume(None, "--dry-run", rc=2))
+        self.assertIn("--output is missing", self.resume(None, rc=2, resume=folder))
+        self.assertIn(f"settings of {folder}/run.json: ", self.resume(None, "--dry-run", resume=folder))
+        self.assertIn(f"denoise-train: {folder}0: there is no such checkpoint", self.resume("b", rc=2, resume=f"{folder}0"))
+        (folder / "run.json").write_bytes((folder / "run.json").read_bytes().replace(b'"16"', b'"32"'))
+        self.assertIn(f"denoise-train: {folder}/run.json: its checksum is not the one in DONE; it is damaged. Resume from",
+                      self.resume("b", rc=2, resume=folder))  # fmt: skip
+        self.assertIn(f"checkpoint skipped: {folder}/run.json: its checksum", self.resume("a"))
         # What the start left is no setting of a run that has no checkpoint.
         shutil.rmtree(self.root / "a/checkpoints")
         self.assertIn(missing, self.resume("a", rc=2))
