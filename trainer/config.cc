@@ -86,11 +86,18 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const CLI::App& app,
   return arguments;
 }
 
-/// All flags that were given, as a --config that gives them again. Paths are absolute, for a resume
-/// in another folder.
+/// For a resume in another folder, also if the folder of this start is gone.
+std::string AbsolutePath(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path whole = std::filesystem::absolute(path, error),
+                              shorter = whole.lexically_normal();
+  // It is another path where a link comes before "..".
+  return std::filesystem::equivalent(whole, shorter, error) ? shorter : whole;
+}
+
+/// All flags that were given, as a --config that gives them again.
 nlohmann::json GivenFlags(const CLI::App& app) {
-  static const std::set<std::string> kOfOneCall = {"help",   "version", "config",
-                                                   "output", "resume",  "dry-run"};
+  static const std::set<std::string> kOfOneCall = {"config", "output", "resume"};
   static const std::set<std::string> kPaths = {"data", "labels", "pipeline", "init-from",
                                                "autotune-cache"};
   nlohmann::json given = nlohmann::json::object();
@@ -98,11 +105,10 @@ nlohmann::json GivenFlags(const CLI::App& app) {
     const std::string& name = option->get_lnames().front();
     if (option->count() == 0 || kOfOneCall.contains(name)) continue;
     std::vector<std::string> values = option->results();
+    if (kPaths.contains(name)) values.back() = AbsolutePath(values.back());
     // JSON has no other texts: such a path is to be given again.
     if (!std::ranges::all_of(values, [](const auto& text) { return DecodeUtf8(text).ok(); }))
       continue;
-    std::error_code error;
-    if (kPaths.contains(name)) values.back() = std::filesystem::absolute(values.back(), error);
     if (option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll) {
       given[name] = values;
     } else {

@@ -1335,6 +1335,9 @@ class RunTest(unittest.TestCase):
         done["run.json"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
         (folder / "DONE").write_text(json.dumps(done))
 
+    def flags(self, output, step):
+        return json.loads((self.root / output / f"checkpoints/step-{step:09}/run.json").read_text())["flags"]
+
     def resume(self, output, *arguments, rc=0, resume="latest"):
         """By these arguments alone, in another folder than that of the start."""
         elsewhere = self.root / "elsewhere"
@@ -1392,6 +1395,29 @@ class RunTest(unittest.TestCase):
             self.assertEqual((process.communicate(timeout=120)[1], process.returncode)[1], 0)
         self.assertEqual(self.state("ranks"), self.state("whole"))
 
+    def test_paths_in_a_checkpoint_are_absolute(self):
+        self.train("start", steps=1)
+        images, labels = self.root / "images", self.root / "labels"
+        images.write_bytes(struct.pack(">IIII", 0x803, 10, 8, 8) + bytes(640))
+        labels.write_bytes(struct.pack(">II", 0x801, 10) + bytes(i % 2 for i in range(10)))
+        self.train("whole", data=images, labels=labels, **{"init-from": self.root / "start/model"})
+        job = self.root / "job/x"
+        job.mkdir(parents=True)
+        (self.root / "linked").mkdir()
+        (job / "link").symlink_to(self.root / "linked")
+        arguments = self.arguments("a", steps=4, data="../../images", labels="link/../labels",
+                                   **{"init-from": "../../start/model", "autotune-cache": "cache"})  # fmt: skip
+        subprocess.run([Path(PROGRAM).resolve(), *arguments[1:]], cwd=job, check=True, capture_output=True)
+        flags = self.flags("a", 4)
+        for flag, path in {"data": images, "labels": job / "link/../labels", "init-from": self.root / "start/model",
+                           "autotune-cache": job / "cache"}.items():  # fmt: skip
+            self.assertEqual(flags[flag], str(path))
+        self.resume("a", "--steps=8")
+        # What no link leads to does not need the folder of the start.
+        shutil.rmtree(self.root / "job")
+        self.resume("a", f"--labels={labels}", "--steps=12")
+        self.assertEqual(self.state("a"), self.state("whole"))
+
     def test_a_resume_without_settings(self):
         missing = "--data is missing, and no checkpoint says it: give a folder of pictures, or a file"
         self.assertIn(missing, self.resume("none", rc=2))
@@ -1402,6 +1428,12 @@ class RunTest(unittest.TestCase):
         self.train("b", steps=4, data=folder)
         self.assertIn(missing, self.resume("b", rc=2))
         self.resume("b", f"--data={folder}", "--steps=8")
+        arguments = self.arguments("c", steps=4, data="../pictures")
+        subprocess.run([Path(PROGRAM).resolve(), *arguments[1:]], cwd=folder, check=True, capture_output=True)
+        self.assertEqual(self.flags("c", 4)["data"], str(self.data))
+        subprocess.run([Path(PROGRAM).resolve(), *self.arguments("d", steps=4, data=".")[1:]], cwd=folder, check=True,
+                       capture_output=True)  # fmt: skip
+        self.assertNotIn("data", self.flags("d", 4))
         # Older checkpoints have no flags.
         self.edit_run(self.root / "a/checkpoints/step-000000004", flags=None)
         self.assertIn(missing, self.resume("a", rc=2))

@@ -283,7 +283,9 @@ class TextToImageTest(unittest.TestCase):
         self.train("resumed", steps=3)
         self.assertIn("resumed at step 3", self.train("resumed", resume="latest"))
         self.assertEqual(self.state("whole"), self.state("resumed"))
-        self.train("alone", steps=3, prompt="lines")
+        arguments = self.arguments("alone", steps=3, prompt="lines", data="pictures",
+                                   pipeline=os.path.relpath(PIPELINE, self.root))  # fmt: skip
+        subprocess.run([Path(PROGRAM).resolve(), *arguments[1:]], cwd=self.root, check=True, capture_output=True)
         subprocess.run([PROGRAM, f"--output={self.root}/alone", "--resume=latest", "--steps=6"], check=True,
                        capture_output=True)  # fmt: skip
         self.assertEqual(self.state("whole"), self.state("alone"))
