@@ -86,6 +86,15 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const CLI::App& app,
   return arguments;
 }
 
+/// Takes what only another version knows out of a checkpoint's flags, and names it.
+std::vector<std::string> TakeUnknown(const CLI::App& app, nlohmann::json* settings) {
+  std::vector<std::string> unknown;
+  for (const auto& item : settings->items())
+    if (app.get_option_no_throw("--" + item.key()) == nullptr) unknown.push_back("--" + item.key());
+  for (const std::string& flag : unknown) settings->erase(flag.substr(2));
+  return unknown;
+}
+
 /// For a resume in another folder, also if the folder of this start is gone.
 std::string AbsolutePath(const std::string& path) {
   std::error_code error;
@@ -1071,6 +1080,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
     if (saved.ok()) file = *std::move(saved);
   }
   if (file.settings.is_object()) {
+    if (flags.ask_checkpoint()) flags.config.unknown_flags = TakeUnknown(app, &file.settings);
     nlohmann::json& network = flags.config.network_json;
     DENOISED_ASSIGN_OR_RETURN(std::vector<std::string> arguments,
                               ArgumentsOf(app, file.settings, file.file, given, &network));

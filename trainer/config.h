@@ -43,6 +43,7 @@ struct RunConfig {
   std::string resume;         // "latest", a checkpoint's folder, or empty
   nlohmann::json flags;       // all that were given, for a later resume; paths are absolute
   std::string resumed_flags;  // those of them that are the checkpoint's, for people; or empty
+  std::vector<std::string> unknown_flags;  // of the checkpoint: another version's
   int sample_count = 16;
   int max_skipped = 50;  // steps in a row
   bool dry_run = false;

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/file.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -971,6 +972,9 @@ absl::Status Session::CheckLearned() const {
 
 absl::Status Session::Run() {
   if (first() && !config_.resumed_flags.empty()) Say("settings of {}", config_.resumed_flags);
+  if (first() && !config_.unknown_flags.empty())
+    Say("warning: settings of another version are passed over: {}",
+        fmt::join(config_.unknown_flags, " "));
   // What can be refused at once is refused before the pictures are read, which may take minutes.
   DENOISED_RETURN_IF_ERROR(CheckSchedule());
   DENOISED_RETURN_IF_ERROR(training::CheckSettings(config_.network, config_.trainer));

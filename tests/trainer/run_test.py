@@ -1395,6 +1395,15 @@ class RunTest(unittest.TestCase):
             self.assertEqual((process.communicate(timeout=120)[1], process.returncode)[1], 0)
         self.assertEqual(self.state("ranks"), self.state("whole"))
 
+    def test_settings_of_another_version_are_passed_over(self):
+        self.train("a", steps=4)
+        run = self.root / "a/checkpoints/step-000000004"
+        self.edit_run(run, flags={**self.flags("a", 4), "steps": "12", "new": "1", "ema-new": ["x", "y"]})
+        said = self.resume("a")
+        self.assertIn("warning: settings of another version are passed over: --ema-new --new\n", said)
+        self.assertIn("resumed at step 4", said)
+        self.assertNotIn("another version", self.resume("a"))
+
     def test_paths_in_a_checkpoint_are_absolute(self):
         self.train("start", steps=1)
         images, labels = self.root / "images", self.root / "labels"
