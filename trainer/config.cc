@@ -432,7 +432,7 @@ absl::Status CheckStartParts(const PipelineParts& ours, Stage stage, const std::
 }
 
 /// What the directory of --init-from says of its weights. The noise that no flag chooses is what
-/// its scheduler says.
+/// its scheduler says; a resume does without it by `config->flags`.
 absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
   if (config->init_from.empty()) return absl::OkStatus();
   ModelDirectory start;
@@ -469,20 +469,25 @@ absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
   if (config->pipeline) return absl::OkStatus();
   ObjectiveOptions& own = config->trainer.objective;
   config->objective_of_start = !chosen;
-  if (!chosen) own.kind = objective->kind;
+  if (!chosen) {
+    own.kind = objective->kind;
+    config->flags["objective"] = training::Name(own.kind);
+  }
   if (own.kind != objective->kind &&
       !(training::IsDdpm(own.kind) && training::IsDdpm(objective->kind)))
     return absl::OkStatus();
-  const auto take = [&](const char* flag, auto ObjectiveOptions::*field) {
-    if (app.count(flag) == 0) own.*field = (*objective).*field;
+  const auto take = [&](const std::string& name, auto ObjectiveOptions::*field) {
+    if (app.count("--" + name) > 0 || own.*field == (*objective).*field) return;
+    own.*field = (*objective).*field;
+    config->flags[name] = fmt::to_string(own.*field);
   };
-  take("--timesteps", &ObjectiveOptions::timesteps);
-  take("--beta-schedule", &ObjectiveOptions::beta_schedule);
-  take("--beta-start", &ObjectiveOptions::beta_start);
-  take("--beta-end", &ObjectiveOptions::beta_end);
-  take("--sigma-data", &ObjectiveOptions::sigma_data);
-  take("--sigma-min", &ObjectiveOptions::score_sigma_min);
-  take("--sigma-max", &ObjectiveOptions::score_sigma_max);
+  take("timesteps", &ObjectiveOptions::timesteps);
+  take("beta-schedule", &ObjectiveOptions::beta_schedule);
+  take("beta-start", &ObjectiveOptions::beta_start);
+  take("beta-end", &ObjectiveOptions::beta_end);
+  take("sigma-data", &ObjectiveOptions::sigma_data);
+  take("sigma-min", &ObjectiveOptions::score_sigma_min);
+  take("sigma-max", &ObjectiveOptions::score_sigma_max);
   own.sigma_min = objective->sigma_min;  // of EDM's sampler
   own.sigma_max = objective->sigma_max;
   return absl::OkStatus();
@@ -1084,9 +1089,10 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
     nlohmann::json& network = flags.config.network_json;
     DENOISED_ASSIGN_OR_RETURN(std::vector<std::string> arguments,
                               ArgumentsOf(app, file.settings, file.file, given, &network));
+    std::string& said = flags.config.resumed_flags;
     if (flags.config_file.empty() && !(arguments.empty() && network.is_null()))
-      flags.config.resumed_flags = fmt::format("{}: {}{}", file.file, fmt::join(arguments, " "),
-                                               network.is_null() ? "" : " --network");
+      said = fmt::format("{}: {}{}", file.file, fmt::join(arguments, " "),
+                         network.is_null() ? "" : " --network");
     arguments.insert(arguments.end(), given.begin(), given.end());
     flags.averages.clear();
     flags.config.prompts.clear();
@@ -1094,14 +1100,13 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
     DENOISED_RETURN_IF_ERROR(Annotate(parse(arguments), file.file));
   }
 
-  const bool has_network = !flags.network.empty() || !flags.config.network_json.is_null();
   const absl::Status finished = Finish(app, flags);
   if (const std::string& others = flags.config.resumed_flags; !finished.ok() && !others.empty())
     return absl::Status(finished.code(), fmt::format("{} (what no flag gives is of {})",
                                                      std::string(finished.message()), others));
   DENOISED_RETURN_IF_ERROR(finished);
-  flags.config.flags = GivenFlags(app);
-  if (has_network) flags.config.flags["network"] = flags.config.network_json;
+  flags.config.flags.update(GivenFlags(app));
+  if (!flags.config.pipeline) flags.config.flags["network"] = flags.config.network_json;
   return std::move(flags.config);
 }
 

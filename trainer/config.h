@@ -41,7 +41,8 @@ struct RunConfig {
   int64_t checkpoint_steps = 1000, sample_steps = 0, log_steps = 10;
   int keep = 3;
   std::string resume;         // "latest", a checkpoint's folder, or empty
-  nlohmann::json flags;       // all that were given, for a later resume; paths are absolute
+  nlohmann::json flags;       // all that were given, or are --init-from's, for a later resume;
+                              // paths are absolute
   std::string resumed_flags;  // those of them that are the checkpoint's, for people; or empty
   std::vector<std::string> unknown_flags;  // of the checkpoint: another version's
   int sample_count = 16;

@@ -823,6 +823,22 @@ class RunTest(unittest.TestCase):
             self.assertIn(f"{self.root}/start/model/unet: no weights", said)
             self.assertNotIn("read in", said)  # before the pictures are read
 
+    def test_a_resume_does_not_need_the_start(self):
+        self.train("start", steps=1, objective="v", timesteps=500, **{"beta-end": 0.0123456789012345})
+        flags = {"network": None, "init-from": self.root / "start/model"}
+        self.train("whole", **flags)
+        self.train("a", steps=4, **flags)
+        saved = self.flags("a", 4)
+        self.assertEqual([saved[flag] for flag in ("objective", "timesteps", "beta-end")],
+                         ["v", "500", "0.0123456789012345"])  # fmt: skip
+        self.assertNotIn("beta-start", saved)
+        self.resume("a", "--steps=8")
+        shutil.rmtree(self.root / "start")
+        self.resume("a", "--steps=12")
+        self.assertEqual(self.state("a"), self.state("whole"))
+        scheduler = "model/scheduler/scheduler_config.json"
+        self.assertEqual((self.root / "a" / scheduler).read_text(), (self.root / "whole" / scheduler).read_text())
+
     def test_a_start_says_how_it_was_trained(self):
         betas = {"beta-schedule": "scaled_linear", "beta-start": 0.00085, "beta-end": 0.012}
         self.train("v", objective="v", timesteps=500, **betas)
