@@ -1093,6 +1093,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
     if (flags.config_file.empty() && !(arguments.empty() && network.is_null()))
       said = fmt::format("{}: {}{}", file.file, fmt::join(arguments, " "),
                          network.is_null() ? "" : " --network");
+    std::ranges::replace(said, '\n', ' ');  // of a prompt, or a name
     arguments.insert(arguments.end(), given.begin(), given.end());
     flags.averages.clear();
     flags.config.prompts.clear();

@@ -1366,7 +1366,7 @@ class RunTest(unittest.TestCase):
 
     def test_a_resume_takes_settings_from_its_checkpoint(self):
         config = self.root / "run.json"
-        config.write_text(json.dumps({"average": ["decay:0.9", "power:0.1"], "class-name": ["x y", "[z,w]"],
+        config.write_text(json.dumps({"average": ["decay:0.9", "power:0.1"], "class-name": ["x\ny", "[z,w]"],
                                       "network": NETWORK, "flip": True}))  # fmt: skip
         flags = {"network": None, "objective": "v", "cap-snr": 5, "checkpoint-steps": 4, "default-steps": 7}
         self.train("whole", config=config, **flags)
