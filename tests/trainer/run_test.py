@@ -1083,8 +1083,16 @@ class RunTest(unittest.TestCase):
         (self.root / "vectors.json").write_text(json.dumps(
             {**NETWORK, "num_class_embeds": None, "class_embed_type": "identity", "time_embedding_dim": 4}))  # fmt: skip
         label(across=[0, 1], down=[1, 2])
-        refused("vectors of 2 numbers, but the network reads 4",
-                network=self.root / "vectors.json", **{"class-dropout": None})  # fmt: skip
+        vectors = {"network": self.root / "vectors.json", "class-dropout": None}
+        refused("vectors of 2 numbers, but the network reads 4", **vectors)
+        # Pictures whose labels are missing, or differ from others in size, are named instead.
+        label(across=[0, 1], down=[1, 2, 3, 4])
+        refused("down/0.png: its label has 4 numbers, and those of others 2", **vectors)
+        (self.data / "metadata.jsonl").unlink()
+        for of in ("across", "down"):
+            for file in (self.data / of).iterdir():
+                file.rename(self.data / f"{of}{file.name}")
+        refused("across0.png: it has no label: it is in no folder of a class")
         # Arrays, too.
         images, labels = self.root / "images", self.root / "labels"
         images.write_bytes(struct.pack(">IIII", 0x803, 10, 8, 8) + bytes(640))

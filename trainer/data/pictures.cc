@@ -186,7 +186,7 @@ std::string Listed(const std::vector<std::string>& texts, const std::string& bet
   return list;
 }
 
-/// PictureOptions::check
+/// PictureOptions::check. Decode() names pictures that have no label, or a vector of another size.
 absl::Status CheckLabels(const std::vector<Candidate>& candidates,
                          const std::vector<std::string>& class_names,
                          const PictureOptions& options) {
@@ -194,11 +194,14 @@ absl::Status CheckLabels(const std::vector<Candidate>& candidates,
   std::vector<float> vectors;
   int64_t count = 0, size = 0;
   for (const Candidate& candidate : candidates) {
-    if (!candidate.label) continue;
+    if (!candidate.label) {
+      if (options.wants_labels || options.wants_vectors) return absl::OkStatus();
+      continue;
+    }
     const std::vector<float>& vector = candidate.label->vector;
     if (options.wants_vectors) {
       if (count == 0) size = static_cast<int64_t>(vector.size());
-      if (static_cast<int64_t>(vector.size()) != size) continue;  // refused with its name
+      if (static_cast<int64_t>(vector.size()) != size) return absl::OkStatus();
       vectors.insert(vectors.end(), vector.begin(), vector.end());
     } else {
       dataset.labels.push_back(candidate.label->number);

@@ -26,7 +26,8 @@ struct PictureOptions {
   /// What else is wrong with a picture of a folder, by its path below the folder; or "".
   std::function<std::string(const std::string& file)> refuse;
   /// Whether a run can have these labels, or vectors, and names of classes: called before pictures
-  /// are decoded, with those of all that may be read; or null. Its errors end the reading.
+  /// are decoded, with those of all that may be read, unless one is missing; or null. Its errors
+  /// end the reading.
   std::function<absl::Status(const training::Dataset& labels,
                              const std::vector<std::string>& class_names)>
       check;
