@@ -174,6 +174,11 @@ class Session {
 
 absl::Status Session::ReadData(const std::atomic<bool>& stop) {
   const Clock::time_point start = Clock::now();
+  // A resume may have the paths of its checkpoint, which no flag of this call names.
+  for (const auto& [flag, path] :
+       {std::pair{"--data", config_.data}, std::pair{"--labels", config_.labels}})
+    if (std::error_code error; !path.empty() && !fs::exists(path, error))
+      return NotFound("{} {}: cannot be read; check the path and its permissions", flag, path);
   PictureOptions options;
   const Shape picture = config_.picture();
   options.channels = static_cast<int>(picture[2]);

@@ -1766,7 +1766,8 @@ class RunTest(unittest.TestCase):
 
     def test_refuses_by_name(self):
         for flags, message in [
-            ({"data": self.root / "none"}, "none"),
+            ({"data": self.root / "none"}, f"--data {self.root}/none: cannot be read; check the path"),
+            ({"data": self.root / "network.json", "labels": self.root / "none"}, f"--labels {self.root}/none: cannot be read"),
             ({"objective": "ddpm"}, "--objective"),
             ({"chunks": 5}, "--chunks is 5"),
             ({"sigma-data": -1}, "--sigma-data is -1"),
