@@ -610,7 +610,7 @@ TEST_F(DataTest, NumpyArrays) {
   ExpectRefused(Write("r.npy", Npy("|u1", "(8,)", "12345678")), Write("y.npy", labels),
                 "[M, H, W]");
   ExpectRefused(Write("i.npy", Npy("|i1", "(2, 2, 2)", "12345678")), Write("y.npy", labels),
-                "pictures must be uint8; save x.astype('uint8')");
+                "pictures must be uint8; use numbers from 0 to 255, and save x.astype('uint8')");
   ExpectRefused(Write("w.npy", Npy("|u1", "(1, 1, 65537)", std::string(65537, 'x'))),
                 Write("y.npy", labels), "65537 × 1 are too large; use edges of at most 65536");
   ExpectRefused(Write("z.npz", Zip({{"x.npy", images}}, false)), "", "no array \"images\"");

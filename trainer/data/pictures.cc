@@ -617,7 +617,8 @@ absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,
                                     const std::string& path, const std::string& labels_path,
                                     const PictureOptions& options) {
   if (images.element != 1 || images.is_signed || images.is_float)
-    return InvalidArgument("{}: pictures must be uint8; save x.astype('uint8')", path);
+    return InvalidArgument(
+        "{}: pictures must be uint8; use numbers from 0 to 255, and save x.astype('uint8')", path);
   const size_t rank = images.shape.size();
   const int64_t channels = rank == 4 ? images.shape[3] : 1;
   if ((rank != 3 && rank != 4) || (channels != 1 && channels != 3) || images.elements() == 0)
