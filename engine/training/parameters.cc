@@ -111,15 +111,14 @@ void Parameters::Initialize(uint64_t seed, const Tensor& trained, const Tensor& 
 absl::Status Parameters::Read(
     const Weights& weights, const std::string& prefix,
     const std::function<void(size_t index, const std::vector<float>& values)>& take) const {
-  const auto with_remedy = [](const absl::Status& status) {
-    return absl::Status(status.code(), fmt::format("{}; take weights and config from one model",
-                                                   std::string(status.message())));
-  };
   for (size_t index = 0; index < all_.size(); ++index) {
     const Parameter& parameter = all_[index];
     if (!parameter.served || parameter.name.compare(0, prefix.size(), prefix) != 0) continue;
     const auto from = weights.Get(parameter.name.substr(prefix.size()), parameter.shape);
-    if (!from.ok()) return with_remedy(from.status());
+    if (absl::IsNotFound(from.status()))
+      return NotFound("{}; take weights and config from one model",
+                      std::string(from.status().message()));
+    DENOISED_RETURN_IF_ERROR(from.status());
     const std::vector<float> values = from->ToFloats();
     if (!std::all_of(values.begin(), values.end(), [](float v) { return std::isfinite(v); }))
       return InvalidArgument(
@@ -128,8 +127,7 @@ absl::Status Parameters::Read(
           weights.file(), parameter.name.substr(prefix.size()));
     take(index, values);
   }
-  const absl::Status used = weights.CheckAllUsed();
-  return used.ok() ? used : with_remedy(used);
+  return weights.CheckAllUsed();
 }
 
 absl::Status Parameters::Check(const Weights& weights, const std::string& prefix) const {

@@ -940,10 +940,13 @@ class RunTest(unittest.TestCase):
         self.train("a", steps=1)
         file = self.root / "a/model/unet/diffusion_pytorch_model.safetensors"
         before = file.read_bytes()
-        for old, new, message in [
-            (b'"conv_in.weight"', b'"conv_in.heavy!"', "no tensor 'conv_in.weight', which the config asks for with shape"),
-            (b'"shape":[8,1,3,3]', b'"shape":[1,8,3,3]', "tensor 'conv_in.weight' has shape [1, 8, 3, 3], but the config"),
-        ]:
+        for old, new, message, ends in [
+            (b'"conv_in.weight"', b'"conv_in.heavy!"', "no tensor 'conv_in.weight', which the config asks for with shape",
+             "; take weights and config from one model\n"),
+            (b'"shape":[8,1,3,3]', b'"shape":[1,8,3,3]', "tensor 'conv_in.weight' has shape [1, 8, 3, 3], but the config",
+             "; config and weights do not belong together\n"),
+            (b'"dtype":"F32"', b'"dtype":"I32"', "tensor 'class_embedding.weight' is I32", "; expected F32, F16 or BF16\n"),
+        ]:  # fmt: skip
             header = before.replace(old, new, 1)
             self.assertEqual((len(header), header != before), (len(before), True), before[:200])
             file.write_bytes(header)
