@@ -93,8 +93,8 @@ absl::StatusOr<PipelineParts> PipelineParts::Read(const std::string& directory, 
                             AutoencoderKLConfig::Parse(parts.config("vae"), file("vae")));
   const VaeConfig& latents = parts.vae.vae;
   DENOISED_RETURN_IF_ERROR(CheckChannels(latents.in_channels, file("vae")));
-  if (const int channels = parts.network.unet.in_channels;
-      stage == Stage::kDiffusion && channels != latents.latent_channels)
+  // Also in stage vae, whose model is for stage diffusion.
+  if (const int channels = parts.network.unet.in_channels; channels != latents.latent_channels)
     return InvalidArgument(
         "{}: field 'in_channels' is {}, but {} has latent_channels {}; set it to {}, or take both "
         "parts from one pipeline",
