@@ -330,7 +330,10 @@ TEST(TextToImage, RefusesWhatDoesNotBelongTogether) {
   refused(config, Options(), Captioned(), "cross_attention_dim is 24");
   config = TextToImage();
   config.unet.sample_height = 16;
-  refused(config, Options(), Captioned(), "sample_size");
+  refused(config, Options(), Captioned(), "but the network reads 8 × 16 × 4 (sample_size");
+  config = TextToImage();
+  config.unet.in_channels = config.unet.out_channels = 5;
+  refused(config, Options(), Captioned(), "but the network reads 8 × 8 × 5 (sample_size");
   config = TextToImage();
   config.text.vocab_size = 600;
   refused(config, Options(), Captioned(), "vocab_size is 600");
