@@ -403,11 +403,12 @@ absl::Status Session::DryRun() {
   fmt::print("time         {:.5f} s a step ({} measured){} {:.2f} hours\n", seconds, steps, without,
              seconds * static_cast<double>(t.steps) / 3600);
   // The engine draws them, which plans its memory and chooses its kernels by itself.
-  const int64_t every = config_.sample_steps, grids = every > 0 ? (t.steps + every - 1) / every : 0;
+  const int64_t every = config_.sample_steps, grids = every > 0 ? (t.steps - 1) / every + 1 : 0;
   fmt::print("not included {}the time of checkpoints\n",
              grids == 0 ? ""
-                        : fmt::format("memory and time of {} sample grids of {} pictures, ", grids,
-                                      config_.sample_count));
+                        : fmt::format("memory and time of {} sample grid{} of {} picture{}, ",
+                                      grids, grids == 1 ? "" : "s", config_.sample_count,
+                                      config_.sample_count == 1 ? "" : "s"));
   return absl::OkStatus();
 }
 

@@ -1739,6 +1739,8 @@ class RunTest(unittest.TestCase):
             ({}, "the time of checkpoints"),
             ({"sample-steps": 5, "sample-count": 4},  # after steps 5, 10 and 12
              "memory and time of 3 sample grids of 4 pictures, the time of checkpoints"),
+            ({"sample-steps": 2**63 - 1, "sample-count": 1},
+             "memory and time of 1 sample grid of 1 picture, the time of checkpoints"),
         ]:
             said = self.train("dry", **flags, **{"dry-run": "true"})
             self.assertIn(f"\nnot included {message}\n", said)
