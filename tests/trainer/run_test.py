@@ -954,7 +954,7 @@ class RunTest(unittest.TestCase):
                 with self.subTest(message=message, flags=flags):
                     said = self.train("b", rc=2, **{"init-from": self.root / "a/model", **flags})
                     self.assertIn(f"--init-from: {file.parent}: {message}", said)
-                    self.assertIn("; take weights and config from one model\n", said)
+                    self.assertIn(ends, said)
                     self.assertNotIn("read in", said)
 
     def test_a_run_that_diverges_ends_with_a_message(self):
@@ -1413,13 +1413,9 @@ class RunTest(unittest.TestCase):
         self.assertIn("--cap-snr was 5.0 and is not set", said)
         # With ranks.
         self.train("ranks", config=config, objective="v", steps=4, **{"cap-snr": 5})
-        port = free_port()
-        ranks = [subprocess.Popen([PROGRAM, f"--output={self.root}/ranks", "--resume=latest", "--steps=12"],
-                                  stderr=subprocess.PIPE, text=True,
-                                  env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)})
-                 for rank in range(2)]  # fmt: skip
-        for process in ranks:
-            self.assertEqual((process.communicate(timeout=120)[1], process.returncode)[1], 0)
+        flags = {"data": None, "network": None, "batch": None, "learning-rate": None, "class-dropout": None,
+                 "checkpoint-steps": None, "log-steps": None, "device": None}  # fmt: skip
+        self.train_ranks(0, output="ranks", resume="latest", **flags)
         self.assertEqual(self.state("ranks"), self.state("whole"))
 
     def test_settings_of_another_version_are_passed_over(self):
