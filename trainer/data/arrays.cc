@@ -49,7 +49,7 @@ double Array::NumberAt(int64_t index) const {
 }
 
 int64_t Array::At(int64_t index) const {
-  DENOISED_CHECK(!is_float);
+  DENOISED_CHECK(!is_float && element > 0);
   const char* at = data.data() + static_cast<size_t>(index) * element;
   uint64_t value = 0;
   for (size_t i = 0; i < element; ++i)
