@@ -361,11 +361,13 @@ absl::StatusOr<SettingsFile> FlagsOf(const std::string& directory) {
 }
 
 absl::StatusOr<SettingsFile> LatestFlags(const std::string& folder) {
+  absl::StatusOr<SettingsFile> newest = SettingsFile();
   for (const int64_t step : StepsIn(folder)) {
     absl::StatusOr<SettingsFile> saved = FlagsOf(folder + "/" + NameOf(step));
     if (saved.ok() || absl::IsUnavailable(saved.status())) return saved;
+    if (newest.ok()) newest = saved.status();
   }
-  return SettingsFile();
+  return newest;
 }
 
 absl::Status WritePipeline(const std::string& directory, const Pipeline& pipeline) {

@@ -54,8 +54,9 @@ struct SettingsFile {
 /// The flags in a checkpoint, of which only run.json and the sizes of all files are checked.
 /// Checkpoints of earlier versions have none. Errors as LoadCheckpoint().
 absl::StatusOr<SettingsFile> FlagsOf(const std::string& directory);
-/// The same of the newest whole checkpoint below `folder`, if there is one: an older one may be of
-/// a process with other settings. Unavailable if a newer one cannot be read.
+/// The same of the newest whole checkpoint below `folder`: an older one may be of a process with
+/// other settings. Unavailable if a newer one cannot be read; if none is whole, the newest one's
+/// error. Without checkpoints there are no settings.
 absl::StatusOr<SettingsFile> LatestFlags(const std::string& folder);
 
 /// A served model.

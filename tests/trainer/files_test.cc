@@ -168,6 +168,11 @@ TEST_F(FilesTest, FlagsAreThoseOfTheNewestWholeCheckpoint) {
       << nlohmann::json::parse(*ReadFile(folder_ / "step-000000020/DONE"))["state.safetensors"]
       << "}";
   EXPECT_TRUE(absl::IsUnavailable(LatestFlags(folder_).status()));
+  for (const int step : {10, 20, 30, 40, 50})
+    fs::remove(folder_ / fmt::format("step-{:09}/DONE", step));
+  const absl::Status none = LatestFlags(folder_).status();
+  EXPECT_TRUE(absl::IsDataLoss(none)) << none;
+  EXPECT_THAT(none.message(), HasSubstr("step-000000050: has no DONE"));
 }
 
 TEST_F(FilesTest, DamagedCheckpointsAreNotAmongThoseThatAreKept) {
