@@ -186,10 +186,11 @@ std::string Listed(const std::vector<std::string>& texts, const std::string& bet
   return list;
 }
 
-/// PictureOptions::check. Decode() names pictures that have no label, or a vector of another size.
-absl::Status CheckLabels(const std::vector<Candidate>& candidates,
-                         const std::vector<std::string>& class_names,
-                         const PictureOptions& options) {
+/// Calls PictureOptions::check. Decode() names pictures that have no label, or a vector of another
+/// size.
+absl::Status CheckBeforeDecoding(const std::vector<Candidate>& candidates,
+                                 const std::vector<std::string>& class_names,
+                                 const PictureOptions& options) {
   training::Dataset dataset;
   std::vector<float> vectors;
   int64_t count = 0, size = 0;
@@ -219,7 +220,8 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
                                 const PictureOptions& options) {
   if (candidates.empty())
     return NotFound("{}: has no PNG, JPEG or WebP pictures; check the path", path);
-  if (options.check) DENOISED_RETURN_IF_ERROR(CheckLabels(candidates, class_names, options));
+  if (options.check)
+    DENOISED_RETURN_IF_ERROR(CheckBeforeDecoding(candidates, class_names, options));
   Pictures pictures;
   DENOISED_RETURN_IF_ERROR(
       AllocateImages(static_cast<int64_t>(candidates.size()), options, &pictures));
