@@ -30,7 +30,9 @@ constexpr int kMaxNormChannels = 6144;
 /// scale s, its input is RoundToE4m3(x / s). Its weights are rounded in the same way when they are
 /// packed, with the E4m3Scale() of the largest weight of each output. Products are exact, sums F32.
 /// So the result is that of the layer on rounded numbers. Bias, add, residual, scale and activation
-/// are unchanged. Not for `upsample2x`, nor for linears of one vector per row (rank 2).
+/// are unchanged. With `upsample2x`, the weights are those of the four 2×2 convolutions that the
+/// layer is of the image before it is doubled: sums of taps, rounded once, with one scale for each
+/// output. Not for linears of one vector per row (rank 2).
 struct E4m3Layer {
   std::string name;       // in the checkpoint, for InputRanges; empty: not observed
   float input_scale = 0;  // a power of two; 0: products are in the activation dtype

@@ -53,8 +53,7 @@ absl::StatusOr<Conv2d> Conv2d::Load(NetworkOps& ops, const Weights& weights, int
   DENOISED_ASSIGN_OR_RETURN(Tensor weight,
                             weights.Get("weight", {out_channels, in_channels, kernel, kernel}));
   DENOISED_ASSIGN_OR_RETURN(Tensor bias, weights.GetOptional("bias", {out_channels}));
-  DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3,
-                            LayerOf(weights, upsample2x ? Products::kWide : products));
+  DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, products));
   Conv2d conv;
   DENOISED_ASSIGN_OR_RETURN(conv.weight_, ops.PackConv2d(weight, bias, upsample2x, e4m3));
   return conv;
@@ -97,9 +96,10 @@ Tensor Conv2d::operator()(Context& context, Conv2dArgs args) const {
 }
 
 absl::StatusOr<Conv2d> Conv2d::LoadUpsample(NetworkOps& ops, const Weights& weights, int channels) {
-  DENOISED_ASSIGN_OR_RETURN(Conv2d conv,
-                            Load(ops, weights, channels, channels, 3, /*upsample2x=*/true));
-  DENOISED_ASSIGN_OR_RETURN(const Conv2d plain, Load(ops, weights, channels, channels, 3));
+  DENOISED_ASSIGN_OR_RETURN(Conv2d conv, Load(ops, weights, channels, channels, 3,
+                                              /*upsample2x=*/true, Products::kOfModel));
+  DENOISED_ASSIGN_OR_RETURN(const Conv2d plain, Load(ops, weights, channels, channels, 3,
+                                                     /*upsample2x=*/false, Products::kOfModel));
   conv.plain_ = plain.weight_;
   return conv;
 }

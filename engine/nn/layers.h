@@ -39,8 +39,7 @@ enum class Products { kWide, kOfModel };
 /// torch.nn.Conv2d with a square kernel and, by default, "same" padding.
 class Conv2d {
  public:
-  /// `upsample2x`: its input is doubled first, by nearest neighbour, at every call; such a layer
-  /// multiplies wide.
+  /// `upsample2x`: its input is doubled first, by nearest neighbour, at every call.
   static absl::StatusOr<Conv2d> Load(NetworkOps& ops, const Weights& weights, int in_channels,
                                      int out_channels, int kernel, bool upsample2x = false,
                                      Products products = Products::kWide);

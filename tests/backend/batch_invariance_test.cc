@@ -185,10 +185,16 @@ TEST_P(BatchInvarianceTest, LayersInE4m3) {
     int64_t height, width, c1, c2, out, kernel;
     int stride;
     int groups = 0;  // of a norm; 0: none
-  } shapes[] = {{16, 16, 64, 0, 128, 3, 1},  {16, 16, 64, 64, 192, 3, 1, 32},
-                {7, 5, 13, 6, 11, 3, 1},     {16, 16, 128, 0, 64, 1, 1, 32},
-                {15, 17, 64, 0, 72, 3, 2},   {8, 8, 256, 0, 256, 3, 1, 32},
-                {9, 7, 24, 0, 160, 3, 1, 8}, {64, 64, 32, 0, 32, 3, 1, 32}};
+    bool upsample2x = false;
+  } shapes[] = {{16, 16, 64, 0, 128, 3, 1},
+                {16, 16, 64, 64, 192, 3, 1, 32},
+                {7, 5, 13, 6, 11, 3, 1},
+                {16, 16, 128, 0, 64, 1, 1, 32},
+                {15, 17, 64, 0, 72, 3, 2},
+                {8, 8, 256, 0, 256, 3, 1, 32},
+                {9, 7, 24, 0, 160, 3, 1, 8},
+                {64, 64, 32, 0, 32, 3, 1, 32},
+                {16, 16, 64, 0, 128, 3, 1, 0, true}};
   for (const auto& s : shapes) {
     const int64_t channels = s.c1 + s.c2;
     const int pad = static_cast<int>(s.kernel / 2);
@@ -196,12 +202,12 @@ TEST_P(BatchInvarianceTest, LayersInE4m3) {
         backend()
             .PackConv2d(ToHost(Random({s.out, channels, s.kernel, s.kernel}, DType::kF32, 0.05),
                                DType::kF32),
-                        ToHost(Random({s.out}, DType::kF32), DType::kF32), false, e4m3)
+                        ToHost(Random({s.out}, DType::kF32), DType::kF32), s.upsample2x, e4m3)
             .value();
     const Tensor gamma = Upload(Random({channels}, DType::kF32), DType::kF32);
     const Tensor beta = Upload(Random({channels}, DType::kF32), DType::kF32);
-    const int64_t out_height = (s.height - 1) / s.stride + 1,
-                  out_width = (s.width - 1) / s.stride + 1;
+    const int64_t up = s.upsample2x ? 2 : 1, out_height = (up * s.height - 1) / s.stride + 1,
+                  out_width = (up * s.width - 1) / s.stride + 1;
     std::vector<Input> inputs = {{{s.height, s.width, s.c1}, activation()},
                                  {{out_height, out_width, s.out}, activation()}};
     if (s.c2 > 0) inputs.push_back({{s.height, s.width, s.c2}, activation()});
@@ -215,6 +221,7 @@ TEST_P(BatchInvarianceTest, LayersInE4m3) {
                           .pad_bottom = pad,
                           .pad_right = pad,
                           .epilogue = {.residual = in[1]}};
+          args.prologue.upsample2x = s.upsample2x;
           if (s.c2 > 0) args.prologue.x2 = in[2];
           if (s.groups > 0) {
             args.prologue.norm = {

@@ -65,8 +65,9 @@ class E4m3 : public OnBackend {
     GTEST_SKIP() << "this device or dtype has no kernels in e4m3";
   }
 
-  std::unique_ptr<PackedConv2d> Pack(const Array& weight, const Array& bias, float scale) {
-    auto packed = backend().PackConv2d(ToHost(weight, DType::kF32), HostOptional(bias), false,
+  std::unique_ptr<PackedConv2d> Pack(const Array& weight, const Array& bias, float scale,
+                                     bool upsample2x = false) {
+    auto packed = backend().PackConv2d(ToHost(weight, DType::kF32), HostOptional(bias), upsample2x,
                                        {.input_scale = scale});
     EXPECT_TRUE(packed.ok()) << packed.status();
     return std::move(packed).value();
@@ -206,6 +207,104 @@ TEST_P(E4m3, Convolutions) {
       EXPECT_LT(Distance(actual, in_e4m3), Tolerance(in_e4m3, shortcut ? 2 : 1));
       EXPECT_GT(Distance(actual, expected(x, x2, weight)), kLeastLoss);
     }
+  }
+}
+
+/// The four 2×2 weights that a 3×3 weight [O, C, 3, 3] becomes for the rows and columns of a
+/// doubled image: [O, 4, C, 2, 2].
+Array PhasesOf(const Array& weight) {
+  const int64_t outputs = weight.shape[0], channels = weight.shape[1];
+  Array phases({outputs, 4, channels, 2, 2});
+  // Row y + k − 1 of the doubled image is row ⌊(y + k − 1) / 2⌋ of the image.
+  const auto tap_of = [](int64_t parity, int64_t k) { return (parity + k + 1) / 2 - parity; };
+  for (int64_t o = 0; o < outputs; ++o) {
+    for (int64_t phase = 0; phase < 4; ++phase) {
+      for (int64_t c = 0; c < channels; ++c) {
+        for (int64_t i = 0; i < 9; ++i) {
+          const int64_t at = tap_of(phase / 2, i / 3) * 2 + tap_of(phase % 2, i % 3);
+          phases.at(((o * 4 + phase) * channels + c) * 4 + at) +=
+              weight.at((o * channels + c) * 9 + i);
+        }
+      }
+    }
+  }
+  return phases;
+}
+
+TEST_P(E4m3, DoubledImages) {
+  struct {
+    int64_t height, width, channels, outputs;
+    bool residual;
+    Activation activation = Activation::kNone;
+  } cases[] = {{16, 16, 64, 128, false},
+               {8, 16, 192, 192, true},  // whole lines, and more than a run of steps
+               {5, 8, 40, 160, false, Activation::kSilu},
+               {9, 7, 24, 64, true},  // odd lines, padded channels
+               {3, 12, 128, 320, false},
+               {4, 3, 13, 11, true, Activation::kGelu}};
+  for (const auto& c : cases) {
+    SCOPED_TRACE(fmt::format("{}x{}x{} to {}", c.height, c.width, c.channels, c.outputs));
+    const float scale = 0x1p-6f;
+    const Shape shape = {2, 2 * c.height, 2 * c.width, c.outputs};
+    const Array x = Random({2, c.height, c.width, c.channels}),
+                weight = Random({c.outputs, c.channels, 3, 3}, DType::kF32,
+                                1 / std::sqrt(4 * c.channels)),
+                bias = Random({c.outputs}, DType::kF32), add = Random({2, c.outputs}),
+                residual = c.residual ? Random(shape) : Array();
+    const auto packed = Pack(weight, bias, scale, /*upsample2x=*/true);
+    Conv2dArgs args{.x = Upload(x),
+                    .weight = packed.get(),
+                    .prologue = {.upsample2x = true},
+                    .epilogue = {.add = Upload(add),
+                                 .residual = UploadOptional(residual),
+                                 .scale = 0.7f,
+                                 .activation = c.activation},
+                    .out = Output(shape)};
+    args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
+    args.prologue.rounded = Scratch(args.x, *packed);
+    backend().Conv2d(args);
+    const Array actual = Read(args.out);
+
+    const Array phases = WeightInE4m3(PhasesOf(weight)), rounded = InE4m3(x, scale);
+    Array expected(shape);
+    for (int phase = 0; phase < 4; ++phase) {
+      const int64_t each = c.channels * 4;
+      Array of_phase({c.outputs, c.channels, 2, 2});
+      for (int64_t o = 0; o < c.outputs; ++o) {
+        for (int64_t i = 0; i < each; ++i)
+          of_phase.at(o * each + i) = phases.at((o * 4 + phase) * each + i);
+      }
+      // Of the pixels of a phase: calls use(pixel of the phase, pixel of the doubled image).
+      const auto for_pixels = [&](const auto& use) {
+        int64_t at = 0;
+        for (int64_t n = 0; n < 2; ++n) {
+          for (int64_t h = 0; h < c.height; ++h) {
+            for (int64_t w = 0; w < c.width; ++w, ++at)
+              use(at, ((n * c.height + h) * 2 + phase / 2) * 2 * c.width + 2 * w + phase % 2);
+          }
+        }
+      };
+      Array its_residual;
+      if (c.residual) {
+        its_residual = Array({2, c.height, c.width, c.outputs});
+        for_pixels([&](int64_t at, int64_t whole) {
+          for (int64_t o = 0; o < c.outputs; ++o)
+            its_residual.at(at * c.outputs + o) = residual.at(whole * c.outputs + o);
+        });
+      }
+      Conv2dArgs plain{.epilogue = {.scale = 0.7f, .activation = c.activation}};
+      plain.pad_top = 1 - phase / 2, plain.pad_bottom = phase / 2;
+      plain.pad_left = 1 - phase % 2, plain.pad_right = phase % 2;
+      const Array part =
+          reference::Conv2d(plain, rounded, Array(), of_phase, bias, add, its_residual);
+      for_pixels([&](int64_t at, int64_t whole) {
+        for (int64_t o = 0; o < c.outputs; ++o)
+          expected.at(whole * c.outputs + o) = part.at(at * c.outputs + o);
+      });
+    }
+    EXPECT_LT(Distance(actual, expected), Tolerance(expected));
+    EXPECT_GT(Distance(actual, reference::Conv2d(args, x, Array(), weight, bias, add, residual)),
+              kLeastLoss);
   }
 }
 
@@ -412,25 +511,34 @@ TEST_P(E4m3, AGateForAReaderGivesTheBitsOfRoundingItsResult) {
 TEST_P(E4m3, ARowHasTheSameBitsInAnyBatch) {
   const Tensor x = Upload(Random({5, 20, 20, 32})), tokens = Upload(Random({5, 70, 64}));
   const auto conv = Pack(Random({48, 32, 3, 3}, DType::kF32), Random({48}, DType::kF32), 0x1p-6f);
+  const auto doubled = Pack(Random({48, 32, 3, 3}, DType::kF32), Array(), 0x1p-6f, true);
   const auto linear = PackLinears({Random({80, 64}, DType::kF32)}, {}, 0x1p-6f);
   const auto run = [&](int begin, int count) {
-    Conv2dArgs args{.x = x.Slice(begin, count), .weight = conv.get()};
-    args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
-    args.prologue.rounded = Scratch(args.x, *conv);
-    args.out = Output({count, 20, 20, 48});
-    backend().Conv2d(args);
+    std::vector<Tensor> results;
+    for (const PackedConv2d* layer : {conv.get(), doubled.get()}) {
+      const int64_t edge = layer->upsample2x ? 40 : 20;
+      Conv2dArgs args{.x = x.Slice(begin, count), .weight = layer};
+      args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
+      args.prologue.rounded = Scratch(args.x, *layer);
+      args.prologue.upsample2x = layer->upsample2x;
+      args.out = Output({count, edge, edge, 48});
+      backend().Conv2d(args);
+      results.push_back(Download(args.out));
+    }
     LinearArgs of_tokens{.x = tokens.Slice(begin, count), .weight = linear.get()};
     of_tokens.prologue.rounded = Scratch(of_tokens.x, *linear);
     of_tokens.out = Output({count, 70, 80});
     backend().Linear(of_tokens);
-    return std::pair(Download(args.out), Download(of_tokens.out));
+    results.push_back(Download(of_tokens.out));
+    return results;
   };
-  const auto [images, sequences] = run(0, 5);
+  const std::vector<Tensor> together = run(0, 5);
   for (int row = 0; row < 5; ++row) {
-    const auto [image, sequence] = run(row, 1);
-    EXPECT_EQ(std::memcmp(image.data(), images.Slice(row, 1).data(), image.bytes()), 0) << row;
-    EXPECT_EQ(std::memcmp(sequence.data(), sequences.Slice(row, 1).data(), sequence.bytes()), 0)
-        << row;
+    const std::vector<Tensor> alone = run(row, 1);
+    for (size_t i = 0; i < alone.size(); ++i) {
+      EXPECT_EQ(std::memcmp(alone[i].data(), together[i].Slice(row, 1).data(), alone[i].bytes()), 0)
+          << "result " << i << " of row " << row;
+    }
   }
 }
 

@@ -43,6 +43,7 @@ const std::vector<Case> kCases = {{3, 32, 32, 128, 0, 128, 3},
                                   {3, 16, 16, 96, 0, 128, 3},
                                   {2, 16, 16, 40, 0, 192, 3},
                                   {6, 16, 16, 128, 0, 160, 3, 1, true},
+                                  {70, 16, 16, 128, 0, 128, 3, 1, true},  // several waves
                                   {3, 5, 3, 64, 0, 264, 3, 1, true},
                                   {2, 20, 12, 64, 64, 256, 3, 1, true},
                                   {5, 4, 4, 320, 64, 320, 3, 1, true},
@@ -143,7 +144,7 @@ TEST(HopperCandidatesTest, SplitsFollowFromOneImage) {
   };
   for (const Case& c : kCases) {
     expect(c, ShapeOf);
-    if (!c.upsample2x) expect(c, [](const Case& of) { return InE4m3(ShapeOf(of)); });
+    expect(c, [](const Case& of) { return InE4m3(ShapeOf(of)); });
   }
   size_t all = 0;
   for (const HopperTileSpec& spec : kTiles) {
@@ -236,10 +237,6 @@ TEST(HopperCandidatesTest, TilesRefuseInputsTheyCannotRead) {
   Conv2dLaunch other = InE4m3(conv);
   other.x2 = other.x, other.channels2 = other.channels;
   EXPECT_FALSE(Supports({e4m3_tile, 1, 1}, other)) << "a second source in e4m3";
-  Case doubled = kPlain;
-  doubled.upsample2x = true;
-  EXPECT_TRUE(Supports({kCooperative, 1, 1}, ShapeOf(doubled)));
-  EXPECT_FALSE(Supports({e4m3_tile, 1, 1}, InE4m3(ShapeOf(doubled)))) << "doubled in e4m3";
 
   other = conv, other.stride = 8;
   EXPECT_TRUE(Supports({kCooperative, 1, 1}, other));
@@ -499,9 +496,9 @@ class CudaPlansTest : public testing::Test {
   }
   Conv2dLaunch LaunchInE4m3(const Case& c) {
     Conv2dLaunch conv = InE4m3(Launch(c));
-    const int64_t depth = int64_t{c.kernel} * c.kernel * c.channels;
+    const int64_t depth = int64_t{c.upsample2x ? 4 : c.kernel * c.kernel} * c.channels;
     conv.x.data = RandomE4m3(int64_t{c.images} * c.height * c.width, c.channels).data();
-    conv.weight = RandomE4m3(c.outputs, depth).data();
+    conv.weight = RandomE4m3(int64_t{c.upsample2x ? 4 : 1} * c.outputs, depth).data();
     conv.weight_stride = static_cast<int>(depth);
     const Tensor scales = Zeros({c.outputs + kBiasPadding}, DType::kF32);
     std::vector<float> powers(c.outputs);
@@ -644,7 +641,6 @@ TEST_F(HopperPlansTest, AllOfEachEndingGiveTheSameBits) {
                         Case{3, 15, 17, 64, 0, 256, 3, 2}, Case{1, 1, 333, 96, 0, 72, 1},
                         Case{3, 16, 16, 64, 0, 128, 3, 1, true}}) {
     for (const bool e4m3 : {false, true}) {
-      if (e4m3 && c.upsample2x) continue;
       kept_.clear();
       const Conv2dLaunch any = e4m3 ? LaunchInE4m3(c) : Launch(c);
       std::set<std::vector<std::byte>> results;
@@ -705,7 +701,6 @@ TEST_F(HopperPlansTest, HopperMultipliesE4m3) {
 
 TEST_F(HopperPlansTest, AllCandidatesInE4m3GiveTheSameBits) {
   for (const Case& c : kCases) {
-    if (c.upsample2x) continue;
     kept_.clear();
     const Conv2dLaunch conv = LaunchInE4m3(c);
     SCOPED_TRACE(Describe(conv));

@@ -95,7 +95,8 @@ void AssembleLines(const ConvolutionCall& call, int64_t row, int64_t begin, int6
 
 void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scratch& scratch) {
   const ConvolutionGeometry& whole = call.geometry;
-  const int64_t in = convolution.in(), out = convolution.out();
+  const int64_t in = convolution.in(), sums_out = convolution.out();
+  const int64_t phases = call.in_phases ? 4 : 1, out = sums_out / phases;
   const int64_t out_height = ConvolutionExtent(whole.height, whole.pad_top, whole.pad_bottom,
                                                convolution.kernel(), whole.stride);
   const int64_t out_width = ConvolutionExtent(whole.width, whole.pad_left, whole.pad_right,
@@ -106,10 +107,11 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
   const float e4m3_scale = convolution.input_scale();
   const bool assemble = call.x2 != nullptr || call.upsample2x || bf16 || e4m3_scale != 0;
 
-  const bool in_place = call.residual == call.out;
+  // Whether the sums have a place of their own.
+  const bool in_place = call.residual == call.out, apart = in_place || call.in_phases;
 
   // Each thread's part: the primitive's scratchpad, the bias of the row, the assembled lines, and
-  // the result where the residual lies in its place.
+  // the sums if they are apart.
   constexpr size_t kAlignment = 64 / sizeof(float);
   const auto aligned = [](size_t floats) {
     return (floats + kAlignment - 1) / kAlignment * kAlignment;
@@ -118,9 +120,9 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
   for (const Band& band : bands) {
     scratchpad = std::max(scratchpad, band.plan->scratchpad.get_size() / sizeof(float) + 1);
     if (assemble) lines = std::max(lines, band.plan->source.get_size() / sizeof(float) + 1);
-    if (in_place) result = std::max(result, band.plan->destination.get_size() / sizeof(float));
+    if (apart) result = std::max(result, band.plan->destination.get_size() / sizeof(float));
   }
-  const size_t bias_at = aligned(scratchpad), lines_at = bias_at + aligned(out);
+  const size_t bias_at = aligned(scratchpad), lines_at = bias_at + aligned(sums_out);
   const size_t result_at = lines_at + aligned(lines), each = result_at + aligned(result);
   float* const working = scratch.Take<float>(each * Threads());
 
@@ -142,17 +144,32 @@ void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scrat
       source = assembled;
     }
     const float* bias = call.bias;
-    if (call.add != nullptr) {
-      Axpb(call.bias, 1.0f, call.add + row * call.add_stride, 0.0f, mine + bias_at, out);
+    if (call.add != nullptr || call.in_phases) {
+      const float* const add = call.add != nullptr ? call.add + row * call.add_stride : nullptr;
       bias = mine + bias_at;
+      for (int64_t phase = 0; phase < phases; ++phase)
+        Axpb(call.bias, 1.0f, add, 0.0f, mine + bias_at + phase * out, out);
     }
-    const int64_t at = (row * out_height + band.begin) * out_width * out;
-    const int64_t count = (band.end - band.begin) * out_width * out;
-    float* const sums = in_place ? mine + result_at : call.out + at;
+    const int64_t at = (row * out_height + band.begin) * out_width * sums_out;
+    float* const sums = apart ? mine + result_at : call.out + at;
     convolution.Run(*band.plan, source, bias, sums, mine);
-    const float* const residual = call.residual != nullptr ? call.residual + at : nullptr;
-    AddScale(call.out + at, in_place ? sums : residual, call.scale, count);
-    Activate(call.activation, call.out + at, count);
+    const auto finish = [&](const float* from, int64_t to, int64_t count) {
+      float* const y = call.out + to;
+      if (apart && !in_place) std::copy_n(from, count, y);
+      const float* const residual = call.residual != nullptr ? call.residual + to : nullptr;
+      AddScale(y, in_place ? from : residual, call.scale, count);
+      Activate(call.activation, y, count);
+    };
+    if (!call.in_phases) return finish(sums, at, (band.end - band.begin) * out_width * out);
+    const float* from = sums;
+    for (int64_t h = band.begin; h < band.end; ++h) {
+      for (int64_t w = 0; w < out_width; ++w) {
+        for (int64_t phase = 0; phase < phases; ++phase, from += out) {
+          const int64_t line = (row * out_height + h) * 2 + phase / 2;
+          finish(from, (line * out_width * 2 + 2 * w + phase % 2) * out, out);
+        }
+      }
+    }
   });
 }
 
@@ -161,15 +178,16 @@ void Conv2d(const Conv2dArgs& args, Scratch& scratch) {
   if (args.out.elements() == 0) return;
   const Prologue& prologue = args.prologue;
   const Epilogue& epilogue = args.epilogue;
-  const int64_t up = prologue.upsample2x ? 2 : 1;
   ConvolutionCall call;
+  call.in_phases = prologue.upsample2x && weight.e4m3.input_scale != 0;
+  call.upsample2x = prologue.upsample2x && !call.in_phases;
+  const int64_t up = call.upsample2x ? 2 : 1;
   call.geometry = {args.x.dim(1) * up, args.x.dim(2) * up, args.stride,   args.pad_top,
                    args.pad_left,      args.pad_bottom,    args.pad_right};
   call.rows = args.x.dim(0);
   call.x = args.x.as<float>();
   if (prologue.x2) call.x2 = prologue.x2.as<float>();
   call.c1 = args.x.dim(3);
-  call.upsample2x = prologue.upsample2x;
   call.bias = weight.bias.data();
   if (epilogue.add) {
     call.add = epilogue.add.as<float>();

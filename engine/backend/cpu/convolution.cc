@@ -22,8 +22,8 @@ void Reorder(dnnl::memory& from, dnnl::memory& to, const dnnl::engine& engine) {
   stream.wait();
 }
 
-/// `weight` holds `outputs` parts of the same size, each of which gets a scale of its own. They
-/// become what was rounded, times this scale and that of the input.
+}  // namespace
+
 std::vector<float> RoundedToE4m3(std::vector<float> weight, int outputs, float input_scale) {
   const auto each = static_cast<int64_t>(weight.size()) / outputs;
   for (int o = 0; o < outputs; ++o) {
@@ -37,7 +37,32 @@ std::vector<float> RoundedToE4m3(std::vector<float> weight, int outputs, float i
   return weight;
 }
 
-}  // namespace
+std::vector<float> PhasesInE4m3(const std::vector<float>& weight_oihw, int out, int in,
+                                float input_scale) {
+  constexpr int kTaps = 9;
+  // The row of the window over the image, for an even and an odd row of the doubled image.
+  constexpr int kRowOf[2][3] = {{0, 1, 1}, {1, 1, 2}};
+  const int64_t each = int64_t{in} * kTaps;
+  std::vector<float> sums(4 * weight_oihw.size());  // [out, phases, in, 3, 3]
+  for (int64_t o = 0; o < out; ++o) {
+    for (int phase = 0; phase < 4; ++phase) {
+      for (int64_t i = 0; i < each; ++i) {
+        const auto tap = static_cast<int>(i % kTaps);
+        const int at = kRowOf[phase / 2][tap / 3] * 3 + kRowOf[phase % 2][tap % 3];
+        sums[(o * 4 + phase) * each + i - tap + at] += weight_oihw[o * each + i];
+      }
+    }
+  }
+  const std::vector<float> rounded = RoundedToE4m3(std::move(sums), out, input_scale);
+  std::vector<float> by_phase(rounded.size());
+  for (int64_t o = 0; o < out; ++o) {
+    for (int64_t phase = 0; phase < 4; ++phase) {
+      std::copy_n(rounded.begin() + (o * 4 + phase) * each, each,
+                  by_phase.begin() + (phase * out + o) * each);
+    }
+  }
+  return by_phase;
+}
 
 Convolution::Convolution(dnnl::engine engine, std::vector<float> weight_oihw, int out, int in,
                          int kernel, DType dtype, float input_scale)
@@ -47,8 +72,7 @@ Convolution::Convolution(dnnl::engine engine, std::vector<float> weight_oihw, in
       kernel_(kernel),
       dtype_(dtype),
       input_scale_(input_scale),
-      plain_weight_(input_scale == 0 ? std::move(weight_oihw)
-                                     : RoundedToE4m3(std::move(weight_oihw), out, input_scale)) {}
+      plain_weight_(std::move(weight_oihw)) {}
 
 dnnl::memory Convolution::WeightAs(const Desc& layout) {
   for (const dnnl::memory& memory : layouts_) {

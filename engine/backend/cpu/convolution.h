@@ -22,14 +22,25 @@ struct ConvolutionGeometry {
   auto operator<=>(const ConvolutionGeometry&) const = default;
 };
 
+/// `weight` holds `outputs` parts of the same size, each of which gets a scale of its own. They
+/// become what was rounded, times this scale and that of the input, both powers of two.
+std::vector<float> RoundedToE4m3(std::vector<float> weight, int outputs, float input_scale);
+
+/// A 3×3 convolution of a doubled image as a 3×3 convolution of the image itself, [4 · out, in, 3,
+/// 3]: for each parity of the result's row and column, `out` outputs, whose weights are the sums of
+/// the taps that read the same pixel. `weight_oihw` is [out, in, 3, 3]. Rounded to e4m3, with one
+/// scale for all four weights of an output.
+std::vector<float> PhasesInE4m3(const std::vector<float>& weight_oihw, int out, int in,
+                                float input_scale);
+
 /// The weights of one convolution and its oneDNN primitives, one for each geometry used lately,
 /// each for a single row and a single thread. Thread-safe. Weights and source are of one dtype, F32
 /// or BF16; sums, bias and destination are F32.
 class Convolution {
  public:
   /// `weight_oihw` holds [out, in, kernel, kernel], which BF16 rounds. With an `input_scale`, it is
-  /// one of backend.h's E4m3Layer: the source is to be RoundToE4m3(x / input_scale), and all scales
-  /// are in the weights, which are numbers of e4m3 times powers of two. Both are exact in BF16.
+  /// one of network_ops.h's E4m3Layer: the source is to be RoundToE4m3(x / input_scale), and the
+  /// weights are RoundedToE4m3(). Both are exact in BF16.
   Convolution(dnnl::engine engine, std::vector<float> weight_oihw, int out, int in, int kernel,
               DType dtype, float input_scale = 0);
 

@@ -115,7 +115,6 @@ class CpuBackend final : public Backend {
                                                            const Tensor& bias, bool upsample2x,
                                                            const E4m3Layer& e4m3) override {
     DENOISED_RETURN_IF_ERROR(CheckConv2dWeight(weight_oihw, bias));
-    DENOISED_CHECK(!upsample2x || e4m3.input_scale == 0, "upsampling in e4m3");
     return Pack([&] {
       auto packed = std::make_unique<cpu::CpuConv2d>();
       packed->out_channels = static_cast<int>(weight_oihw.dim(0));
@@ -124,8 +123,16 @@ class CpuBackend final : public Backend {
       packed->upsample2x = upsample2x;
       packed->has_bias = bias.defined();
       packed->e4m3 = e4m3;
-      packed->convolution.emplace(engine_, weight_oihw.ToFloats(), packed->out_channels,
-                                  packed->in_channels, packed->kernel, dtype_, e4m3.input_scale);
+      std::vector<float> weight = weight_oihw.ToFloats();
+      int outputs = packed->out_channels;
+      if (e4m3.input_scale != 0 && upsample2x) {
+        weight = cpu::PhasesInE4m3(weight, outputs, packed->in_channels, e4m3.input_scale);
+        outputs *= 4;
+      } else if (e4m3.input_scale != 0) {
+        weight = cpu::RoundedToE4m3(std::move(weight), outputs, e4m3.input_scale);
+      }
+      packed->convolution.emplace(engine_, std::move(weight), outputs, packed->in_channels,
+                                  packed->kernel, dtype_, e4m3.input_scale);
       packed->bias = bias ? bias.ToFloats() : std::vector<float>(packed->out_channels);
       return packed;
     });

@@ -30,8 +30,11 @@ Convolution& CpuLinear::OverTokens() const {
   MutexLock lock(&mutex_);
   if (!over_tokens_) {
     plain_in_use_ |= dtype_ != DType::kF32;  // PlainWeight() must not return rounded ones
-    over_tokens_.emplace(engine_, plain_in_use_ ? plain_weight_ : std::move(plain_weight_),
-                         out_features, in_features, 1, dtype_, e4m3.input_scale);
+    std::vector<float> weight = plain_in_use_ ? plain_weight_ : std::move(plain_weight_);
+    if (e4m3.input_scale != 0)
+      weight = RoundedToE4m3(std::move(weight), out_features, e4m3.input_scale);
+    over_tokens_.emplace(engine_, std::move(weight), out_features, in_features, 1, dtype_,
+                         e4m3.input_scale);
   }
   return *over_tokens_;
 }

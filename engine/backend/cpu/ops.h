@@ -20,8 +20,8 @@
 namespace denoised::cpu {
 
 struct CpuConv2d final : PackedConv2d {
-  mutable std::optional<Convolution> convolution;
-  std::vector<float> bias;  // zeros when the layer has none
+  mutable std::optional<Convolution> convolution;  // upsample2x in e4m3: of PhasesInE4m3()
+  std::vector<float> bias;                         // zeros when the layer has none
 };
 
 /// Rows of tokens are computed as a 1×1 convolution over an image of tokens × 1; a single vector
@@ -54,13 +54,14 @@ struct ConvolutionCall {
   const float* x2 = nullptr;  // optional, rows of [H, W, in − c1]
   int64_t c1 = 0;
   bool upsample2x = false;
+  bool in_phases = false;  // the convolution is of PhasesInE4m3(), and `geometry` of x itself
   const float* bias = nullptr;
   const float* add = nullptr;  // optional, rows of [out]
   int64_t add_stride = 0;
   const float* residual = nullptr;  // optional, as out; may be `out`
   float scale = 1;
   Activation activation = Activation::kNone;
-  float* out = nullptr;  // rows of [Ho, Wo, out]
+  float* out = nullptr;  // rows of [Ho, Wo, out]; in phases [2 · Ho, 2 · Wo, out / 4]
 };
 
 void RunConvolution(Convolution& convolution, const ConvolutionCall& call, Scratch& scratch);

@@ -60,7 +60,7 @@ struct Form {
     return (kEnding == Ending::kAny || !spec.StoresOneByOne()) &&
            (kEnding != Ending::kGate || spec.FusesGate()) &&
            (kEnding != Ending::kGateE4m3 || (spec.FusesGate() && e4m3)) &&
-           (!kSplitK || spec.split_k != SplitK::kNone) && (!kDoubled || !e4m3);
+           (!kSplitK || spec.split_k != SplitK::kNone);
   }
   static bool Suits(const ConvLayer& conv, const HopperPlan& plan) {
     const bool shortcut = conv.shortcut.x.data != nullptr;

@@ -254,12 +254,12 @@ class CudaBackend final : public Backend {
     packed->upsample2x = upsample2x;
     packed->has_bias = bias.defined();
     packed->e4m3 = e4m3;
+    const bool in_phases = upsample2x && packed->kernel == 3;
     if (e4m3.input_scale != 0) {
-      DENOISED_CHECK(!upsample2x, "upsampling in e4m3");
       packed->rounded_bytes = RoundedBytes(packed->in_channels);
-      DENOISED_RETURN_IF_ERROR(PackE4m3Weights({weight_oihw}, "a convolution", packed.get()));
+      DENOISED_RETURN_IF_ERROR(
+          PackE4m3Weights({weight_oihw}, in_phases, "a convolution", packed.get()));
     } else {
-      const bool in_phases = upsample2x && packed->kernel == 3;
       DENOISED_ASSIGN_OR_RETURN(packed->weight,
                                 PackWeights({weight_oihw}, in_phases, "a convolution"));
     }
@@ -279,7 +279,8 @@ class CudaBackend final : public Backend {
     packed->e4m3 = e4m3;
     if (e4m3.input_scale != 0) {
       packed->rounded_bytes = RoundedBytes(packed->in_features);
-      DENOISED_RETURN_IF_ERROR(PackE4m3Weights(weights_oi, "a linear layer", packed.get(), gated));
+      DENOISED_RETURN_IF_ERROR(
+          PackE4m3Weights(weights_oi, /*in_phases=*/false, "a linear layer", packed.get(), gated));
     } else {
       DENOISED_ASSIGN_OR_RETURN(
           packed->weight, PackWeights(weights_oi, /*in_phases=*/false, "a linear layer", gated));
@@ -1076,21 +1077,24 @@ class CudaBackend final : public Backend {
 
   /// The same in e4m3, with the scales of its outputs.
   template <typename Packed>
-  absl::Status PackE4m3Weights(const std::vector<Tensor>& weights, std::string_view purpose,
-                               Packed* packed, bool gated = false) {
+  absl::Status PackE4m3Weights(const std::vector<Tensor>& weights, bool in_phases,
+                               std::string_view purpose, Packed* packed, bool gated = false) {
     DENOISED_CHECK(MultipliesE4m3(), "what MultipliesE4m3() denies");
     const Shape& shape = weights.front().shape();
-    const int64_t taps = shape.rank() == 4 ? shape[2] * shape[3] : 1;
+    const int64_t taps = in_phases ? 4 : shape.rank() == 4 ? shape[2] * shape[3] : 1;
     const int64_t outputs = OutputsOf(weights),
                   row_bytes = RoundUp(taps * packed->rounded_bytes, 2 * kDepthPadding);
     const float input_scale = packed->e4m3.input_scale;
-    DENOISED_ASSIGN_OR_RETURN(packed->weight, Allocate({outputs, row_bytes}, DType::kU8, purpose));
+    DENOISED_ASSIGN_OR_RETURN(
+        packed->weight,
+        Allocate({in_phases ? 4 * outputs : outputs, row_bytes}, DType::kU8, purpose));
     DENOISED_ASSIGN_OR_RETURN(packed->scales,
                               Allocate({outputs + kBiasPadding}, DType::kF32, purpose));
     for (const Tensor& zeroed : {packed->weight, packed->scales})
       context_->Record(cudaMemsetAsync(zeroed.data(), 0, zeroed.bytes(), queue_.stream), purpose);
     const auto upload = [&](const auto& launch) {
       UploadWeights(weights, gated, [&](PackWeightLaunch pack, int64_t first_output) {
+        pack.phase_outputs = in_phases ? outputs : 0;
         pack.to = {static_cast<std::byte*>(packed->weight.data()) + first_output * row_bytes,
                    row_bytes / 2, Element::kE4m3x2, true};
         pack.scales = Floats(packed->scales) + first_output;

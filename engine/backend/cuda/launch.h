@@ -90,7 +90,7 @@ struct ConvLayer {
   /// least one tap of each phase is not zero.
   uint16_t zero_taps = 0;
   /// kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32; kE4m3x2: so is x, for
-  /// LaunchConv2dHopper or Conv2dCandidates, without x2, upsample2x and shortcut.
+  /// LaunchConv2dHopper or Conv2dCandidates, without x2 and shortcut.
   Element weight_element = Element::kF32;
   const float* scales = nullptr;  // kE4m3x2: [outputs + kBiasPadding], of the sums of products
   const float* bias = nullptr;    // [outputs + kBiasPadding], or null

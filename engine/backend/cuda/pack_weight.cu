@@ -20,10 +20,21 @@ __device__ float ToFloat(float value) { return value; }
 __device__ float ToFloat(__half value) { return __half2float(value); }
 __device__ float ToFloat(__nv_bfloat16 value) { return __bfloat162float(value); }
 
-/// Sums the taps of a 3×3 window that read the same pixel of the image before it is doubled.
-template <typename T>
-__device__ void StorePhases(const PackWeightLaunch& pack, int64_t output, int64_t channel,
-                            const T* from) {
+/// The packed position of the output of a pair.
+__device__ int64_t OutputOf(const PackWeightLaunch& pack, int64_t pair) {
+  const int64_t output = pair / pack.channels, features = pack.gated_outputs / 2;
+  return features == 0 ? output
+                       : GatedOutput(output, features, GatedBlock(static_cast<int>(features)));
+}
+
+/// Calls use(phase, tap, weight) for each packed weight of a pair. In phases, a weight is the sum
+/// of the taps of a 3×3 window that read the same pixel of the image before it is doubled.
+template <typename T, typename Use>
+__device__ void ForEachTap(const PackWeightLaunch& pack, const T* from, const Use& use) {
+  if (pack.phase_outputs == 0) {
+    for (int tap = 0; tap < pack.taps; ++tap) use(0, tap, ToFloat(from[tap]));
+    return;
+  }
   // For an even output row, the first row of the window lies in one input row and the other two in
   // the next; for an odd one, the first two in one and the last in the next. Columns likewise.
   constexpr int kTapUnder[2][3] = {{0, 1, 1}, {0, 0, 1}};
@@ -35,9 +46,7 @@ __device__ void StorePhases(const PackWeightLaunch& pack, int64_t output, int64_
       sums[kTapUnder[phase / 2][i / 3] * 2 + kTapUnder[phase % 2][i % 3]] += ToFloat(from[i]);
     }
 #pragma unroll
-    for (int tap = 0; tap < 4; ++tap) {
-      Store(pack.to, phase * pack.phase_outputs + output, tap * pack.channels + channel, sums[tap]);
-    }
+    for (int tap = 0; tap < 4; ++tap) use(phase, tap, sums[tap]);
   }
 }
 
@@ -47,24 +56,12 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= pack.pairs) return;
   const int64_t pair = pack.first_pair + i;
-  int64_t output = pair / pack.channels;
-  const int64_t channel = pair % pack.channels;
-  const T* from = static_cast<const T*>(pack.from) + i * pack.taps;
-  if (pack.phase_outputs > 0) return StorePhases(pack, output, channel, from);
-  if (pack.gated_outputs > 0) {
-    const int features = static_cast<int>(pack.gated_outputs / 2);
-    output = GatedOutput(output, features, GatedBlock(features));
-  }
-  for (int tap = 0; tap < pack.taps; ++tap) {
-    Store(pack.to, output, static_cast<int64_t>(tap) * pack.channels + channel, ToFloat(from[tap]));
-  }
-}
-
-/// The packed position of the output of a pair.
-__device__ int64_t OutputOf(const PackWeightLaunch& pack, int64_t pair) {
-  const int64_t output = pair / pack.channels, features = pack.gated_outputs / 2;
-  return features == 0 ? output
-                       : GatedOutput(output, features, GatedBlock(static_cast<int>(features)));
+  const int64_t output = OutputOf(pack, pair), channel = pair % pack.channels;
+  ForEachTap(pack, static_cast<const T*>(pack.from) + i * pack.taps,
+             [&](int phase, int tap, float weight) {
+               Store(pack.to, phase * pack.phase_outputs + output,
+                     static_cast<int64_t>(tap) * pack.channels + channel, weight);
+             });
 }
 
 template <typename T>
@@ -72,9 +69,9 @@ __global__ void __launch_bounds__(kThreads)
     LargestWeightsKernel(const __grid_constant__ PackWeightLaunch pack) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t known = i < pack.pairs ? i : pack.pairs - 1;  // all lanes vote below
-  const T* from = static_cast<const T*>(pack.from) + known * pack.taps;
   float largest = 0;
-  for (int tap = 0; tap < pack.taps; ++tap) largest = fmaxf(largest, fabsf(ToFloat(from[tap])));
+  ForEachTap(pack, static_cast<const T*>(pack.from) + known * pack.taps,
+             [&](int, int, float weight) { largest = fmaxf(largest, fabsf(weight)); });
   // Numbers ≥ 0 are ordered as their bits, and the order of the maxima does not matter.
   const auto output = static_cast<unsigned>(OutputOf(pack, pack.first_pair + known));
   const unsigned lanes = __match_any_sync(~0u, output);
@@ -98,12 +95,12 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t pair = pack.first_pair + i;
   const int64_t output = OutputOf(pack, pair), channel = pair % pack.channels;
   const int64_t tap_channels = (pack.channels + kE4m3Vector - 1) / kE4m3Vector * kE4m3Vector;
-  const T* from = static_cast<const T*>(pack.from) + i * pack.taps;
   const float inverse = pack.input_scale / pack.scales[output];  // of powers of two
-  for (int tap = 0; tap < pack.taps; ++tap) {
-    *E4m3At(pack.to, output, tap * tap_channels + channel) =
-        FloatToE4m3(ToFloat(from[tap]) * inverse);
-  }
+  ForEachTap(pack, static_cast<const T*>(pack.from) + i * pack.taps,
+             [&](int phase, int tap, float weight) {
+               *E4m3At(pack.to, phase * pack.phase_outputs + output, tap * tap_channels + channel) =
+                   FloatToE4m3(weight * inverse);
+             });
 }
 
 using Kernel = void (*)(PackWeightLaunch);
