@@ -186,6 +186,7 @@ TEST_P(BatchInvarianceTest, LayersInE4m3) {
     int stride;
     int groups = 0;  // of a norm; 0: none
     bool upsample2x = false;
+    int64_t shortcut = 0;
   } shapes[] = {{16, 16, 64, 0, 128, 3, 1},
                 {16, 16, 64, 64, 192, 3, 1, 32},
                 {7, 5, 13, 6, 11, 3, 1},
@@ -194,7 +195,9 @@ TEST_P(BatchInvarianceTest, LayersInE4m3) {
                 {8, 8, 256, 0, 256, 3, 1, 32},
                 {9, 7, 24, 0, 160, 3, 1, 8},
                 {64, 64, 32, 0, 32, 3, 1, 32},
-                {16, 16, 64, 0, 128, 3, 1, 0, true}};
+                {16, 16, 64, 0, 128, 3, 1, 0, true},
+                {16, 16, 128, 0, 128, 3, 1, 32, false, 192},
+                {9, 7, 64, 0, 72, 3, 1, 0, false, 24}};
   for (const auto& s : shapes) {
     const int64_t channels = s.c1 + s.c2;
     const int pad = static_cast<int>(s.kernel / 2);
@@ -204,12 +207,21 @@ TEST_P(BatchInvarianceTest, LayersInE4m3) {
                                DType::kF32),
                         ToHost(Random({s.out}, DType::kF32), DType::kF32), s.upsample2x, e4m3)
             .value();
+    const auto shortcut =
+        s.shortcut == 0
+            ? nullptr
+            : backend()
+                  .PackConv2d(
+                      ToHost(Random({s.out, s.shortcut, 1, 1}, DType::kF32, 0.05), DType::kF32),
+                      Tensor(), false, {})
+                  .value();
     const Tensor gamma = Upload(Random({channels}, DType::kF32), DType::kF32);
     const Tensor beta = Upload(Random({channels}, DType::kF32), DType::kF32);
     const int64_t up = s.upsample2x ? 2 : 1, out_height = (up * s.height - 1) / s.stride + 1,
                   out_width = (up * s.width - 1) / s.stride + 1;
-    std::vector<Input> inputs = {{{s.height, s.width, s.c1}, activation()},
-                                 {{out_height, out_width, s.out}, activation()}};
+    std::vector<Input> inputs = {
+        {{s.height, s.width, s.c1}, activation()},
+        {{out_height, out_width, shortcut ? s.shortcut : s.out}, activation()}};
     if (s.c2 > 0) inputs.push_back({{s.height, s.width, s.c2}, activation()});
     ExpectInvariant(
         "convolution in e4m3", inputs, [&](const std::vector<Tensor>& in, int64_t rows) {
@@ -219,8 +231,12 @@ TEST_P(BatchInvarianceTest, LayersInE4m3) {
                           .pad_top = pad,
                           .pad_left = pad,
                           .pad_bottom = pad,
-                          .pad_right = pad,
-                          .epilogue = {.residual = in[1]}};
+                          .pad_right = pad};
+          if (shortcut) {
+            args.epilogue.shortcut = {.x = in[1], .weight = shortcut.get()};
+          } else {
+            args.epilogue.residual = in[1];
+          }
           args.prologue.upsample2x = s.upsample2x;
           if (s.c2 > 0) args.prologue.x2 = in[2];
           if (s.groups > 0) {

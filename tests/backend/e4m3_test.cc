@@ -155,6 +155,9 @@ TEST_P(E4m3, Convolutions) {
                             {16, 16, 128, 0, 128, 1, 1},
                             // Halo tiles on Hopper; half a step without channels.
                             {16, 16, 192, 0, 128, 3, 1},
+                            // With a shortcut, its last run, of one chunk and of several.
+                            {16, 16, 192, 0, 128, 3, 1, 40},
+                            {8, 8, 128, 64, 160, 3, 1, 264, Activation::kNone},
                             {7, 5, 136, 0, 320, 3, 2},
                             // Nothing is a multiple of eight.
                             {7, 5, 13, 6, 11, 3, 1, 5, Activation::kGelu},

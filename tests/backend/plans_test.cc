@@ -63,6 +63,7 @@ const std::vector<Case> kCases = {{3, 32, 32, 128, 0, 128, 3},
                                   {2, 32, 32, 128, 0, 128, 3, 1, false, false, 64, 0},
                                   {2, 16, 16, 64, 0, 128, 3, 1, false, false, 64, 0},
                                   {70, 4, 4, 320, 64, 320, 3, 1, false, false, 72, 0},
+                                  {40, 32, 32, 128, 0, 128, 3, 1, false, false, 192, 64},
                                   {3, 8, 8, 256, 0, 1280, 3},
                                   {3, 8, 8, 128, 0, 1280, 3},
                                   {2, 32, 32, 64, 0, 1280, 3},
@@ -102,11 +103,12 @@ Conv2dLaunch ShapeOf(const Case& c) {
   return conv;
 }
 
-/// The same layer in e4m3: of pairs of channels, without what a layer in e4m3 cannot have.
+/// The same layer in e4m3: of pairs of channels, without what a layer in e4m3 cannot have. A
+/// shortcut stays in bf16.
 Conv2dLaunch InE4m3(Conv2dLaunch conv) {
   conv.x.element = conv.weight_element = Element::kE4m3x2;
   conv.x2 = {}, conv.channels2 = 0;
-  conv.shortcut = {};
+  if (!SuitsShortcut(conv)) conv.shortcut = {};
   return conv;
 }
 
@@ -226,6 +228,17 @@ TEST(HopperCandidatesTest, TilesRefuseSplitsTheyCannotAdd) {
   Conv2dLaunch without = shortcut;
   without.shortcut = {};
   EXPECT_TRUE(Supports({kPingPong, 1, 1}, without));
+
+  // In e4m3, where no tile splits k, a shortcut is a run of its own.
+  const HopperTile e4m3_tile = FindE4m3Tile(Loader::kIm2col, 160),
+                   e4m3_one_by_one = FindE4m3Tile(Loader::kIm2col, 32);
+  EXPECT_TRUE(Supports({e4m3_tile, 1, 1}, InE4m3(shortcut)));
+  EXPECT_FALSE(Supports({e4m3_tile, 2, 1}, InE4m3(shortcut))) << "no split-K";
+  Conv2dLaunch narrow_out = InE4m3(shortcut);
+  narrow_out.out.element = Element::kF32;
+  EXPECT_FALSE(Supports({e4m3_one_by_one, 1, 1}, narrow_out)) << "a shortcut, one by one";
+  narrow_out.shortcut = {};
+  EXPECT_TRUE(Supports({e4m3_one_by_one, 1, 1}, narrow_out));
 }
 
 TEST(HopperCandidatesTest, TilesRefuseInputsTheyCannotRead) {

@@ -46,7 +46,8 @@ struct Tile {
   static_assert(kStaged || (kSubtiles == 1 && kN == 32), "FinishElements()");
 };
 
-/// The layers that a kernel is compiled for. kSplitK: k has several splits. kDoubled: the image is
+/// The layers that a kernel is compiled for. kSplitK: k has several splits, as it has in bf16 where
+/// there is a shortcut. kDoubled: the image is
 /// doubled, so there are four phases. The code for what other layers need is left out: all endings
 /// together are two to four times as long, which makes short launches slower
 /// (docs/kernels-measured.md).
@@ -57,15 +58,15 @@ struct Form {
 
   static constexpr bool IsOf(const HopperTileSpec& spec) {
     const bool e4m3 = spec.element == Element::kE4m3x2;
-    return (kEnding == Ending::kAny || !spec.StoresOneByOne()) &&
+    return ((kEnding == Ending::kAny && !kShortcut) || !spec.StoresOneByOne()) &&
            (kEnding != Ending::kGate || spec.FusesGate()) &&
            (kEnding != Ending::kGateE4m3 || (spec.FusesGate() && e4m3)) &&
-           (!kSplitK || spec.split_k != SplitK::kNone);
+           (!kSplitK || spec.split_k != SplitK::kNone) && (!kShortcut || kSplitK != e4m3);
   }
   static bool Suits(const ConvLayer& conv, const HopperPlan& plan) {
     const bool shortcut = conv.shortcut.x.data != nullptr;
     return (kEnding == Ending::kAny || kEnding == EndingOf(conv)) &&
-           kSplitK == (plan.splits > 1 || shortcut) && kShortcut == shortcut &&
+           kSplitK == (plan.splits > 1 || (shortcut && !IsE4m3(conv))) && kShortcut == shortcut &&
            kDoubled == conv.upsample2x;
   }
 };
@@ -243,7 +244,7 @@ __device__ inline void StoreEpilogue(const Conv2dLaunch& conv, const Params& par
 /// The thread that loads the stages of all tiles.
 template <typename T, typename F>
 struct Im2colLoader {
-  using Step = StepAt<F::kShortcut>;
+  using Step = StepAt<F::kShortcut, T::kE4m3>;
 
   const Conv2dLaunch& conv;
   const Params& params;
@@ -395,15 +396,17 @@ struct Consumer {
       if constexpr (T::kE4m3) {
         // Nothing keeps the consumers apart, but while one adds, another may multiply.
         Accumulators total = {};
+        const int windowed = steps - (F::kShortcut ? params.depth.shortcut : 0);
 #pragma unroll 1
-        for (int first = 0; first < steps; first += kE4m3Run) {
-          Multiply(tile, 0, min(kE4m3Run, steps - first), false, tiles_done, operands, sums);
+        for (int first = 0; first < windowed; first += kE4m3Run) {
+          Multiply(tile, 0, min(kE4m3Run, windowed - first), false, tiles_done, operands, sums);
           AddRun(sums, /*is_first=*/false, total);
         }
 #pragma unroll
         for (int i = 0; i < T::kSubtiles; ++i)
           ScaleAndAddBias(params.scales, params.bias, tile.n0, total[i]);
         AddOfImages(tile, total);
+        if constexpr (F::kShortcut) AddShortcut(params.depth.shortcut, operands, sums, total);
         Finish(tile, tiles_done, total);
       } else if constexpr (F::kSplitK) {
         Accumulators total;
@@ -555,6 +558,7 @@ using Kernels =
     HopperKernels<Kernel, IsIm2col<kElement>, Form<Ending::kPlain>, Form<Ending::kResidual>,
                   Form<Ending::kGate>, Form<Ending::kGateE4m3>, Form<Ending::kAny>,
                   Form<Ending::kAny, true>, Form<Ending::kAny, true, true>,
-                  Form<Ending::kAny, false, false, true>, Form<Ending::kAny, true, false, true>>;
+                  Form<Ending::kAny, false, true>, Form<Ending::kAny, false, false, true>,
+                  Form<Ending::kAny, true, false, true>>;
 
 }  // namespace denoised::cuda::im2col

@@ -7,7 +7,7 @@
 // slots of their own, because they are interleaved with those that stay for nine taps.
 //
 // In e4m3 a halo tile has 128 channels and its products are a run. There is no fused norm and no
-// split-K.
+// split-K; a shortcut, in bf16, is the last run.
 //
 // Split-K: a consumer adds the accumulators of each later split to those of the first. Two subtiles
 // would not leave enough registers for that, so each of the cooperating consumers has one subtile
@@ -60,7 +60,7 @@ struct Tile {
   using Halo = HaloRing<true, kShortcut, kHaloTileSlot, kShortcutSlot, kTransformers>;
   static constexpr int kBarriers = 2 * kStages + Halo<true>::kBarriers + 2 + 2 * kBuffers + 1;
   static constexpr int kAllHaloTileBytes =
-      std::max(Halo<false>::kBytes, kSplitK ? Halo<true>::kBytes : 0);
+      std::max(Halo<false>::kBytes, kAddsRuns ? Halo<true>::kBytes : 0);
   static constexpr int kSharedBytes =
       kAllHaloTileBytes + kStages * kStageBytes + kStagingBytes + kReceivedBytes + kBarriers * 8;
   static_assert(kN % kBox == 0 && kSubtiles % kBuffers == 0 && kLag < kStages);
@@ -80,8 +80,9 @@ struct Form {
   static constexpr bool kShortcut = kShortcut_, kSplitOverCluster = kSplitOverCluster_;
 
   static constexpr bool IsOf(const HopperTileSpec& spec) {
-    return kSplitOverCluster ? spec.split_k == SplitK::kCluster
-                             : !kShortcut || spec.split_k != SplitK::kNone;
+    return kSplitOverCluster
+               ? spec.split_k == SplitK::kCluster
+               : !kShortcut || spec.split_k != SplitK::kNone || spec.element == Element::kE4m3x2;
   }
   static bool Suits(const ConvLayer& conv, const HopperPlan& plan) {
     return kShortcut == (conv.shortcut.x.data != nullptr) && kSplitOverCluster == plan.cluster > 1;
@@ -110,7 +111,7 @@ struct TileAt {
 template <typename T, typename F>
 struct Cta : TileScheduler<T::kPingPong> {
   using Halo = typename T::template Halo<F::kShortcut>;
-  using Step = StepAt<F::kShortcut, kTaps>;
+  using Step = StepAt<F::kShortcut, T::kE4m3, kTaps>;
   // CTAs of a cluster, if each has its own tile.
   static constexpr int kMulticastCtas = F::kSplitOverCluster ? 1 : T::kCluster;
 
@@ -509,6 +510,8 @@ struct Consumer {
       if constexpr (T::kE4m3) {
         ScaleAndAddBias(params.scales, params.bias, tile.n0, total[0]);
         add_per_image();
+        if constexpr (F::kShortcut)
+          AddShortcut(params.depth.shortcut, operands, accumulators, total);
       }
       if constexpr (F::kSplitOverCluster) {
         Exchange(total[0]);

@@ -30,7 +30,7 @@ struct Tile {
   static constexpr int kAccumulators = kPixels * kOutputs / kConsumers;  // per thread
   static constexpr int kLogBlocks = BinaryLogarithm(kOutputs / 8);       // blocks of eight outputs
   static_assert(kSpec.m == kGroups * kPixels);
-  using Step = StepAt<kShortcut, kInHaloTiles ? kTaps : 0>;
+  using Step = StepAt<kShortcut, /*kE4m3=*/false, kInHaloTiles ? kTaps : 0>;
   static constexpr int kWeightBytes = kOutputs * kStepBytes;
   static constexpr int kInputBytes = kPixels * kStepBytes;  // of a group
   static constexpr int kStageBytes = kWeightBytes + (kInHaloTiles ? 0 : kGroups * kInputBytes);

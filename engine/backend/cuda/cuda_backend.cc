@@ -303,12 +303,17 @@ class CudaBackend final : public Backend {
     const bool e4m3 = IsE4m3(*args.weight), norms = IsToBeApplied(args.prologue.norm);
     const PackedConv2d* const shortcut = args.epilogue.shortcut.weight;
     const bool observes = Observes(args.weight->e4m3);
-    if (shortcut != nullptr && (e4m3 || observes)) return Conv2d(WithoutShortcut(*this, args));
+    if (shortcut != nullptr && observes) return Conv2d(WithoutShortcut(*this, args));
     if (observes) {
       if (norms) return Conv2d(WithoutNorm(*this, args));
       ObserveInputs(args.weight->e4m3, {args.x, args.prologue.x2});
     }
-    if (e4m3) return EnqueueConvolution(OfRoundedInput(args), "Conv2d", InputOf(args));
+    if (e4m3) {
+      const Conv2dLaunch conv = OfRoundedInput(args);
+      if (shortcut != nullptr && !HasHopperKernel(conv))
+        return Conv2d(WithoutShortcut(*this, args));
+      return EnqueueConvolution(conv, "Conv2d", InputOf(args));
+    }
     Conv2dLaunch conv = LaunchOf(norms ? OfNormedInput(args) : args);
     if (!HasHopperKernel(conv) && shortcut != nullptr) return Conv2d(WithoutShortcut(*this, args));
     const GroupNormLaunch before = norms ? LaunchOf(InputNormOf(args)) : GroupNormLaunch();

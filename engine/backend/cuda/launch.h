@@ -56,7 +56,7 @@ struct Queue {
   bool dependent_launch = false;  // sm_90 and later: dependent_launch.h
 };
 
-/// A 1×1 convolution of concat(x, x2) that another convolution adds to its result.
+/// A 1×1 convolution of concat(x, x2), in bf16, that another convolution adds to its result.
 struct ShortcutLaunch {
   Rows x, x2;  // [images · out_height · out_width, channels] and channels2; x null: no shortcut
   int channels = 0, channels2 = 0;
@@ -90,7 +90,7 @@ struct ConvLayer {
   /// least one tap of each phase is not zero.
   uint16_t zero_taps = 0;
   /// kBf16: tensor cores; kF32: fp32 arithmetic, x is kF32; kE4m3x2: so is x, for
-  /// LaunchConv2dHopper or Conv2dCandidates, without x2 and shortcut.
+  /// LaunchConv2dHopper, without x2, or Conv2dCandidates, also without shortcut.
   Element weight_element = Element::kF32;
   const float* scales = nullptr;  // kE4m3x2: [outputs + kBiasPadding], of the sums of products
   const float* bias = nullptr;    // [outputs + kBiasPadding], or null
@@ -125,6 +125,7 @@ struct Conv2dLaunch : ConvLayer {
   int* semaphores = nullptr;  // kSemaphores; zero before and after a launch
 };
 
+inline bool IsE4m3(const ConvLayer& conv) { return conv.x.element == Element::kE4m3x2; }
 inline bool InVectors(const Rows& rows) {
   return rows.data == nullptr || (rows.element == Element::kBf16 && rows.vector);
 }

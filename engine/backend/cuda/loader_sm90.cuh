@@ -14,9 +14,10 @@
 /// pixels at all taps of a 3×3 window at once.
 ///
 /// A step is 64 channels (a chunk; 128 in e4m3, as pairs) at one tap. Steps go chunk by chunk,
-/// those of x before those of x2, and in each chunk tap by tap. A chunk of a shortcut is one step.
-/// These steps are spread evenly among the window's, and with them the loads of pixels. All kernels
-/// add in this order and give the same bits.
+/// those of x before those of x2, and in each chunk tap by tap. A chunk of a shortcut is one step,
+/// always in bf16. In bf16 these steps are spread evenly among the window's, and with them the
+/// loads of pixels. In e4m3 they are the last, because the window's sums must be scaled before
+/// them. All kernels add in this order and give the same bits.
 
 namespace denoised::cuda {
 
@@ -65,16 +66,19 @@ __device__ inline int ChannelOf(int chunk, int chunks, int channels) {
 /// A step along k: the window's next chunk and tap, or a shortcut's next chunk. Values are updated
 /// only when they change, because producers are bound by their instructions. kTaps: of the window,
 /// if known at compile time.
-template <bool kShortcut, int kTaps = 0>
+template <bool kShortcut, bool kE4m3, int kTaps = 0>
 struct StepAt {
   int tap, chunk, channel;                       // of the window's weight
   int of_shortcut = 0, channel_of_shortcut = 0;  // chunk, and channel of the shortcut's weight
-  // Grows by the shortcut's chunks per step; a shortcut's step when it reaches `steps`.
+  // In bf16: grows by the shortcut's chunks per step; a shortcut's step when it reaches `steps`.
   int due = 0;
 
   __device__ StepAt(const Conv2dLaunch& conv, const MainloopParams& params, int step) {
     const Depth& depth = params.depth;
-    if (kShortcut) {
+    if (kShortcut && kE4m3) {
+      of_shortcut = max(0, step - depth.windowed * Taps(depth));
+      channel_of_shortcut = ChannelOf(of_shortcut, params.shortcut.chunks, conv.shortcut.channels);
+    } else if (kShortcut) {
       of_shortcut = step * depth.shortcut / depth.steps;
       due = step * depth.shortcut % depth.steps + depth.shortcut;
       channel_of_shortcut = ChannelOf(of_shortcut, params.shortcut.chunks, conv.shortcut.channels);
@@ -88,7 +92,7 @@ struct StepAt {
     channel = ChannelOf(chunk, params.chunks, conv.channels);
   }
   __device__ bool IsOfShortcut(const Depth& depth) const {
-    return kShortcut && due >= depth.steps.value;
+    return kShortcut && (kE4m3 ? chunk == depth.windowed : due >= depth.steps.value);
   }
   __device__ bool IsLastTap(const Depth& depth) const { return tap == Taps(depth) - 1; }
   __device__ static int Taps(const Depth& depth) { return kTaps > 0 ? kTaps : depth.taps.value; }
@@ -96,6 +100,7 @@ struct StepAt {
     const Depth& depth = params.depth;
     if (IsOfShortcut(depth)) {
       ++of_shortcut, due -= depth.steps.value;
+      if (kE4m3 && of_shortcut == depth.shortcut) of_shortcut = chunk = channel = 0;  // next tile
       channel_of_shortcut = ChannelOf(of_shortcut, params.shortcut.chunks, conv.shortcut.channels);
     } else if (++tap == Taps(depth)) {
       tap = 0, ++chunk;
@@ -110,9 +115,8 @@ struct WeightAt {
   const CUtensorMap* map;
   int channel, tap;
 };
-template <bool kShortcut, int kTaps>
-__device__ inline WeightAt WeightOf(const MainloopParams& params,
-                                    const StepAt<kShortcut, kTaps>& step) {
+template <typename Step>
+__device__ inline WeightAt WeightOf(const MainloopParams& params, const Step& step) {
   if (step.IsOfShortcut(params.depth))
     return {&params.shortcut.weight, step.channel_of_shortcut, 0};
   return {&params.weight, step.channel, step.tap};
@@ -161,10 +165,10 @@ __device__ inline PlanePixel StartOf(const Conv2dLaunch& conv, const Grid& grid,
 }
 /// Loads a step's 64 channels at its tap, for the tile's pixels, starting at m0. A shortcut's
 /// pixels have the layout of the outputs.
-template <bool kShortcut>
+template <typename Step>
 __device__ inline void LoadInputsByTma(void* to, const MainloopParams& params, const Grid& grid,
-                                       const StepAt<kShortcut>& step, const PlanePixel& start,
-                                       int m0, int phase, uint64_t* barrier) {
+                                       const Step& step, const PlanePixel& start, int m0, int phase,
+                                       uint64_t* barrier) {
   const bool of_shortcut = step.IsOfShortcut(params.depth);
   const ChunkAt chunk =
       of_shortcut ? ChunkOf(params.shortcut, step.of_shortcut) : ChunkOf(params, step.chunk);
@@ -266,6 +270,7 @@ template <typename T, typename Cta, bool kAhead>
 struct HaloTileOperands {
   using Halo = typename Cta::Halo;
   static constexpr bool kShortcut = Halo::kOfShortcut > 0;
+  static constexpr bool kE4m3 = T::kSpec.element == Element::kE4m3x2;
   struct Used {
     int stage = -1, slot = -1;  // slot: of a halo tile whose last step this was
   };
@@ -293,7 +298,9 @@ struct HaloTileOperands {
     if (kAhead) input = FindInput();
   }
   /// A step's halo tile is the window's current one or the shortcut's next one.
-  __device__ bool IsOfShortcut() const { return kShortcut && due >= depth.steps.value; }
+  __device__ bool IsOfShortcut() const {
+    return kShortcut && (kE4m3 ? chunk == depth.windowed : due >= depth.steps.value);
+  }
   __device__ int ShortcutSlot() const { return Halo::kWindowed + shortcut_at % 2; }
   __device__ uint64_t FindInput() const {
     const bool of_shortcut = IsOfShortcut();
@@ -319,9 +326,7 @@ struct HaloTileOperands {
   __device__ int NextSubtile() const { return next_subtile >> 4; }
   __device__ uint64_t Weight() const { return at.Descriptor(0); }
   /// Without channels for it, the second half of a chunk in e4m3 is zero.
-  __device__ bool IsHalf() const {
-    return T::kSpec.element == Element::kE4m3x2 && conv.channels - chunk * kStep <= kStep / 2;
-  }
+  __device__ bool IsHalf() const { return conv.channels - chunk * kStep <= kStep / 2; }
   __device__ Used Advance() {
     const bool of_shortcut = IsOfShortcut();
     const int slot = of_shortcut ? ShortcutSlot() : tap == kTaps - 1 ? halo_tile.stage : -1;

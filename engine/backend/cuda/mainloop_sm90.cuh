@@ -79,7 +79,7 @@ struct StageAt {
 /// Operands have
 ///   Wait(): until the next step's matrices are in shared memory;
 ///   Input(), NextSubtile(), Weight(): their descriptors, as for MultiplyStep();
-///   IsHalf(): whether the second half of the step is zero;
+///   IsHalf(), in e4m3: whether the second half of the step is zero;
 ///   Advance(): goes to the next step and returns what this one used;
 ///   Release(Used): lets the producer overwrite it; nothing for Used().
 template <Element kElement, typename Operands, int kSubtiles, int kAccumulators, typename Meanwhile,
@@ -97,7 +97,7 @@ __device__ inline void Mainloop(Operands& operands, int steps, bool adds,
     const uint64_t input = operands.Input(), weight = operands.Weight();
     const int next = operands.NextSubtile();
     const bool adds_now = adds || step > 0;
-    if (operands.IsHalf()) {
+    if (kElement == Element::kE4m3x2 && operands.IsHalf()) {
       MultiplyStep<kElement, kSlices / 2>(input, next, weight, adds_now, sums);
     } else {
       MultiplyStep<kElement, kSlices>(input, next, weight, adds_now, sums);
@@ -126,6 +126,17 @@ __device__ inline void AddRun(const float (&sums)[kSubtiles][kAccumulators], boo
       total[i][j] = is_first ? sums[i][j] : total[i][j] + sums[i][j];
     }
   }
+}
+
+/// Multiplies the `steps` steps of a shortcut of a layer in e4m3, which are its last, in bf16, and
+/// adds them to the total.
+template <typename Operands, int kSubtiles, int kAccumulators>
+__device__ inline void AddShortcut(int steps, Operands& operands,
+                                   float (&sums)[kSubtiles][kAccumulators],
+                                   float (&total)[kSubtiles][kAccumulators]) {
+  Mainloop<Element::kBf16>(
+      operands, steps, /*adds=*/false, sums, [](int) {}, [] {});
+  AddRun(sums, /*is_first=*/false, total);
 }
 
 }  // namespace denoised::cuda

@@ -49,8 +49,8 @@ int StepsOf(const ConvLayer& layer) {
 /// a quarter or less, until it fills a half. Figures: docs/benchmarks.md.
 int SplitsOf(const ConvLayer& layer) {
   if (!HasVectorOutputs(layer)) return 1;  // the tile that stores outputs one by one has no split-K
-  if (layer.x.element == Element::kE4m3x2) return 1;  // nor has any tile in e4m3
-  if (layer.zero_taps != 0) return 1;                 // only tiles without split-K leave taps out
+  if (IsE4m3(layer)) return 1;             // nor has any tile in e4m3
+  if (layer.zero_taps != 0) return 1;      // only tiles without split-K leave taps out
   const bool folds_wide = layer.outputs % 192 == 0 || layer.outputs % 160 == 0;
   const int64_t few = folds_wide ? 100 : 33, enough = folds_wide ? 160 : 96;
   const int64_t of_an_image = CtaTilesOf(layer, ImagePixels(layer), 64, 64);
@@ -71,7 +71,8 @@ bool SuitsShortcut(const ConvLayer& layer) {
   const ShortcutLaunch& shortcut = layer.shortcut;
   if (shortcut.x.data == nullptr) return true;
   return InVectors(shortcut.x) && InVectors(shortcut.x2) && shortcut.channels % 8 == 0 &&
-         shortcut.channels2 % 8 == 0 && !layer.upsample2x && SplitsOf(layer) > 1;
+         shortcut.channels2 % 8 == 0 && !layer.upsample2x &&
+         (IsE4m3(layer) ? HasVectorOutputs(layer) : SplitsOf(layer) > 1);
 }
 
 bool SuitsGate(const ConvLayer& conv) {
@@ -82,9 +83,9 @@ bool SuitsGate(const ConvLayer& conv) {
 }
 
 bool SuitsHopper(const ConvLayer& conv) {
-  return (conv.x.element == Element::kBf16 || conv.x.element == Element::kE4m3x2) &&
-         HasVectorInputs(conv) && conv.input_factors == nullptr && conv.stride <= kMaxStride &&
-         conv.pad_top < 128 && conv.pad_left < 128 && SuitsShortcut(conv);
+  return (conv.x.element == Element::kBf16 || IsE4m3(conv)) && HasVectorInputs(conv) &&
+         conv.input_factors == nullptr && conv.stride <= kMaxStride && conv.pad_top < 128 &&
+         conv.pad_left < 128 && SuitsShortcut(conv);
 }
 
 bool SuitsHaloTile(const ConvLayer& conv) {
@@ -111,12 +112,12 @@ bool Supports(const HopperPlan& plan, const ConvLayer& conv) {
                         StepsOf(conv) >= kMinStepsSplitOverCluster;
     if (plan.cluster > 2 || !(splits || spec.cost.Multicasts())) return false;
   }
-  if ((plan.splits > 1 || shortcut) &&
+  const bool e4m3 = IsE4m3(conv);
+  if ((plan.splits > 1 || (shortcut && !e4m3)) &&
       (spec.split_k == SplitK::kNone || conv.gated || conv.zero_taps != 0)) {
     return false;
   }
   // Inputs.
-  const bool e4m3 = conv.x.element == Element::kE4m3x2;
   if (e4m3 != (spec.element == Element::kE4m3x2)) return false;
   if (e4m3 && conv.x2.data != nullptr) return false;
   if (!(halo_tiles ? SuitsHaloTile(conv) : SuitsHopper(conv))) return false;
@@ -215,8 +216,7 @@ std::string Describe(const Conv2dLaunch& conv) {
           ? fmt::format(", shortcut of {}+{}", conv.shortcut.channels, conv.shortcut.channels2)
           : "",
       conv.input_factors != nullptr ? ", normalised" : "",
-      conv.activation != Activation::kNone ? ", activation" : "",
-      conv.x.element == Element::kE4m3x2 ? ", e4m3" : "",
+      conv.activation != Activation::kNone ? ", activation" : "", IsE4m3(conv) ? ", e4m3" : "",
       conv.output_norm.gamma != nullptr ? fmt::format(", then {} groups", conv.output_norm.groups)
                                         : "",
       HasVectorOutputs(conv) ? "" : ", one by one",
