@@ -126,6 +126,8 @@ class Session {
   Tensor SomePictures() const;
   absl::Status OpenBackend();
   absl::Status CheckOutput() const;
+  absl::Status CheckCanWrite() const;
+  absl::Status CheckEarlierRun() const;
   absl::Status OpenOutput();
   absl::Status DryRun();
   absl::StatusOr<std::map<std::string, Weights>> OpenFirstWeights() const;
@@ -344,8 +346,20 @@ absl::Status Session::OpenBackend() {
 
 absl::Status Session::DryRun() {
   const training::TrainerOptions& t = config_.trainer;
-  DENOISED_ASSIGN_OR_RETURN(const auto first_weights, OpenFirstWeights());
+  // What a run refuses, a dry run refuses too. Without --output there is no latest checkpoint.
+  std::optional<Checkpoint> checkpoint;
+  if (!config_.output.empty()) DENOISED_RETURN_IF_ERROR(CheckEarlierRun());
+  if (!config_.output.empty() || config_.resume != "latest") {
+    DENOISED_ASSIGN_OR_RETURN(checkpoint, OpenCheckpoint());
+  }
+  std::map<std::string, Weights> first_weights;
+  if (!checkpoint) {
+    DENOISED_ASSIGN_OR_RETURN(first_weights, OpenFirstWeights());
+  }
   DENOISED_RETURN_IF_ERROR(ReadData(stop_));
+  if (checkpoint)
+    DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, fingerprint_, config_.objective_of_start));
+  checkpoint.reset();
   DENOISED_RETURN_IF_ERROR(OpenBackend());
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures(stop_));
   DENOISED_ASSIGN_OR_RETURN(
@@ -501,22 +515,30 @@ absl::Status Session::CheckOutput() const {
       config_.output, config_.data);
 }
 
-absl::Status Session::OpenOutput() {
-  std::error_code error;
-  fs::create_directories(config_.output, error);
-  if (error)
-    return InvalidArgument("--output {}: cannot be created: {}", config_.output, error.message());
-  if (first()) {
-    // Two runs would mix their files. The lock ends with the process; file systems without locks
-    // have none.
-    lock_ = open(config_.output.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (lock_ >= 0 && flock(lock_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
-      return FailedPrecondition(
-          "--output {}: another denoise-train writes there; wait until it ends, or choose another "
-          "folder",
-          config_.output);
+/// Whether OpenOutput() can make its folders. Changes nothing, so that a dry run can ask, too.
+absl::Status Session::CheckCanWrite() const {
+  if (config_.output.empty()) return absl::OkStatus();
+  for (const std::string& folder : {config_.output, Output("checkpoints")}) {
+    std::error_code error;
+    fs::path there = fs::absolute(folder, error);  // or the nearest folder around it
+    while (fs::symlink_status(there, error).type() == fs::file_type::not_found &&
+           there.has_relative_path())
+      there = there.parent_path();
+    const bool is_folder = fs::is_directory(there, error);
+    if (!is_folder && !error) error = std::make_error_code(std::errc::not_a_directory);
+    if (is_folder && first() && access(there.c_str(), W_OK | X_OK) != 0)
+      error.assign(errno, std::generic_category());
+    if (error)
+      return InvalidArgument("--output {}: cannot be written: {}: {}; choose another folder",
+                             config_.output, there.string(), error.message());
   }
+  return absl::OkStatus();
+}
+
+/// Whether this run may write beside what an earlier one left.
+absl::Status Session::CheckEarlierRun() const {
   const std::string checkpoints = Output("checkpoints");
+  std::error_code error;
   const bool used = fs::is_directory(checkpoints, error) && !fs::is_empty(checkpoints, error);
   if (error && error != std::errc::no_such_file_or_directory)
     return InvalidArgument("--output {}: cannot be read: {}", config_.output, error.message());
@@ -533,12 +555,27 @@ absl::Status Session::OpenOutput() {
         "--resume {}: --output {} has checkpoints of its own; pass --resume latest, or choose "
         "another --output",
         config_.resume, config_.output);
-  fs::create_directories(checkpoints, error);
-  if (!first()) return absl::OkStatus();
-  for (const std::string& folder : {config_.output, checkpoints})
-    if (!error && access(folder.c_str(), W_OK | X_OK) != 0)
-      error.assign(errno, std::generic_category());
+  return absl::OkStatus();
+}
+
+absl::Status Session::OpenOutput() {
+  std::error_code error;
+  fs::create_directories(config_.output, error);
   if (error)
+    return InvalidArgument("--output {}: cannot be created: {}", config_.output, error.message());
+  if (first()) {
+    // Two runs would mix their files. The lock ends with the process; file systems without locks
+    // have none.
+    lock_ = open(config_.output.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (lock_ >= 0 && flock(lock_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+      return FailedPrecondition(
+          "--output {}: another denoise-train writes there; wait until it ends, or choose another "
+          "folder",
+          config_.output);
+  }
+  DENOISED_RETURN_IF_ERROR(CheckEarlierRun());
+  fs::create_directories(Output("checkpoints"), error);
+  if (first() && error)
     return InvalidArgument("--output {}: cannot be written: {}", config_.output, error.message());
   return absl::OkStatus();
 }
@@ -985,6 +1022,7 @@ absl::Status Session::Run() {
   DENOISED_RETURN_IF_ERROR(CheckSchedule());
   DENOISED_RETURN_IF_ERROR(training::CheckSettings(config_.network, config_.trainer));
   DENOISED_RETURN_IF_ERROR(CheckOutput());
+  DENOISED_RETURN_IF_ERROR(CheckCanWrite());
   if (!config_.dry_run) DENOISED_RETURN_IF_ERROR(OpenOutput());
   if (!config_.dry_run && first() && !config_.metrics_listen.empty()) {
     DENOISED_ASSIGN_OR_RETURN(metrics_,

@@ -1153,6 +1153,62 @@ class RunTest(unittest.TestCase):
         self.assertIn("--output", self.train("a", rc=2))
         self.assertIn("Permission denied", self.train("a", rc=2))
 
+    def test_a_dry_run_refuses_what_a_run_refuses(self):
+        """With the same message, and without a trace."""
+        self.train("a", steps=1)
+        self.train("b", steps=1, seed=1)
+        (self.root / "file").write_text("")
+        (self.root / "full").mkdir()
+        (self.root / "full/checkpoints").write_text("")
+        (self.root / "nowhere").symlink_to("none")
+        other = self.root / "b/checkpoints/step-000000001"
+        shutil.copy(self.data / "across/0.png", self.root / "0.png")
+        before = sorted(self.root.rglob("*"))
+        cases = [
+            ({"output": "a"}, "has checkpoints of an earlier run; pass --resume latest"),
+            ({"output": "a", "resume": "latest", "batch": 32}, "--batch was 16 and is 32"),
+            ({"output": "c", "resume": other, "beta2": 0.9}, "--beta2 was 0.999 and is 0.9"),
+            ({"output": "a", "resume": other, "seed": 1}, "has checkpoints of its own"),
+            ({"output": "file"}, f"--output {self.root}/file: cannot be written: {self.root}/file: Not a dir"),
+            ({"output": "file/x/y"}, f"cannot be written: {self.root}/file: Not a directory; choose another folder"),
+            ({"output": "full"}, f"cannot be written: {self.root}/full/checkpoints: Not a directory"),
+            ({"output": "nowhere"}, f"cannot be written: {self.root}/nowhere: No such file or directory"),
+        ]  # fmt: skip
+        for dry in ("true", "false"):
+            for flags, message in cases:
+                with self.subTest(flags=flags, dry=dry):
+                    said = self.train(rc=2, **{"steps": 2, "dry-run": dry, **flags})
+                    self.assertIn(message, said)
+                    self.assertNotIn("read in", said)  # before the pictures are read
+            if dry == "true":
+                self.assertEqual(sorted(self.root.rglob("*")), before)
+        # Other pictures are another run.
+        (self.data / "across/0.png").write_bytes(png(lambda x, y: 9))
+        for dry in ("true", "false"):
+            self.assertIn("--data was", self.train("a", rc=2, steps=2, resume="latest", **{"dry-run": dry}))
+        shutil.copy(self.root / "0.png", self.data / "across/0.png")
+        # What a run may do. A resume needs no weights of a start, and "latest" needs an --output.
+        start = {"init-from": self.root / "b/model"}
+        self.train("d", steps=1, **start)
+        (self.root / "b/model/unet/diffusion_pytorch_model.safetensors").unlink()
+        before = sorted(self.root.rglob("*"))
+        for flags in ({"output": "d", "resume": "latest", **start}, {"output": "x/y/z"},
+                      {"output": "none", "resume": "latest"}):  # fmt: skip
+            self.assertIn("measured", self.train(**flags, **{"dry-run": "true"}))
+        arguments = [each for each in self.arguments("a") if not each.startswith("--output")]
+        subprocess.run([*arguments, "--dry-run", "--resume=latest"], check=True, capture_output=True)
+        self.assertEqual(sorted(self.root.rglob("*")), before)
+
+    @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")
+    def test_a_dry_run_needs_permission_to_write(self):
+        (self.root / "a/checkpoints").mkdir(parents=True)
+        (self.root / "a/checkpoints").chmod(0o555)
+        (self.root / "b").mkdir(mode=0o555)
+        for output, closed in (("a", "a/checkpoints"), ("b/c", "b")):
+            for dry in ("true", "false"):
+                self.assertIn(f"{self.root}/{closed}: Permission denied; choose another folder",
+                              self.train(output, rc=2, **{"dry-run": dry}))  # fmt: skip
+
     def names(self, *names):
         config = self.root / "names.json"
         config.write_text(json.dumps({"class-name": names}))
