@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -129,6 +130,7 @@ class Session {
   absl::Status CheckCanWrite() const;
   absl::Status CheckEarlierRun() const;
   absl::Status OpenOutput();
+  absl::Status CheckStillLocked() const;
   absl::Status DryRun();
   absl::StatusOr<std::map<std::string, Weights>> OpenFirstWeights() const;
   absl::Status LoadFirstWeights(const std::map<std::string, Weights>& opened);
@@ -580,6 +582,22 @@ absl::Status Session::OpenOutput() {
   return absl::OkStatus();
 }
 
+/// The lock is on the folder and not on its path. If it was moved or removed, another run may lock
+/// a new folder of that path, and this one must not write there.
+absl::Status Session::CheckStillLocked() const {
+  struct stat locked, there;
+  if (lock_ < 0 || fstat(lock_, &locked) != 0 ||
+      (stat(config_.output.c_str(), &there) == 0 && locked.st_dev == there.st_dev &&
+       locked.st_ino == there.st_ino))
+    return absl::OkStatus();
+  return InvalidArgument(
+      "--output {}: the folder of this run was moved or removed, and what is there now is not its "
+      "own, so the run ends at step {} and saves nothing more. To go on{}, resume with the "
+      "--output "
+      "to which it was moved",
+      config_.output, step_, saved_step_ > 0 ? fmt::format(" from step {}", saved_step_) : "");
+}
+
 /// What each rank does in a time of its own.
 absl::Status Session::Prepare(const std::atomic<bool>& stop) {
   DENOISED_ASSIGN_OR_RETURN(const std::optional<Checkpoint> checkpoint, OpenCheckpoint());
@@ -616,6 +634,7 @@ absl::Status Session::Begin() {
       Trainer::Plan(*backend_, config_.network, config_.trainer, pictures_.dataset, config_.ranks));
   step_flops_ = plan.step_flops;
   peak_flops_ = backend_->peak_flops() * config_.ranks;
+  DENOISED_RETURN_IF_ERROR(CheckStillLocked());  // reading may have taken long
   ShortenLog(step_);
   absl::StatusOr<EventFile> events = EventFile::Create(Output("events"), step_ + 1);
   SayLost(events.status());
@@ -887,6 +906,7 @@ absl::Status Session::Save() {
     saved_step_ = step_;
     return absl::OkStatus();
   }
+  DENOISED_RETURN_IF_ERROR(CheckStillLocked());
   DENOISED_ASSIGN_OR_RETURN(TrainerState state, trainer_->State());
   if (!IsFinite(state.trained) ||
       !std::all_of(state.averages.begin(), state.averages.end(), IsFinite))
@@ -971,6 +991,7 @@ absl::Status Session::Loop() {
     skipped_in_row_ = report.skipped ? skipped_in_row_ + 1 : 0;
     const bool last = step_ == config_.trainer.steps || stopped;
     if (first() && (step_ % config_.log_steps == 0 || last)) {
+      DENOISED_RETURN_IF_ERROR(CheckStillLocked());
       Log(report, static_cast<double>((step_ - logged) * config_.trainer.batch) / Since(since));
       logged = step_;
       since = Clock::now();

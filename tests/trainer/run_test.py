@@ -1131,6 +1131,33 @@ class RunTest(unittest.TestCase):
             first.communicate()
         self.train("a", steps=1, resume="latest", **{"checkpoint-steps": 1})
 
+    def test_a_run_whose_folder_was_moved_does_not_write_to_another(self):
+        for place, flags, ready in [
+            ("log", {"log-steps": 1, "checkpoint-steps": 10**6}, "step 3/"),
+            ("save", {"log-steps": 10**6, "checkpoint-steps": 400}, "saved step 400\n"),
+        ]:  # fmt: skip
+            with self.subTest(place=place):
+                process = self.start(place, steps=5000, **flags)
+                while ready not in (line := process.stderr.readline()):
+                    self.assertTrue(line)
+                (self.root / place).rename(self.root / f"{place} moved")
+                self.train(place, steps=1)
+                said = process.stderr.read()
+                self.assertEqual(process.wait(timeout=60), 2, said)
+                self.assertIn(f"denoise-train: --output {self.root}/{place}: the folder of this run was moved or removed, "
+                              "and what is there now is not its own, so the run ends at step", said)  # fmt: skip
+                self.assertEqual([p.name for p in (self.root / place / "checkpoints").iterdir()], ["step-000000001"])
+                self.assert_log_has_each_step_once(place, 1)
+        at = int(re.search(r"To go on from step (\d+), resume with the --output to which it was moved", said)[1])
+        self.assertIn(f"resumed at step {at}\n", self.train("save moved", resume="latest", steps=at + 1))
+        # It does not make the folder again, either.
+        process = self.start("gone", steps=5000, **{"checkpoint-steps": 10**6})
+        while "step 3/" not in process.stderr.readline():
+            self.assertIsNone(process.poll())
+        (self.root / "gone").rename(self.root / "elsewhere")
+        self.assertIn("was moved or removed", process.stderr.read())
+        self.assertFalse((self.root / "gone").exists())
+
     def test_an_output_among_the_pictures_is_refused(self):
         link = self.root / "link"
         link.symlink_to(self.data)
