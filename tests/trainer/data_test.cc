@@ -479,6 +479,59 @@ TEST_F(DataTest, EveryNameOfJpegIsReadAndOtherFormatsAreCounted) {
   EXPECT_THAT(note, HasSubstr("none.zip: pictures of other formats are left out: .bmp (1)"));
 }
 
+TEST_F(DataTest, PicturesThatBecomeGreyOrRgbAreCounted) {
+  std::string note;
+  PictureOptions options = Options(2);
+  options.wants_labels = false;
+  options.note = [&](const std::string& what) { note += what + "\n"; };
+  const auto expect = [&](const std::string& path, int channels, const std::string& said) {
+    SCOPED_TRACE(path);
+    note.clear();
+    options.channels = channels;
+    ASSERT_TRUE(ReadPictures(path, "", options).ok());
+    EXPECT_EQ(note, said);
+  };
+  const Pixels red{2, 2, 3, {9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 8, 9}};  // in its last pixel
+  const Pixels grey_in_rgb{2, 2, 3, std::vector<uint8_t>(12, 9)};
+  const std::string folder = folder_ / "pictures";
+  Write("pictures/a.png", *EncodePng(red, {}));
+  Write("pictures/b.png", *EncodePng(grey_in_rgb, {}));
+  Write("pictures/c.png", Png(2, 9));
+  Write("pictures/d.png", Png(2, 9));
+  expect(
+      folder, 1,
+      "1 of 4 pictures have colour; the model has one channel (in_channels), so they are read as "
+      "grey\n");
+  expect(
+      folder, 3,
+      "2 of 4 pictures are grey; the model has three channels (in_channels), so they are read as "
+      "RGB\n");
+  // What is skipped does not count.
+  Write("pictures/b.png", "not a picture");
+  options.skip_bad = true;
+  expect(
+      folder, 3,
+      "2 of 3 pictures are grey; the model has three channels (in_channels), so they are read as "
+      "RGB\n");
+  fs::remove(folder_ / "pictures/b.png");
+  fs::remove(folder_ / "pictures/a.png");
+  expect(folder, 1, "");
+  // Arrays.
+  const std::string colours(red.samples.begin(), red.samples.end());
+  const std::string rgb = Write("rgb.npy", Npy("|u1", "(2, 2, 2, 3)", colours + colours));
+  const std::string grey = Write("grey.npy", Npy("|u1", "(3, 2, 2)", std::string(12, '\x9')));
+  expect(
+      rgb, 1,
+      "2 of 2 pictures have colour; the model has one channel (in_channels), so they are read as "
+      "grey\n");
+  expect(rgb, 3, "");
+  expect(grey, 1, "");
+  expect(
+      grey, 3,
+      "3 of 3 pictures are grey; the model has three channels (in_channels), so they are read as "
+      "RGB\n");
+}
+
 TEST_F(DataTest, PicturesAreScaledCroppedOrPadded) {
   // 4 wide, 2 high: black, white, white, black columns.
   Pixels wide{4, 2, 1, {0, 255, 255, 0, 0, 255, 255, 0}};

@@ -145,9 +145,35 @@ absl::Status AllocateImages(int64_t count, const PictureOptions& options, Pictur
   }
 }
 
-/// Decodes `candidate` to `to`. An error is what is wrong with it.
+/// Whether a network of so many channels reads another picture than the file has. RGB without a
+/// colour is grey.
+bool IsConverted(const Pixels& pixels, int channels) {
+  if (channels == 3) return pixels.channels == 1;
+  const std::vector<uint8_t>& samples = pixels.samples;
+  for (size_t i = 0; pixels.channels == 3 && i < samples.size(); i += 3)
+    if (samples[i] != samples[i + 1] || samples[i] != samples[i + 2]) return true;
+  return false;
+}
+
+/// Says how many of the pictures are.
+void NoteConverted(int64_t converted, int64_t count, const PictureOptions& options) {
+  if (converted == 0 || !options.note) return;
+  const bool grey = options.channels == 1;
+  options.note(
+      fmt::format("{} of {} pictures {}; the model has {} (in_channels), so they are read as {}",
+                  converted, count, grey ? "have colour" : "are grey",
+                  grey ? "one channel" : "three channels", grey ? "grey" : "RGB"));
+}
+
+/// What became of a candidate.
+struct Decoded {
+  absl::Status status;  // an error is what is wrong with it
+  bool converted = false;
+};
+
+/// Decodes `candidate` to `to`, and sets `converted`.
 absl::Status DecodeOne(const Candidate& candidate, const PictureOptions& options,
-                       DecodingMemory* memory, uint8_t* to) {
+                       DecodingMemory* memory, uint8_t* to, bool* converted) {
   constexpr uint64_t kLargeFile = 1 << 24;  // such a file is read alone, too
   std::error_code ignored;
   const uint64_t file_bytes =
@@ -173,6 +199,7 @@ absl::Status DecodeOne(const Candidate& candidate, const PictureOptions& options
   });
   if (!pixels.ok())
     return InvalidArgument("{}: {}", candidate.name, std::string(pixels.status().message()));
+  *converted = IsConverted(*pixels, options.channels);
   Fit(FromPixels(*pixels, options.channels), options, to);
   return absl::OkStatus();
 }
@@ -227,7 +254,7 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
       AllocateImages(static_cast<int64_t>(candidates.size()), options, &pictures));
   const Tensor images = pictures.dataset.images;
   const int64_t each = images.elements() / images.dim(0);
-  int64_t count = 0;
+  int64_t count = 0, converted = 0;
   std::vector<float> vectors;
   size_t vector_size = 0;
   const auto refuse = [&](const Candidate& candidate) {
@@ -238,21 +265,22 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
   // all before it are good, and moved down if not.
   DecodingMemory memory(options.decoding_memory);
   constexpr size_t kBlock = 1024;
-  std::vector<absl::Status> decoded;  // of a block
+  std::vector<Decoded> decoded;  // of a block
   for (size_t i = 0; i < candidates.size(); ++i) {
     const bool labels = options.wants_labels || options.wants_vectors;
     if (i % kBlock == 0) {
-      decoded.assign(std::min(kBlock, candidates.size() - i), absl::OkStatus());
+      decoded.assign(std::min(kBlock, candidates.size() - i), Decoded());
       options.parallel_for(static_cast<int>(decoded.size()), [&](int j) {
         const Candidate& candidate = candidates[i + j];
         if (stopped() || (labels && !candidate.label)) return;
-        decoded[j] = DecodeOne(candidate, options, &memory,
-                               images.as<uint8_t>() + static_cast<int64_t>(i + j) * each);
+        decoded[j].status = DecodeOne(candidate, options, &memory,
+                                      images.as<uint8_t>() + static_cast<int64_t>(i + j) * each,
+                                      &decoded[j].converted);
       });
     }
     if (stopped()) return Cancelled("stopped while pictures were read");
     const Candidate& candidate = candidates[i];
-    const absl::Status& status = decoded[i % kBlock];
+    const absl::Status& status = decoded[i % kBlock].status;
     std::string what;  // is wrong with it
     if (labels && !candidate.label) {
       what = fmt::format("{}: {}", candidate.name, no_label);
@@ -278,6 +306,7 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
       }
       pictures.files.push_back(candidate.file);
       pictures.dataset.weights.push_back(candidate.weight);
+      converted += decoded[i % kBlock].converted;
       ++count;
     }
     if (!what.empty()) pictures.bad.push_back(what);
@@ -294,6 +323,7 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
   if (count == 0)
     return InvalidArgument("{}: none of its {} pictures can be read; the first: {}", path,
                            candidates.size(), pictures.bad.front());
+  NoteConverted(converted, count, options);
   pictures.dataset.images = images.Slice(0, count);
   if (static_cast<int64_t>(pictures.dataset.labels.size()) != count)
     pictures.dataset.labels.clear();
@@ -636,6 +666,7 @@ absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,
   if (options.check) DENOISED_RETURN_IF_ERROR(options.check(pictures.dataset, {}));
   DENOISED_RETURN_IF_ERROR(AllocateImages(count, options, &pictures));
   const int64_t each = pictures.dataset.images.elements() / count;
+  int64_t converted = 0;
   const auto* from = reinterpret_cast<const uint8_t*>(images.data.data());
   for (int64_t i = 0; i < count; ++i) {
     uint8_t* to = pictures.dataset.images.as<uint8_t>() + i * each;
@@ -648,8 +679,10 @@ absl::StatusOr<Pictures> FromArrays(const Array& images, const Array* labels,
                         static_cast<int>(h),
                         static_cast<int>(channels),
                         {picture, picture + h * w * channels}};
+    converted += IsConverted(pixels, options.channels);
     Fit(FromPixels(pixels, options.channels), options, to);
   }
+  NoteConverted(converted, count, options);
   return pictures;
 }
 
