@@ -857,6 +857,8 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
     if (const absl::Status status = DecodeUtf8(prompt).status(); !status.ok())
       return InvalidArgument("--prompt \"{}\": {}", ReplaceInvalidUtf8(prompt),
                              std::string(status.message()));
+  for (const std::string& name : config.class_names)
+    DENOISED_RETURN_IF_ERROR(CheckClassName(name, "--class-name", "give another name"));
   if (!config.metrics_listen.empty())
     DENOISED_RETURN_IF_ERROR(CheckAddress("--metrics-listen", config.metrics_listen));
   DENOISED_RETURN_IF_ERROR(ReadEnvironment(&config));
@@ -935,6 +937,24 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
 }
 
 }  // namespace
+
+// The server takes any text: models of others have names with commas, and requests may give
+// numbers.
+absl::Status CheckClassName(const std::string& name, const std::string& where,
+                            const std::string& remedy) {
+  std::string why;
+  if (const absl::Status text = DecodeUtf8(name).status(); !text.ok()) {
+    why = std::string(text.message());
+  } else if (name.find_first_not_of(" \t\r\n") == std::string::npos) {
+    why = "it is empty, so no request could give it";
+  } else if (name.find(',') != std::string::npos) {
+    why = "its comma separates two names in requests, such as denoise generate --labels cat,dog";
+  } else {
+    return absl::OkStatus();
+  }
+  return InvalidArgument("{}: the name of class \"{}\" cannot be used: {}; {}",
+                         ReplaceInvalidUtf8(where), ReplaceInvalidUtf8(name), why, remedy);
+}
 
 Shape RunConfig::picture() const {
   if (pipeline) return {pipeline->height(), pipeline->width(), pipeline->vae.vae.in_channels};

@@ -70,6 +70,11 @@ struct RunConfig {
 /// would type. Some of its fields are lists of several flags' values.
 nlohmann::json AsFlags(const nlohmann::json& fingerprint);
 
+/// InvalidArgument if requests could not name a class so. `where` is the flag or file that does,
+/// and `remedy` says what to change there.
+absl::Status CheckClassName(const std::string& name, const std::string& where,
+                            const std::string& remedy);
+
 /// Flags win over the JSON object of --config, whose fields are the flags' names. Without --config,
 /// a resume takes what no flag gives from its checkpoint. InvalidArgument and NotFound name the
 /// flag or field, its value and the remedy. For --help and --version, sets `print` to the text to

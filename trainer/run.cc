@@ -21,7 +21,6 @@
 
 #include "engine/engine.h"
 #include "engine/sampling/sampler.h"
-#include "engine/text/unicode.h"
 #include "engine/training/latents.h"
 #include "engine/training/peak.h"
 #include "trainer/checkpoint.h"
@@ -195,6 +194,10 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
     options.wants_labels = pixels->condition == ClassCondition::kLabel;
     options.wants_vectors =
         pixels->condition == ClassCondition::kValue || pixels->condition == ClassCondition::kVector;
+    if (options.wants_labels && config_.class_names.empty())
+      options.check_name = [](const std::string& name, const std::string& path) {
+        return CheckClassName(name, path, "rename it, or name all classes with --class-name");
+      };
     options.check = [this](const training::Dataset& labels, const std::vector<std::string>& names) {
       // A picture that is left out may have any label.
       return config_.skip_bad_files ? NameClasses(names) : CheckClasses(labels, names);
@@ -282,10 +285,6 @@ absl::Status Session::NameClasses(const std::vector<std::string>& of_folders) {
   if (!classes)
     return InvalidArgument("--class-name: the network has no classes; set num_class_embeds to {}",
                            names.size());
-  for (const std::string& name : names)
-    if (const absl::Status status = DecodeUtf8(name).status(); !status.ok())
-      return InvalidArgument("the name of class \"{}\" cannot be used: {}",
-                             ReplaceInvalidUtf8(name), std::string(status.message()));
   std::map<std::string, size_t> labels;
   for (size_t label = 0; label < names.size(); ++label)
     if (const auto [same, is_new] = labels.emplace(names[label], label); !is_new)

@@ -1116,9 +1116,47 @@ class RunTest(unittest.TestCase):
         (self.data / "new/0.png").write_bytes(png(lambda x, y: 0))
         self.assertIn("set it to 4, with the null class", self.train("a", rc=2))
         (self.data / "new").rename(self.data / os.fsdecode(b"\xff"))
-        self.assertIn("cannot be used", self.train("a", rc=2, **{"class-dropout": None}))
+        self.assertIn(f'{self.data}/\ufffd: the name of class "\ufffd" cannot be used', self.train("a", rc=2, **{"class-dropout": None}))
         self.assertIn("there are 100 timesteps",
                       self.train("a", rc=2, objective="v", timesteps=100, **{"default-steps": 101}))
+
+    def test_names_that_no_request_could_give_are_refused(self):
+        comma = "its comma separates two names in requests, such as denoise generate --labels cat,dog; "
+        empty = "it is empty, so no request could give it; "
+        for name, why in (("a,b", comma), ("", empty), (" ", empty)):
+            for dry in ("false", "true"):
+                said = self.train("refused", rc=2, config=self.names("one", name), **{"dry-run": dry})
+                self.assertIn(f'--class-name: the name of class "{name}" cannot be used: {why}give another name\n', said)
+            done = subprocess.run([*self.arguments("refused"), "--class-name=one", f"--class-name={name}"],
+                                  capture_output=True, text=True)  # fmt: skip
+            self.assertEqual((done.returncode, why in done.stderr), (2, True), done.stderr)
+        remedy = "rename it, or name all classes with --class-name\n"
+        other = self.data / "down, not up"
+        (self.data / "down").rename(other)
+        said = self.train("refused", rc=2)
+        self.assertIn(f'{other}: the name of class "down, not up" cannot be used: {comma}{remedy}', said)
+        self.assertNotIn("read in", said)
+        metadata = self.data / "metadata.jsonl"
+
+        def label(name):
+            lines = [{"file_name": f"{of}/{i}.png", "label": label}
+                     for of, label in (("across", "across"), (other.name, name)) for i in range(6)]  # fmt: skip
+            metadata.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+        for name, why in (("a,b", comma), ("", empty)):
+            label(name)
+            said = self.train("refused", rc=2)
+            self.assertIn(f'{metadata}: the name of class "{name}" cannot be used: {why}{remedy}', said)
+        # The remedies help.
+        self.train("names", steps=1, config=self.names("one", "two"))
+        label("b")  # the folder names no class
+        self.train("labels", steps=1)
+        self.assertEqual(json.loads((self.root / "labels/model/model_index.json").read_text())["id2label"],
+                         {"0": "across", "1": "b"})  # fmt: skip
+        # Where there are no classes, a folder may have any name.
+        metadata.unlink()
+        (self.root / "plain.json").write_text(json.dumps({**NETWORK, "num_class_embeds": None}))
+        self.train("plain", steps=1, network=self.root / "plain.json", **{"class-dropout": None})
 
     def test_one_run_writes_to_a_folder(self):
         first = subprocess.Popen(self.arguments("a", steps=100000), stderr=subprocess.PIPE, text=True)
@@ -1460,7 +1498,7 @@ class RunTest(unittest.TestCase):
 
     def test_a_resume_takes_settings_from_its_checkpoint(self):
         config = self.root / "run.json"
-        config.write_text(json.dumps({"average": ["decay:0.9", "power:0.1"], "class-name": ["x\ny", "[z,w]"],
+        config.write_text(json.dumps({"average": ["decay:0.9", "power:0.1"], "class-name": ["x\ny", "[zw]"],
                                       "network": NETWORK, "flip": True}))  # fmt: skip
         flags = {"network": None, "objective": "v", "cap-snr": 5, "checkpoint-steps": 4, "default-steps": 7}
         self.train("whole", config=config, **flags)
