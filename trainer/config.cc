@@ -910,8 +910,10 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
     const int last = pixels->num_class_embeds - 1;
     if (app.count("--null-class") == 0) t.null_class = last;
     if (t.null_class < 0 || t.null_class > last)
-      return InvalidArgument("--null-class is {}; use 0 to {}, the last of num_class_embeds",
-                             t.null_class, last);
+      return InvalidArgument(
+          "--null-class is {}; use 0 to {}, the last of num_class_embeds, and the class of no "
+          "picture, or leave it out",
+          t.null_class, last);
   }
   const nlohmann::json in_network = config.network_json.value("dropout", nlohmann::json());
   const double of_network = in_network.is_number() ? in_network.get<double>() : 0;

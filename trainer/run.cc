@@ -114,7 +114,8 @@ class Session {
 
  private:
   absl::Status ReadTexts(const Captions& captions, uLong* checksum);
-  absl::Status NameClasses(const std::vector<std::string>& of_folders);
+  absl::Status NameClasses(const std::vector<std::string>& of_folders,
+                           const std::vector<int32_t>& labels);
   absl::Status CheckClasses(const training::Dataset& labels,
                             const std::vector<std::string>& of_folders);
   absl::Status ReadData(const std::atomic<bool>& stop);
@@ -200,7 +201,7 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
       };
     options.check = [this](const training::Dataset& labels, const std::vector<std::string>& names) {
       // A picture that is left out may have any label.
-      return config_.skip_bad_files ? NameClasses(names) : CheckClasses(labels, names);
+      return config_.skip_bad_files ? NameClasses(names, {}) : CheckClasses(labels, names);
     };
   }
   options.skip_bad = config_.skip_bad_files;
@@ -271,12 +272,14 @@ absl::Status Session::CheckClasses(const training::Dataset& dataset,
           "--class-name: there are {} names, but a picture has label {}; name every class",
           config_.class_names.size(), largest);
   }
-  DENOISED_RETURN_IF_ERROR(NameClasses(of_folders));
+  DENOISED_RETURN_IF_ERROR(NameClasses(of_folders, labels));
   return training::CheckLabels(std::get<UNet2DConfig>(config_.network), config_.trainer, dataset);
 }
 
-/// Names that the server would refuse in a model are refused before the run.
-absl::Status Session::NameClasses(const std::vector<std::string>& of_folders) {
+/// Names that the server would refuse in a model are refused before the run. `labels` are those of
+/// the pictures, or empty if they are not known yet.
+absl::Status Session::NameClasses(const std::vector<std::string>& of_folders,
+                                  const std::vector<int32_t>& labels) {
   const auto& network = std::get<UNet2DConfig>(config_.network);
   const bool classes = network.condition == ClassCondition::kLabel;
   std::vector<std::string>& names = config_.class_names;
@@ -285,22 +288,38 @@ absl::Status Session::NameClasses(const std::vector<std::string>& of_folders) {
   if (!classes)
     return InvalidArgument("--class-name: the network has no classes; set num_class_embeds to {}",
                            names.size());
-  std::map<std::string, size_t> labels;
+  std::map<std::string, size_t> by_name;
   for (size_t label = 0; label < names.size(); ++label)
-    if (const auto [same, is_new] = labels.emplace(names[label], label); !is_new)
+    if (const auto [same, is_new] = by_name.emplace(names[label], label); !is_new)
       return InvalidArgument(
           "--class-name: classes {} and {} are both named \"{}\", so requests with that name would "
           "always get class {}; give each class a name of its own",
           same->second, label, names[label], same->second);
-  const int embeddings = network.num_class_embeds;
-  const bool null_last = config_.trainer.class_dropout > 0 && embeddings > 1 &&
-                         config_.trainer.null_class == embeddings - 1;
-  const size_t needed = names.size() + (null_last ? 1 : 0);
-  if (needed == static_cast<size_t>(embeddings)) return absl::OkStatus();
+  // The null class has no name and comes last, where the server expects it, unless it is one of
+  // those that --class-name names, and not the last of them.
+  const int embeddings = network.num_class_embeds, count = static_cast<int>(names.size()),
+            null_class = config_.trainer.null_class;
+  const bool null = config_.trainer.class_dropout > 0,
+             null_given = config_.flags.contains("null-class"),
+             null_named = null && null_given && null_class + 1 < count && names != of_folders &&
+                          std::count(labels.begin(), labels.end(), null_class) == 0;
+  const int needed = count + (null && !null_named ? 1 : 0);
+  const bool null_fits = !null || null_named || null_class == count;
+  if (needed == embeddings && null_fits) return absl::OkStatus();
+  if (needed == embeddings)
+    return InvalidArgument(
+        "--null-class is {}, which is the class \"{}\"; leave --null-class out, so that it is {}, "
+        "the "
+        "last of num_class_embeds",
+        null_class, names[null_class], count);
+  // More names help only where the null class is where it would be.
+  const bool more_names =
+      embeddings > needed && (!null || null_named || null_class + 1 == embeddings);
   return InvalidArgument(
-      "{} classes have names, but the network's num_class_embeds is {}; set it to {}{}, or name "
-      "every class with --class-name",
-      names.size(), embeddings, needed, null_last ? ", with the null class" : "");
+      "{} classes have names, but the network's num_class_embeds is {}; set it to {}{}{}{}", count,
+      embeddings, needed, needed > count ? ", with the null class" : "",
+      null_given && !null_fits ? ", and leave --null-class out" : "",
+      more_names ? ", or name every class with --class-name" : "");
 }
 
 absl::Status Session::ReadTexts(const Captions& captions, uLong* checksum) {

@@ -234,7 +234,7 @@ absl::Status CheckSettingsOf(const UNet2DConfig& config, const TrainerOptions& o
     case ClassCondition::kNone:
       return InvalidArgument(
           "--class-dropout is {}, but the network has no classes; leave it out, or set "
-          "num_class_embeds",
+          "num_class_embeds to the number of classes and one more",
           options.class_dropout);
     case ClassCondition::kLabel:
       if (options.null_class < 0 || options.null_class >= config.num_class_embeds)
@@ -325,17 +325,20 @@ absl::Status CheckLabels(const UNet2DConfig& config, const TrainerOptions& optio
             "folder for each class, or set num_class_embeds to null",
             config.num_class_embeds);
       const int32_t largest = *std::max_element(dataset.labels.begin(), dataset.labels.end());
+      const bool null = options.class_dropout > 0;
       if (largest >= config.num_class_embeds)
         return InvalidArgument(
             "a picture has label {}, but the network's num_class_embeds is {}; set it to more than "
-            "{}, or correct the labels",
-            largest, config.num_class_embeds, largest);
-      if (options.class_dropout > 0 &&
-          std::count(dataset.labels.begin(), dataset.labels.end(), options.null_class) > 0)
+            "{}{}, or correct the labels",
+            largest, config.num_class_embeds, largest + (null ? 1 : 0),
+            null ? ", with the null class" : "");
+      if (null && std::count(dataset.labels.begin(), dataset.labels.end(), options.null_class) > 0)
         return InvalidArgument(
-            "--null-class is {}, which is the class of a picture too; give the network one class "
-            "more than the pictures have, and leave --null-class out",
-            options.null_class);
+            "--null-class is {}, which is the class of a picture too; {}leave --null-class out",
+            options.null_class,
+            largest + 2 > config.num_class_embeds
+                ? fmt::format("set num_class_embeds to {}, and ", largest + 2)
+                : "");
       break;
     }
     case ClassCondition::kValue:

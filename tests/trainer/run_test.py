@@ -7,6 +7,7 @@ usage: run_test.py DENOISE_TRAIN [unittest arguments]"""
 
 import binascii
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -1074,7 +1075,8 @@ class RunTest(unittest.TestCase):
         refused("there are 1 names, but a picture has label 1; name every class", config=self.names("one"))
         refused("set it to 2, or name every class", **{"class-dropout": None})
         label(across=0, down=3)
-        refused("a picture has label 3, but the network's num_class_embeds is 3; set it to more than 3, or correct")
+        refused("a picture has label 3, but the network's num_class_embeds is 3; set it to more than 4, with the null "
+                "class, or correct")
         label(across=0, down=2)
         refused("--null-class is 2, which is the class of a picture too")
         # Unless it is left out.
@@ -1119,6 +1121,46 @@ class RunTest(unittest.TestCase):
         self.assertIn(f'{self.data}/\ufffd: the name of class "\ufffd" cannot be used', self.train("a", rc=2, **{"class-dropout": None}))
         self.assertIn("there are 100 timesteps",
                       self.train("a", rc=2, objective="v", timesteps=100, **{"default-steps": 101}))
+
+    def test_messages_about_the_null_class_lead_to_a_run(self):
+        """To whoever does what they say first, in two steps at most."""
+        names = ("no", "a", "b")
+        for embeds, null, classes in itertools.product(
+                (1, 2, 3, 4), (None, 0, 1, 2), ("folders", "numbers", "names", "names of numbers")):  # fmt: skip
+            if "numbers" in classes:  # from 1
+                lines = [{"file_name": f"{of}/{i}.png", "label": 1 + (of == "down")}
+                         for of in ("across", "down") for i in range(6)]  # fmt: skip
+                (self.data / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            else:
+                (self.data / "metadata.jsonl").unlink(missing_ok=True)
+            flags = {"null-class": null, "config": self.names(*names) if "names" in classes else None}
+            said = []
+            with self.subTest(embeds=embeds, null=null, classes=classes):
+                for _ in range(3):
+                    (self.root / "network.json").write_text(json.dumps({**NETWORK, "num_class_embeds": embeds}))
+                    done = subprocess.run(self.arguments("x", **flags, **{"dry-run": "true"}), capture_output=True,
+                                          text=True, timeout=120)  # fmt: skip
+                    said.append(done.stderr)
+                    if done.returncode == 0:
+                        break
+                    before = (embeds, flags["null-class"])
+                    if more := re.search(r"set it to more than (\d+)", done.stderr):
+                        embeds = int(more[1]) + 1
+                    elif to := re.search(r"set (?:it|num_class_embeds) to (\d+)", done.stderr):
+                        embeds = int(to[1])
+                    if re.search("leave (it|--null-class) out", done.stderr):
+                        flags["null-class"] = None
+                    self.assertNotEqual(before, (embeds, flags["null-class"]), said)
+                self.assertEqual(done.returncode, 0, said)
+        for embeds, null, message in [
+            (3, 0, '--null-class is 0, which is the class "across"; leave --null-class out, so that it is 2, the last'),
+            (4, 2, "num_class_embeds is 4; set it to 3, with the null class\n"),
+            (1, None, "num_class_embeds is 1; set it to 3, with the null class\n"),  # more names do not help
+            (2, 2, "use 0 to 1, the last of num_class_embeds, and the class of no picture, or leave it out\n"),
+        ]:
+            (self.data / "metadata.jsonl").unlink(missing_ok=True)
+            (self.root / "network.json").write_text(json.dumps({**NETWORK, "num_class_embeds": embeds}))
+            self.assertIn(message, self.train("x", rc=2, **{"null-class": null}))
 
     def test_names_that_no_request_could_give_are_refused(self):
         comma = "its comma separates two names in requests, such as denoise generate --labels cat,dog; "
