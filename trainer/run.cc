@@ -199,11 +199,15 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
       options.check_name = [](const std::string& name, const std::string& path) {
         return CheckClassName(name, path, "rename it, or name all classes with --class-name");
       };
-    options.check = [this](const training::Dataset& labels, const std::vector<std::string>& names) {
-      // A picture that is left out may have any label.
-      return config_.skip_bad_files ? NameClasses(names, {}) : CheckClasses(labels, names);
-    };
   }
+  options.check = [this](const training::Dataset& labels,
+                         const std::vector<std::string>& names) -> absl::Status {
+    // A picture that is left out may have any label, and any weight.
+    if (!config_.skip_bad_files)
+      DENOISED_RETURN_IF_ERROR(training::CheckPictureWeights(labels.weights));
+    if (config_.pipeline) return absl::OkStatus();
+    return config_.skip_bad_files ? NameClasses(names, {}) : CheckClasses(labels, names);
+  };
   options.skip_bad = config_.skip_bad_files;
   options.memory = config_.data_memory > 0
                        ? static_cast<size_t>(config_.data_memory) << 20
@@ -309,8 +313,7 @@ absl::Status Session::NameClasses(const std::vector<std::string>& of_folders,
   if (needed == embeddings)
     return InvalidArgument(
         "--null-class is {}, which is the class \"{}\"; leave --null-class out, so that it is {}, "
-        "the "
-        "last of num_class_embeds",
+        "the last of num_class_embeds",
         null_class, names[null_class], count);
   // More names help only where the null class is where it would be.
   const bool more_names =
@@ -358,10 +361,11 @@ absl::Status Session::EncodePictures(const std::atomic<bool>& stop) {
   return absl::OkStatus();
 }
 
+/// Also refuses passes that the device cannot compute.
 absl::Status Session::OpenBackend() {
   DENOISED_ASSIGN_OR_RETURN(backend_, config_.cuda ? training::OpenCudaBackend(config_.cuda_options)
                                                    : training::OpenCpuBackend());
-  return absl::OkStatus();
+  return Trainer::CheckPasses(*backend_, config_.trainer, config_.ranks);
 }
 
 absl::Status Session::DryRun() {
@@ -376,11 +380,11 @@ absl::Status Session::DryRun() {
   if (!checkpoint) {
     DENOISED_ASSIGN_OR_RETURN(first_weights, OpenFirstWeights());
   }
+  DENOISED_RETURN_IF_ERROR(OpenBackend());
   DENOISED_RETURN_IF_ERROR(ReadData(stop_));
   if (checkpoint)
     DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, fingerprint_, config_.objective_of_start));
   checkpoint.reset();
-  DENOISED_RETURN_IF_ERROR(OpenBackend());
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures(stop_));
   DENOISED_ASSIGN_OR_RETURN(
       const training::TrainerPlan plan,

@@ -151,16 +151,6 @@ std::vector<double> Cumulative(const std::vector<double>& weights) {
   return sums;
 }
 
-absl::Status CheckWeights(const Dataset& dataset) {
-  if (dataset.weights.empty()) return absl::OkStatus();
-  DENOISED_CHECK(static_cast<int64_t>(dataset.weights.size()) == dataset.size());
-  const double sum = Cumulative(dataset.weights).back();
-  if (sum >= kLeastWeights && std::isfinite(sum)) return absl::OkStatus();
-  return InvalidArgument(
-      "the weights of the pictures sum up to {}; use weights with a finite sum of at least {}", sum,
-      kLeastWeights);
-}
-
 absl::Status CheckPictures(const Shape& sample, const Tensor& images) {
   DENOISED_CHECK(images && images.dtype() == DType::kU8 && images.shape().rank() == 4);
   if (sample[0] == 0)
@@ -506,7 +496,9 @@ absl::Status Trainer::CheckDataset(const NetworkConfig& config, const TrainerOpt
                                    const Dataset& dataset) {
   DENOISED_RETURN_IF_ERROR(
       std::visit([&](const auto& one) { return CheckSettingsOf(one, options); }, config));
-  DENOISED_RETURN_IF_ERROR(CheckWeights(dataset));
+  DENOISED_CHECK(dataset.weights.empty() ||
+                 static_cast<int64_t>(dataset.weights.size()) == dataset.size());
+  DENOISED_RETURN_IF_ERROR(CheckPictureWeights(dataset.weights));
   return std::visit([&](const auto& one) { return CheckDatasetOf(one, options, dataset); }, config);
 }
 
@@ -537,6 +529,15 @@ absl::Status CheckWeights(const NetworkConfig& config, const TrainerOptions& opt
   return parameters.Check(weights, prefix);
 }
 
+absl::Status CheckPictureWeights(const std::vector<double>& weights) {
+  if (weights.empty()) return absl::OkStatus();
+  const double sum = Cumulative(weights).back();
+  if (sum >= kLeastWeights && std::isfinite(sum)) return absl::OkStatus();
+  return InvalidArgument(
+      "the weights of the pictures sum up to {}; use weights with a finite sum of at least {}", sum,
+      kLeastWeights);
+}
+
 absl::Status CheckPassRows(denoised::Device device, int64_t rows) {
   constexpr int64_t kMost = 65535;  // CUDA's limit of gridDim.y, where kernels count rows
   if (device == denoised::Device::kCpu || rows <= kMost) return absl::OkStatus();
@@ -544,6 +545,12 @@ absl::Status CheckPassRows(denoised::Device device, int64_t rows) {
       "a pass has {} samples, but on a GPU at most {}: a smaller --batch, or a larger "
       "--accumulation, makes passes smaller",
       rows, kMost);
+}
+
+absl::Status Trainer::CheckPasses(const Backend& backend, const TrainerOptions& options,
+                                  int ranks) {
+  const int64_t chunks = backend.PassChunks(options.chunks / ranks / options.accumulation);
+  return CheckPassRows(backend.device(), options.batch / options.chunks * chunks);
 }
 
 absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkConfig& config,
@@ -555,7 +562,7 @@ absl::StatusOr<TrainerPlan> Trainer::Plan(const Backend& backend, const NetworkC
   const int64_t local_chunks = options.chunks / ranks;
   const int64_t pass_chunks = backend.PassChunks(local_chunks / options.accumulation);
   const int64_t rows = options.batch / options.chunks * pass_chunks;
-  DENOISED_RETURN_IF_ERROR(CheckPassRows(backend.device(), rows));
+  DENOISED_RETURN_IF_ERROR(CheckPasses(backend, options, ranks));
   DENOISED_ASSIGN_OR_RETURN(
       const PassCount pass,
       CountPass(config, options, dataset, rows, backend.activation_dtype(), backend.device()));
@@ -595,7 +602,7 @@ absl::Status Trainer::Allocate() {
   const int64_t local_chunks = options_.chunks / exchange_.ranks();
   backend_.SetChunkRows(options_.batch / options_.chunks);
   pass_chunks_ = backend_.PassChunks(local_chunks / options_.accumulation);
-  DENOISED_RETURN_IF_ERROR(CheckPassRows(backend_.device(), pass_rows()));
+  DENOISED_RETURN_IF_ERROR(CheckPasses(backend_, options_, exchange_.ranks()));
   const int64_t elements = parameters_.trained_elements();
   const auto flat = [&](const char* purpose) {
     return backend_.Allocate({elements}, DType::kF32, purpose);

@@ -106,6 +106,9 @@ absl::Status CheckLabels(const UNet2DConfig& config, const TrainerOptions& optio
 absl::Status CheckWeights(const NetworkConfig& config, const TrainerOptions& options,
                           const std::string& prefix, const Weights& weights);
 
+/// InvalidArgument if nothing can be drawn by these Dataset::weights.
+absl::Status CheckPictureWeights(const std::vector<double>& weights);
+
 /// InvalidArgument if a pass has more samples than the kernels of `device` take.
 absl::Status CheckPassRows(denoised::Device device, int64_t rows);
 
@@ -119,6 +122,8 @@ class Trainer {
                                                        const NetworkConfig& config,
                                                        const TrainerOptions& options,
                                                        const Dataset& dataset);
+  /// CheckPassRows() of the passes that `backend` makes of a step.
+  static absl::Status CheckPasses(const Backend& backend, const TrainerOptions& options, int ranks);
   /// The memory and work of a run on `backend`, without allocating it.
   static absl::StatusOr<TrainerPlan> Plan(const Backend& backend, const NetworkConfig& config,
                                           const TrainerOptions& options, const Dataset& dataset,

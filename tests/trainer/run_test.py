@@ -1122,6 +1122,34 @@ class RunTest(unittest.TestCase):
         self.assertIn("there are 100 timesteps",
                       self.train("a", rc=2, objective="v", timesteps=100, **{"default-steps": 101}))
 
+    def test_weights_that_draw_nothing_are_refused_before_pictures_are_read(self):
+        def weigh(*weights):
+            lines = [{"file_name": f"{of}/{i}.png", "label": of, "weight": weights[i % len(weights)]}
+                     for of in ("across", "down") for i in range(6)]  # fmt: skip
+            (self.data / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+        for weights, total in (((0,), "0"), ((1e-310,), "1.19"), ((1e308, 1), "inf")):
+            weigh(*weights)
+            for flags in ({}, {"dry-run": "true"}):
+                with self.subTest(weights=weights, flags=flags):
+                    said = self.train("refused", rc=2, **flags)
+                    self.assertIn(f"the weights of the pictures sum up to {total}", said)
+                    self.assertNotIn("read in", said)
+        # Unless pictures may be left out.
+        flags = {"skip-bad-files": "true", "steps": 1}
+        self.assertRegex(self.train("refused", rc=2, **flags), r"read in[^#]*pictures sum up to inf")
+        for of in ("across", "down"):
+            for i in (0, 2, 4):
+                (self.data / of / f"{i}.png").write_text("")
+        self.assertIn("6 skipped", self.train("skipped", **flags))
+
+    @unittest.skipIf(DEVICE in (None, "cpu"), "a CPU computes passes of any size")
+    def test_passes_that_are_too_large_are_refused_before_pictures_are_read(self):
+        for flags in ({}, {"dry-run": "true"}):
+            said = self.train("refused", rc=2, batch=1 << 17, **flags)
+            self.assertIn("a pass has 131072 samples, but on a GPU at most 65535", said)
+            self.assertNotIn("read in", said)
+
     def test_messages_about_the_null_class_lead_to_a_run(self):
         """To whoever does what they say first, in two steps at most."""
         names = ("no", "a", "b")

@@ -429,6 +429,12 @@ class TextToImageTest(unittest.TestCase):
         self.train("others", steps=3)
         self.assertEqual(self.state("weighted", 3), self.state("others", 3))
         for line in lines:
+            line["weight"] = 0
+        write(lines)
+        said = self.train("none", rc=2)
+        self.assertIn("the weights of the pictures sum up to 0; use weights", said)
+        self.assertNotIn("read in", said)  # before the pictures are read
+        for line in lines:
             line["weight"] = 1.0
         write(lines)
         self.train("all", steps=3)

@@ -833,8 +833,10 @@ TEST_P(TrainerBits, PassesAreCheckedWhereTheyArePlanned) {
   const auto backend = OpenForTest(GetParam());
   TrainerOptions options = Options();
   options.batch = 1 << 17;
+  EXPECT_EQ(Trainer::CheckPasses(*backend, options, 1).ok(), GetParam() == "cpu");
   EXPECT_EQ(Trainer::Plan(*backend, TinyConfig(), options, Stripes(), 1).ok(), GetParam() == "cpu");
   options.accumulation = 4;
+  EXPECT_TRUE(Trainer::CheckPasses(*backend, options, 1).ok());
   EXPECT_TRUE(Trainer::Plan(*backend, TinyConfig(), options, Stripes(), 1).ok());
 }
 

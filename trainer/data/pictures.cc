@@ -222,6 +222,7 @@ absl::Status CheckBeforeDecoding(const std::vector<Candidate>& candidates,
   std::vector<float> vectors;
   int64_t count = 0, size = 0;
   for (const Candidate& candidate : candidates) {
+    dataset.weights.push_back(candidate.weight);
     if (!candidate.label) {
       if (options.wants_labels || options.wants_vectors) return absl::OkStatus();
       continue;

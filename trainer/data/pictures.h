@@ -28,9 +28,9 @@ struct PictureOptions {
   /// Whether a class may have this name, which a folder has, or a label of metadata.jsonl: `path`;
   /// or null. Its errors end the reading.
   std::function<absl::Status(const std::string& name, const std::string& path)> check_name;
-  /// Whether a run can have these labels, or vectors, and names of classes: called before pictures
-  /// are decoded, with those of all that may be read, unless one is missing; or null. Its errors
-  /// end the reading.
+  /// Whether a run can have these weights, labels or vectors, and names of classes: called before
+  /// pictures are decoded, with those of all that may be read, unless a label is missing; or null.
+  /// Its errors end the reading.
   std::function<absl::Status(const training::Dataset& labels,
                              const std::vector<std::string>& class_names)>
       check;
