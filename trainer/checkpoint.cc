@@ -258,6 +258,7 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
                                 {"averages", state.averages.size()},
                                 {"machine", checkpoint.machine},
                                 {"flags", checkpoint.flags},
+                                {"scheduler", checkpoint.scheduler},
                                 {"configuration", checkpoint.run}};
     DENOISED_RETURN_IF_ERROR(WriteFileWhole(partial + "/run.json", run.dump(2) + "\n"));
     nlohmann::json done;
@@ -313,6 +314,7 @@ absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
     averages = run.at("averages");
     checkpoint.run = run.at("configuration");
     checkpoint.machine = run.value("machine", std::string());
+    checkpoint.scheduler = run.value("scheduler", nlohmann::json());
   } catch (const nlohmann::json::exception& error) {
     return DataLoss("{}/run.json: {}", directory, error.what());
   }

@@ -12,7 +12,7 @@
 /// What a run leaves on the disk. A checkpoint is a folder of `checkpoints/`:
 ///
 ///   step-000001000/state.safetensors   weights, moments and averages, flat
-///   step-000001000/run.json            step, counters, settings, flags, machine
+///   step-000001000/run.json            step, counters, settings, flags, scheduler, machine
 ///   step-000001000/DONE                sizes and checksums of the two; written last
 ///
 /// It is written under a temporary name, synced, renamed, and gets DONE: whenever the process or
@@ -22,9 +22,11 @@ namespace denoised::trainer {
 
 struct Checkpoint {
   training::TrainerState state;
-  nlohmann::json run;         // run.json's "configuration"
-  std::string machine = {};   // on which the step was made; empty in older checkpoints
-  nlohmann::json flags = {};  // of its process, as --config has them; null in older checkpoints
+  nlohmann::json run;             // run.json's "configuration"
+  std::string machine = {};       // on which the step was made; empty in older checkpoints
+  nlohmann::json flags = {};      // of its process, as --config has them; null in older checkpoints
+  nlohmann::json scheduler = {};  // the model's scheduler_config.json; null with --pipeline, and in
+                                  // older checkpoints
 };
 
 /// Writes `checkpoint` below `folder`, and then removes what is older than the `keep` newest whole

@@ -435,6 +435,10 @@ absl::Status CheckStartParts(const PipelineParts& ours, Stage stage, const std::
 /// its scheduler says; a resume does without it by `config->flags`.
 absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
   if (config->init_from.empty()) return absl::OkStatus();
+  // A checkpoint has all that a start says. If there is none, the weights will be missing.
+  std::error_code error;
+  if (!config->resume.empty() && !std::filesystem::exists(config->init_from, error))
+    return absl::OkStatus();
   ModelDirectory start;
   start.root = config->init_from;
   if (config->pipeline) {

@@ -712,6 +712,15 @@ absl::Status Session::Resume(const Checkpoint& checkpoint) {
   step_ = saved_step_ = checkpoint.state.step;
   skipped_ = checkpoint.state.skipped;
   skipped_in_row_ = checkpoint.state.skipped_in_row;
+  // No flag says which noise EDM's sampler begins and ends with. It is that of a start, whose
+  // directory may be gone, or be another model by now.
+  training::ObjectiveOptions& own = config_.trainer.objective;
+  if (own.kind == training::ObjectiveOptions::Kind::kEdm && checkpoint.scheduler.is_object()) {
+    const auto saved = training::ObjectiveOfScheduler(checkpoint.scheduler, "run.json");
+    DENOISED_RETURN_IF_ERROR(Annotate(saved.status(), "--resume"));
+    own.sigma_min = saved->sigma_min;
+    own.sigma_max = saved->sigma_max;
+  }
   if (!first()) return absl::OkStatus();
   Say("resumed at step {}", step_);
   if (!checkpoint.machine.empty() && checkpoint.machine != Machine())
@@ -937,8 +946,13 @@ absl::Status Session::Save() {
         "{}. Lower --learning-rate or raise --adam-eps, and start anew in another --output",
         step_, std::max<int64_t>(saved_step_, 0));
   saved_step_ = step_;
-  DENOISED_RETURN_IF_ERROR(SaveCheckpoint(
-      Output("checkpoints"), {state, fingerprint_, Machine(), config_.flags}, config_.keep));
+  Checkpoint checkpoint{state, fingerprint_, Machine(), config_.flags};
+  if (!config_.pipeline) {
+    DENOISED_ASSIGN_OR_RETURN(const training::Objective objective,
+                              training::Objective::Make(config_.trainer.objective));
+    checkpoint.scheduler = objective.SchedulerConfig();
+  }
+  DENOISED_RETURN_IF_ERROR(SaveCheckpoint(Output("checkpoints"), checkpoint, config_.keep));
   const absl::Status models = WriteModels(state);
   // Later weights may be fit for a model, but there are none after the last step.
   const bool later = step_ < config_.trainer.steps && absl::IsFailedPrecondition(models);

@@ -840,6 +840,32 @@ class RunTest(unittest.TestCase):
         scheduler = "model/scheduler/scheduler_config.json"
         self.assertEqual((self.root / "a" / scheduler).read_text(), (self.root / "whole" / scheduler).read_text())
 
+    def test_a_resume_does_not_need_the_start_for_the_noise_of_its_sampler(self):
+        """EDM's, which no flag sets."""
+        self.train("start", steps=1)
+        start, model = {"init-from": self.root / "start/model"}, "model/scheduler/scheduler_config.json"
+        file = self.root / "start" / model
+
+        def begins_with(sigma_max):
+            file.write_text(json.dumps({**json.loads(file.read_text()), "sigma_min": 0.01, "sigma_max": sigma_max}))
+
+        begins_with(20)
+        self.train("whole", **start)
+        self.train("a", steps=4, **start)
+        shutil.copytree(self.root / "a", self.root / "older")
+        begins_with(30)  # another model by now
+        self.resume("a", "--steps=8")
+        shutil.rmtree(self.root / "start")
+        self.resume("a", "--steps=12")
+        self.assertEqual(self.state("a"), self.state("whole"))
+        scheduler = json.loads((self.root / "a" / model).read_text())
+        self.assertEqual((scheduler["sigma_min"], scheduler["sigma_max"]), (0.01, 20))
+        self.assertEqual(scheduler, json.loads((self.root / "whole" / model).read_text()))
+        # Checkpoints of earlier versions do not say it.
+        self.edit_run(self.root / "older/checkpoints/step-000000004", scheduler=None)
+        self.resume("older", "--steps=12")
+        self.assertEqual(json.loads((self.root / "older" / model).read_text())["sigma_max"], 80)
+
     def test_a_start_says_how_it_was_trained(self):
         betas = {"beta-schedule": "scaled_linear", "beta-start": 0.00085, "beta-end": 0.012}
         self.train("v", objective="v", timesteps=500, **betas)

@@ -178,6 +178,21 @@ class TextToImageTest(unittest.TestCase):
         shutil.rmtree(start / "unet")
         self.assertIn(f"vae: weights of {start}\n", self.train("vae", stage="vae", **flags))
 
+    def test_a_resume_does_not_need_the_start(self):
+        for stage in ("vae", "diffusion"):
+            start = self.root / f"start of {stage}"
+            shutil.copytree(PIPELINE, start)
+            flags = {"stage": stage, "init-from": start}
+            self.train(f"whole {stage}", **flags)
+            self.train(stage, steps=3, **flags)
+            shutil.rmtree(start)
+            self.assertIn("resumed at step 3", self.train(stage, resume="latest", **flags))
+            self.assertEqual(self.state(stage), self.state(f"whole {stage}"))
+            for resume in (None, "latest"):  # without a checkpoint
+                said = self.train("none", rc=2, resume=resume, **flags)
+                self.assertIn(str(start), said)
+                self.assertNotIn("read in", said)
+
     def test_a_start_of_another_function_is_refused(self):
         start = self.root / "start"
         shutil.copytree(PIPELINE, start)
