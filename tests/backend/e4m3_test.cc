@@ -369,7 +369,31 @@ TEST_P(E4m3, GatedLinears) {
   }
 }
 
-TEST_P(E4m3, NormsBeforeLayersGiveTheBitsOfNormThenLayer) {
+/// [C, C, k, k] with ones in its diagonal: a layer that returns its input in e4m3, times its scale.
+Array Identity(const Shape& shape) {
+  Array weight(shape);
+  for (int64_t c = 0; c < shape[0]; ++c) weight.at(c * shape[0] + c) = 1;
+  return weight;
+}
+
+/// A norm before a layer in e4m3 is rounded once; this one was rounded to the activation dtype.
+void ExpectNearest(const Array& in_e4m3, const Array& rounded_before, float scale, DType dtype) {
+  const double of_dtype = dtype == DType::kBF16 ? 0x1p-8 : 0x1p-20;
+  const Array apart = InE4m3(rounded_before, scale);
+  int64_t differ = 0;
+  for (int64_t i = 0; i < apart.shape.elements(); ++i) {
+    if (in_e4m3.at(i) == apart.at(i)) continue;
+    ++differ;
+    const double y = rounded_before.at(i);
+    ASSERT_LE(std::fabs(in_e4m3.at(i) - y),
+              std::fabs(apart.at(i) - y) + std::fabs(y) * of_dtype + scale * 1e-6)
+        << "element " << i << " is " << y;
+  }
+  EXPECT_EQ(in_e4m3.values, InE4m3(in_e4m3, scale).values);
+  EXPECT_LT(differ, apart.shape.elements() / 20);
+}
+
+TEST_P(E4m3, NormsBeforeLayersAreRoundedOnce) {
   struct {
     int64_t rows, height, width, c1, c2;
     int groups;
@@ -387,12 +411,11 @@ TEST_P(E4m3, NormsBeforeLayersGiveTheBitsOfNormThenLayer) {
   for (const auto& c : cases) {
     SCOPED_TRACE(fmt::format("{}x{}x{}+{}", c.height, c.width, c.c1, c.c2));
     const int64_t channels = c.c1 + c.c2;
-    const auto packed =
-        Pack(Random({72, channels, 3, 3}, DType::kF32, 0.1), Random({72}, DType::kF32), 0x1p-6f);
+    const float scale = 0x1p-6f;
+    const auto packed = Pack(Identity({channels, channels, 1, 1}), Array(), scale);
     Conv2dArgs args{.x = Upload(Random({c.rows, c.height, c.width, c.c1})),
                     .weight = packed.get(),
-                    .out = Output({c.rows, c.height, c.width, 72})};
-    args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
+                    .out = Output({c.rows, c.height, c.width, channels})};
     if (c.c2 > 0) args.prologue.x2 = Upload(Random({c.rows, c.height, c.width, c.c2}));
     args.prologue.norm = {
         .gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
@@ -403,51 +426,66 @@ TEST_P(E4m3, NormsBeforeLayersGiveTheBitsOfNormThenLayer) {
     args.prologue.normed = Output({c.rows, c.height, c.width, channels});
     args.prologue.rounded = Scratch(args.x, *packed);
     backend().Conv2d(args);
-    const Tensor together = Download(args.out);
-
-    Conv2dArgs apart = args;
-    apart.x = Output({c.rows, c.height, c.width, channels});
+    const Tensor normed = Output({c.rows, c.height, c.width, channels});
     backend().GroupNorm(
-        {.x = args.x, .x2 = args.prologue.x2, .norm = args.prologue.norm, .out = apart.x});
-    apart.prologue = {.rounded = args.prologue.rounded};
-    apart.out = Output({c.rows, c.height, c.width, 72});
-    backend().Conv2d(apart);
-    const Tensor expected = Download(apart.out);
-    EXPECT_EQ(std::memcmp(together.data(), expected.data(), expected.bytes()), 0);
+        {.x = args.x, .x2 = args.prologue.x2, .norm = args.prologue.norm, .out = normed});
+    ExpectNearest(Read(args.out), Read(normed), scale, activation());
   }
 }
 
-// Also of linears in the activation dtype.
-TEST_P(E4m3, LayerNormsBeforeLinearsGiveTheBitsOfNormThenLinear) {
-  for (const float scale : {0x1p-6f, 0.0f}) {
-    // Padded channels; the most that a kernel rounds itself, and more.
-    for (const int64_t channels : {320, 40, 37, 2048, 2064}) {
-      SCOPED_TRACE(fmt::format("{} channels, scale {}", channels, scale));
-      const auto packed = PackLinears({Random({72, channels}, DType::kF32, 0.1)}, {}, scale);
-      LinearArgs args{.x = Upload(Random({3, 50, channels}, activation(), 2, 1)),
-                      .weight = packed.get(),
-                      .out = Output({3, 50, 72})};
-      args.prologue.norm = {.gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
-                            .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
-                            .groups = 0};
-      args.prologue.normed = Output({3, 50, channels});
-      args.prologue.rounded = Scratch(args.x, *packed);
-      backend().Linear(args);
-      const Tensor together = Download(args.out);
+TEST_P(E4m3, LayerNormsBeforeLinearsAreRoundedOnce) {
+  // Padded channels; the most that a kernel rounds itself, and more.
+  for (const int64_t channels : {320, 40, 37, 2048, 2064}) {
+    SCOPED_TRACE(fmt::format("{} channels", channels));
+    const float scale = 0x1p-6f;
+    const auto packed = PackLinears({Identity({channels, channels})}, {}, scale);
+    LinearArgs args{.x = Upload(Random({3, 50, channels}, activation(), 2, 1)),
+                    .weight = packed.get(),
+                    .out = Output({3, 50, channels})};
+    args.prologue.norm = {.gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
+                          .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
+                          .groups = 0};
+    args.prologue.normed = Output({3, 50, channels});
+    args.prologue.rounded = Scratch(args.x, *packed);
+    backend().Linear(args);
+    const Tensor normed = Output({3, 50, channels});
+    backend().LayerNorm({.x = args.x,
+                         .gamma = args.prologue.norm.gamma,
+                         .beta = args.prologue.norm.beta,
+                         .eps = args.prologue.norm.eps,
+                         .out = normed});
+    ExpectNearest(Read(args.out), Read(normed), scale, activation());
+  }
+}
 
-      LinearArgs apart = args;
-      apart.x = Output({3, 50, channels});
-      backend().LayerNorm({.x = args.x,
-                           .gamma = args.prologue.norm.gamma,
-                           .beta = args.prologue.norm.beta,
-                           .eps = args.prologue.norm.eps,
-                           .out = apart.x});
-      apart.prologue = {.rounded = args.prologue.rounded};
-      apart.out = Output({3, 50, 72});
-      backend().Linear(apart);
-      const Tensor expected = Download(apart.out);
-      EXPECT_EQ(std::memcmp(together.data(), expected.data(), expected.bytes()), 0);
-    }
+// Of linears in the activation dtype.
+TEST_P(E4m3, LayerNormsBeforeLinearsGiveTheBitsOfNormThenLinear) {
+  for (const int64_t channels : {320, 40, 37, 2048, 2064}) {
+    SCOPED_TRACE(fmt::format("{} channels", channels));
+    const auto packed = PackLinears({Random({72, channels}, DType::kF32, 0.1)}, {}, 0);
+    LinearArgs args{.x = Upload(Random({3, 50, channels}, activation(), 2, 1)),
+                    .weight = packed.get(),
+                    .out = Output({3, 50, 72})};
+    args.prologue.norm = {.gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
+                          .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
+                          .groups = 0};
+    args.prologue.normed = Output({3, 50, channels});
+    args.prologue.rounded = Scratch(args.x, *packed);
+    backend().Linear(args);
+    const Tensor together = Download(args.out);
+
+    LinearArgs apart = args;
+    apart.x = Output({3, 50, channels});
+    backend().LayerNorm({.x = args.x,
+                         .gamma = args.prologue.norm.gamma,
+                         .beta = args.prologue.norm.beta,
+                         .eps = args.prologue.norm.eps,
+                         .out = apart.x});
+    apart.prologue = {.rounded = args.prologue.rounded};
+    apart.out = Output({3, 50, 72});
+    backend().Linear(apart);
+    const Tensor expected = Download(apart.out);
+    EXPECT_EQ(std::memcmp(together.data(), expected.data(), expected.bytes()), 0);
   }
 }
 

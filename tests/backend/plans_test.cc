@@ -901,27 +901,39 @@ TEST_P(HopperGroupNormTest, GiveTheSameBits) {
   }
 }
 
-TEST_P(HopperGroupNormTest, InE4m3HaveTheBitsOfRoundingTheResult) {
+// The results are rounded once: to e4m3, not to bf16 first.
+TEST_P(HopperGroupNormTest, InE4m3AreTheNearestOfTheResult) {
   const NormCase& c = GetParam();
   GroupNormLaunch norm = Launch(c, /*factors=*/false);
-  const Tensor normed = out_;
   const int channels = c.channels + c.channels2;
   const int64_t pixels = int64_t{c.images} * norm.pixels;
-  Run("bf16", [&] { return LaunchGroupNormStream(norm, queue_); });
+  const float scale = 0x1p-5f;
+  const std::vector<std::byte> in_bf16 =
+      Run("bf16", [&] { return LaunchGroupNormStream(norm, queue_); });
   out_ = Zeros({pixels, channels}, DType::kU8);
-  norm.out = {out_.data(), channels / 2, Element::kE4m3x2, true, 0x1p-5f};
-  const std::vector<std::byte> apart = Run("round", [&] {
-    return LaunchRoundToE4m3(View(normed), channels, {}, 0, pixels, norm.out, queue_);
-  });
-  EXPECT_TRUE(Run("stream", [&] { return LaunchGroupNormStream(norm, queue_); }) == apart);
+  norm.out = {out_.data(), channels / 2, Element::kE4m3x2, true, scale};
+  const std::vector<std::byte> all =
+      Run("stream", [&] { return LaunchGroupNormStream(norm, queue_); });
+  int64_t differ = 0;
+  for (size_t i = 0; i < all.size(); ++i) {
+    uint16_t bits;
+    std::memcpy(&bits, in_bf16.data() + 2 * i, sizeof bits);
+    const float y = BFloat16ToFloat(bits), apart = RoundToE4m3(y / scale) * scale;
+    const float together = E4m3ToFloat(static_cast<uint8_t>(all[i])) * scale;
+    if (together == apart) continue;
+    ++differ;
+    // y was between them, but for its own rounding.
+    ASSERT_LE(std::abs(together - y), std::abs(apart - y) + std::abs(y) * 0x1p-8f) << i;
+  }
+  EXPECT_LT(differ, static_cast<int64_t>(all.size()) / 20);
   if (SuitsGroupNormCluster(norm, queue_)) {
-    EXPECT_TRUE(Run("cluster", [&] { return LaunchGroupNormCluster(norm, queue_); }) == apart);
+    EXPECT_TRUE(Run("cluster", [&] { return LaunchGroupNormCluster(norm, queue_); }) == all);
   }
   norm.images = 1;
   const std::vector<std::byte> alone =
       Run("alone", [&] { return LaunchGroupNormStream(norm, queue_); });
-  const auto end = alone.begin() + apart.size() / c.images;
-  EXPECT_TRUE(std::equal(alone.begin(), end, apart.begin()));
+  const auto end = alone.begin() + all.size() / c.images;
+  EXPECT_TRUE(std::equal(alone.begin(), end, all.begin()));
   EXPECT_TRUE(std::all_of(end, alone.end(), [](std::byte byte) { return byte == std::byte{0xff}; }))
       << "it wrote beyond its image";
 }

@@ -192,8 +192,8 @@ __device__ inline void NormaliseOutputs(const Conv2dLaunch& conv, const Finished
     };
     const auto activate = [](float h) { return SiluOfHalf(h); };
     *Bf16At<uint2>(conv.out, row, n) = {
-        NormaliseWord(words.x, of_output(0), of_output(1), activate),
-        NormaliseWord(words.y, of_output(2), of_output(3), activate)};
+        NormaliseWord<Element::kBf16>(words.x, of_output(0), of_output(1), activate),
+        NormaliseWord<Element::kBf16>(words.y, of_output(2), of_output(3), activate)};
   }
 }
 

@@ -9,11 +9,12 @@
 
 namespace denoised::cuda {
 
+/// Two numbers, in the lower half.
+__device__ inline uint32_t PackE4m3(float low, float high) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
 __device__ inline uint32_t PackE4m3(float a, float b, float c, float d) {
-  const auto pair = [](float low, float high) -> uint32_t {
-    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
-  };
-  return pair(a, b) | pair(c, d) << 16;
+  return PackE4m3(a, b) | PackE4m3(c, d) << 16;
 }
 /// `inverse`: 1 / the scale of the tensor, a power of two.
 __device__ inline uint2 PackE4m3(const float (&v)[8], float inverse) {
@@ -32,12 +33,12 @@ __device__ inline uint8_t* E4m3At(const Rows& rows, int64_t row, int64_t column)
   return static_cast<uint8_t*>(rows.data) + 2 * row * rows.stride + column;
 }
 
-/// StoreVector(), in e4m3 after rounding to bf16 if kOut is kE4m3x2.
+/// StoreVector(), also in e4m3.
 template <Element kOut>
 __device__ inline void StoreRounded(const Rows& rows, int64_t row, int64_t column,
                                     const float (&v)[8]) {
   if constexpr (kOut == Element::kE4m3x2) {
-    *reinterpret_cast<uint2*>(E4m3At(rows, row, column)) = PackE4m3(PackBf16(v), 1.0f / rows.scale);
+    *reinterpret_cast<uint2*>(E4m3At(rows, row, column)) = PackE4m3(v, 1.0f / rows.scale);
   } else {
     StoreVector(rows, row, column, v);
   }

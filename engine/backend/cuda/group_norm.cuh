@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "engine/backend/cuda/element.cuh"
+#include "engine/backend/cuda/e4m3.cuh"
 #include "engine/backend/cuda/group_norm.h"
 
 /// Shared by the one-pass group norms, so that they give the same bits: how the sums of an image
@@ -255,12 +255,20 @@ __device__ inline void StoreFactors(const GroupNormLaunch& norm, int64_t image, 
   to[channels + c] = of_image.offset;
 }
 
-/// The two channels of a word, normalised.
-template <typename Activate>
+/// The two channels of a word, normalised: in bf16; or divided by the output's scale, of which
+/// `inverse` is the inverse, in e4m3 in the word's lower half.
+template <Element kOut, typename Activate>
 __device__ inline uint32_t NormaliseWord(uint32_t word, const Affine& low, const Affine& high,
-                                         Activate activate) {
-  return PackBf16(activate(fmaf(Low(word), low.factor, low.offset)),
-                  activate(fmaf(High(word), high.factor, high.offset)));
+                                         Activate activate, float inverse = 1) {
+  const float a = activate(fmaf(Low(word), low.factor, low.offset)),
+              b = activate(fmaf(High(word), high.factor, high.offset));
+  return kOut == Element::kE4m3x2 ? PackE4m3(a * inverse, b * inverse) : PackBf16(a, b);
+}
+/// Stores eight channels in e4m3, two in the lower half of each word.
+__device__ inline void StoreE4m3(const Rows& out, int64_t row, int64_t channel,
+                                 const uint32_t (&words)[kWords]) {
+  *reinterpret_cast<uint2*>(E4m3At(out, row, channel)) =
+      make_uint2(words[0] | words[1] << 16, words[2] | words[3] << 16);
 }
 
 }  // namespace denoised::cuda

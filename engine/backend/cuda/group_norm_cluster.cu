@@ -11,7 +11,6 @@
 #include <numeric>
 
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/e4m3.cuh"
 #include "engine/backend/cuda/group_norm.cuh"
 #include "engine/backend/cuda/hopper.cuh"
 
@@ -65,9 +64,9 @@ __device__ void Pin(const __nv_bfloat16*& pointer) {
 
 /// Normalises a thread's vectors. `factors`, `offsets` and `statistics` begin with its channels and
 /// their runs.
-template <int kVectors, int kRun, typename Activate>
+template <int kVectors, int kRun, Element kOut, typename Activate>
 __device__ void Normalise(const float* factors, const float* offsets, const Statistics* statistics,
-                          Activate activate, uint32_t (&kept)[kVectors][kWords]) {
+                          Activate activate, float inverse, uint32_t (&kept)[kVectors][kWords]) {
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
     const Statistics of_group = statistics[2 * w / kRun];
@@ -76,7 +75,8 @@ __device__ void Normalise(const float* factors, const float* offsets, const Stat
     const Affine low = Apply({factor.x, offset.x}, of_group);
     const Affine high = Apply({factor.y, offset.y}, of_group);
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) kept[i][w] = NormaliseWord(kept[i][w], low, high, activate);
+    for (int i = 0; i < kVectors; ++i)
+      kept[i][w] = NormaliseWord<kOut>(kept[i][w], low, high, activate, inverse);
   }
 }
 /// Stores the first `held` of a thread's vectors, which belong to every fourth pixel, starting at
@@ -86,16 +86,14 @@ __device__ void StoreVectors(const GroupNormLaunch& norm, int64_t pixel, int cha
                              const uint32_t (&kept)[kVectors][kWords]) {
   auto* const to = static_cast<__nv_bfloat16*>(norm.out.data) + pixel * norm.out.stride + channel;
   const int step = kQuad * static_cast<int>(norm.out.stride);
-  const float inverse = 1.0f / norm.out.scale;  // kE4m3x2
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     if (i >= held) break;
-    const uint4 v = make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
     if constexpr (kOut == Element::kE4m3x2) {
-      *reinterpret_cast<uint2*>(E4m3At(norm.out, pixel + i * kQuad, channel)) =
-          PackE4m3(v, inverse);
+      StoreE4m3(norm.out, pixel + i * kQuad, channel, kept[i]);
     } else {
-      *reinterpret_cast<uint4*>(to + i * step) = v;
+      *reinterpret_cast<uint4*>(to + i * step) =
+          make_uint4(kept[i][0], kept[i][1], kept[i][2], kept[i][3]);
     }
   }
 }
@@ -217,8 +215,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
   // The activation is a template argument, so that the loops have no branches.
   const auto normalise = [&](auto activate) {
-    Normalise<kVectors, kRun>(factors + slice_channel, offsets + slice_channel,
-                              statistics + threadIdx.y * kRuns, activate, kept);
+    Normalise<kVectors, kRun, kOut>(factors + slice_channel, offsets + slice_channel,
+                                    statistics + threadIdx.y * kRuns, activate,
+                                    1.0f / norm.out.scale, kept);
   };
   if (silu) {
     normalise([](float h) { return SiluOfHalf(h); });

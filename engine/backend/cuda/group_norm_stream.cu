@@ -41,7 +41,6 @@
 #include <utility>
 
 #include "engine/backend/cuda/dependent_launch.h"
-#include "engine/backend/cuda/e4m3.cuh"
 #include "engine/backend/cuda/fast_divmod.h"
 #include "engine/backend/cuda/group_norm.cuh"
 #include "engine/backend/cuda/hopper.cuh"
@@ -56,8 +55,8 @@ constexpr int kSharedBytes = 227 * 1024;  // per CTA, which has an SM to itself
 constexpr int kMaxStages = 32;
 constexpr int kMaxAhead = 8;
 constexpr int kAtOnce = 2;  // leaves of a reducer, vectors of a normaliser, in registers
-constexpr int kLaneLeaves = 4, kRunsAtOnce = 4;            // leaves that a lane adds, runs of each
-constexpr int kMostReducers = 384, kFewNormalisers = 160;  // as measured, like the sizes of chunks
+constexpr int kLaneLeaves = 4, kRunsAtOnce = 4;  // leaves that a lane adds, runs of each
+constexpr int kMostReducers = 384;  // as measured, like threads and the sizes of chunks
 constexpr int kFewChunkBytes = 8192, kMostChunkBytes = 24 * 1024;
 // Loads in flight per CTA, in whole chunks. With fewer, memory is slower; with more, it is no
 // faster and the exchange of sums takes longer.
@@ -71,8 +70,14 @@ constexpr int kSumsPerThread = 8;                         // tagged sums that a 
 constexpr unsigned kExchangeNs = 400;
 static_assert(kMaxTeam <= kSumsPerThread * kMaxCluster, "nodes");
 
-// Threads by kind, in whole warps: producer, factor warps, reducers, normalisers.
-constexpr int kProducers = 32, kFactorThreads = 256;
+// Threads by kind, in whole warps: producer, factor warps, reducers, normalisers. More factor warps
+// poll sums that come through global memory. In e4m3 a normaliser has more to compute for each byte
+// that it stores.
+constexpr int kProducers = 32;
+struct Threads {
+  int factors, few_normalisers;
+};
+constexpr Threads kAnyThreads = {256, 160}, kE4m3InClusters = {128, 256};
 
 struct Plan {
   FastDivmod group_channels;
@@ -86,7 +91,8 @@ struct Plan {
   int vectors = 0;                     // per pixel of a slice
   int leaf_lines = 0;                  // leaves that the reducers take at a time
   int pixel_lines = 0;                 // pixels that the normalisers take at a time
-  int reducers = 0, normalisers = 0;   // threads, in whole warps
+  int factors = 0;                     // threads, in whole warps, like
+  int reducers = 0, normalisers = 0;   // these
   int chunk_pixels = 0, chunks = 0;    // per chunk; per CTA and work tile
   int in_flight = 0;                   // chunks being loaded at a time
   int stages = 0;                      // chunks in shared memory
@@ -231,7 +237,7 @@ struct Block {
       InitBarrier(sums_full + i, InCluster() ? 1 : plan.reducers);
       ExpectSums(i);
     }
-    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, kFactorThreads);
+    for (int i = 0; i <= plan.ahead; ++i) InitBarrier(ready + i, plan.factors);
     FenceBarrierInit();
   }
   __device__ void ExpectSums(int slot) const {
@@ -306,7 +312,7 @@ struct Block {
   /// each.
   __device__ void GatherSums(int tile, int slot, int thread, Sums* of_nodes) const {
     __nanosleep(kExchangeNs);
-    for (int i = thread; i < TileSums(); i += kFactorThreads) {
+    for (int i = thread; i < TileSums(); i += plan.factors) {
       const int node = i / plan.slice_groups, group = i % plan.slice_groups;
       const int blocks = min(kSumsPerThread, plan.blocks - node * kSumsPerThread);
       const TaggedSums* const from = TaggedSumsOf(node * kSumsPerThread, slot) + group;
@@ -357,7 +363,7 @@ struct Block {
       const int image = ImageOf(tile), channel = ChannelOf(tile);
       Affine* const of_tile = affines + affine_slot.index * plan.slice_channels;
       const auto each_channel = [&](auto make) {
-        for (int c = thread; c < plan.slice_channels; c += kFactorThreads) {
+        for (int c = thread; c < plan.slice_channels; c += plan.factors) {
           const int pair = c % kVector / 2 * plan.vectors + c / kVector;
           make(c, of_tile[2 * pair + c % 2]);
         }
@@ -377,7 +383,7 @@ struct Block {
       if (thread == 0) ExpectSums(slot.index);
       if (!plan.cluster) {
         GatherSums(tile, slot.index, thread, of_nodes);
-        NamedBarrierSync(2, kFactorThreads);
+        NamedBarrierSync(2, plan.factors);
       }
       each_channel([&](int c, Affine& affine) {
         const Sums of_image = OfImage(of_nodes, c / plan.group_channels);
@@ -538,19 +544,20 @@ struct Block {
           }
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
-            uint4& v = vectors[i];
-            v.x = NormaliseWord(v.x, of_channels[0], of_channels[1], activate);
-            v.y = NormaliseWord(v.y, of_channels[2], of_channels[3], activate);
-            v.z = NormaliseWord(v.z, of_channels[4], of_channels[5], activate);
-            v.w = NormaliseWord(v.w, of_channels[6], of_channels[7], activate);
+            uint32_t words[kWords];
+            Split(vectors[i], words);
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) {
+              words[w] = NormaliseWord<kOut>(words[w], of_channels[2 * w], of_channels[2 * w + 1],
+                                             activate, inverse);
+            }
             if constexpr (kRounds) {
               const int in_image = chunk_begin + pixel + i * plan.pixel_lines;
-              if (in_image < norm.pixels) {
-                *reinterpret_cast<uint2*>(E4m3At(norm.out, image_begin + in_image, channel)) =
-                    PackE4m3(v, inverse);
-              }
+              if (in_image < norm.pixels)
+                StoreE4m3(norm.out, image_begin + in_image, channel, words);
             } else {
-              *reinterpret_cast<uint4*>(at + places[i]) = v;
+              *reinterpret_cast<uint4*>(at + places[i]) =
+                  make_uint4(words[0], words[1], words[2], words[3]);
             }
           }
           at += step_bytes;
@@ -583,9 +590,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   int thread = threadIdx.x;  // counted within its kind
   if (thread < kProducers) {
     if (ElectOne()) block.Copy();
-  } else if ((thread -= kProducers) < kFactorThreads) {
+  } else if ((thread -= kProducers) < plan.factors) {
     block.MakeFactors(thread);
-  } else if ((thread -= kFactorThreads) < plan.reducers) {
+  } else if ((thread -= plan.factors) < plan.reducers) {
     block.Sum(thread);
   } else if (norm.activation == Activation::kSilu) {
     block.Normalise(thread - plan.reducers, [](float h) { return SiluOfHalf(h); });
@@ -610,8 +617,8 @@ int PitchOf(int channels) {
   while (HasSectors(channels) && bytes % 64 != 32) bytes += 16;
   return bytes;
 }
-int Threads(const Plan& plan) {
-  return kProducers + kFactorThreads + plan.reducers + plan.normalisers;
+int ThreadsOf(const Plan& plan) {
+  return kProducers + plan.factors + plan.reducers + plan.normalisers;
 }
 Layout LayoutOf(const Plan& plan) { return {plan, RunOf(plan.group_channels.value)}; }
 
@@ -624,16 +631,23 @@ Plan MakePlan(const NormLayer& norm, int slice_channels, int most_blocks, bool c
   plan.slice_groups = slice_channels / plan.group_channels;
   plan.slices = FastDivmod(channels / slice_channels);
   plan.vectors = slice_channels / kVector;
+  const bool e4m3 = norm.out.element == Element::kE4m3x2;
+  const Threads& threads = e4m3 && cluster ? kE4m3InClusters : kAnyThreads;
+  plan.factors = threads.factors;
   const int line_reducers = kQuad * plan.vectors, line_normalisers = plan.vectors;
   plan.leaf_lines = plan.pixel_lines = 1;
   while (2 * plan.leaf_lines * line_reducers <= kMostReducers &&
          2 * plan.leaf_lines * kAtOnce * kLeafPixels * PitchOf(slice_channels) <= kMostChunkBytes) {
     plan.leaf_lines *= 2;
   }
-  while (plan.pixel_lines * line_normalisers < kFewNormalisers) plan.pixel_lines *= 2;
+  while (plan.pixel_lines * line_normalisers < threads.few_normalisers) plan.pixel_lines *= 2;
   const auto whole_warps = [](int threads) { return (threads + 31) / 32 * 32; };
   plan.reducers = whole_warps(line_reducers * plan.leaf_lines);
   plan.normalisers = whole_warps(line_normalisers * plan.pixel_lines);
+  if (e4m3 && ThreadsOf(plan) > kMaxThreads && plan.pixel_lines > 1) {
+    plan.pixel_lines /= 2;
+    plan.normalisers = whole_warps(line_normalisers * plan.pixel_lines);
+  }
 
   plan.chunk_pixels = std::max(kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines);
   while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;
@@ -690,7 +704,7 @@ int PartOf(const Plan& plan) { return plan.leaves * kLeafPixels * plan.slice_cha
 bool Suits(const Plan& plan) {
   const int kFewPieceChannels = plan.blocks == 1 ? 64 : 48;
   constexpr int kFewElements = 24 * 1024;
-  return Threads(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves && plan.blocks >= 1 &&
+  return ThreadsOf(plan) <= kMaxThreads && plan.leaves <= kMaxLeaves && plan.blocks >= 1 &&
          plan.blocks <= (plan.cluster ? kMaxCluster : kMaxTeam) &&
          plan.piece_channels >= kFewPieceChannels && PartOf(plan) >= kFewElements &&
          plan.stages >= kAtOnce + 1 && 8 * plan.stages >= 15 * plan.chunks;
@@ -808,7 +822,7 @@ cudaError_t LaunchGroupNormStream(const GroupNormLaunch& norm, const Queue& queu
   const unsigned blocks = plan.blocks, cluster = plan.cluster ? blocks : 1;
   return LaunchDependent(KernelOf(RunOf(plan.group_channels.value), norm.out.element),
                          {.grid = dim3(blocks, std::min(teams, plan.tiles)),
-                          .block = dim3(Threads(plan)),
+                          .block = dim3(ThreadsOf(plan)),
                           .shared_bytes = static_cast<size_t>(LayoutOf(plan).bytes),
                           .cluster = cluster,
                           .cooperative = !plan.cluster},

@@ -70,7 +70,6 @@ cudaError_t LaunchNorm(const GroupNormLaunch& norm, float* factors, const Queue&
   return LaunchFactorsThenScale(norm, norm.out, factors, queue);
 }
 
-/// What decides the norm's bits sees the layer as it is in bf16.
 cudaError_t LaunchNormE4m3(const GroupNormLaunch& norm, const Rows& rounded, float* factors,
                            const Queue& queue) {
   const int channels = norm.AllChannels();
@@ -81,10 +80,10 @@ cudaError_t LaunchNormE4m3(const GroupNormLaunch& norm, const Rows& rounded, flo
                : LaunchRoundToE4m3(norm.out, channels, {}, 0, int64_t{norm.images} * norm.pixels,
                                    rounded, queue);
   }
-  if (!InOnePass(norm, queue)) return LaunchFactorsThenScale(norm, rounded, factors, queue);
   GroupNormLaunch rounding = norm;
   rounding.out = rounded;
-  return LaunchOnePass(rounding, queue);
+  return InOnePass(rounding, queue) ? LaunchOnePass(rounding, queue)
+                                    : LaunchFactorsThenScale(norm, rounded, factors, queue);
 }
 
 }  // namespace denoised::cuda
