@@ -98,10 +98,17 @@ absl::StatusOr<std::unique_ptr<PackedConv2d>> CountingBackend::PackConv2d(const 
   packed->has_bias = bias.defined();
   packed->e4m3 = e4m3;
   if (RoundsIntoMemory(e4m3)) packed->rounded_bytes = RoundedBytes(packed->in_channels);
-  // CUDA keeps a 3×3 kernel over a doubled image as four 2×2 kernels, one for each phase.
-  const bool in_phases = rules_.device == Device::kCuda && upsample2x && packed->kernel == 3;
-  weight_bytes_ += WeightBytes(in_phases ? weight_oihw.elements() / 9 * 16 : weight_oihw.elements(),
-                               packed->out_channels, e4m3);
+  // A 3×3 kernel over a doubled image has a kernel for each of four phases: on CUDA of 2×2 taps, on
+  // the CPU, in e4m3 alone, of 3×3.
+  int64_t elements = weight_oihw.elements();
+  if (upsample2x && packed->kernel == 3) {
+    if (rules_.device == Device::kCuda) {
+      elements = elements / 9 * 16;
+    } else if (e4m3.input_scale != 0) {
+      elements *= 4;
+    }
+  }
+  weight_bytes_ += WeightBytes(elements, packed->out_channels, e4m3);
   if (bias) weight_bytes_ += bias.elements() * sizeof(float);
   return packed;
 }

@@ -5,7 +5,8 @@
 
 /// The default decomposition of a Prologue and an Epilogue. A backend calls it for parts that its
 /// kernels do not fuse: each function runs one part as a separate op and returns the arguments of
-/// the rest. Fused or not, the bits are the same.
+/// the rest. Fused or not, the bits are the same, but for a norm before a layer in e4m3
+/// (network_ops.h).
 
 namespace denoised {
 

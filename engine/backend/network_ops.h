@@ -91,7 +91,9 @@ struct Conv2dShortcut {
 
 /// What is done to the input `x` of a convolution or a linear layer before the product. A backend
 /// fuses what is supported and faster; it runs the rest as separate ops (decompose.h), with the
-/// same bits. Only convolutions have `x2` and `upsample2x`.
+/// same bits. But a norm before a layer in e4m3 may be rounded to e4m3 alone, and not to the
+/// activation dtype first; which of the two depends on the layer. Only convolutions have `x2` and
+/// `upsample2x`.
 struct Prologue {
   Tensor x2;                // optional [N, H, W, C2]: the input is concat(x, x2) along channels
   Norm norm;                // optional, of concat(x, x2)

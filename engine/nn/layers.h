@@ -53,6 +53,7 @@ class Conv2d {
                                                  const Weights& shortcut_weights,
                                                  int shortcut_channels);
 
+  bool MultipliesE4m3() const { return weight_->e4m3.input_scale != 0; }
   /// Convolves args.x as args.prologue and args.epilogue say. Sets weights, padding (kernel / 2 on
   /// all sides), the tensors that a norm of the input may need, and, if undefined, a new output in
   /// activation dtype.

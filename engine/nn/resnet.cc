@@ -68,7 +68,9 @@ Tensor ResnetBlock::operator()(Context& context, const Tensor& x, const Tensor& 
     norm2 = norm2_.Then(options_.activation);
     first.epilogue.add = time_columns;
   }
-  first.epilogue.norm = &norm2;
+  // A norm before a layer in e4m3 is rounded once. Whether this convolution could apply it, and
+  // round it to bf16, depends on the batch.
+  if (!conv2_.MultipliesE4m3()) first.epilogue.norm = &norm2;
   const Tensor hidden = conv1_(context, std::move(first));
   Conv2dArgs second{.x = hidden, .prologue = {.norm = norm2}};
   if (has_shortcut) {

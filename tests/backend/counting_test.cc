@@ -69,6 +69,12 @@ TEST_F(CountingTest, LayersInE4m3) {
   EXPECT_DEATH(backend_.Linear(tokens), "rounded is \\[2, 5, 32\\], must be \\[2, 5, 16\\]");
   CountingBackend on_cpu(Device::kCpu, DType::kF32);
   EXPECT_EQ(on_cpu.PackLinear({Host({32, 16})}, {}, e4m3).value()->rounded_bytes, 0);
+  // Over doubled images: four weights for each output.
+  const size_t before = backend_.weight_bytes(), before_on_cpu = on_cpu.weight_bytes();
+  for (CountingBackend* backend : {&backend_, &on_cpu})
+    ASSERT_TRUE(backend->PackConv2d(Host({64, 40, 3, 3}), {}, /*upsample2x=*/true, e4m3).ok());
+  EXPECT_EQ(backend_.weight_bytes() - before, 64u * 40 * 16 + 64 * 4);
+  EXPECT_EQ(on_cpu.weight_bytes() - before_on_cpu, 4u * 64 * 40 * 9 * sizeof(float));
 }
 
 TEST_F(CountingTest, ReadersInE4m3) {

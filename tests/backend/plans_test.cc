@@ -64,6 +64,8 @@ const std::vector<Case> kCases = {{3, 32, 32, 128, 0, 128, 3},
                                   {2, 16, 16, 64, 0, 128, 3, 1, false, false, 64, 0},
                                   {70, 4, 4, 320, 64, 320, 3, 1, false, false, 72, 0},
                                   {40, 32, 32, 128, 0, 128, 3, 1, false, false, 192, 64},
+                                  {150, 16, 16, 128, 0, 128, 3, 1, false, false, 64, 0},
+                                  {301, 8, 8, 128, 0, 128, 3, 1, false, false, 72, 0},
                                   {3, 8, 8, 256, 0, 1280, 3},
                                   {3, 8, 8, 128, 0, 1280, 3},
                                   {2, 32, 32, 64, 0, 1280, 3},
@@ -103,12 +105,10 @@ Conv2dLaunch ShapeOf(const Case& c) {
   return conv;
 }
 
-/// The same layer in e4m3: of pairs of channels, without what a layer in e4m3 cannot have. A
-/// shortcut stays in bf16.
+/// The same layer in e4m3: of pairs of channels, with one source. A shortcut stays in bf16.
 Conv2dLaunch InE4m3(Conv2dLaunch conv) {
   conv.x.element = conv.weight_element = Element::kE4m3x2;
   conv.x2 = {}, conv.channels2 = 0;
-  if (!SuitsShortcut(conv)) conv.shortcut = {};
   return conv;
 }
 
@@ -234,11 +234,8 @@ TEST(HopperCandidatesTest, TilesRefuseSplitsTheyCannotAdd) {
                    e4m3_one_by_one = FindE4m3Tile(Loader::kIm2col, 32);
   EXPECT_TRUE(Supports({e4m3_tile, 1, 1}, InE4m3(shortcut)));
   EXPECT_FALSE(Supports({e4m3_tile, 2, 1}, InE4m3(shortcut))) << "no split-K";
-  Conv2dLaunch narrow_out = InE4m3(shortcut);
-  narrow_out.out.element = Element::kF32;
-  EXPECT_FALSE(Supports({e4m3_one_by_one, 1, 1}, narrow_out)) << "a shortcut, one by one";
-  narrow_out.shortcut = {};
-  EXPECT_TRUE(Supports({e4m3_one_by_one, 1, 1}, narrow_out));
+  EXPECT_FALSE(Supports({e4m3_one_by_one, 1, 1}, InE4m3(shortcut))) << "a shortcut, one by one";
+  EXPECT_TRUE(Supports({e4m3_one_by_one, 1, 1}, InE4m3(without)));
 }
 
 TEST(HopperCandidatesTest, TilesRefuseInputsTheyCannotRead) {
@@ -925,7 +922,9 @@ TEST_P(HopperGroupNormTest, InE4m3AreTheNearestOfTheResult) {
     // y was between them, but for its own rounding.
     ASSERT_LE(std::abs(together - y), std::abs(apart - y) + std::abs(y) * 0x1p-8f) << i;
   }
+  // bf16 lies on a tie of e4m3 in one of 32 cases, and then half of them differ.
   EXPECT_LT(differ, static_cast<int64_t>(all.size()) / 20);
+  EXPECT_GT(differ, static_cast<int64_t>(all.size()) / 200) << "rounded twice";
   if (SuitsGroupNormCluster(norm, queue_)) {
     EXPECT_TRUE(Run("cluster", [&] { return LaunchGroupNormCluster(norm, queue_); }) == all);
   }

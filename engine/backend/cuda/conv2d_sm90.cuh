@@ -47,10 +47,9 @@ struct Tile {
 };
 
 /// The layers that a kernel is compiled for. kSplitK: k has several splits, as it has in bf16 where
-/// there is a shortcut. kDoubled: the image is
-/// doubled, so there are four phases. The code for what other layers need is left out: all endings
-/// together are two to four times as long, which makes short launches slower
-/// (docs/kernels-measured.md).
+/// there is a shortcut. kDoubled: the image is doubled, so there are four phases. The code for what
+/// other layers need is left out: all endings together are two to four times as long, which makes
+/// short launches slower (docs/kernels-measured.md).
 template <Ending kEnding_, bool kSplitK_ = false, bool kShortcut_ = false, bool kDoubled_ = false>
 struct Form {
   static constexpr Ending kEnding = kEnding_;

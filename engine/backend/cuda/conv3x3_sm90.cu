@@ -4,7 +4,7 @@
 // instead of nine.
 //
 // The chunks of a shortcut have one tap and are not normalised. Their halo tiles have no halo, and
-// slots of their own, because they are interleaved with those that stay for nine taps.
+// slots of their own, because in bf16 they are interleaved with those that stay for nine taps.
 //
 // In e4m3 a halo tile has 128 channels and its products are a run. There is no fused norm and no
 // split-K; a shortcut, in bf16, is the last run.

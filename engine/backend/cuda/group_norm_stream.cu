@@ -644,10 +644,6 @@ Plan MakePlan(const NormLayer& norm, int slice_channels, int most_blocks, bool c
   const auto whole_warps = [](int threads) { return (threads + 31) / 32 * 32; };
   plan.reducers = whole_warps(line_reducers * plan.leaf_lines);
   plan.normalisers = whole_warps(line_normalisers * plan.pixel_lines);
-  if (e4m3 && ThreadsOf(plan) > kMaxThreads && plan.pixel_lines > 1) {
-    plan.pixel_lines /= 2;
-    plan.normalisers = whole_warps(line_normalisers * plan.pixel_lines);
-  }
 
   plan.chunk_pixels = std::max(kAtOnce * kLeafPixels * plan.leaf_lines, kAtOnce * plan.pixel_lines);
   while (plan.chunk_pixels * slice_channels * 2 < kFewChunkBytes) plan.chunk_pixels *= 2;

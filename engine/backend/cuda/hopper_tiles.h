@@ -24,7 +24,7 @@ enum class Schedule : uint8_t {
   kClusterSplitK,  // not persistent, for few pixels: conv_few_pixels_sm90.cu, with either loader
 };
 
-/// Where the splits of k, and the steps of a shortcut, are added.
+/// Where the splits of k are added, and in bf16 the steps of a shortcut.
 enum class SplitK : uint8_t {
   kNone,     // nowhere: there is one split
   kCta,      // one CTA has all splits

@@ -210,7 +210,7 @@ constexpr int kFlagBytes = 2 << 20;
 cudaError_t LaunchGroupNorm(const GroupNormLaunch& norm, const Queue& queue);
 /// LaunchGroupNormFactors: the factors in two passes, for bf16 images of any size, if
 /// SuitsGroupNormFactors(). LaunchGroupScale: `out` from these factors or those of the kernels
-/// below; also in e4m3, rounded to bf16 first, if the channels are a multiple of 16.
+/// below; also in e4m3, if the channels are a multiple of 16.
 bool SuitsGroupNormFactors(const NormLayer& norm);
 cudaError_t LaunchGroupNormFactors(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupScale(const GroupNormLaunch& norm, const Queue& queue);
@@ -230,7 +230,7 @@ bool SuitsGroupNormPieces(const NormLayer& norm);
 bool PrefersGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 cudaError_t LaunchGroupNormPieces(const GroupNormLaunch& norm, const Queue& queue);
 
-/// `out` may be x. In e4m3, rounded to bf16 first, if LayerNormRounds().
+/// `out` may be x. Also in e4m3, if LayerNormRounds().
 bool LayerNormRounds(const Rows& x, int channels);
 cudaError_t LaunchLayerNorm(const Rows& x, const float* gamma, const float* beta, float eps,
                             int64_t tokens, int channels, const Rows& out, const Queue& queue);

@@ -7,7 +7,8 @@
 /// The main loop of a consumer warpgroup, one for all convolutions on Hopper (CUTLASS: the
 /// collective mainloop's mma). What differs are the operands, a loader's other end: where the
 /// matrices of a step are in shared memory, and what they keep occupied. docs/kernels.md has a
-/// picture of it, and says what a run of k is: a split in bf16, kE4m3Run steps in e4m3.
+/// picture of it, and says what a run of k is: a split in bf16; in e4m3 kE4m3Run steps, or a
+/// shortcut.
 ///
 /// Sums of splits that other CTAs of a cluster have are added in two other places:
 /// Consumer::Exchange() in conv3x3_sm90.cu, Outputs::Sum() in conv_few_pixels_sm90.cu.

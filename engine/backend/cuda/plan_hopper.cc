@@ -119,7 +119,7 @@ bool Supports(const HopperPlan& plan, const ConvLayer& conv) {
   }
   // Inputs.
   if (e4m3 != (spec.element == Element::kE4m3x2)) return false;
-  if (e4m3 && conv.x2.data != nullptr) return false;
+  if (e4m3 && (conv.x2.data != nullptr || (shortcut && spec.StoresOneByOne()))) return false;
   if (!(halo_tiles ? SuitsHaloTile(conv) : SuitsHopper(conv))) return false;
   if (conv.input_factors != nullptr && !spec.FusesInputNorm()) return false;
   // Outputs. Persistent halo tiles read conv.add by whole boxes.
