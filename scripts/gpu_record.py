@@ -71,7 +71,8 @@ def describe(record, sources, changed=()):
     if record is None:
         return f"GPU tests: there is no {RECORD}: {run_it}"
     of = (f"{record['device']} at {record['commit']}: {record['passed']} passed, "
-          f"{len(record['failed'])} failed, {len(record['skipped'])} skipped")
+          f"{len(record['failed'])} failed, {len(record['skipped'])} skipped" +
+          (f", {len(record['again'])} of them in a second run" if record.get("again") else ""))
     if record["sources"] != sources:
         since = f"; changed since: {', '.join(changed)}" if changed else ""
         return f"GPU tests: {RECORD} is of other CUDA sources ({of}{since}): {run_it}"

@@ -132,6 +132,27 @@ class GpuRecordTest(unittest.TestCase):
         self.assertEqual(record["sources"], gpu_record.hash_of_sources(self.root))
         self.assertTrue(self.output.endswith(f"{PROGRAMS + 19} passed, 0 failed, 1 skipped\n"), self.output)
 
+    def test_what_failed_runs_again(self):
+        self.program("backend_test", {"Cuda/Fine.Case/0": "passed", "Cuda/Bad.Case/0": "failed"})
+        self.program("engine_test", {"Cuda/Fine.Case/Bf16": "passed", "Device/EngineTest.Gpu/cuda": "crash"})
+        first = self.run_test_gpu(status=1)
+        failed = ["backend_test: Cuda/Bad.Case/0", "engine_test: Device/EngineTest.Gpu/cuda"]
+        self.assertEqual(first["failed"][:2], [failed[0], failed[1] + ": did not run"])
+        (self.root / "ran").unlink()
+        self.program("backend_test", {"Cuda/Fine.Case/0": "passed", "Cuda/Bad.Case/0": "passed"})
+        self.assertEqual(self.run_test_gpu("--again", status=1)["failed"][0], failed[1] + ": did not run")
+        self.program("engine_test", {"Cuda/Fine.Case/Bf16": "passed", "Device/EngineTest.Gpu/cuda": "passed"})
+        record = self.run_test_gpu("--again")
+        self.assertEqual((record["passed"], record["failed"], record["again"]),
+                         (first["passed"] + 2, [], failed))
+        self.assertFalse([case for case in (self.root / "ran").read_text().split() if "Fine" in case])
+        self.assertIn("2 of them in a second run", gpu_record.describe(record, record["sources"]))
+        self.run_test_gpu("--again", status=1)
+        self.assertIn("nothing failed", self.output)
+        self.write("engine/nn/conv.cc", "changed")
+        self.run_test_gpu("--again", status=1)
+        self.assertIn("is no record of these sources", self.output)
+
     def test_what_measures_time_or_memory_runs_alone(self):
         alone = ["Cuda/Slow.TakesNoMoreMemory/0", "Device/EngineTest.Slow/cuda", "SeveralDevices.SlowGpu"]
         self.program("backend_test", {f"Cuda/Slow.Case/{i}": "passed" for i in range(6)} | {alone[0]: "passed"})
