@@ -19,6 +19,7 @@
 #include <system_error>
 #include <utility>
 
+#include "absl/strings/str_replace.h"
 #include "engine/engine.h"
 #include "engine/sampling/sampler.h"
 #include "engine/training/latents.h"
@@ -41,17 +42,6 @@ using Clock = std::chrono::steady_clock;
 using training::StepReport;
 using training::Trainer;
 using training::TrainerState;
-
-template <typename... Args>
-void Say(fmt::format_string<Args...> format, Args&&... args) {
-  const std::string line = fmt::format(format, std::forward<Args>(args)...) + "\n";
-  std::fputs(line.c_str(), stderr);
-}
-
-/// The run can do without TensorBoard's events.
-void SayLost(const absl::Status& written) {
-  if (!written.ok()) Say("{}. The run goes on", std::string(written.message()));
-}
 
 double Since(Clock::time_point then) {
   return std::chrono::duration<double>(Clock::now() - then).count();
@@ -106,13 +96,23 @@ uLong Checksum(uLong checksum, const std::vector<T>& values) {
 class Session {
  public:
   Session(const RunConfig& config, const std::atomic<bool>& stop)
-      : config_(config), stop_(stop), fingerprint_(config.Fingerprint()) {}
+      : config_(config), stop_(stop), folder_(config.output), fingerprint_(config.Fingerprint()) {}
   ~Session() {
     if (lock_ >= 0) close(lock_);
   }
   absl::Status Run();
 
  private:
+  template <typename... Args>
+  void Say(fmt::format_string<Args...> format, Args&&... args) const {
+    const std::string line = WithOutput(fmt::format(format, std::forward<Args>(args)...)) + "\n";
+    std::fputs(line.c_str(), stderr);
+  }
+  /// The run can do without TensorBoard's events.
+  void SayLost(const absl::Status& written) const {
+    if (!written.ok()) Say("{}. The run goes on", std::string(written.message()));
+  }
+  absl::Status RunHere();
   absl::Status ReadTexts(const Captions& captions, uLong* checksum);
   absl::Status NameClasses(const std::vector<std::string>& of_folders,
                            const std::vector<int32_t>& labels);
@@ -130,7 +130,7 @@ class Session {
   absl::Status CheckCanWrite() const;
   absl::Status CheckEarlierRun() const;
   absl::Status OpenOutput();
-  absl::Status CheckStillLocked() const;
+  absl::Status CheckFolder();
   absl::Status DryRun();
   absl::StatusOr<std::map<std::string, Weights>> OpenFirstWeights() const;
   absl::Status LoadFirstWeights(const std::map<std::string, Weights>& opened);
@@ -150,7 +150,11 @@ class Session {
   void Log(const StepReport& report, double images_per_second);
   void ShortenLog(int64_t steps) const;
   bool first() const { return config_.rank == 0; }
-  std::string Output(const std::string& name) const { return config_.output + "/" + name; }
+  std::string Output(const std::string& name) const { return folder_ + "/" + name; }
+  /// What people read has --output in place of folder_.
+  std::string WithOutput(const std::string& text) const {
+    return lock_ < 0 ? text : absl::StrReplaceAll(text, {{folder_, config_.output}});
+  }
   bool text_to_image() const { return config_.pipeline && config_.stage == Stage::kDiffusion; }
   std::string SnapshotDirectory(size_t average) const {
     if (average == 0) return Output("model");
@@ -159,7 +163,8 @@ class Session {
 
   RunConfig config_;
   const std::atomic<bool>& stop_;
-  int lock_ = -1;  // the first rank's, on --output
+  std::string folder_;  // --output, or what the first rank has locked, also if it is moved
+  int lock_ = -1;       // on it
   Pictures pictures_;
   std::vector<std::string> prompts_;  // of the grids
   training::AutoencoderWeights vae_weights_;
@@ -173,6 +178,7 @@ class Session {
   double step_flops_ = 0;
   double peak_flops_ = 0;    // of all ranks, FLOP/s; 0: not known
   bool log_failed_ = false;  // said once
+  bool moved_ = false;       // likewise
   bool wrote_models_ = false;
 };
 
@@ -190,7 +196,7 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
   options.width = static_cast<int>(config_.canvas != 0 ? config_.canvas : picture[1]);
   options.pad = config_.pad;
   options.stop = &stop;
-  if (first()) options.note = [](const std::string& what) { Say("{}", what); };
+  if (first()) options.note = [this](const std::string& what) { Say("{}", what); };
   if (const auto* const pixels = std::get_if<UNet2DConfig>(&config_.network)) {
     options.wants_labels = pixels->condition == ClassCondition::kLabel;
     options.wants_vectors =
@@ -216,7 +222,7 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
   options.decoding_memory =
       std::min(options.decoding_memory,
                static_cast<int64_t>(training::FreeHostMemory() / 16 / config_.local_ranks));
-  options.scratch = config_.output;
+  options.scratch = folder_;
   if (config_.dry_run) {
     std::error_code error;
     options.scratch = fs::temp_directory_path(error).string();
@@ -596,6 +602,9 @@ absl::Status Session::OpenOutput() {
           "--output {}: another denoise-train writes there; wait until it ends, or choose another "
           "folder",
           config_.output);
+    // The path may lead to another folder later, in which another run may write.
+    const std::string locked = fmt::format("/proc/self/fd/{}", lock_);
+    if (lock_ >= 0 && fs::is_directory(locked, error)) folder_ = locked;
   }
   DENOISED_RETURN_IF_ERROR(CheckEarlierRun());
   fs::create_directories(Output("checkpoints"), error);
@@ -604,20 +613,24 @@ absl::Status Session::OpenOutput() {
   return absl::OkStatus();
 }
 
-/// The lock is on the folder and not on its path. If it was moved or removed, another run may lock
-/// a new folder of that path, and this one must not write there.
-absl::Status Session::CheckStillLocked() const {
+/// A folder that was moved is written to as before. One that was removed can take no files. What
+/// cannot be looked at, as on a file system that is away for a moment, is left to the next save.
+absl::Status Session::CheckFolder() {
   struct stat locked, there;
-  if (lock_ < 0 || fstat(lock_, &locked) != 0 ||
-      (stat(config_.output.c_str(), &there) == 0 && locked.st_dev == there.st_dev &&
-       locked.st_ino == there.st_ino))
-    return absl::OkStatus();
-  return InvalidArgument(
-      "--output {}: the folder of this run was moved or removed, and what is there now is not its "
-      "own, so the run ends at step {} and saves nothing more. To go on{}, resume with the "
-      "--output "
-      "to which it was moved",
-      config_.output, step_, saved_step_ > 0 ? fmt::format(" from step {}", saved_step_) : "");
+  if (lock_ < 0 || folder_ == config_.output || fstat(lock_, &locked) != 0) return absl::OkStatus();
+  if (locked.st_nlink == 0)
+    return InvalidArgument(
+        "--output {}: the folder of this run was removed, with all that it had saved, so the run "
+        "ends at step {}",
+        config_.output, step_);
+  const bool found = stat(config_.output.c_str(), &there) == 0;
+  const bool other = found && (locked.st_dev != there.st_dev || locked.st_ino != there.st_ino);
+  const bool none = !found && (errno == ENOENT || errno == ENOTDIR);
+  if ((other || none) && !std::exchange(moved_, true))
+    Say("--output {}: the folder of this run was moved, and {} there now. The run goes on writing "
+        "to its own folder; to resume it, give the new path as --output",
+        config_.output, other ? "another folder is" : "nothing is");
+  return absl::OkStatus();
 }
 
 /// What each rank does in a time of its own.
@@ -656,7 +669,6 @@ absl::Status Session::Begin() {
       Trainer::Plan(*backend_, config_.network, config_.trainer, pictures_.dataset, config_.ranks));
   step_flops_ = plan.step_flops;
   peak_flops_ = backend_->peak_flops() * config_.ranks;
-  DENOISED_RETURN_IF_ERROR(CheckStillLocked());  // reading may have taken long
   ShortenLog(step_);
   absl::StatusOr<EventFile> events = EventFile::Create(Output("events"), step_ + 1);
   SayLost(events.status());
@@ -937,7 +949,6 @@ absl::Status Session::Save() {
     saved_step_ = step_;
     return absl::OkStatus();
   }
-  DENOISED_RETURN_IF_ERROR(CheckStillLocked());
   DENOISED_ASSIGN_OR_RETURN(TrainerState state, trainer_->State());
   if (!IsFinite(state.trained) ||
       !std::all_of(state.averages.begin(), state.averages.end(), IsFinite))
@@ -1027,7 +1038,7 @@ absl::Status Session::Loop() {
     skipped_in_row_ = report.skipped ? skipped_in_row_ + 1 : 0;
     const bool last = step_ == config_.trainer.steps || stopped;
     if (first() && (step_ % config_.log_steps == 0 || last)) {
-      DENOISED_RETURN_IF_ERROR(CheckStillLocked());
+      DENOISED_RETURN_IF_ERROR(CheckFolder());
       Log(report, static_cast<double>((step_ - logged) * config_.trainer.batch) / Since(since));
       logged = step_;
       since = Clock::now();
@@ -1043,7 +1054,10 @@ absl::Status Session::Loop() {
     const bool sample = config_.sample_steps > 0 &&
                         (step_ % config_.sample_steps == 0 || step_ == config_.trainer.steps);
     if (step_ % config_.checkpoint_steps == 0 || last || sample) {
-      DENOISED_RETURN_IF_ERROR(Save());
+      if (absl::Status saved = Save(); !saved.ok()) {
+        DENOISED_RETURN_IF_ERROR(CheckFolder());  // the reason, if it is gone
+        return saved;
+      }
       DENOISED_RETURN_IF_ERROR(exchange_->WaitForFirst());
       if (sample) {
         // A grid may take minutes, for which nobody waits who stops a run, whichever its rank.
@@ -1071,6 +1085,11 @@ absl::Status Session::CheckLearned() const {
 }
 
 absl::Status Session::Run() {
+  const absl::Status status = RunHere();
+  return absl::Status(status.code(), WithOutput(std::string(status.message())));
+}
+
+absl::Status Session::RunHere() {
   if (first() && !config_.resumed_flags.empty()) Say("settings of {}", config_.resumed_flags);
   if (first() && !config_.unknown_flags.empty())
     Say("warning: settings of another version are passed over: {}",

@@ -1265,32 +1265,83 @@ class RunTest(unittest.TestCase):
             first.communicate()
         self.train("a", steps=1, resume="latest", **{"checkpoint-steps": 1})
 
-    def test_a_run_whose_folder_was_moved_does_not_write_to_another(self):
+    def stop_at(self, output, line, **flags):
+        """A run that SIGSTOP holds some time after it said `line`."""
+        process = self.start(output, steps=10**6, **flags)
+        while line not in (said := process.stderr.readline()):
+            self.assertTrue(said)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        return process
+
+    def read_until(self, process, *parts):
+        """What it says until it has said all these parts, each once or more."""
+        said = ""
+        while not all(part in said for part in parts):
+            line = process.stderr.readline()
+            self.assertTrue(line, said)
+            said += line
+        return said
+
+    def test_a_run_whose_folder_is_moved_goes_on_in_it(self):
+        flags = {"log-steps": 20, "checkpoint-steps": 20, "sample-steps": 40, "sample-count": 1, "keep": 10**6}
+        for place, there in (("replaced", "another folder is"), ("moved", "nothing is")):
+            with self.subTest(place=place):
+                output, moved = self.root / place, self.root / f"{place} elsewhere"
+                process = self.stop_at(place, "drew ", **flags)
+                output.rename(moved)
+                if place == "replaced":
+                    self.train(place, steps=1, **{"sample-steps": 1})
+                before = {path: path.is_file() and path.read_bytes() for path in output.rglob("*")}
+                last = max((moved / "checkpoints").glob("step-*")).name
+                process.send_signal(signal.SIGCONT)
+                said = self.read_until(process, "the folder of this run was moved", "drew ", "saved step")
+                said += self.read_until(process, "drew ", "saved step")
+                process.send_signal(signal.SIGTERM)
+                said += process.stderr.read()
+                self.assertEqual(process.wait(timeout=60), 0, said)
+                self.assertEqual(said.count(f"--output {output}: the folder of this run was moved, and {there} there now. "
+                                            "The run goes on"), 1, said)  # fmt: skip
+                self.assertIn(f"drew {output}/samples/step-", said)
+                self.assertNotIn("/proc", said)
+                # All that is written is in the folder of the run, and nothing in the other.
+                after = {path: path.is_file() and path.read_bytes() for path in output.rglob("*")}
+                self.assertEqual(after, before)
+                step = int(re.search(r"stopped by a signal after step (\d+)", said)[1])
+                self.assertGreater(f"step-{step:09}", last)
+                self.assertTrue((moved / f"checkpoints/step-{step:09}/DONE").exists())
+                self.assertGreater(max((moved / "samples").iterdir()).stem, last)
+                logged = (moved / "log.jsonl").read_text().splitlines()
+                self.assertEqual(json.loads(logged[-1])["step"], step)
+                said = self.train(moved, resume="latest", steps=step + 1, **flags)
+                self.assertIn(f"resumed at step {step}\n", said)
+
+    def test_a_run_whose_folder_is_removed_ends(self):
         for place, flags, ready in [
             ("log", {"log-steps": 1, "checkpoint-steps": 10**6}, "step 3/"),
-            ("save", {"log-steps": 10**6, "checkpoint-steps": 400}, "saved step 400\n"),
+            ("save", {"log-steps": 10**6, "checkpoint-steps": 20}, "saved step 20\n"),
         ]:  # fmt: skip
             with self.subTest(place=place):
-                process = self.start(place, steps=5000, **flags)
-                while ready not in (line := process.stderr.readline()):
-                    self.assertTrue(line)
-                (self.root / place).rename(self.root / f"{place} moved")
-                self.train(place, steps=1)
+                process = self.stop_at(place, ready, **flags)
+                shutil.rmtree(self.root / place)
+                process.send_signal(signal.SIGCONT)
                 said = process.stderr.read()
                 self.assertEqual(process.wait(timeout=60), 2, said)
-                self.assertIn(f"denoise-train: --output {self.root}/{place}: the folder of this run was moved or removed, "
-                              "and what is there now is not its own, so the run ends at step", said)  # fmt: skip
-                self.assertEqual([p.name for p in (self.root / place / "checkpoints").iterdir()], ["step-000000001"])
-                self.assert_log_has_each_step_once(place, 1)
-        at = int(re.search(r"To go on from step (\d+), resume with the --output to which it was moved", said)[1])
-        self.assertIn(f"resumed at step {at}\n", self.train("save moved", resume="latest", steps=at + 1))
-        # It does not make the folder again, either.
-        process = self.start("gone", steps=5000, **{"checkpoint-steps": 10**6})
-        while "step 3/" not in process.stderr.readline():
-            self.assertIsNone(process.poll())
-        (self.root / "gone").rename(self.root / "elsewhere")
-        self.assertIn("was moved or removed", process.stderr.read())
-        self.assertFalse((self.root / "gone").exists())
+                self.assertRegex(said, f"denoise-train: --output {self.root}/{place}: the folder of this run was removed, "
+                                 r"with all that it had saved, so the run ends at step \d+\n$")  # fmt: skip
+                self.assertFalse((self.root / place).exists())
+
+    def test_a_path_that_cannot_be_looked_at_does_not_end_a_run(self):
+        parent = self.root / "parent"
+        process = self.stop_at(parent / "a", "step 3/", **{"log-steps": 1, "checkpoint-steps": 20})
+        parent.rename(self.root / "away")
+        parent.symlink_to(parent)  # ELOOP
+        process.send_signal(signal.SIGCONT)
+        self.read_until(process, "saved step", "step ")
+        process.send_signal(signal.SIGTERM)
+        said = process.stderr.read()
+        self.assertEqual(process.wait(timeout=60), 0, said)
+        self.assertNotIn("was moved", said)
 
     def test_an_output_among_the_pictures_is_refused(self):
         link = self.root / "link"
