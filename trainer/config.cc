@@ -944,17 +944,14 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
 
 }  // namespace
 
-// The server takes any text: models of others have names with commas, and requests may give
-// numbers.
+// The server takes any text: models of others may have other names.
 absl::Status CheckClassName(const std::string& name, const std::string& where,
                             const std::string& remedy) {
   std::string why;
   if (const absl::Status text = DecodeUtf8(name).status(); !text.ok()) {
     why = std::string(text.message());
   } else if (name.find_first_not_of(" \t\r\n") == std::string::npos) {
-    why = "it is empty, so no request could give it";
-  } else if (name.find(',') != std::string::npos) {
-    why = "its comma separates two names in requests, such as denoise generate --labels cat,dog";
+    why = "it is blank, so no request could give it";
   } else {
     return absl::OkStatus();
   }

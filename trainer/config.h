@@ -70,8 +70,8 @@ struct RunConfig {
 /// would type. Some of its fields are lists of several flags' values.
 nlohmann::json AsFlags(const nlohmann::json& fingerprint);
 
-/// InvalidArgument if requests could not name a class so. `where` is the flag or file that does,
-/// and `remedy` says what to change there.
+/// InvalidArgument if requests could not name a class so. `where` is the flag that does, and
+/// `remedy` says what to change there.
 absl::Status CheckClassName(const std::string& name, const std::string& where,
                             const std::string& remedy);
 

@@ -19,6 +19,7 @@
 #include <system_error>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_replace.h"
 #include "engine/engine.h"
 #include "engine/sampling/sampler.h"
@@ -116,6 +117,7 @@ class Session {
   absl::Status ReadTexts(const Captions& captions, uLong* checksum);
   absl::Status NameClasses(const std::vector<std::string>& of_folders,
                            const std::vector<int32_t>& labels);
+  void SayUnclearNames() const;
   absl::Status CheckClasses(const training::Dataset& labels,
                             const std::vector<std::string>& of_folders);
   absl::Status ReadData(const std::atomic<bool>& stop);
@@ -201,10 +203,6 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
     options.wants_labels = pixels->condition == ClassCondition::kLabel;
     options.wants_vectors =
         pixels->condition == ClassCondition::kValue || pixels->condition == ClassCondition::kVector;
-    if (options.wants_labels && config_.class_names.empty())
-      options.check_name = [](const std::string& name, const std::string& path) {
-        return CheckClassName(name, path, "rename it, or name all classes with --class-name");
-      };
   }
   options.check = [this](const training::Dataset& labels,
                          const std::vector<std::string>& names) -> absl::Status {
@@ -261,6 +259,7 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
         pictures_.dataset.on_disk ? " on disk" : "", pictures_.bad.size(), Since(start));
   if (!config_.pipeline)
     DENOISED_RETURN_IF_ERROR(CheckClasses(pictures_.dataset, pictures_.class_names));
+  if (first()) SayUnclearNames();
   // Another data set under the same settings is another run.
   uLong checksum = Checksum(0, images);
   checksum = Checksum(checksum, pictures_.dataset.labels);
@@ -293,7 +292,12 @@ absl::Status Session::NameClasses(const std::vector<std::string>& of_folders,
   const auto& network = std::get<UNet2DConfig>(config_.network);
   const bool classes = network.condition == ClassCondition::kLabel;
   std::vector<std::string>& names = config_.class_names;
-  if (names.empty() && classes) names = of_folders;
+  if (names.empty() && classes) {
+    for (const std::string& name : of_folders)
+      DENOISED_RETURN_IF_ERROR(CheckClassName(name, "--data " + config_.data,
+                                              "rename it, or name all classes with --class-name"));
+    names = of_folders;
+  }
   if (names.empty()) return absl::OkStatus();
   if (!classes)
     return InvalidArgument("--class-name: the network has no classes; set num_class_embeds to {}",
@@ -305,30 +309,53 @@ absl::Status Session::NameClasses(const std::vector<std::string>& of_folders,
           "--class-name: classes {} and {} are both named \"{}\", so requests with that name would "
           "always get class {}; give each class a name of its own",
           same->second, label, names[label], same->second);
-  // The null class has no name and comes last, where the server expects it, unless it is one of
-  // those that --class-name names, and not the last of them.
-  const int embeddings = network.num_class_embeds, count = static_cast<int>(names.size()),
-            null_class = config_.trainer.null_class;
-  const bool null = config_.trainer.class_dropout > 0,
-             null_given = config_.flags.contains("null-class"),
-             null_named = null && null_given && null_class + 1 < count && names != of_folders &&
-                          std::count(labels.begin(), labels.end(), null_class) == 0;
-  const int needed = count + (null && !null_named ? 1 : 0);
-  const bool null_fits = !null || null_named || null_class == count;
-  if (needed == embeddings && null_fits) return absl::OkStatus();
-  if (needed == embeddings)
+  const int embeddings = network.num_class_embeds, count = static_cast<int>(names.size());
+  if (config_.trainer.class_dropout == 0) {
+    if (count == embeddings) return absl::OkStatus();
+    return InvalidArgument(
+        "{} classes have names, but the network's num_class_embeds is {}; set it to {}{}", count,
+        embeddings, count, embeddings > count ? ", or name every class with --class-name" : "");
+  }
+  // The null class comes last and has no name, as the server expects it; but --null-class may be
+  // one of those before the last that --class-name names, if it is the class of no picture.
+  const int null_class = config_.trainer.null_class;
+  const bool null_given = config_.flags.contains("null-class");
+  const bool null_named = null_given && names != of_folders && null_class + 1 < count &&
+                          std::ranges::count(labels, null_class) == 0;
+  const int needed = null_named ? count : count + 1;
+  if (embeddings == needed && (null_named || null_class == count)) return absl::OkStatus();
+  if (embeddings == needed)
     return InvalidArgument(
         "--null-class is {}, which is the class \"{}\"; leave --null-class out, so that it is {}, "
         "the last of num_class_embeds",
         null_class, names[null_class], count);
-  // More names help only where the null class is where it would be.
-  const bool more_names =
-      embeddings > needed && (!null || null_named || null_class + 1 == embeddings);
+  std::string also;
+  if (!null_named) also += ", with the null class";
+  if (!null_named && null_given && null_class != count) also += ", and leave --null-class out";
+  if (embeddings > needed && null_class + 1 == embeddings)
+    also += ", or name every class with --class-name";
   return InvalidArgument(
-      "{} classes have names, but the network's num_class_embeds is {}; set it to {}{}{}{}", count,
-      embeddings, needed, needed > count ? ", with the null class" : "",
-      null_given && !null_fits ? ", and leave --null-class out" : "",
-      more_names ? ", or name every class with --class-name" : "");
+      "{} classes have names, but the network's num_class_embeds is {}; set it to {}{}", count,
+      embeddings, needed, also);
+}
+
+/// Names that the command cannot give, or takes for another class.
+void Session::SayUnclearNames() const {
+  std::vector<std::string> unclear;
+  const std::vector<std::string>& names = config_.class_names;
+  for (size_t i = 0; i < names.size(); ++i)
+    if (int64_t number = 0;
+        names[i].find(',') != std::string::npos ||
+        (absl::SimpleAtoi(names[i], &number) && number != static_cast<int64_t>(i)))
+      unclear.push_back(fmt::format("\"{}\" (class {})", names[i], i));
+  if (unclear.empty()) return;
+  const size_t more = unclear.size() - std::min<size_t>(unclear.size(), 3);
+  unclear.resize(unclear.size() - more);
+  Say("warning: denoise --labels separates names at commas, and takes a number for that of a "
+      "class, "
+      "so it cannot name {}{}; give the number of the class there, or another name with "
+      "--class-name",
+      fmt::join(unclear, ", "), more > 0 ? fmt::format(", and {} more", more) : "");
 }
 
 absl::Status Session::ReadTexts(const Captions& captions, uLong* checksum) {

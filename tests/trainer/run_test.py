@@ -1144,7 +1144,7 @@ class RunTest(unittest.TestCase):
         (self.data / "new/0.png").write_bytes(png(lambda x, y: 0))
         self.assertIn("set it to 4, with the null class", self.train("a", rc=2))
         (self.data / "new").rename(self.data / os.fsdecode(b"\xff"))
-        self.assertIn(f'{self.data}/\ufffd: the name of class "\ufffd" cannot be used', self.train("a", rc=2, **{"class-dropout": None}))
+        self.assertIn(f'--data {self.data}: the name of class "\ufffd" cannot be used', self.train("a", rc=2, **{"class-dropout": None}))
         self.assertIn("there are 100 timesteps",
                       self.train("a", rc=2, objective="v", timesteps=100, **{"default-steps": 101}))
 
@@ -1217,42 +1217,55 @@ class RunTest(unittest.TestCase):
             self.assertIn(message, self.train("x", rc=2, **{"null-class": null}))
 
     def test_names_that_no_request_could_give_are_refused(self):
-        comma = "its comma separates two names in requests, such as denoise generate --labels cat,dog; "
-        empty = "it is empty, so no request could give it; "
-        for name, why in (("a,b", comma), ("", empty), (" ", empty)):
+        blank = "cannot be used: it is blank, so no request could give it; "
+        for name in ("", " "):
             for dry in ("false", "true"):
                 said = self.train("refused", rc=2, config=self.names("one", name), **{"dry-run": dry})
-                self.assertIn(f'--class-name: the name of class "{name}" cannot be used: {why}give another name\n', said)
+                self.assertIn(f'--class-name: the name of class "{name}" {blank}give another name\n', said)
             done = subprocess.run([*self.arguments("refused"), "--class-name=one", f"--class-name={name}"],
                                   capture_output=True, text=True)  # fmt: skip
-            self.assertEqual((done.returncode, why in done.stderr), (2, True), done.stderr)
-        remedy = "rename it, or name all classes with --class-name\n"
-        other = self.data / "down, not up"
-        (self.data / "down").rename(other)
+            self.assertEqual((done.returncode, blank in done.stderr), (2, True), done.stderr)
+        (self.data / "down").rename(self.data / " ")
         said = self.train("refused", rc=2)
-        self.assertIn(f'{other}: the name of class "down, not up" cannot be used: {comma}{remedy}', said)
+        remedy = f'--data {self.data}: the name of class " " {blank}rename it, or name all classes with --class-name\n'
+        self.assertIn(remedy, said)
         self.assertNotIn("read in", said)
-        metadata = self.data / "metadata.jsonl"
-
-        def label(name):
-            lines = [{"file_name": f"{of}/{i}.png", "label": label}
-                     for of, label in (("across", "across"), (other.name, name)) for i in range(6)]  # fmt: skip
-            metadata.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-        for name, why in (("a,b", comma), ("", empty)):
-            label(name)
-            said = self.train("refused", rc=2)
-            self.assertIn(f'{metadata}: the name of class "{name}" cannot be used: {why}{remedy}', said)
-        # The remedies help.
+        lines = [{"file_name": f"{of}/{i}.png", "label": of} for of in ("across", " ") for i in range(6)]
+        (self.data / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.assertIn(remedy, self.train("refused", rc=2))
+        # The remedy helps.
         self.train("names", steps=1, config=self.names("one", "two"))
-        label("b")  # the folder names no class
-        self.train("labels", steps=1)
-        self.assertEqual(json.loads((self.root / "labels/model/model_index.json").read_text())["id2label"],
-                         {"0": "across", "1": "b"})  # fmt: skip
         # Where there are no classes, a folder may have any name.
-        metadata.unlink()
+        (self.data / "metadata.jsonl").unlink()
         (self.root / "plain.json").write_text(json.dumps({**NETWORK, "num_class_embeds": None}))
         self.train("plain", steps=1, network=self.root / "plain.json", **{"class-dropout": None})
+
+    def test_names_that_the_command_cannot_give_are_told(self):
+        begin = "warning: denoise --labels separates names at commas, and takes a number for that of a class, so it cannot name "
+        end = "; give the number of the class there, or another name with --class-name\n"
+
+        def names(*labels):
+            for folder, label in zip(sorted(self.data.iterdir()), labels):
+                folder.rename(self.data / label)
+
+        names("a", "tench, Tinca")
+        for flags in ({"dry-run": "true"}, {"steps": 4}, {"resume": "latest", "steps": 8}):
+            self.assertIn(f'{begin}"tench, Tinca" (class 1){end}', self.train("a", **flags))
+        self.assertIn('"tench, Tinca" (class 1)', self.resume("a", "--steps=12"))
+        self.assertEqual(json.loads((self.root / "a/model/model_index.json").read_text())["id2label"],
+                         {"0": "a", "1": "tench, Tinca"})  # fmt: skip
+        # Both remedies for folders that are numbered from 1.
+        names("1", "2")
+        self.assertIn(f'{begin}"1" (class 0), "2" (class 1){end}', self.train("numbers", steps=1))
+        self.assertNotIn(begin, self.train("numbers", steps=2, resume="latest", config=self.names("one", "two")))
+        names("0", "1")
+        self.assertNotIn(begin, self.train("from 0", steps=1))
+        # In one line, also if there are many; those of a checkpoint's flags, too.
+        (self.root / "wide.json").write_text(json.dumps({**NETWORK, "num_class_embeds": 6}))
+        many = {"network": self.root / "wide.json", "config": self.names("a", "b,b", "c,c", "d,d", "e,e")}
+        told = f'{begin}"b,b" (class 1), "c,c" (class 2), "d,d" (class 3), and 1 more{end}'
+        self.assertIn(told, self.train("many", steps=1, **many))
+        self.assertIn(told, self.resume("many", "--steps=2"))
 
     def test_one_run_writes_to_a_folder(self):
         first = subprocess.Popen(self.arguments("a", steps=100000), stderr=subprocess.PIPE, text=True)

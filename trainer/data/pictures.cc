@@ -521,8 +521,7 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
   }
   left_out.Note(path, options);
   std::string no_label = "it has no label in metadata.jsonl";
-  const bool of_folders = !has_lines || (metadata.labels.empty() && options.wants_labels);
-  if (of_folders) {
+  if (!has_lines || (metadata.labels.empty() && options.wants_labels)) {
     // Not in the order of whole paths, in which "cat-small/a.png" comes before "cat/a.png".
     std::map<std::string, std::vector<std::string>> files_of_folder;
     for (const std::string& file : files)
@@ -532,10 +531,6 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
     no_label = has_lines ? "it has no label in metadata.jsonl, and is in no folder of a class"
                          : "it has no label: it is in no folder of a class";
   }
-  for (const std::string& name : metadata.names)
-    if (options.check_name)
-      DENOISED_RETURN_IF_ERROR(
-          options.check_name(name, of_folders ? fs::path(path) / name : lines));
   std::vector<Candidate> candidates;
   for (const std::string& file : files) {
     const std::string whole = fs::path(path) / file;

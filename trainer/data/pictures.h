@@ -25,9 +25,6 @@ struct PictureOptions {
   bool skip_bad = false;       // otherwise bad files are an error, which names the first ones
   /// What else is wrong with a picture of a folder, by its path below the folder; or "".
   std::function<std::string(const std::string& file)> refuse;
-  /// Whether a class may have this name, which a folder has, or a label of metadata.jsonl: `path`;
-  /// or null. Its errors end the reading.
-  std::function<absl::Status(const std::string& name, const std::string& path)> check_name;
   /// Whether a run can have these weights, labels or vectors, and names of classes: called before
   /// pictures are decoded, with those of all that may be read, unless a label is missing; or null.
   /// Its errors end the reading.
