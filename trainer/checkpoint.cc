@@ -258,7 +258,7 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
                                 {"averages", state.averages.size()},
                                 {"machine", checkpoint.machine},
                                 {"flags", checkpoint.flags},
-                                {"scheduler", checkpoint.scheduler},
+                                {"sampler", checkpoint.sampler},
                                 {"configuration", checkpoint.run}};
     DENOISED_RETURN_IF_ERROR(WriteFileWhole(partial + "/run.json", run.dump(2) + "\n"));
     nlohmann::json done;
@@ -314,7 +314,6 @@ absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
     averages = run.at("averages");
     checkpoint.run = run.at("configuration");
     checkpoint.machine = run.value("machine", std::string());
-    checkpoint.scheduler = run.value("scheduler", nlohmann::json());
   } catch (const nlohmann::json::exception& error) {
     return DataLoss("{}/run.json: {}", directory, error.what());
   }
@@ -357,8 +356,8 @@ absl::StatusOr<SettingsFile> FlagsOf(const std::string& directory) {
   DENOISED_RETURN_IF_ERROR(CheckIsCheckpoint(directory));
   DENOISED_RETURN_IF_ERROR(CheckDone(directory, {"run.json"}));
   SettingsFile saved{directory + "/run.json", {}};
-  DENOISED_ASSIGN_OR_RETURN(const nlohmann::json run, ReadJsonFile(saved.file));
-  saved.settings = run.value("flags", nlohmann::json());
+  DENOISED_ASSIGN_OR_RETURN(saved.run, ReadJsonFile(saved.file));
+  saved.settings = saved.run.value("flags", nlohmann::json());
   return saved;
 }
 

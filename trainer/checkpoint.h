@@ -12,7 +12,7 @@
 /// What a run leaves on the disk. A checkpoint is a folder of `checkpoints/`:
 ///
 ///   step-000001000/state.safetensors   weights, moments and averages, flat
-///   step-000001000/run.json            step, counters, settings, flags, scheduler, machine
+///   step-000001000/run.json            step, counters, settings, flags, sampler, machine
 ///   step-000001000/DONE                sizes and checksums of the two; written last
 ///
 /// It is written under a temporary name, synced, renamed, and gets DONE: whenever the process or
@@ -22,11 +22,11 @@ namespace denoised::trainer {
 
 struct Checkpoint {
   training::TrainerState state;
-  nlohmann::json run;             // run.json's "configuration"
-  std::string machine = {};       // on which the step was made; empty in older checkpoints
-  nlohmann::json flags = {};      // of its process, as --config has them; null in older checkpoints
-  nlohmann::json scheduler = {};  // the model's scheduler_config.json; null with --pipeline, and in
-                                  // older checkpoints
+  nlohmann::json run;           // run.json's "configuration"
+  std::string machine = {};     // on which the step was made; empty in older checkpoints
+  nlohmann::json flags = {};    // of its process, as --config has them; null in older checkpoints
+  nlohmann::json sampler = {};  // EDM's sigma_min and sigma_max, which no flag has; null without
+                                // EDM, and in older checkpoints
 };
 
 /// Writes `checkpoint` below `folder`, and then removes what is older than the `keep` newest whole
@@ -52,6 +52,7 @@ absl::Status CannotResume(const absl::Status& status);
 struct SettingsFile {
   std::string file;
   nlohmann::json settings;  // null if there are none
+  nlohmann::json run = {};  // all of a checkpoint's run.json
 };
 /// The flags in a checkpoint, of which only run.json and the sizes of all files are checked.
 /// Checkpoints of earlier versions have none. Errors as LoadCheckpoint().

@@ -312,8 +312,12 @@ absl::Status ReadPipeline(const std::string& directory, const std::string& stage
   return absl::OkStatus();
 }
 
-absl::Status ReadNetwork(const std::string& path, RunConfig* config) {
+/// `run` is the run.json of a checkpoint to resume, or null.
+absl::Status ReadNetwork(const std::string& path, const nlohmann::json& run, RunConfig* config) {
   std::string file = "network";
+  if (config->network_json.is_null() && path.empty() && !config->init_from.empty() &&
+      run.contains("configuration") && run["configuration"].is_object())
+    config->network_json = run["configuration"].value("network", nlohmann::json());
   if (config->network_json.is_null()) {
     std::string from = path;
     if (from.empty() && !config->init_from.empty()) {
@@ -431,14 +435,35 @@ absl::Status CheckStartParts(const PipelineParts& ours, Stage stage, const std::
   });
 }
 
+/// Takes what no flag chooses. It is then among the flags, so that a resume has it, too.
+void TakeNoise(const CLI::App& app, const ObjectiveOptions& noise, RunConfig* config) {
+  ObjectiveOptions& own = config->trainer.objective;
+  if (app.count("--objective") == 0) {
+    own.kind = noise.kind;
+    config->flags["objective"] = training::Name(own.kind);
+  }
+  if (own.kind != noise.kind && !(training::IsDdpm(own.kind) && training::IsDdpm(noise.kind)))
+    return;
+  const auto take = [&](const std::string& name, auto ObjectiveOptions::*field) {
+    if (app.count("--" + name) > 0 || own.*field == noise.*field) return;
+    own.*field = noise.*field;
+    config->flags[name] = fmt::to_string(own.*field);
+  };
+  take("timesteps", &ObjectiveOptions::timesteps);
+  take("beta-schedule", &ObjectiveOptions::beta_schedule);
+  take("beta-start", &ObjectiveOptions::beta_start);
+  take("beta-end", &ObjectiveOptions::beta_end);
+  take("sigma-data", &ObjectiveOptions::sigma_data);
+  take("sigma-min", &ObjectiveOptions::score_sigma_min);
+  take("sigma-max", &ObjectiveOptions::score_sigma_max);
+  own.sigma_min = noise.sigma_min;  // of EDM's sampler
+  own.sigma_max = noise.sigma_max;
+}
+
 /// What the directory of --init-from says of its weights. The noise that no flag chooses is what
-/// its scheduler says; a resume does without it by `config->flags`.
+/// its scheduler says.
 absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
   if (config->init_from.empty()) return absl::OkStatus();
-  // A checkpoint has all that a start says. If there is none, the weights will be missing.
-  std::error_code error;
-  if (!config->resume.empty() && !std::filesystem::exists(config->init_from, error))
-    return absl::OkStatus();
   ModelDirectory start;
   start.root = config->init_from;
   if (config->pipeline) {
@@ -470,30 +495,65 @@ absl::Status ReadStart(const CLI::App& app, RunConfig* config) {
                            config->start_unused);
   }
   config->start = *objective;
+  if (!config->pipeline) TakeNoise(app, *objective, config);
+  return absl::OkStatus();
+}
+
+/// `noise` with what the settings of a checkpoint say.
+ObjectiveOptions NoiseOf(const nlohmann::json& configuration, ObjectiveOptions noise) {
+  if (!configuration.is_object()) return noise;
+  const nlohmann::json saved = AsFlags(configuration);
+  const auto read = [&](const char* flag, auto* number) {
+    const nlohmann::json value = saved.value(flag, nlohmann::json());
+    if (value.is_number()) value.get_to(*number);
+  };
+  read("--timesteps", &noise.timesteps);
+  read("--beta-start", &noise.beta_start);
+  read("--beta-end", &noise.beta_end);
+  read("--sigma-data", &noise.sigma_data);
+  read("--sigma-min", &noise.score_sigma_min);
+  read("--sigma-max", &noise.score_sigma_max);
+  const nlohmann::json kind = saved.value("--objective", nlohmann::json()),
+                       betas = saved.value("--beta-schedule", nlohmann::json());
+  if (kind.is_string())
+    noise.kind = training::ObjectiveFromName(kind.get<std::string>()).value_or(noise.kind);
+  if (betas.is_string()) betas.get_to(noise.beta_schedule);
+  return noise;
+}
+
+/// What a run took from --init-from is in its checkpoint, whose run.json is `run`: the directory
+/// may be gone, or be another model by now.
+absl::Status ResumeStart(const CLI::App& app, const nlohmann::json& run, RunConfig* config) {
   if (config->pipeline) return absl::OkStatus();
   ObjectiveOptions& own = config->trainer.objective;
-  config->objective_of_start = !chosen;
-  if (!chosen) {
-    own.kind = objective->kind;
-    config->flags["objective"] = training::Name(own.kind);
-  }
-  if (own.kind != objective->kind &&
-      !(training::IsDdpm(own.kind) && training::IsDdpm(objective->kind)))
+  const std::string& from = config->init_from;
+  if (!from.empty())
+    TakeNoise(app, NoiseOf(run.value("configuration", nlohmann::json()), own), config);
+  if (own.kind != ObjectiveOptions::Kind::kEdm) return absl::OkStatus();
+  const nlohmann::json sampler = run.value("sampler", nlohmann::json());
+  if (sampler.is_object()) {
+    own.sigma_min = sampler.value("sigma_min", own.sigma_min);
+    own.sigma_max = sampler.value("sigma_max", own.sigma_max);
     return absl::OkStatus();
-  const auto take = [&](const std::string& name, auto ObjectiveOptions::*field) {
-    if (app.count("--" + name) > 0 || own.*field == (*objective).*field) return;
-    own.*field = (*objective).*field;
-    config->flags[name] = fmt::to_string(own.*field);
-  };
-  take("timesteps", &ObjectiveOptions::timesteps);
-  take("beta-schedule", &ObjectiveOptions::beta_schedule);
-  take("beta-start", &ObjectiveOptions::beta_start);
-  take("beta-end", &ObjectiveOptions::beta_end);
-  take("sigma-data", &ObjectiveOptions::sigma_data);
-  take("sigma-min", &ObjectiveOptions::score_sigma_min);
-  take("sigma-max", &ObjectiveOptions::score_sigma_max);
-  own.sigma_min = objective->sigma_min;  // of EDM's sampler
-  own.sigma_max = objective->sigma_max;
+  }
+  if (from.empty()) return absl::OkStatus();
+  // Checkpoints of earlier versions do not say it.
+  ModelDirectory start;
+  start.root = from;
+  std::error_code error;
+  absl::Status read = std::filesystem::is_directory(from, error)
+                          ? ReadStartDirectory(&start)
+                          : NotFound("{}: there is no such directory", from);
+  if (read.ok() && start.scheduler_config) {
+    const absl::StatusOr<ObjectiveOptions> noise =
+        training::ObjectiveOfScheduler(*start.scheduler_config, start.scheduler_config_file);
+    if (noise.ok() && noise->kind == own.kind) {
+      own.sigma_min = noise->sigma_min;
+      own.sigma_max = noise->sigma_max;
+    }
+    read = noise.status();
+  }
+  config->start_lost = std::string(read.message());
   return absl::OkStatus();
 }
 
@@ -512,12 +572,13 @@ struct Flags {
   std::vector<std::string> averages;
   double min_snr = 0, cap_snr = 0, dropout = 0, kl_weight = 1e-4, edge_weight = 0.5;
   bool flow_uniform = false, freeze_text = false;
+  nlohmann::json run;  // run.json of the checkpoint to resume, or null
 
-  /// Whether a checkpoint says what no flag gives.
-  bool ask_checkpoint() const {
-    return config_file.empty() && !config.resume.empty() &&
-           (config.resume != "latest" || !config.output.empty());
+  bool resumes() const {
+    return !config.resume.empty() && (config.resume != "latest" || !config.output.empty());
   }
+  /// Whether a checkpoint says what no flag gives.
+  bool ask_checkpoint() const { return config_file.empty() && resumes(); }
 };
 
 void AddRunFlags(CLI::App& app, Flags* flags) {
@@ -881,7 +942,7 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
         "--dtype is \"bf16\", but the CPU trains in fp32; use a machine with a GPU and --device "
         "cuda");
   if (flags.pipeline.empty()) {
-    DENOISED_RETURN_IF_ERROR(ReadNetwork(flags.network, &config));
+    DENOISED_RETURN_IF_ERROR(ReadNetwork(flags.network, flags.run, &config));
   } else {
     if (!flags.network.empty() || !config.network_json.is_null())
       return InvalidArgument("give either --network or --pipeline");
@@ -899,7 +960,8 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
           "--canvas is {}, but latents are computed once: stage diffusion cannot crop at random",
           config.canvas);
   }
-  DENOISED_RETURN_IF_ERROR(ReadStart(app, &config));
+  DENOISED_RETURN_IF_ERROR(flags.run.is_null() ? ReadStart(app, &config)
+                                               : ResumeStart(app, flags.run, &config));
   const Shape picture = config.picture();
   if (picture[0] == 0)
     return InvalidArgument("sample_size is missing or 0 in the network's config; set it");
@@ -1096,13 +1158,15 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
   };
   DENOISED_RETURN_IF_ERROR(parse(given));
   if (*print) return flags.config;
-  const std::string &resume = flags.config.resume, &output = flags.config.output;
+  const auto read_checkpoint = [&resume = flags.config.resume, &output = flags.config.output] {
+    return resume == "latest" ? LatestFlags(output + "/checkpoints") : FlagsOf(resume);
+  };
   SettingsFile file;
   if (!flags.config_file.empty()) {
     DENOISED_ASSIGN_OR_RETURN(nlohmann::json json, ReadJsonFile(flags.config_file));
     file = {flags.config_file, std::move(json)};
   } else if (flags.ask_checkpoint()) {
-    auto saved = resume == "latest" ? LatestFlags(output + "/checkpoints") : FlagsOf(resume);
+    auto saved = read_checkpoint();
     // Else a run without the flags of a checkpoint says it when it reads the checkpoint.
     if (!saved.ok() && flags.config.data.empty()) return CannotResume(saved.status());
     if (saved.ok()) file = *std::move(saved);
@@ -1123,6 +1187,8 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
     flags.config.class_names.clear();
     DENOISED_RETURN_IF_ERROR(Annotate(parse(arguments), file.file));
   }
+  if (flags.resumes())
+    if (auto saved = read_checkpoint(); saved.ok()) flags.run = std::move(saved->run);
 
   const absl::Status finished = Finish(app, flags);
   if (const std::string& others = flags.config.resumed_flags; !finished.ok() && !others.empty())

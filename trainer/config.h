@@ -20,9 +20,9 @@ struct RunConfig {
   std::string output;
   std::string init_from;  // a diffusers directory whose weights are the first
   std::optional<training::ObjectiveOptions> start;  // as its scheduler samples them, if it has one
-  bool objective_of_start = false;                  // no flag chose another
   std::string start_scheduler_file;
   std::string start_unused;     // why its scheduler does not say it
+  std::string start_lost;       // why a resume, whose checkpoint has no "sampler", cannot ask it
   nlohmann::json network_json;  // a UNet2DModel's config.json
   training::NetworkConfig network;
   training::TrainerOptions trainer;

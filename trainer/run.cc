@@ -61,20 +61,12 @@ constexpr int64_t kMeasuredPictures = 256;
 /// Steps of a GPU that --dry-run measures.
 constexpr int kDryRunSteps = 20;
 
-/// `objective_of_start`: --init-from's scheduler has chosen the objective, and no flag.
-absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now,
-                       bool objective_of_start) {
+absl::Status CheckSame(const nlohmann::json& saved, const nlohmann::json& now) {
   if (!saved.is_object())
     return InvalidArgument(
         "--resume: the checkpoint's run.json has no settings; resume from another checkpoint");
-  std::string differences = Differences(AsFlags(saved), AsFlags(now), "{} was {} and is {}");
+  const std::string differences = Differences(AsFlags(saved), AsFlags(now), "{} was {} and is {}");
   if (differences.empty()) return absl::OkStatus();
-  const nlohmann::json was = saved.value("objective", nlohmann::json());
-  if (objective_of_start && was.is_string() && was != now["objective"])
-    differences += fmt::format(
-        " (the objective and its numbers are those of --init-from's scheduler_config.json; pass "
-        "--objective {})",
-        was.get<std::string>());
   return InvalidArgument(
       "--resume: the checkpoint is of another run: {}. Give the same settings, or start anew in "
       "another --output",
@@ -415,8 +407,7 @@ absl::Status Session::DryRun() {
   }
   DENOISED_RETURN_IF_ERROR(OpenBackend());
   DENOISED_RETURN_IF_ERROR(ReadData(stop_));
-  if (checkpoint)
-    DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, fingerprint_, config_.objective_of_start));
+  if (checkpoint) DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, fingerprint_));
   checkpoint.reset();
   if (text_to_image()) DENOISED_RETURN_IF_ERROR(EncodePictures(stop_));
   DENOISED_ASSIGN_OR_RETURN(
@@ -737,12 +728,12 @@ absl::StatusOr<std::optional<Checkpoint>> Session::OpenCheckpoint() const {
   }
   nlohmann::json now = fingerprint_;
   if (checkpoint->run.contains("data")) now["data"] = checkpoint->run["data"];  // not read yet
-  DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, now, config_.objective_of_start));
+  DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint->run, now));
   return checkpoint;
 }
 
 absl::Status Session::Resume(const Checkpoint& checkpoint) {
-  DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint.run, fingerprint_, config_.objective_of_start));
+  DENOISED_RETURN_IF_ERROR(CheckSame(checkpoint.run, fingerprint_));
   const absl::Status restored = trainer_->Restore(checkpoint.state);
   if (absl::IsFailedPrecondition(restored))
     return InvalidArgument("--resume: {}; resume from another checkpoint",
@@ -751,15 +742,6 @@ absl::Status Session::Resume(const Checkpoint& checkpoint) {
   step_ = saved_step_ = checkpoint.state.step;
   skipped_ = checkpoint.state.skipped;
   skipped_in_row_ = checkpoint.state.skipped_in_row;
-  // No flag says which noise EDM's sampler begins and ends with. It is that of a start, whose
-  // directory may be gone, or be another model by now.
-  training::ObjectiveOptions& own = config_.trainer.objective;
-  if (own.kind == training::ObjectiveOptions::Kind::kEdm && checkpoint.scheduler.is_object()) {
-    const auto saved = training::ObjectiveOfScheduler(checkpoint.scheduler, "run.json");
-    DENOISED_RETURN_IF_ERROR(Annotate(saved.status(), "--resume"));
-    own.sigma_min = saved->sigma_min;
-    own.sigma_max = saved->sigma_max;
-  }
   if (!first()) return absl::OkStatus();
   Say("resumed at step {}", step_);
   if (!checkpoint.machine.empty() && checkpoint.machine != Machine())
@@ -985,11 +967,10 @@ absl::Status Session::Save() {
         step_, std::max<int64_t>(saved_step_, 0));
   saved_step_ = step_;
   Checkpoint checkpoint{state, fingerprint_, Machine(), config_.flags};
-  if (!config_.pipeline) {
-    DENOISED_ASSIGN_OR_RETURN(const training::Objective objective,
-                              training::Objective::Make(config_.trainer.objective));
-    checkpoint.scheduler = objective.SchedulerConfig();
-  }
+  const training::ObjectiveOptions& noise = config_.trainer.objective;
+  if (!config_.pipeline && noise.kind == training::ObjectiveOptions::Kind::kEdm &&
+      config_.start_lost.empty())
+    checkpoint.sampler = {{"sigma_min", noise.sigma_min}, {"sigma_max", noise.sigma_max}};
   DENOISED_RETURN_IF_ERROR(SaveCheckpoint(Output("checkpoints"), checkpoint, config_.keep));
   const absl::Status models = WriteModels(state);
   // Later weights may be fit for a model, but there are none after the last step.
@@ -1121,6 +1102,12 @@ absl::Status Session::RunHere() {
   if (first() && !config_.unknown_flags.empty())
     Say("warning: settings of another version are passed over: {}",
         fmt::join(config_.unknown_flags, " "));
+  if (first() && !config_.start_lost.empty())
+    Say("warning: the checkpoint is of an earlier version and does not say with which noise EDM's "
+        "sampler begins and ends, and --init-from cannot say it either: {}. The model has the "
+        "defaults, sigma_min {} and sigma_max {}; a resume with that directory corrects them",
+        config_.start_lost, config_.trainer.objective.sigma_min,
+        config_.trainer.objective.sigma_max);
   // What can be refused at once is refused before the pictures are read, which may take minutes.
   DENOISED_RETURN_IF_ERROR(CheckSchedule());
   DENOISED_RETURN_IF_ERROR(training::CheckSettings(config_.network, config_.trainer));

@@ -861,10 +861,56 @@ class RunTest(unittest.TestCase):
         scheduler = json.loads((self.root / "a" / model).read_text())
         self.assertEqual((scheduler["sigma_min"], scheduler["sigma_max"]), (0.01, 20))
         self.assertEqual(scheduler, json.loads((self.root / "whole" / model).read_text()))
-        # Checkpoints of earlier versions do not say it.
-        self.edit_run(self.root / "older/checkpoints/step-000000004", scheduler=None)
-        self.resume("older", "--steps=12")
-        self.assertEqual(json.loads((self.root / "older" / model).read_text())["sigma_max"], 80)
+        # Checkpoints of earlier versions do not say it, and the start does not either: a later resume may find it.
+        self.edit_run(self.root / "older/checkpoints/step-000000004", sampler=None)
+        lost = (f"does not say with which noise EDM's sampler begins and ends, and --init-from cannot say it either: "
+                f"{self.root}/start/model: there is no such directory. The model has the defaults, sigma_min 0.002 and sigma_max 80")
+        for step in (6, 8):
+            self.assertIn(lost, self.resume("older", f"--steps={step}"))
+            self.assertEqual(json.loads((self.root / "older" / model).read_text())["sigma_max"], 80)
+        shutil.copytree(self.root / "whole/model", self.root / "start/model")
+        self.assertNotIn("earlier version", self.resume("older", "--steps=10"))
+        shutil.rmtree(self.root / "start")
+        self.assertNotIn("earlier version", self.resume("older", "--steps=12"))
+        self.assertEqual(json.loads((self.root / "older" / model).read_text()), scheduler)
+        self.assertEqual(self.state("older"), self.state("whole"))
+
+    def test_a_resume_does_not_read_the_start(self):
+        """Whichever way its settings are given, and whatever is there by now."""
+        start, config = self.root / "start/model", self.root / "run.json"
+        self.train("start", steps=1, objective="v", timesteps=500, **{"beta-end": 0.015})
+        config.write_text(json.dumps({"init-from": str(start)}))
+        given = {"network": None, "init-from": start}
+        self.train("whole", **given)
+        self.train("a", steps=4, **given)
+        scheduler = start / "scheduler/scheduler_config.json"
+
+        def changed():
+            scheduler.write_text(json.dumps({"_class_name": "EDMEulerScheduler", "sigma_data": 0.7}))
+            (start / "unet/config.json").write_text(json.dumps({**NETWORK, "norm_eps": 1e-3}))
+
+        def broken():
+            for file in (scheduler, start / "unet/config.json", start / "model_index.json"):
+                file.write_text("{")
+
+        for change in (changed, broken, lambda: shutil.rmtree(start)):
+            change()
+            for how, flags in (("flags", given), ("config", {"network": None, "config": config}), ("older", given)):
+                with self.subTest(change=change, how=how):
+                    shutil.rmtree(self.root / "b", ignore_errors=True)
+                    shutil.copytree(self.root / "a", self.root / "b")
+                    if how == "older":
+                        self.edit_run(self.root / "b/checkpoints/step-000000004", flags=None)
+                    said = self.train("b", resume="latest", **flags)
+                    self.assertIn("resumed at step 4", said)
+                    self.assertEqual(self.state("b"), self.state("whole"))
+                    model = "model/scheduler/scheduler_config.json"
+                    self.assertEqual((self.root / "b" / model).read_text(), (self.root / "whole" / model).read_text())
+        # Another objective is another run, as it is without a start.
+        said = self.train("b", rc=2, resume="latest", **given, objective="epsilon")
+        self.assertIn('--objective was "v" and is "epsilon"', said)
+        # Without a checkpoint there must be a start.
+        self.assertIn(str(start), self.train("none", rc=2, resume="latest", **given))
 
     def test_a_start_says_how_it_was_trained(self):
         betas = {"beta-schedule": "scaled_linear", "beta-start": 0.00085, "beta-end": 0.012}
@@ -1810,13 +1856,11 @@ class RunTest(unittest.TestCase):
         self.train("old", steps=2, average="decay:0.999", objective="edm", **start)
         self.edit_run(self.root / "old/checkpoints/step-000000002", flags=None)
         said = self.train("old", rc=2, resume="latest", **start)
-        self.assertIn('--average was ["decay:0.999"] and is ["warmup:0.999"]', said)
-        self.assertIn('--objective was "edm" and is "v"', said)
-        self.assertIn("(the objective and its numbers are those of --init-from's scheduler_config.json; "
-                      "pass --objective edm). Give the same", said)  # fmt: skip
+        # The objective is the checkpoint's, not the start's.
+        self.assertIn('another run: --average was ["decay:0.999"] and is ["warmup:0.999"]. Give the same', said)
         said = self.train("old", rc=2, resume="latest", average="decay:0.999", objective="x0", **start)
-        self.assertNotIn("pass --objective", said)
-        self.train("old", resume="latest", average="decay:0.999", objective="edm", **start)
+        self.assertIn('another run: --objective was "edm" and is "x0". Give', said)
+        self.train("old", resume="latest", average="decay:0.999", **start)
 
     def test_metrics(self):
         process = subprocess.Popen(

@@ -185,8 +185,11 @@ class TextToImageTest(unittest.TestCase):
             flags = {"stage": stage, "init-from": start}
             self.train(f"whole {stage}", **flags)
             self.train(stage, steps=3, **flags)
+            for part in ("vae", "unet", "text_encoder"):
+                (start / part / "config.json").write_text("{")
+            self.assertIn("resumed at step 3", self.train(stage, steps=4, resume="latest", **flags))
             shutil.rmtree(start)
-            self.assertIn("resumed at step 3", self.train(stage, resume="latest", **flags))
+            self.assertIn("resumed at step 4", self.train(stage, resume="latest", **flags))
             self.assertEqual(self.state(stage), self.state(f"whole {stage}"))
             for resume in (None, "latest"):  # without a checkpoint
                 said = self.train("none", rc=2, resume=resume, **flags)
