@@ -590,19 +590,20 @@ absl::Status Session::CheckEarlierRun() const {
   const bool used = fs::is_directory(checkpoints, error) && !fs::is_empty(checkpoints, error);
   if (error && error != std::errc::no_such_file_or_directory)
     return InvalidArgument("--output {}: cannot be read: {}", config_.output, error.message());
+  const char* const or_none = config_.dry_run ? ", or leave --output out to measure only" : "";
   if (used && config_.resume.empty())
     return InvalidArgument(
         "--output {} has checkpoints of an earlier run; pass --resume latest, or choose another "
-        "folder",
-        config_.output);
+        "folder{}",
+        config_.output, or_none);
   // Checkpoints of two runs would be mixed, and the older steps of one removed for the other.
   if (used && config_.resume != "latest" && fs::exists(config_.resume + "/DONE", error) &&
       !fs::equivalent(fs::path(config_.resume) / "..", checkpoints, error) &&
       HasCheckpoints(checkpoints))
     return InvalidArgument(
         "--resume {}: --output {} has checkpoints of its own; pass --resume latest, or choose "
-        "another --output",
-        config_.resume, config_.output);
+        "another --output{}",
+        config_.resume, config_.output, or_none);
   return absl::OkStatus();
 }
 

@@ -1451,6 +1451,8 @@ class RunTest(unittest.TestCase):
                     said = self.train(rc=2, **{"steps": 2, "dry-run": dry, **flags})
                     self.assertIn(message, said)
                     self.assertNotIn("read in", said)  # before the pictures are read
+                    measure = dry == "true" and "has checkpoints" in message
+                    self.assertEqual(said.endswith(", or leave --output out to measure only\n"), measure)
             if dry == "true":
                 self.assertEqual(sorted(self.root.rglob("*")), before)
         # Other pictures are another run.
@@ -1467,18 +1469,20 @@ class RunTest(unittest.TestCase):
                       {"output": "none", "resume": "latest"}):  # fmt: skip
             self.assertIn("measured", self.train(**flags, **{"dry-run": "true"}))
         arguments = [each for each in self.arguments("a") if not each.startswith("--output")]
-        subprocess.run([*arguments, "--dry-run", "--resume=latest"], check=True, capture_output=True)
+        for resume in ("latest", other):
+            subprocess.run([*arguments, "--dry-run", f"--resume={resume}", "--seed=1"], check=True, capture_output=True)
         self.assertEqual(sorted(self.root.rglob("*")), before)
 
-    @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")
     def test_a_dry_run_needs_permission_to_write(self):
+        user = self.user()
         (self.root / "a/checkpoints").mkdir(parents=True)
+        (self.root / "a").chmod(0o777)
         (self.root / "a/checkpoints").chmod(0o555)
         (self.root / "b").mkdir(mode=0o555)
         for output, closed in (("a", "a/checkpoints"), ("b/c", "b")):
             for dry in ("true", "false"):
                 self.assertIn(f"{self.root}/{closed}: Permission denied; choose another folder",
-                              self.train(output, rc=2, **{"dry-run": dry}))  # fmt: skip
+                              self.train(output, rc=2, user=user, **{"dry-run": dry}))  # fmt: skip
 
     def names(self, *names):
         config = self.root / "names.json"
