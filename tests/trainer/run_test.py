@@ -82,14 +82,14 @@ class RunTest(unittest.TestCase):
         }  # fmt: skip
         return [PROGRAM] + [f"--{k}={v}" for k, v in settings.items() if v is not None]
 
-    def train(self, output, rc=0, env=None, limit=None, **flags):
+    def train(self, output, rc=0, env=None, limit=None, user=None, **flags):
         def prepare():
             if limit:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
         done = subprocess.run(
             self.arguments(output, **flags), capture_output=True, text=True, timeout=120,
-            env={**os.environ, **(env or {})}, preexec_fn=prepare,
+            env={**os.environ, **(env or {})}, preexec_fn=prepare, user=user,
         )  # fmt: skip
         self.assertEqual(done.returncode, rc, done.stderr)
         return done.stderr + done.stdout
@@ -1418,11 +1418,21 @@ class RunTest(unittest.TestCase):
         self.assertIn("resumed at step 1", said)
         self.train("pictures-of-a-run", steps=1)
 
-    @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")
+    def user(self):
+        """For train(), a user who may read the files of this test, but not write anywhere."""
+        if os.geteuid() != 0:
+            return None
+        self.root.chmod(0o755)
+        try:
+            subprocess.run([PROGRAM, "--version"], user=65534, check=True, capture_output=True)
+        except PermissionError:
+            self.skipTest("root may write anywhere, and nobody else may run the program")
+        return 65534
+
     def test_a_folder_without_permission(self):
         (self.root / "a").mkdir(mode=0o555)
-        self.assertIn("--output", self.train("a", rc=2))
-        self.assertIn("Permission denied", self.train("a", rc=2))
+        said = self.train("a", rc=2, user=self.user())
+        self.assertIn(f"--output {self.root}/a: cannot be written: {self.root}/a: Permission denied", said)
 
     def test_a_dry_run_refuses_what_a_run_refuses(self):
         """With the same message, and without a trace."""
