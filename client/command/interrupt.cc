@@ -58,14 +58,14 @@ void Interrupt::Handle(int signal) {
 void Interrupt::Raise(int signal) {
   // Files may be read from a pipe without an end and written to a disk that hangs, where nobody
   // looks at the token.
-  ShowHiddenCursor(true);
-  sigset_t one;
-  sigemptyset(&one);
-  sigaddset(&one, signal);
-  pthread_sigmask(SIG_UNBLOCK, &one, nullptr);
-  raise(signal);  // does what it does by default
-  pthread_sigmask(SIG_BLOCK, &one, nullptr);
-  ShowHiddenCursor(false);  // after SIGTSTP and SIGCONT
+  WithCursorShown([&] {
+    sigset_t one;
+    sigemptyset(&one);
+    sigaddset(&one, signal);
+    pthread_sigmask(SIG_UNBLOCK, &one, nullptr);
+    raise(signal);                              // does what it does by default
+    pthread_sigmask(SIG_BLOCK, &one, nullptr);  // after SIGTSTP and SIGCONT
+  });
 }
 
 }  // namespace denoised::command

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <mutex>
 #include <string_view>
 
 namespace denoised::command {
@@ -19,21 +21,7 @@ constexpr char kEraseToEndOfScreen[] = "\x1b[J";
 constexpr char kEraseToEndOfLine[] = "\x1b[K";
 
 std::atomic<int> hidden_cursor = -1;  // the terminal of the view
-
-}  // namespace
-
-LiveView::LiveView(std::FILE* terminal, TerminalColours colours)
-    : terminal_(terminal), colours_(colours) {
-  hidden_cursor = fileno(terminal_);
-  std::fputs(kHideCursor, terminal_);
-  std::fflush(terminal_);
-}
-
-LiveView::~LiveView() {
-  std::fputs(kShowCursor, terminal_);
-  std::fflush(terminal_);
-  hidden_cursor = -1;
-}
+std::timed_mutex hiding;              // held by a view while it begins
 
 void ShowHiddenCursor(bool shown) {
   const std::string_view sequence = shown ? kShowCursor : kHideCursor;
@@ -44,6 +32,30 @@ void ShowHiddenCursor(bool shown) {
   if (poll(&ready, 1, 0) != 1) return;
   // Not by stdio, which may be in the middle of a drawing that hangs.
   [[maybe_unused]] const ssize_t ignored = write(terminal, sequence.data(), sequence.size());
+}
+
+}  // namespace
+
+void WithCursorShown(const std::function<void()>& end) {
+  // A view that begins hangs, too, where nobody reads the terminal.
+  const std::unique_lock lock(hiding, std::chrono::milliseconds(100));
+  ShowHiddenCursor(true);
+  end();
+  ShowHiddenCursor(false);
+}
+
+LiveView::LiveView(std::FILE* terminal, TerminalColours colours)
+    : terminal_(terminal), colours_(colours) {
+  const std::lock_guard lock(hiding);
+  hidden_cursor = fileno(terminal_);
+  std::fputs(kHideCursor, terminal_);
+  std::fflush(terminal_);
+}
+
+LiveView::~LiveView() {
+  std::fputs(kShowCursor, terminal_);
+  std::fflush(terminal_);
+  hidden_cursor = -1;
 }
 
 int LiveView::columns() const { return SizeOf(fileno(terminal_)).columns - 1; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdio>
+#include <functional>
 #include <string>
 
 #include "command/pixels.h"
@@ -36,8 +37,8 @@ class LiveView {
   int lines_ = 0;  // drawn so far, above the cursor; the last one is the line of text
 };
 
-/// Shows the cursor that a view hides, or hides it again, while the program is ended or stopped by
-/// a signal. Without a view it does nothing.
-void ShowHiddenCursor(bool shown);
+/// Calls `end`, which ends or stops the program, while the cursor is shown that a view hides; after
+/// that it is hidden again. Meanwhile no view can begin.
+void WithCursorShown(const std::function<void()>& end);
 
 }  // namespace denoised::command

@@ -81,7 +81,7 @@ TEST(LiveViewTest, ATerminalThatNobodyReadsDoesNotDelayTheEnd) {
     const std::string text(4096, 'x');
     while (write(terminal, text.data(), text.size()) > 0) continue;
     ASSERT_EQ(fcntl(terminal, F_SETFL, O_WRONLY), 0);
-    ShowHiddenCursor(true);  // returns
+    WithCursorShown([] {});  // returns
     close(master);           // what is written now is an error
   }
   std::fclose(file);
