@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <mutex>
 #include <string_view>
+#include <thread>
 
 namespace denoised::command {
 namespace {
@@ -21,7 +21,7 @@ constexpr char kEraseToEndOfScreen[] = "\x1b[J";
 constexpr char kEraseToEndOfLine[] = "\x1b[K";
 
 std::atomic<int> hidden_cursor = -1;  // the terminal of the view
-std::timed_mutex hiding;              // held by a view while it begins
+std::atomic_flag hiding;              // held by a view while it begins, and by WithCursorShown()
 
 void ShowHiddenCursor(bool shown) {
   const std::string_view sequence = shown ? kShowCursor : kHideCursor;
@@ -37,19 +37,25 @@ void ShowHiddenCursor(bool shown) {
 }  // namespace
 
 void WithCursorShown(const std::function<void()>& end) {
-  // A view that begins hangs, too, where nobody reads the terminal.
-  const std::unique_lock lock(hiding, std::chrono::milliseconds(100));
+  // At most 100 ms: a view that begins hangs, too, where nobody reads the terminal.
+  bool held = false;
+  for (int i = 0; !held && i < 100; ++i) {
+    held = !hiding.test_and_set();
+    if (!held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   ShowHiddenCursor(true);
   end();
   ShowHiddenCursor(false);
+  if (held) hiding.clear();
 }
 
 LiveView::LiveView(std::FILE* terminal, TerminalColours colours)
     : terminal_(terminal), colours_(colours) {
-  const std::lock_guard lock(hiding);
+  while (hiding.test_and_set()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   hidden_cursor = fileno(terminal_);
   std::fputs(kHideCursor, terminal_);
   std::fflush(terminal_);
+  hiding.clear();
 }
 
 LiveView::~LiveView() {
