@@ -344,8 +344,7 @@ void Session::SayUnclearNames() const {
   const size_t more = unclear.size() - std::min<size_t>(unclear.size(), 3);
   unclear.resize(unclear.size() - more);
   Say("warning: denoise --labels separates names at commas, and takes a number for that of a "
-      "class, "
-      "so it cannot name {}{}; give the number of the class there, or another name with "
+      "class, so it cannot name {}{}; give the number of the class there, or another name with "
       "--class-name",
       fmt::join(unclear, ", "), more > 0 ? fmt::format(", and {} more", more) : "");
 }
