@@ -165,15 +165,10 @@ void NoteConverted(int64_t converted, int64_t count, const PictureOptions& optio
                   grey ? "one channel" : "three channels", grey ? "grey" : "RGB"));
 }
 
-/// What became of a candidate.
-struct Decoded {
-  absl::Status status;  // an error is what is wrong with it
-  bool converted = false;
-};
-
-/// Decodes `candidate` to `to`, and sets `converted`.
-absl::Status DecodeOne(const Candidate& candidate, const PictureOptions& options,
-                       DecodingMemory* memory, uint8_t* to, bool* converted) {
+/// Decodes `candidate` to `to`. Returns whether it IsConverted(); an error is what is wrong with
+/// it.
+absl::StatusOr<bool> DecodeOne(const Candidate& candidate, const PictureOptions& options,
+                               DecodingMemory* memory, uint8_t* to) {
   constexpr uint64_t kLargeFile = 1 << 24;  // such a file is read alone, too
   std::error_code ignored;
   const uint64_t file_bytes =
@@ -199,9 +194,8 @@ absl::Status DecodeOne(const Candidate& candidate, const PictureOptions& options
   });
   if (!pixels.ok())
     return InvalidArgument("{}: {}", candidate.name, std::string(pixels.status().message()));
-  *converted = IsConverted(*pixels, options.channels);
   Fit(FromPixels(*pixels, options.channels), options, to);
-  return absl::OkStatus();
+  return IsConverted(*pixels, options.channels);
 }
 
 /// Joins the first of them, and counts the rest.
@@ -266,22 +260,21 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
   // all before it are good, and moved down if not.
   DecodingMemory memory(options.decoding_memory);
   constexpr size_t kBlock = 1024;
-  std::vector<Decoded> decoded;  // of a block
+  std::vector<absl::StatusOr<bool>> decoded;  // of a block
   for (size_t i = 0; i < candidates.size(); ++i) {
     const bool labels = options.wants_labels || options.wants_vectors;
     if (i % kBlock == 0) {
-      decoded.assign(std::min(kBlock, candidates.size() - i), Decoded());
+      decoded.assign(std::min(kBlock, candidates.size() - i), false);
       options.parallel_for(static_cast<int>(decoded.size()), [&](int j) {
         const Candidate& candidate = candidates[i + j];
         if (stopped() || (labels && !candidate.label)) return;
-        decoded[j].status = DecodeOne(candidate, options, &memory,
-                                      images.as<uint8_t>() + static_cast<int64_t>(i + j) * each,
-                                      &decoded[j].converted);
+        decoded[j] = DecodeOne(candidate, options, &memory,
+                               images.as<uint8_t>() + static_cast<int64_t>(i + j) * each);
       });
     }
     if (stopped()) return Cancelled("stopped while pictures were read");
     const Candidate& candidate = candidates[i];
-    const absl::Status& status = decoded[i % kBlock].status;
+    const absl::StatusOr<bool>& is_converted = decoded[i % kBlock];
     std::string what;  // is wrong with it
     if (labels && !candidate.label) {
       what = fmt::format("{}: {}", candidate.name, no_label);
@@ -291,8 +284,8 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
                          candidate.label->vector.size(), vector_size);
     } else if (const std::string why = refuse(candidate); !why.empty()) {
       what = fmt::format("{}: {}", candidate.name, why);
-    } else if (!status.ok()) {
-      what = std::string(status.message());
+    } else if (!is_converted.ok()) {
+      what = std::string(is_converted.status().message());
     } else {
       if (count != static_cast<int64_t>(i))
         std::memcpy(images.as<uint8_t>() + count * each,
@@ -307,7 +300,7 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
       }
       pictures.files.push_back(candidate.file);
       pictures.dataset.weights.push_back(candidate.weight);
-      converted += decoded[i % kBlock].converted;
+      converted += *is_converted;
       ++count;
     }
     if (!what.empty()) pictures.bad.push_back(what);
