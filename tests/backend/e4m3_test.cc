@@ -82,6 +82,27 @@ class E4m3 : public OnBackend {
     EXPECT_TRUE(packed.ok()) << packed.status();
     return std::move(packed).value();
   }
+  /// A layer norm of random tokens, then this layer.
+  LinearArgs NormThen(const PackedLinear& layer) {
+    const int64_t channels = layer.in_features;
+    LinearArgs args{.x = Upload(Random({3, 50, channels}, activation(), 2, 1)),
+                    .weight = &layer,
+                    .out = Output({3, 50, layer.out_features})};
+    args.prologue.norm = {.gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
+                          .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
+                          .groups = 0};
+    args.prologue.normed = Output({3, 50, channels});
+    args.prologue.rounded = Scratch(args.x, layer);
+    return args;
+  }
+  /// That norm alone.
+  Tensor NormBefore(const LinearArgs& args) {
+    const Norm& norm = args.prologue.norm;
+    const Tensor normed = Output(args.x.shape());
+    backend().LayerNorm(
+        {.x = args.x, .gamma = norm.gamma, .beta = norm.beta, .eps = norm.eps, .out = normed});
+    return normed;
+  }
   /// Calls op(result, reader) for a result of this shape without and with a reader, then that
   /// layer: at once, and in a graph. Returns whether the op with a reader wrote its result, too.
   template <typename Op>
@@ -462,22 +483,9 @@ TEST_P(E4m3, LayerNormsBeforeLinearsAreRoundedOnce) {
     SCOPED_TRACE(fmt::format("{} channels", channels));
     const float scale = 0x1p-6f;
     const auto packed = PackLinears({Identity({channels, channels})}, {}, scale);
-    LinearArgs args{.x = Upload(Random({3, 50, channels}, activation(), 2, 1)),
-                    .weight = packed.get(),
-                    .out = Output({3, 50, channels})};
-    args.prologue.norm = {.gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
-                          .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
-                          .groups = 0};
-    args.prologue.normed = Output({3, 50, channels});
-    args.prologue.rounded = Scratch(args.x, *packed);
+    const LinearArgs args = NormThen(*packed);
     backend().Linear(args);
-    const Tensor normed = Output({3, 50, channels});
-    backend().LayerNorm({.x = args.x,
-                         .gamma = args.prologue.norm.gamma,
-                         .beta = args.prologue.norm.beta,
-                         .eps = args.prologue.norm.eps,
-                         .out = normed});
-    ExpectNearest(Read(args.out), Read(normed), scale, activation(), rounds);
+    ExpectNearest(Read(args.out), Read(NormBefore(args)), scale, activation(), rounds);
   }
 }
 
@@ -486,24 +494,12 @@ TEST_P(E4m3, LayerNormsBeforeLinearsGiveTheBitsOfNormThenLinear) {
   for (const int64_t channels : {320, 40, 37, 2048, 2064}) {
     SCOPED_TRACE(fmt::format("{} channels", channels));
     const auto packed = PackLinears({Random({72, channels}, DType::kF32, 0.1)}, {}, 0);
-    LinearArgs args{.x = Upload(Random({3, 50, channels}, activation(), 2, 1)),
-                    .weight = packed.get(),
-                    .out = Output({3, 50, 72})};
-    args.prologue.norm = {.gamma = Upload(Random({channels}, DType::kF32), DType::kF32),
-                          .beta = Upload(Random({channels}, DType::kF32), DType::kF32),
-                          .groups = 0};
-    args.prologue.normed = Output({3, 50, channels});
-    args.prologue.rounded = Scratch(args.x, *packed);
+    const LinearArgs args = NormThen(*packed);
     backend().Linear(args);
     const Tensor together = Download(args.out);
 
     LinearArgs apart = args;
-    apart.x = Output({3, 50, channels});
-    backend().LayerNorm({.x = args.x,
-                         .gamma = args.prologue.norm.gamma,
-                         .beta = args.prologue.norm.beta,
-                         .eps = args.prologue.norm.eps,
-                         .out = apart.x});
+    apart.x = NormBefore(args);
     apart.prologue = {.rounded = args.prologue.rounded};
     apart.out = Output({3, 50, 72});
     backend().Linear(apart);
