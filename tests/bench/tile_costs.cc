@@ -57,7 +57,7 @@ absl::Status FillInE4m3(const Operands& operands, const Queue& queue) {
 
 /// The launch in e4m3, as the backend makes it of a layer whose input was rounded.
 Conv2dLaunch InE4m3(Conv2dLaunch launch, const Operands& operands) {
-  const int taps = launch.kernel * launch.kernel;
+  const int taps = launch.upsample2x ? 4 : launch.kernel * launch.kernel;
   const int bytes = RoundedBytes(launch.channels + launch.channels2);
   launch.channels = bytes / 2;
   launch.channels2 = 0;
@@ -97,7 +97,7 @@ std::vector<Conv2dLaunch> LaunchesOf(const Recorder& recorder, const std::vector
   };
   for (const auto& [key, noted] : recorder.noted()) {
     const Product& product = noted.product;
-    if (fp8 && (!product.may_be_e4m3 || product.launch.upsample2x)) continue;
+    if (fp8 && !product.may_be_e4m3) continue;
     for (const int images : rows) {
       const auto launch_of = [&](const Product& each) {
         const Conv2dLaunch launch = LaunchOf(each, images, operands);
