@@ -79,6 +79,15 @@ void CheckRounded(const char* name, const Tensor& rounded, const Tensor& x, int 
   if (bytes > 0) CheckTensor(name, rounded, WithLast(x.shape(), bytes), DType::kU8, rules);
 }
 
+/// An input that an op before left in e4m3.
+void CheckRoundedInput(const Tensor& x, const Prologue& prologue, int bytes,
+                       const TensorRules& rules) {
+  DENOISED_CHECK(bytes > 0 && !prologue.norm.gamma && !prologue.x2,
+                 "an input in e4m3 before a norm, beside another, or of a layer that does not "
+                 "multiply in it");
+  CheckRounded("x", x, x, bytes, rules);
+}
+
 void CheckReader(const E4m3Reader& reader, const Tensor& out, const TensorRules& rules) {
   if (!reader.rounded) return;
   DENOISED_CHECK(rules.device != Device::kCpu, "a reader on the CPU, whose layers round inputs");
@@ -162,15 +171,19 @@ void Check(const Conv2dArgs& args, const TensorRules& rules) {
   CheckRank("x", args.x, 4);
   DENOISED_CHECK(args.weight != nullptr);
   const Shape& x = args.x.shape();
-  CheckTensor("x", args.x, x, rules.activation, rules);
-  DENOISED_CHECK(!IsLayerNorm(args.prologue.norm), "a layer norm before a convolution");
-  const int64_t channels = CheckPrologue(args.x, args.prologue, rules);
   const bool upsample2x = args.prologue.upsample2x;
   const Epilogue& epilogue = args.epilogue;
   const PackedConv2d& weight = *args.weight;
-  DENOISED_CHECK(channels == weight.in_channels, "x has {} channels, the weight {}", channels,
-                 weight.in_channels);
-  CheckRounded("rounded", args.prologue.rounded, args.x, weight.rounded_bytes, rules);
+  if (IsRounded(args.x)) {
+    CheckRoundedInput(args.x, args.prologue, weight.rounded_bytes, rules);
+  } else {
+    CheckTensor("x", args.x, x, rules.activation, rules);
+    DENOISED_CHECK(!IsLayerNorm(args.prologue.norm), "a layer norm before a convolution");
+    const int64_t channels = CheckPrologue(args.x, args.prologue, rules);
+    DENOISED_CHECK(channels == weight.in_channels, "x has {} channels, the weight {}", channels,
+                   weight.in_channels);
+    CheckRounded("rounded", args.prologue.rounded, args.x, weight.rounded_bytes, rules);
+  }
   DENOISED_CHECK(args.stride >= 1, "stride {}", args.stride);
   for (int pad : {args.pad_top, args.pad_left, args.pad_bottom, args.pad_right}) {
     DENOISED_CHECK(pad >= 0 && pad < weight.kernel, "padding {} for a kernel of {}", pad,
@@ -231,9 +244,7 @@ void Check(const LinearArgs& args, const TensorRules& rules) {
                  args.x.shape().ToString());
   DENOISED_CHECK(!args.prologue.x2 && !args.prologue.upsample2x, "the input of a convolution");
   if (IsRounded(args.x)) {
-    DENOISED_CHECK(weight.rounded_bytes > 0 && !args.prologue.norm.gamma,
-                   "an input in e4m3 before a norm, or of a layer that does not multiply in it");
-    CheckRounded("x", args.x, args.x, weight.rounded_bytes, rules);
+    CheckRoundedInput(args.x, args.prologue, weight.rounded_bytes, rules);
   } else {
     CheckActivationOrF32("x", args.x, WithLast(args.x.shape(), weight.in_features), rules);
     CheckPrologue(args.x, args.prologue, rules);

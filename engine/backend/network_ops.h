@@ -125,7 +125,7 @@ struct Epilogue {
 };
 
 struct Conv2dArgs {
-  Tensor x;                              // [N, H, W, C]
+  Tensor x;                              // [N, H, W, C]; activation dtype, or IsRounded()
   const PackedConv2d* weight = nullptr;  // [Cout, k, k, C + C2] and optional bias
   int stride = 1;
   int pad_top = 0, pad_left = 0, pad_bottom = 0, pad_right = 0;

@@ -101,8 +101,14 @@ TEST_F(CountingTest, ReadersInE4m3) {
   EXPECT_DEATH(backend_.Linear(args), "x is \\[2, 5, 32\\], must be \\[2, 5, 16\\]");
   Conv2dArgs convolves{
       .x = New({2, 4, 4, 16}, DType::kU8), .weight = conv.get(), .out = New({2, 4, 4, 16})};
-  convolves.prologue.rounded = New({2, 4, 4, 16}, DType::kU8);
-  EXPECT_DEATH(backend_.Conv2d(convolves), "x is U8, must be BF16");
+  backend_.ResetWork();
+  backend_.Conv2d(convolves);
+  EXPECT_EQ(backend_.work().bytes, 2 * 4 * 4 * 16 + 2.0 * (16 * 16 + 2 * 4 * 4 * 16));
+  convolves.prologue.x2 = New({2, 4, 4, 16});
+  EXPECT_DEATH(backend_.Conv2d(convolves), "an input in e4m3 before a norm, beside another");
+  convolves.prologue.x2 = Tensor();
+  convolves.x = New({2, 4, 4, 32}, DType::kU8);
+  EXPECT_DEATH(backend_.Conv2d(convolves), "x is \\[2, 4, 4, 32\\], must be \\[2, 4, 4, 16\\]");
 
   // Ops that write it.
   const E4m3Reader reader = {.rounded = New({2, 5, 16}, DType::kU8), .scale = 1};
@@ -129,7 +135,7 @@ TEST_F(CountingTest, ReadersInE4m3) {
   args = reads;
   args.epilogue.reader = {.rounded = New({2, 5, 32}, DType::kU8), .scale = 1};
   EXPECT_DEATH(backend_.Linear(args), "a reader without a gate");
-  convolves.x = New({2, 4, 4, 16});
+  convolves.x = New({2, 4, 4, 16}, DType::kU8);
   convolves.epilogue.reader = {.rounded = New({2, 4, 4, 16}, DType::kU8), .scale = 1};
   EXPECT_DEATH(backend_.Conv2d(convolves), "a convolution with a gate or a reader");
 }

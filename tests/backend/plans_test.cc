@@ -990,6 +990,9 @@ TEST_F(HopperPlansTest, GroupNormsOfLargeBatchesHaveTheirKernels) {
   EXPECT_FALSE(SuitsGroupNormStream(norm_of(1024, 8, 256)));
   EXPECT_TRUE(PrefersGroupNormPieces(norm_of(64, 64, 192), queue_));
   EXPECT_FALSE(PrefersGroupNormPieces(norm_of(1, 64, 192), queue_));
+  // Slices of 168 channels at least, so more than the usual threads.
+  EXPECT_FALSE(PrefersGroupNormStream(norm_of(1, 16, 1344), queue_));
+  EXPECT_FALSE(PrefersGroupNormPieces(norm_of(1, 8, 1344), queue_));
 }
 
 }  // namespace

@@ -10,9 +10,8 @@
 // --list prints the names of all ops. --turns measures when its standard input says so (turns.h);
 // --warm-up is how long the device works before each measurement, 0.1 by default.
 //
-// --precision=fp8: convolutions, unless they double, and linears over tokens are in e4m3. Linears
-// read inputs in e4m3, as the op before leaves them in a model; that of the others is rounded
-// first, which is part of the figure.
+// --precision=fp8: convolutions, and linears over tokens, are in e4m3. So are their inputs, as the
+// op before leaves them in a model.
 //
 // Random data; kernels are chosen as by the server; --autotune=DIRECTORY keeps which they are
 // there, and takes what it finds there. A figure is the median over launches of a graph
@@ -58,34 +57,24 @@ class Op {
  public:
   explicit Op(Backend& backend) : backend_(backend) {}
 
-  /// Prologue::rounded for inputs of this shape; undefined if the weight needs none.
-  template <typename Packed>
-  absl::StatusOr<Tensor> Rounded(const Packed& weight, const Shape& x) {
-    if (weight.rounded_bytes == 0) return Tensor();
-    int64_t dims[Shape::kMaxRank];
-    for (int i = 0; i < x.rank(); ++i) dims[i] = x[i];
-    dims[x.rank() - 1] = weight.rounded_bytes;
-    return backend_.Allocate(Shape(std::span<const int64_t>(dims, x.rank())), DType::kU8,
-                             "a benchmark's input in e4m3");
-  }
-
   /// Called first: `bytes` is what one launch reads and writes of its activations.
   void RotateFor(int64_t bytes) {
     copies_ = std::clamp<int64_t>((kRotatedBytes + bytes - 1) / bytes, 1, kMostCopies);
   }
 
-  /// One activation for every copy, all alike: [copies, shape]. In e4m3 with this scale, or, if it
-  /// is 0, in the activation dtype.
-  absl::StatusOr<Tensor> Activations(const Shape& shape, float e4m3_scale = 0) {
-    const DType dtype = e4m3_scale > 0 ? DType::kU8 : backend_.activation_dtype();
-    const Tensor host = Random(shape, dtype, e4m3_scale > 0 ? 1 / e4m3_scale : 1);
-    DENOISED_ASSIGN_OR_RETURN(
-        const Tensor all,
-        backend_.Allocate({copies_, shape.elements()}, dtype, "a benchmark's activations"));
-    const Tensor first = all.Slice(0, 1);
-    backend_.Upload(host.data(), host.bytes(), first);
-    for (int64_t i = 1; i < copies_; ++i) backend_.Copy(first, all.Slice(i, 1));
-    return all;
+  /// One activation for every copy, all alike: [copies, shape].
+  absl::StatusOr<Tensor> Activations(const Shape& shape) {
+    return Filled(Random(shape, backend_.activation_dtype(), 1));
+  }
+  /// The same for a layer's input. In e4m3 if the layer multiplies in it; `x` then has its bytes.
+  template <typename Packed>
+  absl::StatusOr<Tensor> Inputs(const Packed& weight, Shape* x) {
+    if (weight.rounded_bytes == 0) return Activations(*x);
+    int64_t dims[Shape::kMaxRank];
+    for (int i = 0; i < x->rank(); ++i) dims[i] = (*x)[i];
+    dims[x->rank() - 1] = weight.rounded_bytes;
+    *x = Shape(std::span<const int64_t>(dims, x->rank()));
+    return Filled(Random(*x, DType::kU8, 1 / weight.e4m3.input_scale));
   }
 
   /// Parameters on the host, scaled for `fan_in` inputs.
@@ -112,6 +101,16 @@ class Op {
   }
 
  private:
+  absl::StatusOr<Tensor> Filled(const Tensor& host) {
+    DENOISED_ASSIGN_OR_RETURN(
+        const Tensor all, backend_.Allocate({copies_, host.shape().elements()}, host.dtype(),
+                                            "a benchmark's activations"));
+    const Tensor first = all.Slice(0, 1);
+    backend_.Upload(host.data(), host.bytes(), first);
+    for (int64_t i = 1; i < copies_; ++i) backend_.Copy(first, all.Slice(i, 1));
+    return all;
+  }
+
   /// Normal values that repeat with a prime period, so that no two rows are alike.
   static Tensor Random(const Shape& shape, DType dtype, float deviation) {
     constexpr size_t kPeriod = 65521;
@@ -159,16 +158,16 @@ absl::Status Conv(Backend& backend, const E4m3Layer& e4m3, Meter& meter, Resampl
   const int64_t out_size = resampling == Resampling::kUp     ? size * 2
                            : resampling == Resampling::kDown ? size / 2
                                                              : size;
-  const Shape x{rows, size, size, in}, y{rows, out_size, out_size, out};
+  Shape x{rows, size, size, in};
+  const Shape y{rows, out_size, out_size, out};
   Op op(backend);
   const int64_t bytes_per_value = static_cast<int64_t>(SizeOf(backend.activation_dtype()));
   op.RotateFor((x.elements() + y.elements() * (fused ? 2 : 1)) * bytes_per_value);
   const Tensor bias = fused ? Op::Parameters({out}, 1) : Tensor();
   DENOISED_ASSIGN_OR_RETURN(const auto weight,
                             backend.PackConv2d(Op::Parameters({out, in, 3, 3}, 9 * in), bias,
-                                               resampling == Resampling::kUp,
-                                               resampling == Resampling::kUp ? E4m3Layer() : e4m3));
-  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
+                                               resampling == Resampling::kUp, e4m3));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Inputs(*weight, &x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   Tensor residuals;
   if (fused) {
@@ -176,7 +175,6 @@ absl::Status Conv(Backend& backend, const E4m3Layer& e4m3, Meter& meter, Resampl
   }
   Conv2dArgs args{.weight = weight.get(),
                   .prologue = {.upsample2x = resampling == Resampling::kUp}};
-  DENOISED_ASSIGN_OR_RETURN(args.prologue.rounded, op.Rounded(*weight, x));
   args.pad_bottom = args.pad_right = 1;
   if (resampling == Resampling::kDown) {  // diffusers' Downsample2D with padding 0
     args.stride = 2;
@@ -197,7 +195,8 @@ absl::Status Conv(Backend& backend, const E4m3Layer& e4m3, Meter& meter, Resampl
 absl::Status ConvShortcut(Backend& backend, const E4m3Layer& e4m3, Meter& meter) {
   const int64_t rows = meter.range(0), size = meter.range(1), in = meter.range(2),
                 out = meter.range(3), shortcut = meter.range(4);
-  const Shape x{rows, size, size, in}, skip{rows, size, size, shortcut}, y{rows, size, size, out};
+  Shape x{rows, size, size, in};
+  const Shape skip{rows, size, size, shortcut}, y{rows, size, size, out};
   Op op(backend);
   op.RotateFor((x.elements() + skip.elements() + y.elements()) *
                static_cast<int64_t>(SizeOf(backend.activation_dtype())));
@@ -208,13 +207,12 @@ absl::Status ConvShortcut(Backend& backend, const E4m3Layer& e4m3, Meter& meter)
   DENOISED_ASSIGN_OR_RETURN(const auto shortcut_weight,
                             backend.PackConv2d(Op::Parameters({out, shortcut, 1, 1}, shortcut),
                                                Tensor(), /*upsample2x=*/false));
-  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Inputs(*weight, &x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor skips, op.Activations(skip));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   Conv2dArgs args{.weight = weight.get()};
   args.pad_top = args.pad_left = args.pad_bottom = args.pad_right = 1;
   args.epilogue.shortcut.weight = shortcut_weight.get();
-  DENOISED_ASSIGN_OR_RETURN(args.prologue.rounded, op.Rounded(*weight, x));
   CountFlop(meter, y.elements() * (in * 9 + shortcut));
   return op.Measure(meter, [&](int64_t i) {
     args.x = Copy(xs, i, x);
@@ -235,9 +233,7 @@ absl::Status Linear(Backend& backend, const E4m3Layer& e4m3, Meter& meter, bool 
   DENOISED_ASSIGN_OR_RETURN(
       const auto weight,
       backend.PackLinear({Op::Parameters({out, in}, in)}, {Op::Parameters({out}, 1)}, e4m3));
-  const bool rounded = weight->rounded_bytes > 0;
-  if (rounded) x = {x[0], x[1], weight->rounded_bytes};
-  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x, rounded ? e4m3.input_scale : 0));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Inputs(*weight, &x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   Tensor residuals;
   if (with_residual) {
@@ -256,7 +252,8 @@ absl::Status Linear(Backend& backend, const E4m3Layer& e4m3, Meter& meter, bool 
 /// rows, tokens, in, features: GEGLU with a bias, so twice as many outputs as features
 absl::Status GatedLinear(Backend& backend, const E4m3Layer& e4m3, Meter& meter) {
   const int64_t in = meter.range(2), features = meter.range(3);
-  const Shape x{meter.range(0), meter.range(1), in}, y{meter.range(0), meter.range(1), features},
+  Shape x{meter.range(0), meter.range(1), in};
+  const Shape y{meter.range(0), meter.range(1), features},
       both{meter.range(0), meter.range(1), 2 * features};
   Op op(backend);
   op.RotateFor((x.elements() + y.elements()) *
@@ -265,10 +262,9 @@ absl::Status GatedLinear(Backend& backend, const E4m3Layer& e4m3, Meter& meter) 
                             backend.PackLinear({Op::Parameters({2 * features, in}, in)},
                                                {Op::Parameters({2 * features}, 1)}, e4m3,
                                                /*gated=*/true));
-  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Activations(x));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor xs, op.Inputs(*weight, &x));
   DENOISED_ASSIGN_OR_RETURN(const Tensor ys, op.Activations(y));
   LinearArgs args{.weight = weight.get()};
-  DENOISED_ASSIGN_OR_RETURN(args.prologue.rounded, op.Rounded(*weight, x));
   DENOISED_ASSIGN_OR_RETURN(
       args.epilogue.ungated,
       backend.Allocate(both, backend.activation_dtype(), "a benchmark's values and gates"));

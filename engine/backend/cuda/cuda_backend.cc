@@ -333,10 +333,7 @@ class CudaBackend final : public Backend {
     const bool e4m3 = IsE4m3(*args.weight), observes = Observes(args.weight->e4m3);
     if ((!e4m3 || observes) && IsToBeApplied(args.prologue.norm))
       return Linear(WithoutNorm(*this, args));
-    if (observes) {
-      DENOISED_CHECK(!IsRounded(args.x), "the range of an input in e4m3");
-      ObserveInputs(args.weight->e4m3, {args.x});
-    }
+    if (observes) ObserveInputs(args.weight->e4m3, {args.x});
     const auto launch_of = [&](const LinearArgs& of) {
       return e4m3 ? OfRoundedInput(of) : LaunchOf(of);
     };
@@ -622,6 +619,7 @@ class CudaBackend final : public Backend {
     DENOISED_CHECK(place < kMostObserved, "{} layers", place);
     for (const Tensor& x : inputs) {
       if (!x) continue;
+      DENOISED_CHECK(!IsRounded(x), "the range of an input in e4m3");
       context_->Record(
           LaunchLargest(View(x), Extent(x, -1), RowCount(x), LargestInputs() + place, queue_),
           "the range of an input");

@@ -17,8 +17,10 @@
 namespace denoised::cuda {
 namespace {
 
-constexpr int kMaxVectors = 8;                    // per thread
-constexpr int kMaxThreads = 512, kMaxLines = 64;  // along a block's z
+constexpr int kMaxVectors = 8;                     // per thread
+constexpr int kMaxThreads = 1024, kMaxLines = 64;  // lines: along a block's z
+/// More only if a slice's channels need them: groups of 42 channels, say, 672.
+constexpr int kUsualThreads = 512;
 constexpr int kSharedLimit = 48 * 1024;
 
 __device__ inline bool HasClusters() {
@@ -102,7 +104,7 @@ __device__ void StoreVectors(const GroupNormLaunch& norm, int64_t pixel, int cha
 /// kRun: aligned runs of this many channels belong to one group; it divides kVector and
 /// plan.group_channels. kOut: of `out`, kBf16 or kE4m3x2.
 template <int kVectors, int kRun, Element kOut>
-__global__ void __launch_bounds__(kMaxThreads, 2)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     GroupNormClusterKernel(const __grid_constant__ GroupNormLaunch norm,
                            const __grid_constant__ Plan plan) {
   constexpr int kRuns = kVector / kRun;
@@ -294,8 +296,8 @@ Plan Fit(const NormLayer& norm, int least_channels, bool sectors, int vectors, i
 Plan FitCluster(const NormLayer& norm, int vectors) {
   const bool many = vectors == kMaxVectors;
   for (const Plan& plan : {Fit(norm, many ? 64 : 32, many, vectors, 288, kMaxCluster),
-                           Fit(norm, 32, many, vectors, kMaxThreads, kMaxCluster),
-                           Fit(norm, 32, false, vectors, kMaxThreads, kMaxCluster)}) {
+                           Fit(norm, 32, many, vectors, kUsualThreads, kMaxCluster),
+                           Fit(norm, 32, false, vectors, kUsualThreads, kMaxCluster)}) {
     if (Possible(plan, kMaxCluster)) return plan;
   }
   return {};
@@ -303,7 +305,7 @@ Plan FitCluster(const NormLayer& norm, int vectors) {
 /// The same with one block per slice, of `least_channels` or as many as fit.
 Plan FitBlock(const NormLayer& norm, int vectors, int least_channels) {
   for (int least = least_channels; least >= kVector; least /= 2) {
-    const Plan plan = Fit(norm, least, /*sectors=*/least > kVector, vectors, kMaxThreads, 1);
+    const Plan plan = Fit(norm, least, /*sectors=*/least > kVector, vectors, kUsualThreads, 1);
     if (Possible(plan, 1)) return plan;
   }
   return {};
