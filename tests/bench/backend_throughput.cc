@@ -102,9 +102,9 @@ class Op {
 
  private:
   absl::StatusOr<Tensor> Filled(const Tensor& host) {
-    DENOISED_ASSIGN_OR_RETURN(
-        const Tensor all, backend_.Allocate({copies_, host.shape().elements()}, host.dtype(),
-                                            "a benchmark's activations"));
+    DENOISED_ASSIGN_OR_RETURN(const Tensor all,
+                              backend_.Allocate({copies_, host.shape().elements()}, host.dtype(),
+                                                "a benchmark's activations"));
     const Tensor first = all.Slice(0, 1);
     backend_.Upload(host.data(), host.bytes(), first);
     for (int64_t i = 1; i < copies_; ++i) backend_.Copy(first, all.Slice(i, 1));
