@@ -47,6 +47,7 @@ void DeviceWorker::Main(std::promise<absl::Status> started) {
   backend_ = *std::move(backend);
   name_ = std::string(backend_->name());
   description_ = backend_->description();
+  may_hang_ = backend_->capabilities().may_hang;
   // Opening a size between two evaluations does not count as part of either.
   StepBatcher::Options batching = batching_;
   batching.part_done = [this] { WatchFrom(Clock::now()); };
@@ -108,6 +109,7 @@ void DeviceWorker::WatchFrom(std::optional<Clock::time_point> begin) {
 }
 
 void DeviceWorker::LoseIfHanging(std::chrono::duration<double> limit) {
+  if (!may_hang_) return;
   constexpr char kPart[] = "a part of loading or removing a model";
   const char* hanging = nullptr;
   {

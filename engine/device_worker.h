@@ -100,6 +100,7 @@ class DeviceWorker {
   EngineObserver* const observer_;
   const std::function<void()> lost_;
   std::string name_, description_;
+  bool may_hang_ = false;
   std::thread thread_;
 
   // Used by the device's thread only.

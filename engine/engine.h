@@ -61,7 +61,8 @@ struct EngineOptions {
   std::array<double, kPriorities> priority_weights = {16, 4, 1};
   int keep_evaluations = 4;  // an image with no more left keeps its slot to the end
   /// A device that takes longer for one evaluation, or for one part of loading or removing a model
-  /// (such as packing one tensor), is lost; 0: never. Reading files may take any time.
+  /// (such as packing one tensor), is lost; 0: never. Reading files may take any time, and so may a
+  /// CPU (Capabilities::may_hang).
   double watchdog_seconds = 60;
   /// Delivers images that have NaN or infinity, for debugging. Otherwise their jobs end.
   bool allow_nonfinite = false;

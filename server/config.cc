@@ -507,7 +507,7 @@ void AddEngineFlags(CLI::App* app, Flags* flags) {
       ->check(flags::Between(0, 100000));
   app->add_option(
          "--watchdog-seconds", config.engine.watchdog_seconds,
-         "A device that takes longer for one evaluation, or for one step of loading or unloading a "
+         "A GPU that takes longer for one evaluation, or for one step of loading or unloading a "
          "model, counts as lost; without a device the process exits. Reading files may take any "
          "time. At least 1; 0: never")
       ->check(flags::ZeroOr(1.0, 86400.0, "SECONDS"));

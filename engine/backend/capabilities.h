@@ -15,6 +15,9 @@ struct Capabilities {
   /// few graphs are captured and rows are padded to the next size. Otherwise every number of rows
   /// has its own graph, because a padding row costs as much as any other.
   bool pads_rows = false;
+  /// Work may never end, as after a fault of a GPU. Where it cannot, it is only slow, and
+  /// EngineOptions::watchdog_seconds does not count.
+  bool may_hang = false;
   /// Default of EngineOptions::max_rows.
   int default_rows = 16;
 };

@@ -153,6 +153,11 @@ class Admission::Lane {
     return std::min<double>(room.rows, double{1} * room.slots * rows / images);
   }
   double CostOf(double rows) const { return Cost(static_cast<int>(std::ceil(rows))); }
+  /// Of evaluations whose rows differ.
+  double CostOfAverage(double rows) const {
+    const double fewer = std::floor(rows), more = std::ceil(rows);
+    return CostOf(fewer) + (rows - fewer) * (CostOf(more) - CostOf(fewer));
+  }
   /// False before anything was measured.
   bool HasCosts() const { return !seconds.empty() || !model->own_size->seconds.empty(); }
   double StageCost(Stage stage) const {
@@ -337,10 +342,11 @@ absl::StatusOr<std::shared_ptr<Admission::Ticket>> Admission::Enter(JobId id,
   if (!refusal.ok()) return refusal;
 
   if (lane.jobs++ == 0) {
-    // It goes next, but does not catch up on what others received while it was idle.
+    // It goes next, but does not catch up on what others received while it was idle, nor, if all
+    // are idle now, on what they had received.
     std::optional<double> first;
     for (const Lane* other : busy_) first = std::min(first.value_or(other->turn), other->turn);
-    lane.turn = std::max(lane.turn, first.value_or(0));
+    lane.turn = std::max(lane.turn, first.value_or(idle_turn_));
     busy_.insert(&lane);
   }
   lane.weight += client.jobs++ == 0 ? ticket->weight : ticket->weight - client.weight;
@@ -385,9 +391,13 @@ void Admission::Predict(const Ticket& ticket, bool entered, Estimate* estimate) 
   double slowdown = (lane_weight + other_weights) / lane_weight;
   if (!lane.Exceeds(demand, images, 1)) slowdown = std::max(1.0, slowdown / devices);
 
-  const int rows_of_each = (demand + devices - 1) / devices;
   const double carried = lane.Carried(demand, images);
-  const double evaluation = lane.CostOf(std::min<double>(carried, rows_of_each)) * slowdown;
+  const int rows_of_each = (demand + devices - 1) / devices;
+  // Guidance in a part of the evaluations leaves the others with fewer rows.
+  const double average = demand - ticket.rows * ticket.count +
+                         static_cast<double>(ticket.work()) / ticket.evaluations;
+  const double evaluation =
+      lane.CostOfAverage(std::min(carried, rows_of_each * average / demand)) * slowdown;
   const Room& room = lane.room;
   const int images_at_once = devices * std::min(room.slots, room.rows / ticket.rows);
   const int rounds = (ticket.count + images_at_once - 1) / images_at_once;
@@ -399,8 +409,9 @@ void Admission::Predict(const Ticket& ticket, bool entered, Estimate* estimate) 
   const double stages_ahead = StagesOfImage(lane) + lane.StageCost(Stage::kEncode) *
                                                         lane.waiting_pictures /
                                                         std::max(1, lane.waiting_images);
-  estimate->start_seconds =
-      ahead / (devices * carried) * evaluation + images_ahead * stages_ahead * slowdown / devices;
+  estimate->start_seconds = (ahead / (devices * carried) * lane.CostOf(carried) +
+                             images_ahead * stages_ahead / devices) *
+                            slowdown;
   estimate->total_seconds =
       *estimate->start_seconds + double{1} * rounds * ticket.evaluations * evaluation +
       std::max<double>(ticket.count, devices) * StagesOfImage(lane) * slowdown / devices;
@@ -541,6 +552,7 @@ void Admission::Left(Ticket& ticket, int64_t rows, std::optional<EndReason> reas
   if (--lane.jobs > 0) return;
   // Nobody has work in an idle lane, so its sums restart at zero, without rounding errors.
   busy_.erase(&lane);
+  idle_turn_ = std::max(idle_turn_, lane.turn);
   lane.clients.clear();
   lane.weight = lane.virtual_time = lane.waiting_work = 0;
 }

@@ -176,6 +176,7 @@ class Admission {
   std::vector<std::unique_ptr<Model>> closed_ ABSL_GUARDED_BY(mutex_);
   /// Lanes with unfinished jobs, which hold them.
   std::set<const Lane*> busy_ ABSL_GUARDED_BY(mutex_);
+  double idle_turn_ ABSL_GUARDED_BY(mutex_) = 0;  // the largest of a lane when its last job left
   int queued_requests_ ABSL_GUARDED_BY(mutex_) = 0, queued_images_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
 };

@@ -164,7 +164,7 @@ void JobQueue::RemoveModel(const std::string& name, int device) {
     queue.open.erase(device);
     if (queue.opening == device) queue.opening.reset();
   }
-  MayHaveRoomLocked(device);
+  TryAgain(device);
   std::erase_if(queues_, [](const auto& entry) { return !entry.second.needed(); });
   admission_.SetDevices(name, static_cast<int>(model->second.devices.size()));
   if (!model->second.devices.empty()) return;
@@ -266,22 +266,23 @@ void JobQueue::FinishLocked(Job& job, const absl::Status& status, std::optional<
   job_ended_.NotifyAll();
 }
 
-void JobQueue::MayHaveRoom(int device) {
+void JobQueue::MayHaveRoom(int device, const std::string& of_model) {
   MutexLock lock(&mutex_);
-  MayHaveRoomLocked(device);
+  for (auto& [lane, queue] : queues_)
+    if (queue.WaitsFor(device, of_model)) queue.later.erase(device);
 }
 
-void JobQueue::MayHaveRoomLocked(int device) {
+void JobQueue::TryAgain(int device) {
   for (auto& [lane, queue] : queues_) {
     queue.refused.erase(device);
     queue.later.erase(device);
   }
 }
 
-bool JobQueue::WaitsForRoom(int device) const {
+bool JobQueue::WaitsForRoom(int device, const std::string& of_model) const {
   MutexLock lock(&mutex_);
-  return std::any_of(queues_.begin(), queues_.end(), [device](const auto& entry) {
-    return entry.second.later.contains(device) && !entry.second.waiting.empty();
+  return std::any_of(queues_.begin(), queues_.end(), [&](const auto& entry) {
+    return !entry.second.waiting.empty() && entry.second.WaitsFor(device, of_model);
   });
 }
 
@@ -327,7 +328,7 @@ std::optional<JobQueue::Size> JobQueue::ToOpen(int device) {
   return size;
 }
 
-void JobQueue::OpenLater(const Size& size, int device) {
+void JobQueue::OpenLater(const Size& size, int device, Lack lack) {
   {
     MutexLock lock(&mutex_);
     const auto found = queues_.find(size.lane);
@@ -335,7 +336,7 @@ void JobQueue::OpenLater(const Size& size, int device) {
     LaneQueue& queue = found->second;
     if (queue.opening == device) queue.opening.reset();
     if (!queue.waiting.empty()) {
-      queue.later.insert(device);
+      queue.later[device] = lack;
       if (!queue.waits) queue.waits = now_();
     }
     if (!queue.needed()) queues_.erase(found);
@@ -378,7 +379,7 @@ bool JobQueue::Close(const std::shared_ptr<Admission::Lane>& lane, int device) {
   if (!queue.waiting.empty()) return false;
   queue.open.erase(device);
   if (!queue.needed()) queues_.erase(found);
-  MayHaveRoomLocked(device);
+  TryAgain(device);
   return true;
 }
 

@@ -156,13 +156,16 @@ class JobQueue {
   /// The device can draw this size. Otherwise `status` says why not, and jobs that no device can
   /// draw end with it.
   void Opened(const Size& size, int device, const absl::Status& status);
-  /// The device has no memory for the size now, because other sizes are in use. ToOpen() returns it
+  /// What a size waits for: memory that any other size may give up, or its model's share of the
+  /// memory for sizes.
+  enum class Lack : uint8_t { kMemory, kShare };
+  /// The device has no room for the size now, because other sizes are in use. ToOpen() returns it
   /// again after MayHaveRoom(), or when it has waited for half a minute.
-  void OpenLater(const Size& size, int device);
-  /// Whether jobs wait because of OpenLater().
-  bool WaitsForRoom(int device) const;
-  /// The device may try again to take memory for sizes.
-  void MayHaveRoom(int device);
+  void OpenLater(const Size& size, int device, Lack lack);
+  /// Whether jobs wait because of OpenLater(), for room that a size of this model may give up.
+  bool WaitsForRoom(int device, const std::string& of_model) const;
+  /// The device may try again to take memory for these.
+  void MayHaveRoom(int device, const std::string& of_model);
   /// The device gives up its memory for the size. False if jobs wait for it.
   bool Close(const std::shared_ptr<Admission::Lane>& lane, int device);
 
@@ -210,12 +213,17 @@ class JobQueue {
     std::map<std::pair<double, JobId>, std::shared_ptr<Job>> waiting;  // jobs with images, in order
     std::set<int> open, refused;  // devices that have memory for the size; that could not get it
     std::optional<int> opening;   // the device that is taking it
-    std::set<int> later;          // devices that had no room for it
+    std::map<int, Lack> later;    // devices that had no room for it
     std::optional<Clock::time_point> waits;  // for room, since then
     /// The device that leaves images to the others, since then.
     std::optional<std::pair<int, Clock::time_point>> left;
     Round round;
     bool needed() const { return !waiting.empty() || !open.empty() || opening; }
+    /// Whether it waits for room that a size of this model may give up.
+    bool WaitsFor(int device, const std::string& of_model) const {
+      const auto lacks = later.find(device);
+      return lacks != later.end() && (lacks->second == Lack::kMemory || size.model == of_model);
+    }
   };
   struct Ending {
     std::shared_ptr<Job> job;
@@ -227,7 +235,8 @@ class JobQueue {
     return queue.waits && now_() - *queue.waits >= kWaitForRoom;
   }
   bool MayOpen(const LaneQueue& queue, int device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void MayHaveRoomLocked(int device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// All sizes may try again.
+  void TryAgain(int device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wait(const std::shared_ptr<Job>& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StopWaiting(const Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StartEnding(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

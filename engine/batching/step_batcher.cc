@@ -256,7 +256,8 @@ absl::Status StepBatcher::RemoveModel(const std::string& model) {
 /// wait until one of them is idle. If there is none, or they have waited long, the jobs that no
 /// device can draw end with ResourceExhausted. False if there was nothing to do.
 absl::StatusOr<bool> StepBatcher::OpenSizes() {
-  if (CanMakeRoom()) queue_.MayHaveRoom(options_.device);
+  for (const auto& batch : batches_)
+    if (IsIdle(*batch)) queue_.MayHaveRoom(options_.device, batch->model.name);
   const auto size = queue_.ToOpen(options_.device);
   if (!size) return false;
   const BatchedModel& model = models_.at(size->model);
@@ -269,7 +270,8 @@ absl::StatusOr<bool> StepBatcher::OpenSizes() {
   const bool others_in_use = std::any_of(batches_.begin(), batches_.end(),
                                          [](const auto& other) { return !other->first_size; });
   if (slots == 0 || (absl::IsResourceExhausted(batch.status()) && others_in_use && !size->waited)) {
-    queue_.OpenLater(*size, options_.device);
+    queue_.OpenLater(*size, options_.device,
+                     slots == 0 ? JobQueue::Lack::kShare : JobQueue::Lack::kMemory);
     return true;
   }
   const absl::Status status = batch.status();
@@ -355,9 +357,9 @@ bool StepBatcher::IsIdle(const Batch& batch) const {
 
 /// Whether a size waits for room, and another one is idle that may give it.
 bool StepBatcher::CanMakeRoom() const {
-  return queue_.WaitsForRoom(options_.device) &&
-         std::any_of(batches_.begin(), batches_.end(),
-                     [this](const auto& batch) { return IsIdle(*batch); });
+  return std::any_of(batches_.begin(), batches_.end(), [this](const auto& batch) {
+    return IsIdle(*batch) && queue_.WaitsForRoom(options_.device, batch->model.name);
+  });
 }
 
 /// Frees the least recently used idle batch of `model`, or of any model if it is null, whose size

@@ -430,9 +430,9 @@ TEST(Devices, ASizeThatOneHasNoRoomForIsForTheOthersAtOnce) {
   ASSERT_TRUE(size.has_value());
   EXPECT_FALSE(queue.HasWork(1));
   woken = 0;
-  queue.OpenLater(*size, 0);
+  queue.OpenLater(*size, 0, JobQueue::Lack::kMemory);
   EXPECT_EQ(woken, 1);
-  EXPECT_TRUE(queue.WaitsForRoom(0));
+  EXPECT_TRUE(queue.WaitsForRoom(0, "fake"));
   EXPECT_FALSE(queue.HasWork(0));
   EXPECT_TRUE(queue.ToOpen(1).has_value());
 }

@@ -234,6 +234,21 @@ TEST(Scheduling, LanesShareTheDeviceBySeconds) {
   EXPECT_LE(*quick->started_at - quick->submitted_at, 1);
 }
 
+TEST(Scheduling, ALaneDoesNotPayForWorkWhileTheOthersWereIdle) {
+  Simulation simulation({.cost = [](int) { return 0.001; }});
+  simulation.Add("other");
+  simulation.Submit({.steps = 1000, .count = 4});
+  simulation.RunAll();
+  simulation.Submit({.steps = 1000, .model = "other"});
+  simulation.Step();
+  const auto quick = simulation.Submit({.steps = 3});
+  simulation.Submit({.steps = 1000});
+  while (!quick->done) {
+    simulation.Step();
+    ASSERT_LE(simulation.evaluations - quick->submitted_at, 3 * 4);
+  }
+}
+
 TEST(Scheduling, LanesWeighAsTheirClients) {
   Simulation simulation({.cost = [](int) { return 0.001; }});
   simulation.Add("other");
@@ -413,6 +428,18 @@ TEST(Estimates, AreWhatHappens) {
   simulation.RunAll();
   EXPECT_NEAR((*heard)->seconds(), *alone.total_seconds, 1e-6);
   EXPECT_EQ(*alone.start_seconds, 0);
+}
+
+TEST(Estimates, CountGuidanceInThePartThatHasIt) {
+  Simulation simulation({.cost = [](int rows) { return 0.1 * rows; }});
+  EffectiveJob job = simulation.Job({.steps = 100, .guidance = 2});
+  job.guided_evaluations = {0, 10};
+  Estimate estimate;
+  ASSERT_TRUE(simulation.queue.Submit(job, std::make_shared<Collector>(), &estimate).ok());
+  EXPECT_NEAR(*estimate.total_seconds, 11, 1e-6);
+  const auto before = simulation.clock.now;
+  simulation.RunAll();
+  EXPECT_NEAR(ToSeconds(simulation.clock.now - before), 11, 1e-6);
 }
 
 TEST(Estimates, OfBucketsThatWereNotMeasuredLieBetweenThoseThatWere) {
@@ -1238,6 +1265,26 @@ TEST(Faults, ASizeWaitsForRoomHalfAMinute) {
     }
     for (const auto& heard : jobs) EXPECT_FALSE(heard->done.has_value());
   }
+}
+
+/// Sizes of a model wait for its share of the memory, and another model has an idle size.
+TEST(Faults, ASizeThatWaitsForItsModelsShareHoldsUpNoOtherModel) {
+  Simulation simulation({.max_rows = 4, .slots = 4, .cost = [](int) { return 0.05; }});
+  for (const char* model : {"a", "b", "c"}) simulation.Add(model, 0);
+  simulation.Submit({.steps = 2, .model = "a", .size = 8});
+  simulation.RunAll();
+  std::vector<std::shared_ptr<Heard>> jobs;
+  for (int size = 8; size <= 40; size += 4)
+    jobs.push_back(simulation.Submit({.steps = 1000, .count = 4, .model = "b", .size = size}));
+  for (int i = 0; i < 30; ++i) simulation.Step();
+  EXPECT_TRUE(jobs.front()->started_at.has_value());
+  ASSERT_FALSE(jobs.back()->started_at.has_value()) << "it waits";
+  const auto quick = simulation.Submit({.steps = 2, .model = "c", .size = 8});
+  while (!quick->done) {
+    simulation.Step();
+    ASSERT_LE(simulation.evaluations - quick->submitted_at, 20);
+  }
+  EXPECT_TRUE(quick->done->ok()) << *quick->done;
 }
 
 /// A size waits while its model's others are in use; then a command evicts these before a step

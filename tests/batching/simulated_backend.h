@@ -45,7 +45,7 @@ class SimulatedBackend final : public Backend {
   /// False: rows are computed together, as on a GPU, so that memory does not depend on the cores.
   bool splits_rows = true;
   /// Those of the CPU, unless a test says otherwise.
-  Capabilities can;
+  Capabilities can{.may_hang = true};
   /// False: Capture() finds no memory. What then runs without a graph takes no time.
   bool graphs = true;
   /// Of each Capture().

@@ -249,6 +249,23 @@ TEST(Watchdog, CountsWhatMayWaitForTheDeviceAndNoFiles) {
   EXPECT_FALSE(worker.health().ok());
 }
 
+TEST(Watchdog, LeavesADeviceAloneThatCanOnlyBeSlow) {
+  constexpr auto kLimit = std::chrono::milliseconds(30);
+  Admission admission({});
+  JobQueue queue(admission);
+  const BackendOpener open = [](const BackendOptions&) { return OpenBackend({.device = "cpu"}); };
+  DeviceWorker worker({}, open, {}, &admission, &queue, nullptr, [] {});
+  ASSERT_TRUE(worker.Start().ok());
+  const absl::StatusOr<int> packed = worker.RunBeside([&](auto progress) -> absl::StatusOr<int> {
+    progress(LoadPart::kDevice);
+    std::this_thread::sleep_for(2 * kLimit);
+    worker.LoseIfHanging(kLimit);
+    return 1;
+  });
+  EXPECT_TRUE(packed.ok()) << packed.status();
+  EXPECT_TRUE(worker.health().ok()) << worker.health();
+}
+
 TEST(SeveralDevices, MustBeOfOneKindAndNamedOnce) {
   const auto open = [](const BackendOptions& options) -> absl::StatusOr<std::unique_ptr<Backend>> {
     // As if they were two kinds: the description of the CPU, and one that is made up.

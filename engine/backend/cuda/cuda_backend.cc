@@ -187,6 +187,7 @@ class CudaBackend final : public Backend {
             .overlaps_streams = true,
             .gains_from_batches = true,
             .pads_rows = true,
+            .may_hang = true,
             .default_rows = 64};
   }
   DType activation_dtype() const override { return fp32_ ? DType::kF32 : DType::kBF16; }
