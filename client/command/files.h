@@ -28,7 +28,7 @@ absl::StatusOr<std::string> ReadFile(const std::string& path, size_t limit = kMa
 /// found good before.
 absl::Status WriteFile(const std::string& path, std::string_view bytes, mode_t mode = 0666);
 
-/// Whether a file could be created at `path`, so that it is known before the work is done.
+/// Whether WriteFile could write `path`, so that it is known before the work is done.
 absl::Status CheckWritable(const std::string& path);
 
 /// What a path may name with {index}, {seed}, {label} and {model}.

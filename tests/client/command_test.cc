@@ -5,6 +5,7 @@
 #include <pty.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 #include <webp/demux.h>
 #include <webp/encode.h>
@@ -16,6 +17,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <thread>
 
 #include "command/codec.h"
 #include "command/codec_files.h"
@@ -318,6 +320,25 @@ TEST_F(WriteFileTest, WritesInPlaceWhatCannotBeReplaced) {
   EXPECT_EQ(WriteFile(path, "in place"), absl::OkStatus());
   EXPECT_EQ(ReadFile(path).value_or(""), "in place\n");
   EXPECT_TRUE(WriteFile(path, before.substr(0, before.find('\n'))).ok());
+}
+
+TEST_F(WriteFileTest, WhatExistsNeedsNoFolderThatTakesNewFiles) {
+  ASSERT_TRUE(WriteFile(path_, "old").ok());
+  ASSERT_EQ(chmod(path_.c_str(), 0666), 0);
+  ASSERT_EQ(chmod(folder_.path().c_str(), 0555), 0);
+  // Of this thread alone: root may write into every folder. Another user may not become nobody, and
+  // need not.
+  std::jthread([this] {
+    constexpr int kNobody = 65534;
+    syscall(SYS_setresuid, kNobody, kNobody, kNobody);
+    EXPECT_EQ(CheckWritable("/dev/null"), absl::OkStatus());
+    EXPECT_EQ(WriteFile("/dev/null", "x"), absl::OkStatus());
+    EXPECT_EQ(CheckWritable(path_), absl::OkStatus());
+    EXPECT_EQ(WriteFile(path_, "new"), absl::OkStatus());
+    EXPECT_FALSE(CheckWritable(folder_ / "another").ok());
+  }).join();
+  ASSERT_EQ(chmod(folder_.path().c_str(), 0700), 0);
+  EXPECT_EQ(ReadFile(path_).value_or(""), "new");
 }
 
 TEST_F(WriteFileTest, LeavesTheOldFileWhenTheDiskIsFull) {
