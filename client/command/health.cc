@@ -44,19 +44,21 @@ std::string ModelsUnderWay(const client::Client& client, const client::CallOptio
   return fmt::format("{}", fmt::join(states, "; "));
 }
 
-Answer Ask(const client::Client& client, const HealthFlags& flags,
-           const client::CallOptions& options) {
+/// INVALID_ARGUMENT if the question cannot be asked.
+absl::StatusOr<Answer> Ask(const client::Client& client, const HealthFlags& flags,
+                           const client::CallOptions& options) {
   const auto health = client.CheckHealth(flags.service, options);
-  if (health.ok() && *health == client::ServingStatus::kServing) return {kOk, "SERVING", ""};
-  if (health.ok()) return {kError, "NOT_SERVING", ModelsUnderWay(client, options)};
-  if (absl::IsCancelled(health.status())) return {kInterrupted, "UNKNOWN", "cancelled"};
+  if (health.ok() && *health == client::ServingStatus::kServing) return Answer{kOk, "SERVING", ""};
+  if (health.ok()) return Answer{kError, "NOT_SERVING", ModelsUnderWay(client, options)};
+  if (absl::IsInvalidArgument(health.status())) return health.status();
+  if (absl::IsCancelled(health.status())) return Answer{kInterrupted, "UNKNOWN", "cancelled"};
   if (absl::IsNotFound(health.status())) {
-    return {kError, "SERVICE_UNKNOWN",
-            fmt::format("the server has no service \"{}\"; leave --service out for the server "
-                        "itself",
-                        flags.service)};
+    return Answer{kError, "SERVICE_UNKNOWN",
+                  fmt::format("the server has no service \"{}\"; leave --service out for the "
+                              "server itself",
+                              flags.service)};
   }
-  return {kUnavailable, "UNREACHABLE", std::string(health.status().message())};
+  return Answer{kUnavailable, "UNREACHABLE", std::string(health.status().message())};
 }
 
 }  // namespace
@@ -85,7 +87,9 @@ ExitCode Health(const client::Client& client, const HealthFlags& flags,
   std::string said;
   Answer answer;
   for (;;) {
-    answer = Ask(client, flags, WithTimeout(call, timeout()));
+    auto asked = Ask(client, flags, WithTimeout(call, timeout()));
+    if (!asked.ok()) return Report(asked.status(), flags.json);
+    answer = *std::move(asked);
     const bool over = waited().count() + 0.2 >= flags.wait_seconds || call.stop.stop_requested();
     if (answer.code == kOk || over) break;
     if (answer.comment != said) {

@@ -1068,6 +1068,17 @@ TEST_F(CliTest, HealthIsInTheExitCode) {
   EXPECT_EQ(Run({"health", "--service", "no.such"}).exit_code, 1);
 }
 
+TEST_F(CliTest, HealthDoesNotWaitForWhatCannotBeAsked) {
+  for (const std::vector<std::string>& arguments : std::vector<std::vector<std::string>>{
+           {"health", "--traceparent", "garbage"},
+           {"health", "--wait", "600", "--traceparent", "garbage"}}) {
+    const auto result = Run(arguments);
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_THAT(result.err, StartsWith("error: traceparent is \"garbage\"; use "));
+    EXPECT_EQ(result.out, "");
+  }
+}
+
 /// The command with its errors in a file, which is read while it runs.
 std::vector<std::string> WithErrorsIn(const std::string& file, std::vector<std::string> command) {
   command.insert(command.begin(),
