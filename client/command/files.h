@@ -36,7 +36,7 @@ struct PathFields {
   int index = 0, count = 1;
   uint64_t seed = 0;
   std::string label, model;
-  bool seeds_repeat = false;  // two of the images have the same one
+  bool seeds_repeat = false, labels_repeat = false;  // two of the images have the same one
 };
 
 /// `pattern` with its placeholders filled in. When it would give the same path to all of several

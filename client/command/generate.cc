@@ -44,9 +44,15 @@ std::string DefaultPath(const GenerateFlags& flags) {
   return "denoised." + extension;
 }
 
-bool HasRepeated(std::vector<uint64_t> seeds) {
-  std::sort(seeds.begin(), seeds.end());
-  return std::adjacent_find(seeds.begin(), seeds.end()) != seeds.end();
+template <typename T>
+bool HasRepeated(std::vector<T> values) {
+  std::sort(values.begin(), values.end());
+  return std::adjacent_find(values.begin(), values.end()) != values.end();
+}
+
+/// Whether two of the images may have the same label, or none.
+bool LabelsRepeat(const std::vector<int>& labels, int count) {
+  return static_cast<int>(labels.size()) < count || HasRepeated(labels);
 }
 
 std::string FrameCount(size_t frames) {
@@ -96,6 +102,7 @@ class Saver {
         drawing_(drawing),
         pattern_(flags.out.empty() ? DefaultPath(flags) : flags.out),
         seeds_repeat_(HasRepeated(drawing.params().seeds)),
+        labels_repeat_(LabelsRepeat(drawing.params().class_labels, drawing.params().count)),
         in_use_(flags) {
     if (!flags.animate.empty()) in_use_.Add("--animate", flags.animate).IgnoreError();
   }
@@ -226,7 +233,8 @@ class Saver {
                      .seed = image.seed,
                      .label = image.class_label ? std::to_string(*image.class_label) : "none",
                      .model = drawing_.params().model,
-                     .seeds_repeat = seeds_repeat_});
+                     .seeds_repeat = seeds_repeat_,
+                     .labels_repeat = labels_repeat_});
   }
 
   std::string BytesOf(const client::Image& image) const {
@@ -247,7 +255,7 @@ class Saver {
   const GenerateFlags& flags_;
   const Drawing& drawing_;
   const std::string pattern_;
-  const bool seeds_repeat_;
+  const bool seeds_repeat_, labels_repeat_;
   FilesInUse in_use_;
 };
 
@@ -255,7 +263,8 @@ class Saver {
 /// A class or a model that the server chooses is written as in the pattern.
 absl::StatusOr<std::optional<std::string>> ExpectedPath(const std::string& pattern,
                                                         const client::Generation& generation,
-                                                        bool seeds_repeat, int index, bool grid) {
+                                                        bool seeds_repeat, bool labels_repeat,
+                                                        int index, bool grid) {
   PathFields fields = {.index = index, .count = generation.count.value_or(1), .model = "{model}"};
   if (!generation.seeds.empty()) {
     fields.seed = generation.seeds[index];
@@ -273,6 +282,7 @@ absl::StatusOr<std::optional<std::string>> ExpectedPath(const std::string& patte
     fields.label = no_label ? "none" : "{label}";
   }
   fields.seeds_repeat = seeds_repeat;
+  fields.labels_repeat = labels_repeat;
   if (grid) fields = {.seed = fields.seed, .label = "grid", .model = fields.model};
   return FillPath(pattern, fields);
 }
@@ -287,9 +297,11 @@ absl::Status CheckOverwrites(const GenerateFlags& flags, const std::string& patt
   if (in_use.empty() || pattern == "-") return absl::OkStatus();
   constexpr int kMost = 1 << 16;  // no server's --max-count is larger
   const bool seeds_repeat = HasRepeated(generation.seeds);
-  const int files = grid ? 1 : std::min(generation.count.value_or(1), kMost);
+  const int count = generation.count.value_or(1);
+  const bool labels_repeat = LabelsRepeat(generation.class_labels, count);
+  const int files = grid ? 1 : std::min(count, kMost);
   for (int i = 0; i < files; ++i) {
-    const auto path = ExpectedPath(pattern, generation, seeds_repeat, i, grid);
+    const auto path = ExpectedPath(pattern, generation, seeds_repeat, labels_repeat, i, grid);
     if (!path.ok()) return path.status();
     if (!*path) return absl::OkStatus();
     if (absl::Status status = in_use.Check("--out", **path); !status.ok()) return status;

@@ -120,6 +120,19 @@ TEST_F(CliTest, ImagesOfOneSeedGetFilesOfTheirOwn) {
                                    "  seed 9  label 3\n"));
 }
 
+TEST_F(CliTest, ImagesOfOneLabelGetFilesOfTheirOwn) {
+  for (const std::vector<std::string>& labels :
+       std::vector<std::vector<std::string>>{{"-l", "3", "-n", "2"}, {"-l", "3,3"}}) {
+    std::vector<std::string> arguments = {"generate", "--seed", "9", "-o", Path("{label}.png")};
+    arguments.insert(arguments.end(), labels.begin(), labels.end());
+    EXPECT_THAT(Run(arguments).out,
+                StartsWith(Path("3-0.png") + "  seed 9  label 3\n" + Path("3-1.png")));
+  }
+  // One that the server chooses is known to differ only then.
+  EXPECT_THAT(Run({"generate", "-n", "2", "--seed", "9", "-o", Path("{label}.png")}).out,
+              StartsWith(Path("0.png") + "  seed 9  label 0\n" + Path("1.png")));
+}
+
 TEST_F(CliTest, AFlagWithNothingBehindItsEqualsSignIsEmpty) {
   const auto result =
       Run({"generate", "--prompt-2", "y", "--negative=", "--out", Path("n.png"), "x", "--json="});
@@ -140,11 +153,11 @@ TEST_F(CliTest, AFlagWithNothingBehindItsEqualsSignIsEmpty) {
 TEST_F(CliTest, DrawsFiles) {
   const auto result = Run({"generate", "-l", "three,4", "--seed", "42", "-o", Path("{label}.png")});
   EXPECT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_THAT(result.out, StartsWith(Path("3-0.png") + "  seed 42  label 3\n" + Path("4-1.png") +
+  EXPECT_THAT(result.out, StartsWith(Path("3.png") + "  seed 42  label 3\n" + Path("4.png") +
                                      "  seed 43  label 4\n2 images in 0.5 s: digits"));
   EXPECT_THAT(result.out, Not(HasSubstr("\x1b"))) << "escape codes, but no terminal";
   EXPECT_EQ(result.err, "");
-  const auto pixels = DecodePng(Read("4-1.png"));
+  const auto pixels = DecodePng(Read("4.png"));
   ASSERT_TRUE(pixels.ok()) << pixels.status();
   EXPECT_EQ(pixels->width, 16);
   EXPECT_EQ(*pixels->at(0, 0), 100);  // the fake draws class 4 so

@@ -363,9 +363,11 @@ TEST(FillPathTest, FillsPlaceholders) {
   const PathFields fields = {.index = 3, .count = 12, .seed = 45, .label = "7", .model = "digits"};
   EXPECT_EQ(*FillPath("a/{model}-{label}-{seed}-{index}.png", fields), "a/digits-7-45-03.png");
   EXPECT_EQ(*FillPath("a.b/x.png", fields), "a.b/x-03.png");
-  EXPECT_EQ(*FillPath("{label}.png", fields), "7-03.png");  // labels may repeat
   PathFields repeated = fields;
   repeated.seeds_repeat = true;
+  repeated.labels_repeat = true;
+  EXPECT_EQ(*FillPath("{label}.png", fields), "7.png");
+  EXPECT_EQ(*FillPath("{label}.png", repeated), "7-03.png");
   EXPECT_EQ(*FillPath("{seed}.png", fields), "45.png");
   EXPECT_EQ(*FillPath("{seed}.png", repeated), "45-03.png");
   EXPECT_EQ(*FillPath("{seed}-{index}.png", repeated), "45-03.png");
