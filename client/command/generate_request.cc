@@ -92,10 +92,10 @@ absl::StatusOr<client::Model> ModelOf(const GenerateFlags& flags, const client::
     auto model = client.GetModel(flags.model, options);
     if (model.ok()) return model;
     // It is said of GetModel's own field; a request that names the model is told of its.
-    constexpr std::string_view kField = "name: ";
+    constexpr std::string_view kField = "name";
     const std::string message(model.status().message());
-    if (!message.starts_with(kField)) return model;
-    return WithMessage("params.model: " + message.substr(kField.size()), model.status());
+    if (!message.starts_with("name: ") && !message.starts_with("name is ")) return model;
+    return WithMessage("params.model" + message.substr(kField.size()), model.status());
   }
   auto models = client.ListModels(options);
   if (!models.ok()) return models.status();

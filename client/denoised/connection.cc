@@ -110,6 +110,9 @@ class GrpcConnection : public Connection {
     if (absl::Status status = CheckSingle(kJobs); !status.ok()) {
       return FailedStreamCall(std::move(status), listener);
     }
+    if (absl::Status status = CheckUtf8({{"request_id", request_id}}); !status.ok()) {
+      return FailedStreamCall(std::move(status), listener);
+    }
     auto setup = Setup(options);
     if (!setup.ok()) return FailedStreamCall(setup.status(), listener);
     setup->watch.set_request_id(request_id);
@@ -119,6 +122,7 @@ class GrpcConnection : public Connection {
 
   absl::StatusOr<Job> GetJob(const std::string& request_id, const CallOptions& options) override {
     if (absl::Status status = CheckSingle(kJobs); !status.ok()) return status;
+    if (absl::Status status = CheckUtf8({{"request_id", request_id}}); !status.ok()) return status;
     v1::GetJobRequest request;
     request.set_request_id(request_id);
     v1::GetJobResponse response;
@@ -158,6 +162,7 @@ class GrpcConnection : public Connection {
   absl::StatusOr<Job> CancelJob(const std::string& request_id,
                                 const CallOptions& options) override {
     if (absl::Status status = CheckSingle(kJobs); !status.ok()) return status;
+    if (absl::Status status = CheckUtf8({{"request_id", request_id}}); !status.ok()) return status;
     v1::CancelJobRequest request;
     request.set_request_id(request_id);
     v1::CancelJobResponse response;
@@ -179,6 +184,10 @@ class GrpcConnection : public Connection {
 
   absl::StatusOr<Model> LoadModel(const ModelLoad& load, const CallOptions& options) override {
     if (absl::Status status = CheckSingle(kModels); !status.ok()) return status;
+    if (absl::Status status = CheckUtf8(
+            {{"name", load.name}, {"directory", load.directory}, {"version", load.version}});
+        !status.ok())
+      return status;
     const v1::LoadModelRequest request = ToProto(load);
     v1::LoadModelResponse response;
     const absl::Status status = Call(
@@ -193,6 +202,7 @@ class GrpcConnection : public Connection {
 
   absl::Status UnloadModel(const std::string& name, const CallOptions& options) override {
     if (absl::Status status = CheckSingle(kModels); !status.ok()) return status;
+    if (absl::Status status = CheckUtf8({{"name", name}}); !status.ok()) return status;
     v1::UnloadModelRequest request;
     request.set_name(name);
     v1::UnloadModelResponse response;
@@ -207,6 +217,8 @@ class GrpcConnection : public Connection {
   absl::StatusOr<Model> SetAlias(const std::string& alias, const std::string& target,
                                  const CallOptions& options) override {
     if (absl::Status status = CheckSingle(kModels); !status.ok()) return status;
+    if (absl::Status status = CheckUtf8({{"alias", alias}, {"target", target}}); !status.ok())
+      return status;
     v1::SetAliasRequest request;
     request.set_alias(alias);
     request.set_target(target);
@@ -220,6 +232,7 @@ class GrpcConnection : public Connection {
 
   absl::Status DeleteAlias(const std::string& alias, const CallOptions& options) override {
     if (absl::Status status = CheckSingle(kModels); !status.ok()) return status;
+    if (absl::Status status = CheckUtf8({{"alias", alias}}); !status.ok()) return status;
     v1::DeleteAliasRequest request;
     request.set_alias(alias);
     v1::DeleteAliasResponse response;
@@ -243,6 +256,7 @@ class GrpcConnection : public Connection {
   }
 
   absl::StatusOr<Model> GetModel(const std::string& name, const CallOptions& options) override {
+    if (absl::Status status = CheckUtf8({{"name", name}}); !status.ok()) return status;
     v1::GetModelRequest request;
     request.set_name(name);
     v1::GetModelResponse response;
@@ -255,6 +269,7 @@ class GrpcConnection : public Connection {
 
   absl::StatusOr<ServingStatus> CheckHealth(const std::string& service,
                                             const CallOptions& options) override {
+    if (absl::Status status = CheckUtf8({{"service", service}}); !status.ok()) return status;
     health::HealthCheckRequest request;
     request.set_service(service);
     health::HealthCheckResponse response;

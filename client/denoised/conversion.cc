@@ -161,6 +161,18 @@ Generation FromProto(const v1::GenerationParams& params) {
 
 }  // namespace
 
+absl::Status CheckUtf8(
+    std::initializer_list<std::pair<std::string_view, std::string_view>> texts_by_field) {
+  for (const auto& [field, text] : texts_by_field) {
+    if (google::protobuf::internal::IsStructurallyValidUTF8(text.data(),
+                                                            static_cast<int>(text.size()))) {
+      continue;
+    }
+    return absl::InvalidArgumentError(fmt::format("{} is not UTF-8; encode it so", field));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation) {
   if (!generation.class_labels.empty() + !generation.class_vectors.empty() +
           !generation.prompts.empty() >
@@ -169,21 +181,20 @@ absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation) {
         "more than one of class_labels, class_vectors and prompts is given; give the one that the "
         "model takes");
   }
+  if (absl::Status status = CheckUtf8(
+          {{"params.model", generation.model}, {"params.request_id", generation.request_id}});
+      !status.ok()) {
+    return status;
+  }
   for (size_t i = 0; i < generation.prompts.size(); ++i) {
     const Prompt& prompt = generation.prompts[i];
-    const auto given = [](const std::optional<std::string>& text) {
-      return text ? &*text : nullptr;
-    };
-    for (const auto& [name, text] :
-         {std::pair{"text", &prompt.text}, std::pair{"negative", given(prompt.negative)},
-          std::pair{"text_2", given(prompt.text_2)},
-          std::pair{"negative_2", given(prompt.negative_2)}}) {
-      // Protobuf would refuse it on the way, without a name.
-      if (text && !google::protobuf::internal::IsStructurallyValidUTF8(
-                      text->data(), static_cast<int>(text->size()))) {
-        return absl::InvalidArgumentError(
-            fmt::format("prompts[{}].{} is not UTF-8; encode it so", i, name));
-      }
+    const auto name = [i](const char* field) { return fmt::format("prompts[{}].{}", i, field); };
+    if (absl::Status status = CheckUtf8({{name("text"), prompt.text},
+                                         {name("negative"), prompt.negative.value_or("")},
+                                         {name("text_2"), prompt.text_2.value_or("")},
+                                         {name("negative_2"), prompt.negative_2.value_or("")}});
+        !status.ok()) {
+      return status;
     }
   }
   v1::GenerationParams params;

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <initializer_list>
 #include <optional>
+#include <string_view>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "denoised/generation.h"
@@ -12,7 +15,13 @@
 
 namespace denoised::client {
 
-/// INVALID_ARGUMENT when more than one of class_labels, class_vectors and prompts is given.
+/// INVALID_ARGUMENT for a text that is not UTF-8, by its field's name: protobuf would refuse it on
+/// the way, without one.
+absl::Status CheckUtf8(
+    std::initializer_list<std::pair<std::string_view, std::string_view>> texts_by_field);
+
+/// INVALID_ARGUMENT when more than one of class_labels, class_vectors and prompts is given, and for
+/// text that is not UTF-8.
 absl::StatusOr<v1::GenerationParams> ToProto(const Generation& generation);
 v1::PreviewOptions ToProto(const PreviewOptions& preview);
 

@@ -640,6 +640,13 @@ TEST_F(CliTest, TellsEveryWrongFieldWithItsRemedy) {
   }
   EXPECT_EQ(Run({"generate", "a", "b\xff", "-o", Path("x.png")}).err,
             "error: PROMPT[1] is not UTF-8; encode it so\n");
+  for (const char* label : {"seven", "7"}) {
+    EXPECT_EQ(Run({"generate", "-m", "\xff", "-l", label, "-o", Path("x.png")}).err,
+              "error: --model is not UTF-8; encode it so\n");
+  }
+  const auto health = Run({"health", "--service", "\xff"});
+  EXPECT_EQ(health.exit_code, 2);
+  EXPECT_EQ(health.err, "error: service is not UTF-8; encode it so\n");
   EXPECT_THAT(Run({"bench", "--trace", "prompts.text"}).err,
               StartsWith("error: cannot read prompts.text: No such file"));
   EXPECT_THAT(Run({"generate", "a", "--init-image", "params.seed.png"}).err,

@@ -237,6 +237,29 @@ TEST_F(ConnectionTest, RefusesLabelsAndVectorsTogether) {
   EXPECT_EQ(server_.generations(), 0);
 }
 
+TEST_F(ConnectionTest, TextThatIsNotUtf8IsRefusedByItsField) {
+  const std::string bad = "\xff";
+  const auto expect = [](const absl::Status& status, const std::string& field) {
+    EXPECT_EQ(status, absl::InvalidArgumentError(field + " is not UTF-8; encode it so"));
+  };
+  expect(client_.Generate({.model = bad}).status(), "params.model");
+  expect(client_.Generate({.request_id = bad}).status(), "params.request_id");
+  expect(client_.Generate({.prompts = {{.text = "a"}, {.text = "b", .negative_2 = bad}}}).status(),
+         "prompts[1].negative_2");
+  expect(client_.WatchJob(bad, 0, {})->Wait(), "request_id");
+  expect(client_.GetJob(bad).status(), "request_id");
+  expect(client_.CancelJob(bad).status(), "request_id");
+  expect(client_.LoadModel({.name = bad}).status(), "name");
+  expect(client_.LoadModel({.name = "a", .directory = bad}).status(), "directory");
+  expect(client_.LoadModel({.name = "a", .version = bad}).status(), "version");
+  expect(client_.UnloadModel(bad), "name");
+  expect(client_.SetAlias(bad, "a").status(), "alias");
+  expect(client_.SetAlias("a", bad).status(), "target");
+  expect(client_.DeleteAlias(bad), "alias");
+  expect(client_.GetModel(bad).status(), "name");
+  expect(client_.CheckHealth(bad).status(), "service");
+}
+
 TEST_F(ConnectionTest, RetriesWithTheSameSeed) {
   server_.FailNext(2, Draining());
   const auto result = client_.Generate({});
