@@ -105,7 +105,7 @@ ALLOWED = {
     | {"server version", "server status", "telemetry", "images", "security", "server models"}
     | {"jobs", "api", "flags"},
     "flags": set(),
-    "client": {"proto", "gRPC", "flags"},
+    "client": {"proto", "gRPC", "OpenSSL", "flags"},
     "trainer data": {"core", "images", "training"},
     "trainer": {"core", "io", "images", "models", "sampling", "text", "pipelines", "engine.h", "job.h"}
     | {"training", "trainer data", "trainer version", "prometheus-cpp", "flags"},

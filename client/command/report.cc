@@ -73,7 +73,12 @@ constexpr Flag kFlags[] = {
     {"prompts.text", "PROMPT"},
     {"prompts.negative", "--negative"},
     {"prompts.text_2", "--prompt-2"},
-    {"prompts.negative_2", "--negative-2"}};
+    {"prompts.negative_2", "--negative-2"},
+    // Of the connection.
+    {"tls.ca_file", "--tls-ca"},
+    {"tls.cert_file", "--tls-cert"},
+    {"tls.key_file", "--tls-key"},
+    {"token_file", "--token-file"}};
 
 /// How much of `path` is `field`, whose indices are left out; 0 if it does not begin with it.
 size_t Covered(std::string_view path, std::string_view field) {

@@ -6,7 +6,6 @@
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 
 #include "denoised/attempts.h"
@@ -19,6 +18,7 @@
 #include "denoised/rpc_status.h"
 #include "denoised/stream_call.h"
 #include "denoised/target.h"
+#include "denoised/tls_files.h"
 #include "denoised/v1/image_generation.grpc.pb.h"
 #include "denoised/v1/model_admin.grpc.pb.h"
 
@@ -417,18 +417,9 @@ class GrpcConnection : public Connection {
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(
     const ConnectionOptions& options) {
   if (!options.tls) return grpc::InsecureChannelCredentials();
-  const TlsOptions& tls = *options.tls;
-  grpc::SslCredentialsOptions files;
-  for (const auto& [option, path, content] :
-       {std::tuple{"tls.ca_file", &tls.ca_file, &files.pem_root_certs},
-        std::tuple{"tls.cert_file", &tls.cert_file, &files.pem_cert_chain},
-        std::tuple{"tls.key_file", &tls.key_file, &files.pem_private_key}}) {
-    if (path->empty()) continue;
-    auto text = ReadFile(option, *path);
-    if (!text.ok()) return text.status();
-    *content = *std::move(text);
-  }
-  return grpc::SslCredentials(files);
+  const auto files = ReadTlsFiles(*options.tls);
+  if (!files.ok()) return files.status();
+  return grpc::SslCredentials(*files);
 }
 
 absl::Status Validate(const ConnectionOptions& options) {

@@ -61,8 +61,8 @@ enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2 };
 
 /// The calls that a Client makes to a server, or to several replicas. Implementations are
 /// thread-safe. Errors are the server's, with details (denoised/error.h), or, without details,
-/// those of this side: INVALID_ARGUMENT for what cannot be sent, NOT_FOUND and INVALID_ARGUMENT for
-/// the token file, UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED, RESOURCE_EXHAUSTED for a reply above
+/// those of this side: INVALID_ARGUMENT for what cannot be sent and for the token file,
+/// UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED, RESOURCE_EXHAUSTED for a reply above
 /// max_message_bytes, and DATA_LOSS for a stream without its last event.
 ///
 /// For tests: denoised/mock_connection.h, or a class of your own. A call that it does not override
@@ -112,7 +112,7 @@ struct ConnectionOptions {
   /// Unset: the connection is not encrypted.
   std::optional<TlsOptions> tls = {};
   /// A file with a bearer token, sent with every call. It is read for each attempt, so the token
-  /// can be replaced; a call ends with NOT_FOUND when it cannot be read, INVALID_ARGUMENT when it
+  /// can be replaced; a call ends with INVALID_ARGUMENT when it cannot be read or
   /// holds more than one token. Empty: none. Needs TLS or allow_plaintext_token.
   std::string token_file = {};
   /// Sends tokens over a connection that the library does not encrypt. Set it only where something
@@ -138,7 +138,7 @@ struct ConnectionOptions {
 /// retried on another. They must have the same models, build and kind of device, so that a
 /// retry gives the same images. Calls about jobs and changes of models need one server, by its own
 /// address. A loopback target or a list is never reached through a proxy of the environment.
-/// INVALID_ARGUMENT when the target or an option is wrong, NOT_FOUND when a file cannot be read.
+/// INVALID_ARGUMENT when the target or an option is wrong, or a file cannot be read or used.
 absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& target,
                                                     const ConnectionOptions& options = {});
 

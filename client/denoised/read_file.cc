@@ -4,7 +4,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <fstream>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <memory>
 
 #include "absl/strings/ascii.h"
 
@@ -12,18 +15,27 @@ namespace denoised::client {
 
 absl::StatusOr<std::string> ReadFile(const char* option, const std::string& path) {
   constexpr size_t kMaxBytes = 1 << 20;  // /dev/zero has no end
-  std::ifstream file(path, std::ios::binary);
+  const auto failed = [&] {
+    const std::string reason = std::strerror(errno);
+    return absl::InvalidArgumentError(
+        fmt::format("{}: \"{}\" cannot be read: {}", option, path, reason));
+  };
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"),
+                                                             std::fclose);
+  if (file == nullptr) return failed();
   std::string text;
   char buffer[1 << 12];
-  while (file.read(buffer, sizeof buffer), file.gcount() > 0) {
-    text.append(buffer, static_cast<size_t>(file.gcount()));
+  while (const size_t count = std::fread(buffer, 1, sizeof buffer, file.get())) {
+    text.append(buffer, count);
     if (text.size() > kMaxBytes) {
       return absl::InvalidArgumentError(fmt::format(
           "{}: \"{}\" has more than {} bytes; use a smaller file", option, path, kMaxBytes));
     }
   }
-  if (file.bad() || text.empty()) {
-    return absl::NotFoundError(fmt::format("{}: \"{}\" cannot be read or is empty", option, path));
+  if (std::ferror(file.get())) return failed();
+  if (text.empty()) {
+    return absl::InvalidArgumentError(
+        fmt::format("{}: \"{}\" is empty; give the right file", option, path));
   }
   return text;
 }

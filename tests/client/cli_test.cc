@@ -240,6 +240,17 @@ TEST_F(CliTest, SpeaksTls) {
     return RunProcess(command, environment);
   };
   EXPECT_EQ(run({"--tls-ca", Path("ca"), "--token-file", Path("token")}).exit_code, 0);
+  const auto wrong = run({"--tls-ca", Path("token")});
+  EXPECT_EQ(wrong.exit_code, 2);
+  EXPECT_EQ(wrong.err, "error: --tls-ca: \"" + Path("token") +
+                           "\" holds no certificate in PEM, \"-----BEGIN CERTIFICATE-----\"\n");
+  for (const char* flag : {"--tls-ca", "--token-file"}) {
+    const auto absent = run({"--tls", flag, "/absent"});
+    EXPECT_EQ(absent.exit_code, 2);
+    EXPECT_EQ(
+        absent.err,
+        fmt::format("error: {}: \"/absent\" cannot be read: No such file or directory\n", flag));
+  }
   EXPECT_EQ(server.authorization(), "Bearer open-sesame");
   EXPECT_EQ(run({}, {"DENOISE_TLS_CA=" + Path("ca")}).exit_code, 0);
   EXPECT_EQ(run({}).exit_code, 3);
@@ -797,9 +808,8 @@ TEST_F(CliTest, FilesWithoutEndAreRefused) {
       {{"bench", "--trace", "/dev/zero"}, large},
       {{"bench", "--compare", "/dev/zero"}, large},
       {{"models", "--token-file", "/dev/zero", "--allow-plaintext-token"},
-       "token_file: \"/dev/zero\" has more than 1048576 bytes"},
-      {{"models", "--tls-ca", "/dev/zero"},
-       "tls.ca_file: \"/dev/zero\" has more than 1048576 bytes"},
+       "--token-file: \"/dev/zero\" has more than 1048576 bytes"},
+      {{"models", "--tls-ca", "/dev/zero"}, "--tls-ca: \"/dev/zero\" has more than 1048576 bytes"},
       {{"generate", "--init-image", "/dev/null"},
        "--init-image /dev/null is empty; use a PNG, JPEG, WebP or .npy file"}};
   ASSERT_TRUE(WriteFile(Path("x.png"), "a picture").ok());

@@ -94,8 +94,8 @@ TEST(TokenFileTest, OneThatVanishesEndsTheCallAtOnce) {
   options.allow_plaintext_token = true;
   const Client client(*Connect(server.address(), options));
   const auto expect_said = [&file](const absl::Status& status) {
-    EXPECT_TRUE(absl::IsNotFound(status)) << status;
-    EXPECT_EQ(status.message(), "token_file: \"" + file + "\" cannot be read or is empty");
+    EXPECT_EQ(status, absl::InvalidArgumentError("token_file: \"" + file +
+                                                 "\" cannot be read: No such file or directory"));
   };
   // In the middle of a stream: its second attempt has none.
   server.BreakNext(1, 1, {grpc::StatusCode::UNAVAILABLE, "gone"});
@@ -130,6 +130,38 @@ TEST_F(TlsTest, SaysWhichFileIsWrong) {
   options.token_file = folder_.Write("token", "t");
   EXPECT_THAT(std::string(Connect(server.address(), options).status().message()),
               HasSubstr("token_file needs tls"));
+}
+
+TEST_F(TlsTest, FilesThatGrpcCannotUseAreNamedBeforeItConnects) {
+  const KeyPair own = authority_.Issue("alice", "");
+  const KeyPair other = authority_.Issue("bob", "");
+  const std::string certificate = folder_.Write("own.crt", own.certificate);
+  const std::string key = folder_.Write("own.key", own.key);
+  const std::string other_key = folder_.Write("other.key", other.key);
+  const std::string garbage = folder_.Write("garbage", "no PEM\n");
+  const std::string damaged =
+      folder_.Write("damaged", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n");
+  const auto expect = [](const TlsOptions& tls, const std::string& message) {
+    ConnectionOptions options;
+    options.tls = tls;
+    const absl::Status status = Connect("127.0.0.1:1", options).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(message));
+  };
+  for (const std::string& file : {garbage, key, damaged}) {
+    expect({.ca_file = file}, "tls.ca_file: \"" + file + "\" holds no certificate in PEM");
+    expect({.cert_file = file, .key_file = key},
+           "tls.cert_file: \"" + file + "\" holds no certificate in PEM");
+  }
+  for (const std::string& file : {garbage, certificate}) {
+    expect({.cert_file = certificate, .key_file = file},
+           "tls.key_file: \"" + file + "\" holds no private key in PEM");
+  }
+  expect({.cert_file = certificate, .key_file = other_key},
+         "tls.key_file: \"" + other_key + "\" is not the key of the first certificate in \"" +
+             certificate + "\"");
+  expect({.ca_file = folder_.path()}, "cannot be read: Is a directory");
+  expect({.ca_file = folder_.Write("empty", "")}, "is empty");
 }
 
 TEST(PlaintextTokenTest, IsSentOnlyWhenItIsAllowed) {
