@@ -11,6 +11,7 @@
 #include "absl/strings/ascii.h"
 #include "command/files.h"
 #include "command/npy.h"
+#include "command/ready_models.h"
 
 namespace denoised::command {
 namespace {
@@ -89,7 +90,7 @@ absl::StatusOr<client::Tensor> ReadNoise(const std::string& path,
 absl::StatusOr<client::Model> ModelOf(const GenerateFlags& flags, const client::Client& client,
                                       const client::CallOptions& options) {
   if (!flags.model.empty()) {
-    auto model = client.GetModel(flags.model, options);
+    auto model = GetReadyModel(client, flags.model, options);
     if (model.ok()) return model;
     // It is said of GetModel's own field; a request that names the model is told of its.
     constexpr std::string_view kField = "name";
@@ -97,10 +98,10 @@ absl::StatusOr<client::Model> ModelOf(const GenerateFlags& flags, const client::
     if (!message.starts_with("name: ") && !message.starts_with("name is ")) return model;
     return WithMessage("params.model" + message.substr(kField.size()), model.status());
   }
-  auto models = client.ListModels(options);
+  auto models = ListReadyModels(client, options);
   if (!models.ok()) return models.status();
   std::erase_if(*models, [&](const client::Model& model) {
-    return !model.current || (!flags.prompts.empty() && !model.capabilities.text) ||
+    return (!flags.prompts.empty() && !model.capabilities.text) ||
            (!flags.labels.empty() && !model.capabilities.class_label) ||
            (!flags.class_vectors.empty() && !model.capabilities.class_vector);
   });

@@ -16,6 +16,7 @@
 #include "command/files.h"
 #include "command/generate_request.h"
 #include "command/json.h"
+#include "command/ready_models.h"
 
 namespace denoised::command {
 namespace {
@@ -280,7 +281,7 @@ absl::Status Workload::Learn(const client::Client& client, const client::CallOpt
   std::set<std::string> names;
   for (const RequestKind& kind : kinds_) names.insert(kind.model);
   for (const std::string& name : names) {
-    const auto model = client.GetModel(name, options);
+    const auto model = GetReadyModel(client, name, options);
     if (!model.ok()) {
       const auto violations = client::Details(model.status()).field_violations;
       if (!name.empty() || violations.empty()) return model.status();

@@ -70,8 +70,9 @@ class Workload {
 
   /// Asks the server what the models are. Images of models with labels then get the label that
   /// their seed stands for: a server draws it at random. Requests to models that read text get a
-  /// prompt of 8 to 20 words where the mix names none. Errors: the server's, and INVALID_ARGUMENT
-  /// for a prompt to a model that reads no text.
+  /// prompt of 8 to 20 words where the mix names none. Errors: the server's,
+  /// FAILED_PRECONDITION for a model that is not ready, and INVALID_ARGUMENT for a prompt to one
+  /// that reads no text.
   absl::Status Learn(const client::Client& client, const client::CallOptions& options);
   void set_format(client::ImageFormat format) { format_ = format; }
 

@@ -239,6 +239,7 @@ class FakeConnection : public client::Connection {
   int together = 0;  // no request ends before so many were under way at once
   std::atomic<int> classes = 0;
   std::atomic<bool> reads_text = false;
+  client::Model state;    // of every model, with its error
   milliseconds stall{0};  // of the first call, before it returns
   absl::Status answer;
 
@@ -271,7 +272,8 @@ class FakeConnection : public client::Connection {
 
   absl::StatusOr<client::Model> GetModel(const std::string& name,
                                          const client::CallOptions& options) override {
-    client::Model model = {.name = name};
+    client::Model model = state;
+    model.name = name;
     model.limits.num_classes = classes;
     model.capabilities.text = reads_text;
     return model;
@@ -482,6 +484,22 @@ TEST_F(LoadTest, ModelsThatReadNoTextGetNoPrompts) {
     EXPECT_EQ(status.message(),
               "--mix: the model digits reads no text; leave prompt, words and negative out");
   }
+}
+
+TEST_F(LoadTest, NothingIsSaidOfModelsThatAreNotReady) {
+  const auto expect = [this](client::ModelState state, const std::string& message) {
+    connection_->state.state = state;
+    connection_->state.error = "out of memory";
+    auto workload = Workload::FromMix({"model=emoji,words=5"}, 0, 1);
+    ASSERT_TRUE(workload.ok()) << workload.status();
+    const absl::Status status =
+        workload->Learn(client::Client(connection_), {.timeout = milliseconds(300)});
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(message));
+  };
+  expect(client::ModelState::kLoading, "model emoji is still loading; wait for it");
+  expect(client::ModelState::kFailed, "model emoji could not be loaded: out of memory");
+  expect(client::ModelState::kUnloading, "model emoji is being unloaded");
 }
 
 TEST_F(LoadTest, ModelsThatReadTextGetPrompts) {

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <climits>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -480,6 +481,39 @@ TEST_F(CliTest, NamesOfClassesFindTheOnlyModelThatReadsThem) {
   const auto none = Run({"generate", "--class-vectors", "1,2", "-o", Path("x.png")});
   EXPECT_EQ(none.exit_code, 2);
   EXPECT_THAT(none.err, HasSubstr("--model is not set, and no model of the server reads"));
+}
+
+TEST_F(CliTest, AModelThatIsLoadingIsWaitedFor) {
+  ASSERT_TRUE(WriteFile(Path("noise.bin"), std::string(1024, '\0')).ok());
+  for (const std::vector<std::string>& what : std::vector<std::vector<std::string>>{
+           {"generate", "-m", "digits", "-l", "seven"},
+           {"generate", "-l", "seven"},
+           {"generate", "-l", "7", "--noise", Path("noise.bin")}}) {
+    std::vector<std::string> arguments = what;
+    arguments.insert(arguments.end(), {"-o", Path("x.png")});
+    server_.LoadFor(2);
+    const auto waited = Run(arguments);
+    EXPECT_EQ(waited.exit_code, 0) << waited.err;
+    EXPECT_EQ(server_.requests().back().conditions(0).class_label(), 7);
+    server_.LoadFor(INT_MAX);
+    arguments.insert(arguments.end(), {"--timeout", "0.5"});
+    const auto loading = Run(arguments);
+    EXPECT_EQ(loading.exit_code, 3);
+    EXPECT_THAT(loading.err, StartsWith("error: model digits is still loading; wait for it with"));
+  }
+  EXPECT_EQ(server_.generations(), 3);
+  server_.LoadFor(2);
+  EXPECT_EQ(Run({"bench", "-n", "1", "--warm-up", "0"}).exit_code, 0);
+  const v1::GenerationParams params = server_.requests().back();
+  EXPECT_EQ(params.conditions_size(), 1) << "the classes were not known";
+}
+
+TEST_F(CliTest, AnInterruptEndsTheWaitForAModel) {
+  server_.LoadFor(INT_MAX);
+  Process process(Command({"generate", "-l", "seven", "-o", Path("x.png")}), {}, false);
+  EXPECT_TRUE(Eventually([&] { return !server_.metadata().empty(); }));
+  process.Signal(SIGINT);
+  EXPECT_EQ(process.Wait().exit_code, 130);
 }
 
 TEST_F(CliTest, TheFormatIsWhatTheNameEndsIn) {

@@ -428,6 +428,11 @@ grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
   v1::Model* model = response->add_models();
   model->set_name("digits");
   model->set_current(true);
+  if (loading_ > 0) {
+    --loading_;
+    model->set_state(v1::MODEL_STATE_LOADING);
+    return grpc::Status::OK;
+  }
   model->set_state(v1::MODEL_STATE_AVAILABLE);
   model->set_architecture("UNet2DModel");
   model->set_parameters(1'234'567);

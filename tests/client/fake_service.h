@@ -51,6 +51,8 @@ class FakeServer : public v1::ImageGeneration::Service {
   void AddLabel(const std::string& label) { label_ = label; }
   /// The error of every job, and what the server says of its device.
   void SetText(const std::string& text) { text_ = text; }
+  /// The next `count` answers about models say that it is loading, and no more of it.
+  void LoadFor(int count) { loading_ = count; }
   /// A call must name the model, as if there were several.
   void HoldSeveral() { several_ = true; }
   /// Streams end with OK but without their last event.
@@ -95,6 +97,7 @@ class FakeServer : public v1::ImageGeneration::Service {
   std::atomic<int> last_preview_{INT_MAX};
   std::atomic<bool> omit_completed_{false};
   std::atomic<bool> several_{false};
+  std::atomic<int> loading_{0};
   std::string label_, text_, cut_off_;  // set before the calls
   std::atomic<int> generations_{0};
   std::atomic<int> cancelled_{0};
