@@ -223,13 +223,33 @@ class NamedLabelsTest(unittest.TestCase):
     time."""
 
     TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-    REPLIES = {"GetModel": pb.GetModelResponse(model=pb.Model(name="digits", labels=["zero", "one"])),
-               "Generate": pb.GenerateResponse()}
+    DIGITS = pb.Model(name="digits", current=True, state=pb.MODEL_STATE_AVAILABLE, labels=["zero", "one"],
+                      capabilities=pb.ModelCapabilities(class_label=True))
+    EMOJI = pb.Model(name="emoji", current=True, state=pb.MODEL_STATE_AVAILABLE,
+                     capabilities=pb.ModelCapabilities(text=True))
+    OLD = pb.Model(name="digits", version="1", labels=["one"],
+                   capabilities=pb.ModelCapabilities(class_label=True))
 
     def setUp(self):
         self.seen = []
         self.arguments = {"labels": ["one"], "timeout": 5, "metadata": {"x-tenant": "blue"},
                           "traceparent": self.TRACE}
+        self.loading = 0
+        self.hold(self.EMOJI, self.OLD, self.DIGITS)
+        self.addCleanup(setattr, _convert, "LOADING_SECONDS", _convert.LOADING_SECONDS)
+        _convert.LOADING_SECONDS = 0.01
+
+    def hold(self, *models):
+        self.replies = {"GetModel": pb.GetModelResponse(model=models[-1]),
+                        "ListModels": pb.ListModelsResponse(models=models), "Generate": pb.GenerateResponse()}
+
+    def reply(self, name):
+        reply = self.replies.get(name, iter([]))
+        if name in ("GetModel", "ListModels") and self.loading:
+            self.loading -= 1
+            model = pb.Model(name="digits", current=True, state=pb.MODEL_STATE_LOADING)
+            return pb.GetModelResponse(model=model) if name == "GetModel" else pb.ListModelsResponse(models=[model])
+        return reply
 
     def see(self, name, request, timeout, metadata):
         self.seen.append((name, request, timeout, dict(metadata)))
@@ -237,7 +257,7 @@ class NamedLabelsTest(unittest.TestCase):
 
     def check(self, method):
         (first, _, before, headers), (second, request, after, same_headers) = self.seen
-        self.assertEqual((first, second), ("GetModel", method))
+        self.assertEqual((first, second), ("GetModel" if "model" in self.arguments else "ListModels", method))
         self.assertLessEqual(after, before - 0.1)
         self.assertEqual(headers, {"x-tenant": "blue", "traceparent": self.TRACE})
         self.assertEqual(same_headers, headers)
@@ -250,10 +270,10 @@ class NamedLabelsTest(unittest.TestCase):
         def method(name):
             def call(request, timeout, metadata):
                 self.see(name, request, timeout, metadata)
-                return self.REPLIES.get(name, iter([]))
+                return self.reply(name)
             return call
 
-        client._methods = {name: method(name) for name in ("GetModel", "Generate", "StreamGenerate")}
+        client._methods = {name: method(name) for name in ("GetModel", "ListModels", "Generate", "StreamGenerate")}
         return client
 
     def async_client(self):
@@ -266,7 +286,7 @@ class NamedLabelsTest(unittest.TestCase):
         def unary(name):
             async def call(request, timeout, metadata):
                 self.see(name, request, timeout, metadata)
-                return self.REPLIES[name]
+                return self.reply(name)
             return call
 
         def stream(request, timeout, metadata):
@@ -274,12 +294,60 @@ class NamedLabelsTest(unittest.TestCase):
             return Stream()
 
         client._connect(None)
-        client._methods = {"GetModel": unary("GetModel"), "Generate": unary("Generate"), "StreamGenerate": stream}
+        client._methods = {name: unary(name) for name in ("GetModel", "ListModels", "Generate")}
+        client._methods["StreamGenerate"] = stream
         return client
 
     def test_generate(self):
         self.client().generate(**self.arguments)
         self.check("Generate")
+
+    def test_a_model_by_its_name(self):
+        self.arguments["model"] = "digits"
+        self.client().generate(**self.arguments)
+        self.check("Generate")
+
+    def test_a_model_that_is_loading_is_waited_for(self):
+        async def main(arguments):
+            async with self.async_client() as client:
+                await client.generate(**arguments)
+
+        for more in ({}, {"model": "digits"}):
+            arguments = {**self.arguments, **more}
+            for draw in (lambda: self.client().generate(**arguments), lambda: asyncio.run(main(arguments))):
+                self.seen.clear()
+                self.loading = 2
+                draw()
+                self.assertEqual(len(self.seen), 4, self.seen)
+                self.assertEqual([c.class_label for c in self.seen[-1][1].params.conditions], [1])
+                self.seen.clear()
+                self.loading = 1000
+                _convert.LOADING_SECONDS = 1000.0
+                with self.assertRaisesRegex(denoised.FailedPrecondition, "^model digits is still loading$"):
+                    draw()
+                _convert.LOADING_SECONDS = 0.01
+                self.assertEqual(len(self.seen), 1, "a wait that outlasts the timeout is not begun")
+
+    def test_the_wait_for_a_model_ends(self):
+        self.loading = 1000
+        client = denoised.Client("127.0.0.1:1", retry=RetryPolicy(initial_backoff=0, restart_attempts=6))
+        client._methods = self.client()._methods
+        with self.assertRaises(denoised.FailedPrecondition):
+            client.generate(labels="one")
+        self.assertEqual(len(self.seen), 6)
+
+    def test_models_that_cannot_be_chosen(self):
+        twin = pb.Model()
+        twin.CopyFrom(self.DIGITS)
+        twin.name = "twin"
+        failed = pb.Model(name="digits", current=True, state=pb.MODEL_STATE_FAILED, error="no memory")
+        for models, kind, message in (
+                ((self.DIGITS, twin), denoised.InvalidArgument, "^model is not set; use one of: digits, twin$"),
+                ((self.EMOJI, self.EMOJI), denoised.InvalidArgument, "no model of the server reads labels$"),
+                ((failed,), denoised.FailedPrecondition, "^model digits could not be loaded: no memory$")):
+            self.hold(*models)
+            with self.assertRaisesRegex(kind, message):
+                self.client().generate(labels="one")
 
     def test_stream(self):
         self.client().stream(**self.arguments)

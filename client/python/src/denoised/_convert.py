@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Type, T
 
 from denoised.v1 import image_generation_pb2 as pb
 
-from .errors import InvalidArgument
+from .errors import FailedPrecondition, InvalidArgument
 from .types import (Completed, Device, Event, Image, ImageReady, Job, Model, ModelCapabilities,
                     ModelDefaults, ModelLimits, Params, Preview, Previews, Progress, Prompt, Queued, Result,
                     ServerInfo, Started, TimelineEntry, Timing)
@@ -473,6 +473,32 @@ def needs_names(labels: Any) -> bool:
         return isinstance(labels, str) or any(isinstance(label, str) for label in labels)
     except TypeError:  # one number, none, or what is refused later
         return False
+
+
+# As servers say of a model that is loading.
+LOADING_SECONDS = 2.0
+
+
+def model_of_labels(name: str, of: Iterable[pb.Model]) -> Model:
+    """The one in `of`, which is called `name`; without a name, the only one that reads labels.
+    FailedPrecondition if it cannot draw; with a retry_after while a model is loading, because a server does not
+    tell then what it reads."""
+    models = [model(each) for each in of if name or each.current]
+    for each in models:
+        if each.state == "loading":
+            raise FailedPrecondition(f"model {each.name} is still loading", retry_after=LOADING_SECONDS)
+    if not name and len(models) > 1:
+        models = [each for each in models if each.capabilities.class_label]
+    if len(models) != 1:
+        names = ", ".join(each.name for each in models)
+        raise InvalidArgument(f"model is not set; use one of: {names}" if names
+                              else "model is not set, and no model of the server reads labels")
+    chosen = models[0]
+    if chosen.state == "failed":
+        raise FailedPrecondition(f"model {chosen.name} could not be loaded: {chosen.error}")
+    if chosen.state == "unloading":
+        raise FailedPrecondition(f"model {chosen.name} is being unloaded; name another one")
+    return chosen
 
 
 def label_indices(labels: Any, of: Model) -> List[int]:

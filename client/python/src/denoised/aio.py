@@ -390,10 +390,26 @@ class AsyncClient:
                       headers: Headers) -> pb.GenerationParams:
         """The message of the arguments of `generate`, after a look at the model if classes have names."""
         if _convert.needs_names(fields["labels"]):
-            request = pb.GetModelRequest(name=fields["model"] or "")
-            model = (await self._attempt("GetModel", request, attempts, headers)).model
-            fields["labels"] = _convert.label_indices(fields["labels"], _convert.model(model))
+            model = await self._model_of_labels(fields["model"] or "", attempts, headers)
+            fields["labels"] = _convert.label_indices(fields["labels"], model)
         return await asyncio.to_thread(_convert.generation_params, fields)
+
+    async def _model_of_labels(self, name: str, attempts: Attempts, headers: Headers) -> Model:
+        """The model called `name`, or else the only one that reads labels. Waits while it is loading."""
+        waits = attempts.fresh()
+        while True:
+            if name:
+                request = pb.GetModelRequest(name=name)
+                models = [(await self._attempt("GetModel", request, attempts, headers)).model]
+            else:
+                models = (await self._attempt("ListModels", pb.ListModelsRequest(), attempts, headers)).models
+            try:
+                return _convert.model_of_labels(name, models)
+            except FailedPrecondition as error:
+                delay = waits.failed(error)
+                if delay is None:
+                    raise
+            await self._pause(delay, asyncio.Event())
 
     def _check_loop(self) -> None:
         if self._loop not in (None, asyncio.get_running_loop()):

@@ -17,7 +17,7 @@ from . import _convert
 from ._connection import (JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata,
                           was_closed)
 from ._stream import StreamState
-from .errors import Cancelled, DenoisedError, InvalidArgument
+from .errors import Cancelled, DenoisedError, FailedPrecondition, InvalidArgument
 from .retry import Attempts, RetryPolicy
 from .types import (Event, ImageFormat, Job, Model, NoiseSchedule, Previews, Priority, Result, Sampler,
                     ServerInfo)
@@ -296,7 +296,8 @@ class Client:
             metadata: Optional[Metadata] = None, traceparent: Optional[str] = None) -> Result:
         """Draws images and waits for all of them. What is None takes the model's default.
 
-        model: name, name@version or alias; needed when the server holds more than one.
+        model: name, name@version or alias; needed when more than one model of the server reads what is
+            given, a prompt, labels or class_vectors.
         prompt: what the images show, in words, for models that read text; one text for all images, or
             one each. negative_prompt: what they do not show; None is the model's own default.
         prompt_2, negative_prompt_2: the same for the second text encoder, of models that have two.
@@ -386,10 +387,26 @@ class Client:
                 headers: Headers) -> pb.GenerationParams:
         """The message of the arguments of `generate`, after a look at the model if classes have names."""
         if _convert.needs_names(fields["labels"]):
-            request = pb.GetModelRequest(name=fields["model"] or "")
-            model = self._attempt("GetModel", request, attempts, headers).model
-            fields["labels"] = _convert.label_indices(fields["labels"], _convert.model(model))
+            model = self._model_of_labels(fields["model"] or "", attempts, headers)
+            fields["labels"] = _convert.label_indices(fields["labels"], model)
         return _convert.generation_params(fields)
+
+    def _model_of_labels(self, name: str, attempts: Attempts, headers: Headers) -> Model:
+        """The model called `name`, or else the only one that reads labels. Waits while it is loading."""
+        waits = attempts.fresh()
+        while True:
+            if name:
+                request = pb.GetModelRequest(name=name)
+                models = [self._attempt("GetModel", request, attempts, headers).model]
+            else:
+                models = self._attempt("ListModels", pb.ListModelsRequest(), attempts, headers).models
+            try:
+                return _convert.model_of_labels(name, models)
+            except FailedPrecondition as error:
+                delay = waits.failed(error)
+                if delay is None:
+                    raise
+            self._pause(delay)
 
     def _stream_state(self, watch: Optional[pb.WatchJobRequest], timeout: Optional[float],
                       metadata: Optional[Metadata], traceparent: Optional[str]) -> StreamState:

@@ -86,6 +86,10 @@ class Attempts:
         self._count = 1
         self._backoff = policy.initial_backoff
 
+    def fresh(self) -> Attempts:
+        """Those of another call, within the same deadline."""
+        return Attempts(self._policy, self._budget, self.remaining())
+
     def remaining(self) -> Optional[float]:
         """Seconds until the deadline, never negative; None when there is none."""
         if self._deadline is None:
