@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders every overlay and component of deploy/k8s with kustomize.py, and with kubectl 1.27 or later if
 there is one: both must agree. Checks that no server is published without TLS and tokens or reachable
-without Envoy, that probes, drains, idle connections and memory fit together, and validates the manifests
-strictly: an unknown field is an error. Shows first that it catches planted errors. Without python3-yaml
+without Envoy, that probes, drains, idle connections and memory fit together, that compose stops servers before
+Envoy, and validates the manifests strictly: an unknown field is an error. Shows first that it catches planted errors. Without python3-yaml
 the test is skipped; without `pip install kubernetes-validate` manifests are not validated.
 
     deploy/test/manifests.py [--kubernetes 1.31] [--crds DIRECTORY]
@@ -529,6 +529,24 @@ def operation(resources):
     return complaints
 
 
+def compose_order(compose):
+    """Complaints about the order in which compose stops containers: what depends on another one is stopped first."""
+    complaints = []
+    services = compose["services"]
+    for name, service in services.items():
+        after = service.get("depends_on", {})
+        if name == "envoy" or name.startswith("denoised"):
+            if not after.get("network", {}).get("restart"):
+                complaints.append(f"{name} stays in an old network namespace when `network` restarts")
+        if not name.startswith("denoised"):
+            continue
+        if "envoy" not in after:
+            complaints.append(f"{name}: Envoy is stopped at the same time, which cuts the calls that the server drains")
+        elif after["envoy"].get("restart"):
+            complaints.append(f"{name} restarts whenever Envoy does")
+    return complaints
+
+
 def find(value, key):
     """What is under `key`, however deep."""
     if isinstance(value, dict):
@@ -691,6 +709,29 @@ def checks_self_test(rendered):
         noticed(what, operation(resources))
 
 
+    compose = read_compose()
+    for what, service, path, value in [
+        ("a server that is stopped with Envoy", "denoised", ("envoy",), None),
+        ("a server on a GPU that is stopped with Envoy", "denoised-gpu", ("envoy",), None),
+        ("a server that restarts with Envoy", "denoised", ("envoy", "restart"), True),
+        ("an Envoy that loses its network", "envoy", ("network", "restart"), None),
+    ]:
+        wrong = copy.deepcopy(compose)
+        *parents, last = path
+        inner = wrong["services"][service]["depends_on"]
+        for parent in parents:
+            inner = inner[parent]
+        if value is None:
+            del inner[last]
+        else:
+            inner[last] = value
+        noticed(what, compose_order(wrong))
+
+
+def read_compose():
+    return yaml.safe_load((ROOT / "deploy/compose.yaml").read_text(encoding="utf-8"))
+
+
 def noticed(what, complaints):
     if not complaints:
         raise SystemExit(f"{what} was not noticed")
@@ -754,7 +795,7 @@ def main():
     complaints = [
         f"{name}: {complaint}"
         for name, resources in rendered.items() for complaint in exposure(resources) + operation(resources)
-    ]
+    ] + [f"compose.yaml: {complaint}" for complaint in compose_order(read_compose())]
     if complaints:
         raise SystemExit("\n".join(complaints))
     self_test(validator, [resource for all_of in rendered.values() for resource in all_of])
