@@ -592,7 +592,7 @@ class TargetTest(unittest.TestCase):
                     client.generate(**options)
         with denoised.Client("images:50051", metadata={"A-bin": b"\xff", "B": "b"}) as client:
             self.assertEqual(client._connection.headers({"b": "c"}, None), [("a-bin", b"\xff"), ("b", "c")])
-        with self.assertRaisesRegex(denoised.NotFound, "tls.ca"):
+        with self.assertRaisesRegex(denoised.InvalidArgument, "tls.ca"):
             denoised.Client("images:50051", tls=denoised.TLS(ca="/no/such/file"))
 
     def test_timeouts(self):

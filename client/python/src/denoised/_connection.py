@@ -16,8 +16,7 @@ from denoised.health import health_pb2
 from denoised.v1 import image_generation_pb2 as pb
 from denoised.v1 import model_admin_pb2 as admin_pb
 
-from .errors import (DETAILS_KEY, Cancelled, DenoisedError, InvalidArgument, NotFound, Unavailable,
-                     make_error)
+from .errors import DETAILS_KEY, Cancelled, DenoisedError, InvalidArgument, Unavailable, make_error
 from .retry import Attempts, RetryBudget, RetryPolicy
 
 Metadata = Mapping[str, Union[str, bytes]]
@@ -148,9 +147,9 @@ def _read(option: str, path: Optional[str]) -> Optional[bytes]:
         with open(path, "rb") as file:
             content = file.read()
     except OSError as error:
-        raise NotFound(f'{option}: "{path}" cannot be read: {error.strerror}') from None
+        raise InvalidArgument(f'{option}: "{path}" cannot be read: {error.strerror}') from None
     if not content:
-        raise NotFound(f'{option}: "{path}" is empty')
+        raise InvalidArgument(f'{option}: "{path}" is empty; give the right file')
     return content
 
 
