@@ -7,6 +7,7 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "engine/core/config_reader.h"
 #include "engine/text/unicode.h"
@@ -181,7 +182,6 @@ class ClipTokenizerFiles {
     if (!fs::is_directory(root_, error))
       return NotFound("{}: no such tokenizer directory", root_.string());
     DENOISED_RETURN_IF_ERROR(ReadConfig());
-    DENOISED_RETURN_IF_ERROR(ReadAddedTokensFile());
     DENOISED_RETURN_IF_ERROR(Has("tokenizer.json") ? ReadTokenizerFile() : ReadVocabularyFiles());
     DENOISED_RETURN_IF_ERROR(CollectSpecials());
     absl::StatusOr<BytePairEncoding> words =
@@ -260,6 +260,7 @@ class ClipTokenizerFiles {
     return token;
   }
 
+  /// tokenizer_config.json, special_tokens_map.json and added_tokens.json.
   absl::Status ReadConfig() {
     const std::string file = Path("tokenizer_config.json");
     DENOISED_ASSIGN_OR_RETURN(config_, ReadJsonFile(file));
@@ -288,10 +289,11 @@ class ClipTokenizerFiles {
     };
     take_over(config_);
     std::string map_file = file;
+    json map = json::object();
     const json decoder = config_.value("added_tokens_decoder", json());
     if (decoder.is_null() && Has("special_tokens_map.json")) {
       map_file = Path("special_tokens_map.json");
-      DENOISED_ASSIGN_OR_RETURN(const json map, ReadJsonFile(map_file));
+      DENOISED_ASSIGN_OR_RETURN(map, ReadJsonFile(map_file));
       take_over(map);
     }
     if (decoder.is_object()) {
@@ -305,21 +307,31 @@ class ClipTokenizerFiles {
       const auto found = fields.find(field);
       if (found == fields.end()) continue;
       DENOISED_ASSIGN_OR_RETURN(named_[field], ReadToken(found->second, map_file, field));
+      if (found->second.is_string() || map.contains(field)) special_.insert(named_[field].content);
     }
     for (const char* field : {"bos_token", "eos_token", "unk_token", "pad_token"})
       if (!named_.count(field))
         named_[field].content =
             std::string_view(field) == "bos_token" ? "<|startoftext|>" : "<|endoftext|>";
-    for (const char* field : {"extra_special_tokens", "additional_special_tokens"}) {
-      const auto found = fields.find(field);
-      if (found == fields.end() || found->second.empty()) continue;
-      if (!found->second.is_array())
-        return InvalidArgument("{}: field '{}': expected a list of tokens", map_file, field);
-      for (const json& value : found->second) {
-        DENOISED_ASSIGN_OR_RETURN(Token token, ReadToken(value, map_file, field));
-        extra_.push_back(std::move(token));
-      }
-      break;
+    constexpr const char *kExtra = "extra_special_tokens", *kOld = "additional_special_tokens";
+    DENOISED_RETURN_IF_ERROR(ReadExtra(config_, file, kExtra));
+    if (extra_.empty()) DENOISED_RETURN_IF_ERROR(ReadExtra(config_, file, kOld));
+    DENOISED_RETURN_IF_ERROR(ReadExtra(map, map_file, kExtra));
+    DENOISED_RETURN_IF_ERROR(ReadAddedTokensFile());
+    // After added_tokens.json, whose tokens they do not make special.
+    return extra_.empty() ? ReadExtra(map, map_file, kOld) : absl::OkStatus();
+  }
+
+  /// Appends a field's tokens to extra_.
+  absl::Status ReadExtra(const json& object, const std::string& file, const char* field) {
+    const json tokens = object.value(field, json());
+    if (tokens.empty()) return absl::OkStatus();
+    if (!tokens.is_array())
+      return InvalidArgument("{}: field '{}': expected a list of tokens", file, field);
+    for (const json& value : tokens) {
+      DENOISED_ASSIGN_OR_RETURN(Token token, ReadToken(value, file, field));
+      if (value.is_string() || &object != &config_) special_.insert(token.content);
+      extra_.push_back(std::move(token));
     }
     return absl::OkStatus();
   }
@@ -389,11 +401,9 @@ class ClipTokenizerFiles {
     const std::string file = Path("added_tokens.json");
     DENOISED_ASSIGN_OR_RETURN(const json tokens, ReadJsonFile(file));
     for (const auto& token : tokens.items()) {
-      const bool named = std::any_of(named_.begin(), named_.end(), [&](const auto& entry) {
-        return entry.second.content == token.key();
-      });
+      const bool special = special_.contains(token.key());
       DENOISED_RETURN_IF_ERROR(
-          AddListed(token.value().dump(), {{"content", token.key()}, {"special", named}}, file));
+          AddListed(token.value().dump(), {{"content", token.key()}, {"special", special}}, file));
     }
     return absl::OkStatus();
   }
@@ -494,6 +504,9 @@ class ClipTokenizerFiles {
   int max_length_ = 0;
   std::map<std::string, Token> named_;  // by field
   std::vector<Token> extra_;
+  /// The tokens of added_tokens.json that are special, if it has them: those that other files name,
+  /// except as objects in tokenizer_config.json, which transformers compares with the text as such.
+  std::set<std::string> special_;
   std::map<int32_t, Token> listed_;  // by id
   std::string vocabulary_file_;
   BytePairEncoding::Vocabulary vocabulary_;

@@ -422,6 +422,55 @@ TEST_F(ClipTokenizerFilesTest, ReadsAddedTokensAndExtraSpecialTokens) {
   EXPECT_THAT(Tokens(*tokenizer, dog), ElementsAre(343, 1929, 344));
 }
 
+// Tokens that transformers 5.24 gives. A token that is special matches as it is written, another
+// one in any case.
+TEST_F(ClipTokenizerFilesTest, AnAddedTokenIsSpecialIfTheConfigNamesIt) {
+  directory_.Write("added_tokens.json", R"({"<Cat-Toy>": 49408, "<|endoftext|>": 49407})");
+  constexpr char kConfig[] = "tokenizer_config.json", kMap[] = "special_tokens_map.json";
+  struct Case {
+    std::string in_config, in_map;
+    bool special;
+  };
+  for (const Case& c : {
+           Case{"", "", false},
+           Case{R"("additional_special_tokens": ["<Cat-Toy>"],)", "", true},
+           Case{R"("extra_special_tokens": ["<Cat-Toy>"],)", "", true},
+           Case{"", R"("extra_special_tokens": ["<Cat-Toy>"],)", true},
+           Case{"", R"("additional_special_tokens": ["<Cat-Toy>"],)", false},
+           Case{R"("additional_special_tokens": ["<Cat-Toy>"],)",
+                R"("additional_special_tokens": ["hi</w>"],)", true},
+           Case{R"("additional_special_tokens": ["hi</w>"],)",
+                R"("additional_special_tokens": ["<Cat-Toy>"],)", false},
+           Case{R"("extra_special_tokens": ["hi</w>"],)",
+                R"("extra_special_tokens": ["<Cat-Toy>"],)", true},
+           // transformers does not find the token in the object.
+           Case{R"("extra_special_tokens": [{"content": "<Cat-Toy>", "normalized": false,
+                                             "__type": "AddedToken"}],)",
+                "", false},
+           Case{"", R"("extra_special_tokens": [{"content": "<Cat-Toy>", "normalized": true}],)",
+                true},
+       }) {
+    SCOPED_TRACE(c.in_config + " " + c.in_map);
+    Replace(kConfig, "{", "{" + c.in_config);
+    Replace(kMap, "{", "{" + c.in_map);
+    const auto tokenizer = Load();
+    ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+    EXPECT_THAT(Tokens(*tokenizer, "<Cat-Toy>"), ElementsAre(49408));
+    const std::vector<int32_t> found = {49408}, spelled = {283, 2368, 268, 5988, 285};
+    EXPECT_EQ(Tokens(*tokenizer, "<cat-toy>"), c.special ? spelled : found);
+    EXPECT_EQ(Tokens(*tokenizer, "<CAT-Toy>"), c.special ? spelled : found);
+    Copy(kText / "sd1" / kConfig);
+    Copy(kText / "sd1" / kMap);
+  }
+
+  // The same for a token with a role: all that name it are objects of the config.
+  Remove(kMap);
+  Replace(kConfig, R"("pad_token": "<|endoftext|>",)", "");
+  const auto tokenizer = Load();
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  EXPECT_THAT(Tokens(*tokenizer, "a <|EndOfText|> b"), ElementsAre(320, 49407, 321));
+}
+
 // Tokens of the prompts that maybe_convert_prompt of diffusers 0.42.1 makes
 // (TextualInversionLoaderMixin), by transformers 5.23.
 TEST_F(ClipTokenizerFilesTest, ATokenOfSeveralVectorsStandsForAllOfThem) {
