@@ -18,8 +18,9 @@ using Codec = std::unique_ptr<void, int (*)(tjhandle)>;
 Codec Own(tjhandle codec) { return {codec, tjDestroy}; }
 
 absl::Status Damaged(const Codec& codec) {
-  return InvalidArgument("the JPEG cannot be read: {}; use an intact RGB or grey file",
-                         tjGetErrorStr2(codec.get()));
+  return InvalidArgument(
+      "the JPEG cannot be read: {}; use an intact RGB or grey file, saved as 4:2:0 or 4:4:4",
+      tjGetErrorStr2(codec.get()));
 }
 
 constexpr int kMaxEdge = 65500;  // libjpeg's JPEG_MAX_DIMENSION
@@ -29,16 +30,14 @@ constexpr int kMaxScans = 64;
 
 unsigned Byte(std::string_view text, size_t at) { return static_cast<unsigned char>(text[at]); }
 
-struct Segments {
-  int scans = 0;
-  int orientation = 1;
-};
+constexpr unsigned kSof0 = 0xc0, kSof1 = 0xc1, kEoi = 0xd9, kSos = 0xda, kDri = 0xdd, kApp0 = 0xe0,
+                   kApp1 = 0xe1;
+constexpr size_t kSegmentHeader = 4;
 
-/// Reads the segments of a file, by their lengths, as a thumbnail in one of them is a JPEG too.
-/// What follows the end of the image is not read by libjpeg either.
-Segments ReadSegments(std::string_view file) {
-  constexpr unsigned kSos = 0xda, kEoi = 0xd9, kApp1 = 0xe1;
-  Segments segments;
+/// Calls visit(marker, segment) for the segments of a file. Goes by their lengths, as a thumbnail
+/// in one of them is a JPEG too. What follows the end of the image is not read by libjpeg either.
+template <class Visit>
+void EachSegment(std::string_view file, const Visit& visit) {
   size_t at = 0;
   while ((at = file.find('\xff', at)) != std::string_view::npos && at + 3 < file.size()) {
     const unsigned marker = Byte(file, at + 1);
@@ -48,16 +47,55 @@ Segments ReadSegments(std::string_view file) {
     } else if (marker <= 0x01 || (marker >= 0xd0 && marker <= 0xd8)) {
       at += 2;  // data of a scan, or a marker without a segment
     } else {
-      const size_t size = size_t{Byte(file, at + 2)} * 256 + Byte(file, at + 3);
-      if (marker == kSos) ++segments.scans;
-      const std::string_view content = file.substr(at + 4, size > 2 ? size - 2 : 0);
-      if (marker == kApp1 && content.starts_with(kExifPrefix) && segments.orientation == 1) {
-        segments.orientation = ReadOrientation(content);
-      }
-      at += 2 + size;
+      const size_t size = 2 + size_t{Byte(file, at + 2)} * 256 + Byte(file, at + 3);
+      const std::string_view segment = file.substr(at, std::max(kSegmentHeader, size));
+      visit(marker, segment);
+      at += segment.size();
     }
   }
+}
+
+struct Segments {
+  int scans = 0;
+  int orientation = 1;
+};
+
+Segments ReadSegments(std::string_view file) {
+  Segments segments;
+  EachSegment(file, [&](unsigned marker, std::string_view segment) {
+    const std::string_view content = segment.substr(kSegmentHeader);
+    if (marker == kSos) ++segments.scans;
+    if (marker == kApp1 && content.starts_with(kExifPrefix) && segments.orientation == 1) {
+      segments.orientation = ReadOrientation(content);
+    }
+  });
   return segments;
+}
+
+/// The file without what libjpeg warns of, and ignores: a version of JFIF that it does not know,
+/// bytes between segments, and a sequential file's scan that is said to hold some coefficients.
+std::string WithoutOddities(std::string_view file) {
+  constexpr std::string_view kJfif("JFIF\0", 5), kAllCoefficients("\0\x3f\0", 3);
+  std::string cleaned;
+  size_t copied = 0;
+  bool sequential = false, in_scan = false;
+  EachSegment(file, [&](unsigned marker, std::string_view segment) {
+    const auto at = static_cast<size_t>(segment.data() - file.data());
+    std::string_view between = file.substr(copied, at - copied);
+    if (!in_scan && copied > 0 && between.find('\xff') == std::string_view::npos) between = {};
+    cleaned.append(between).append(segment);
+    copied = at + segment.size();
+    const size_t content = cleaned.size() - segment.size() + kSegmentHeader;
+    sequential = sequential || marker == kSof0 || marker == kSof1;
+    in_scan = marker == kSos;
+    if (marker == kApp0 && segment.size() > kSegmentHeader + kJfif.size() &&
+        segment.substr(kSegmentHeader).starts_with(kJfif)) {
+      cleaned.replace(content + kJfif.size(), 1, "\x01");
+    } else if (in_scan && sequential && segment.size() >= kSegmentHeader + 3) {
+      cleaned.replace(cleaned.size() - 3, 3, kAllCoefficients);
+    }
+  });
+  return cleaned.append(file.substr(copied));
 }
 
 /// A file in TurboJPEG's memory.
@@ -102,7 +140,6 @@ std::string BigEndian16(int value) {
 /// the environment has TurboJPEG choose others.
 absl::StatusOr<std::string> Join(const std::vector<absl::StatusOr<Encoded>>& files, int height,
                                  int interval) {
-  constexpr unsigned kSof0 = 0xc0, kSos = 0xda, kDri = 0xdd;
   constexpr size_t kEoiBytes = 2;
   size_t bytes = 0;
   for (const auto& file : files) bytes += file->size;
@@ -167,11 +204,15 @@ absl::StatusOr<Pixels> DecodeJpeg(std::string_view file, int64_t max_pixels,
                                   const ReserveMemory& reserve) {
   const Codec codec = Own(tjInitDecompress());
   if (codec == nullptr) return ResourceExhausted("no memory for a JPEG decoder");
-  const auto* const data = reinterpret_cast<const unsigned char*>(file.data());
+  const auto bytes = [](std::string_view text) {
+    return reinterpret_cast<const unsigned char*>(text.data());
+  };
   Pixels pixels;
-  int sampling = 0, colours = 0;
-  if (tjDecompressHeader3(codec.get(), data, file.size(), &pixels.width, &pixels.height, &sampling,
-                          &colours) != 0) {
+  int sampling = 0, colours = -1;
+  // It also fails after a warning, and if the sampling, which is not used, has no name.
+  if (tjDecompressHeader3(codec.get(), bytes(file), file.size(), &pixels.width, &pixels.height,
+                          &sampling, &colours) != 0 &&
+      (pixels.width < 1 || pixels.height < 1 || colours < 0)) {
     return Damaged(codec);
   }
   if (colours == TJCS_CMYK || colours == TJCS_YCCK) {
@@ -187,11 +228,24 @@ absl::StatusOr<Pixels> DecodeJpeg(std::string_view file, int64_t max_pixels,
       CheckSize("JPEG", pixels.width, pixels.height, max_pixels, 3 + 6, reserve));
   pixels.channels = colours == TJCS_GRAY ? 1 : 3;
   pixels.samples.resize(size_t(pixels.width) * pixels.height * pixels.channels);
-  // A file that is cut off is only a warning to libjpeg, which fills the rest with grey.
-  if (tjDecompress2(codec.get(), data, file.size(), pixels.samples.data(), pixels.width,
-                    /*pitch=*/0, pixels.height, pixels.channels == 1 ? TJPF_GRAY : TJPF_RGB,
-                    TJFLAG_STOPONWARNING | TJFLAG_ACCURATEDCT) != 0) {
-    return Damaged(codec);
+  const auto decompress = [&](std::string_view text, int flags) {
+    return tjDecompress2(codec.get(), bytes(text), text.size(), pixels.samples.data(), pixels.width,
+                         /*pitch=*/0, pixels.height, pixels.channels == 1 ? TJPF_GRAY : TJPF_RGB,
+                         flags | TJFLAG_ACCURATEDCT) == 0;
+  };
+  // A file that is cut off is only a warning to libjpeg, which fills the rest with grey. So one
+  // warning must not hide another.
+  if (!decompress(file, TJFLAG_STOPONWARNING)) {
+    if (tjGetErrorCode(codec.get()) != TJERR_WARNING) return Damaged(codec);
+    const std::string cleaned = WithoutOddities(file);
+    if (!decompress(cleaned, TJFLAG_STOPONWARNING)) {
+      // The first warning, of bytes between the last scan and the end: nothing is missing.
+      if (!std::string_view(tjGetErrorStr2(codec.get()))
+               .ends_with("extraneous bytes before marker 0xd9")) {
+        return Damaged(codec);
+      }
+      decompress(cleaned, 0);
+    }
   }
   return Upright(std::move(pixels), segments.orientation);
 }

@@ -13,6 +13,8 @@
 #include <random>
 #include <thread>
 
+#include "absl/strings/escaping.h"
+#include "engine/images/exif.h"
 #include "engine/images/formats.h"
 #include "engine/images/jpeg.h"
 #include "engine/images/webp.h"
@@ -548,6 +550,63 @@ TEST(JpegTest, RefusesMoreScansThanEncodersWrite) {
   const std::string segment = std::string("\xff\xe1\x00\xca", 4) + markers;
   const auto good = DecodeFile(file->substr(0, 2) + segment + file->substr(2) + markers, kPlenty);
   EXPECT_TRUE(good.ok()) << good.status().message();
+}
+
+// By libjpeg: red at the left and black at the right, with three samples of luma to one of colour.
+TEST(JpegTest, ReadsSamplingWithoutAName) {
+  const std::string file = absl::HexStringToBytes(
+      "ffd8ffe000104a46494600010100000100010000ffdb004300080606070605080707070909080a0c140d0c0b"
+      "0b0c1912130f141d1a1f1e1d1a1c1c20242e2720222c231c1c2837292c30313434341f27393d38323c2e3334"
+      "32ffdb0043010909090c0b0c180d0d1832211c21323232323232323232323232323232323232323232323232"
+      "3232323232323232323232323232323232323232323232323232ffc000110800080018030131000211010311"
+      "01ffc40014000100000000000000000000000000000006ffc400181001000301000000000000000000000000"
+      "00064482c2ffc4001501010100000000000000000000000000000506ffc4001c110001030500000000000000"
+      "000000000000050642438182c1c2ffda000c03010002110311003f0016332ea7be4646274adb2e1e7432e4ff"
+      "d9");
+  const auto pixels = DecodeFile(file, kPlenty);
+  ASSERT_TRUE(pixels.ok()) << pixels.status();
+  EXPECT_EQ(pixels->width, 24);
+  EXPECT_EQ(pixels->height, 8);
+  const auto row = pixels->samples.begin() + 4 * 24 * 3;
+  EXPECT_EQ(Samples(row, row + 3), (Samples{250, 3, 0}));  // as Pillow
+  EXPECT_EQ(Samples(row + 23 * 3, row + 24 * 3), (Samples{3, 0, 2}));
+}
+
+// Pillow reads all of these, too.
+TEST(JpegTest, ReadsWhatIsOddButWhole) {
+  for (const int channels : {1, 3}) {
+    const std::string file = EncodeJpeg(ToPixels(Gradient(24, 40, channels)), 90).value();
+    const Samples expected = DecodeJpeg(file, kPlenty)->samples;
+    const std::string scan("\xff\xda", 2), junk("\0\0\x01", 3);
+    const size_t first_table = file.find("\xff\xdb"), scan_begin = file.find(scan);
+    const size_t scan_data = scan_begin + 2 + 6 + 2 * channels;
+    const size_t end = file.size() - 2;
+    const auto with = [](std::string text, size_t at, size_t size, const std::string& by) {
+      return text.replace(at, size, by);
+    };
+    const std::string version = with(file, 11, 1, "\x03");
+    const std::string between = with(file, first_table, 0, junk);
+    const std::string coefficients = with(file, scan_data - 3, 3, std::string(3, '\0'));
+    const std::string tail = with(file, end, 0, junk);
+    const std::string all =
+        with(with(with(with(file, end, 0, junk), scan_data - 3, 3, std::string(3, '\0')),
+                  first_table, 0, junk),
+             11, 1, "\x03");
+    for (const std::string& odd : {version, between, coefficients, tail, all}) {
+      const auto pixels = DecodeFile(odd, kPlenty);
+      ASSERT_TRUE(pixels.ok()) << pixels.status();
+      EXPECT_EQ(pixels->samples, expected);
+      // None of it hides that a part is missing, with and without the marker of the end.
+      const size_t odd_data = odd.rfind(scan) + scan_data - scan_begin;
+      for (size_t size = 0; size < odd.size(); ++size)
+        EXPECT_FALSE(DecodeFile(odd.substr(0, size), kPlenty).ok()) << size << odd.size();
+      for (size_t size = 0; size + 40 < file.size() - scan_data; ++size) {
+        const auto cut = DecodeFile(odd.substr(0, odd_data + size) + "\xff\xd9", kPlenty);
+        EXPECT_THAT(std::string(cut.status().message()), HasSubstr("premature end of data segment"))
+            << size;
+      }
+    }
+  }
 }
 
 std::string BigEndian(uint32_t value, size_t size) {
