@@ -225,11 +225,19 @@ absl::StatusOr<std::vector<uint8_t>> Unpack(spng_ctx* context, int format) {
   return samples;
 }
 
-/// After Unpack: EXIF may follow the picture.
-int OrientationOf(spng_ctx* context) {
-  spng_exif exif{};
-  if (spng_get_exif(context, &exif) != 0) return 1;
-  return ReadOrientation({exif.data, exif.length});
+/// The orientation of a file that Unpack has verified. EXIF may precede or follow the picture. By
+/// hand: spng drops EXIF that begins with JPEG's prefix, as some programs write it.
+int OrientationOf(std::string_view file) {
+  constexpr size_t kChunkHeader = 8, kChecksum = 4;
+  for (size_t at = kSignature.size(); at + kChunkHeader <= file.size();) {
+    size_t size = 0;
+    for (size_t i = 0; i < 4; ++i) size = size << 8 | static_cast<unsigned char>(file[at + i]);
+    const std::string_view type = file.substr(at + 4, 4);
+    if (type == "IEND") break;
+    if (type == "eXIf") return ReadOrientation(file.substr(at + kChunkHeader, size));
+    at += kChunkHeader + size + kChecksum;
+  }
+  return 1;
 }
 
 }  // namespace
@@ -294,7 +302,7 @@ absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
   } else {
     pixels.samples = std::move(samples);
   }
-  return Upright(std::move(pixels), OrientationOf(png.context.get()));
+  return Upright(std::move(pixels), OrientationOf(file));
 }
 
 absl::StatusOr<Pixels> DecodePngTransparency(std::string_view file, int64_t max_pixels,
@@ -310,7 +318,7 @@ absl::StatusOr<Pixels> DecodePngTransparency(std::string_view file, int64_t max_
   for (size_t i = 0; i < pixels.samples.size(); ++i) {
     pixels.samples[i] = static_cast<uint8_t>(255 - rgba[4 * i + 3]);
   }
-  return Upright(std::move(pixels), OrientationOf(png.context.get()));
+  return Upright(std::move(pixels), OrientationOf(file));
 }
 
 }  // namespace denoised

@@ -619,13 +619,13 @@ std::string LittleEndian(uint32_t value, size_t size) {
   return {bytes.rbegin(), bytes.rend()};
 }
 
-/// The content of an APP1 segment with two tags, the second of which is Orientation.
+/// EXIF with two tags, the second of which is Orientation, without a prefix.
 std::string Exif(uint32_t orientation, bool little_endian = false) {
   const auto number = little_endian ? LittleEndian : BigEndian;
-  return std::string("Exif\0\0", 6) + (little_endian ? "II" : "MM") + number(42, 2) + number(8, 4) +
-         number(2, 2) + number(0x010f, 2) + number(2, 2) + number(4, 4) + "abc" +
-         std::string(1, '\0') + number(0x0112, 2) + number(3, 2) + number(1, 4) +
-         number(orientation, 2) + number(0, 2) + number(0, 4);
+  return (little_endian ? "II" : "MM") + number(42, 2) + number(8, 4) + number(2, 2) +
+         number(0x010f, 2) + number(2, 2) + number(4, 4) + "abc" + std::string(1, '\0') +
+         number(0x0112, 2) + number(3, 2) + number(1, 4) + number(orientation, 2) + number(0, 2) +
+         number(0, 4);
 }
 std::string PngChunk(const std::string& type, const std::string& data) {
   const std::string summed = type + data;
@@ -634,13 +634,12 @@ std::string PngChunk(const std::string& type, const std::string& data) {
   return BigEndian(static_cast<uint32_t>(data.size()), 4) + summed +
          BigEndian(static_cast<uint32_t>(sum), 4);
 }
-/// A file of EncodeFile with the content of Exif(). PNG has it without the prefix.
+/// A file of EncodeFile with EXIF, as it is.
 std::string WithExif(const std::string& file, FileFormat format, const std::string& content) {
   const auto size = static_cast<uint32_t>(content.size());
   if (format == FileFormat::kPng) {
     constexpr size_t kHeader = 8 + 12 + 13;  // signature and IHDR
-    return file.substr(0, kHeader) + PngChunk("eXIf", content.substr(std::min<size_t>(6, size))) +
-           file.substr(kHeader);
+    return file.substr(0, kHeader) + PngChunk("eXIf", content) + file.substr(kHeader);
   }
   if (format == FileFormat::kJpeg)
     return file.substr(0, 2) + "\xff\xe1" + BigEndian(size + 2, 2) + content + file.substr(2);
@@ -719,9 +718,11 @@ TEST(JpegTest, AnEdgeHas16Bits) {
   }
 }
 
-class ExifTest : public ::testing::TestWithParam<FileFormat> {};
+/// With JPEG's prefix or without. Some programs write it to other formats, too.
+class ExifTest : public ::testing::TestWithParam<std::tuple<FileFormat, std::string>> {};
 
 TEST_P(ExifTest, PhotosAreTurnedAsItSays) {
+  const auto& [format, prefix] = GetParam();
   // Dark at the left and bright at the right in red, darker at the top than at the bottom in green.
   constexpr int kWidth = 48, kHeight = 32;
   Pixels picture{kWidth, kHeight, 3, {}};
@@ -732,7 +733,7 @@ TEST_P(ExifTest, PhotosAreTurnedAsItSays) {
                               static_cast<uint8_t>(127 * y / (kHeight - 1)), 0});
     }
   }
-  const auto file = EncodeFile(FromPixels(picture, 3), GetParam(), 100, {});
+  const auto file = EncodeFile(FromPixels(picture, 3), format, 100, {});
   ASSERT_TRUE(file.ok());
   const auto stored = DecodeFile(*file, kPlenty);
   ASSERT_TRUE(stored.ok());
@@ -756,8 +757,8 @@ TEST_P(ExifTest, PhotosAreTurnedAsItSays) {
         Case{5, {0, 0}, {0, 1}, {1, 0}}, Case{6, {1, 0}, {1, 1}, {0, 0}},
         Case{7, {1, 1}, {1, 0}, {0, 1}}, Case{8, {0, 1}, {0, 0}, {1, 1}}}) {
     for (const bool little_endian : {false, true}) {
-      const auto seen =
-          DecodeFile(WithExif(*file, GetParam(), Exif(orientation, little_endian)), kPlenty);
+      const std::string exif = prefix + Exif(orientation, little_endian);
+      const auto seen = DecodeFile(WithExif(*file, format, exif), kPlenty);
       ASSERT_TRUE(seen.ok()) << seen.status();
       EXPECT_EQ(seen->width, orientation < 5 ? kWidth : kHeight) << orientation;
       EXPECT_EQ(seen->height, orientation < 5 ? kHeight : kWidth) << orientation;
@@ -773,18 +774,24 @@ TEST_P(ExifTest, PhotosAreTurnedAsItSays) {
   const std::string whole = Exif(6);
   std::vector<std::string> others = {Exif(0), Exif(9), "Exif", std::string(60'000, 'a'),
                                      // a directory beyond the end, and one with too many entries
-                                     whole.substr(0, 10) + "\xff\xff\xff\xff" + whole.substr(14),
-                                     whole.substr(0, 14) + "\xff\xff" + whole.substr(16, 12)};
-  for (size_t size = 0; size < 38; ++size) others.push_back(whole.substr(0, size));
-  for (const std::string& content : others) {
-    if (GetParam() == FileFormat::kPng && content.size() <= 6) continue;  // spng refuses empty ones
-    const auto seen = DecodeFile(WithExif(*file, GetParam(), content), kPlenty);
+                                     whole.substr(0, 4) + "\xff\xff\xff\xff" + whole.substr(8),
+                                     whole.substr(0, 8) + "\xff\xff" + whole.substr(10, 12)};
+  for (size_t size = 0; size < 32; ++size) others.push_back(whole.substr(0, size));
+  for (const std::string& other : others) {
+    const std::string content = prefix + other;
+    if (format == FileFormat::kPng && content.empty()) continue;  // spng refuses empty ones
+    const auto seen = DecodeFile(WithExif(*file, format, content), kPlenty);
     ASSERT_TRUE(seen.ok()) << seen.status();
     EXPECT_EQ(seen->samples, stored->samples);
   }
 }
 INSTANTIATE_TEST_SUITE_P(All, ExifTest,
-                         ::testing::Values(FileFormat::kPng, FileFormat::kJpeg, FileFormat::kWebp));
+                         ::testing::Combine(::testing::Values(FileFormat::kPng, FileFormat::kWebp),
+                                            ::testing::Values(std::string(),
+                                                              std::string(kExifPrefix))));
+INSTANTIATE_TEST_SUITE_P(Jpeg, ExifTest,
+                         ::testing::Combine(::testing::Values(FileFormat::kJpeg),
+                                            ::testing::Values(std::string(kExifPrefix))));
 
 TEST(PngTest, TransparencyIsTurnedLikeThePicture) {
   // Two pixels, the left one transparent; with EXIF before the picture and behind it.
@@ -794,7 +801,7 @@ TEST(PngTest, TransparencyIsTurnedLikeThePicture) {
       std::string("\x78\x01\x01\x05\0\xfa\xff", 7) + row +
       BigEndian(static_cast<uint32_t>(adler32(1, reinterpret_cast<const Bytef*>(row.data()), 5)),
                 4);
-  const std::string exif = PngChunk("eXIf", Exif(6).substr(6));
+  const std::string exif = PngChunk("eXIf", Exif(6));
   for (const bool before : {true, false}) {
     const std::string file = "\x89PNG\r\n\x1a\n" + PngChunk("IHDR", ihdr) + (before ? exif : "") +
                              PngChunk("IDAT", idat) + (before ? "" : exif) + PngChunk("IEND", "");
