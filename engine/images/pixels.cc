@@ -4,22 +4,36 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
+#include <numbers>
 
 #include "engine/core/each_isa.h"
 
 namespace denoised {
 namespace {
 
+double Triangle(double x) { return std::max(0.0, 1.0 - std::abs(x)); }
+
+/// Of three lobes.
+double Lanczos(double x) {
+  if (x == 0) return 1;
+  if (std::abs(x) >= 3) return 0;
+  const double angle = std::numbers::pi * x;
+  return 3 * std::sin(angle) * std::sin(angle / 3) / (angle * angle);
+}
+
 /// The source positions that one output position reads, and their weights.
-class TriangleTaps {
+class Taps {
  public:
   /// Scaling `from` positions to `to`, at the output position `i`.
-  TriangleTaps(int from, int64_t to, int64_t i) {
+  Taps(ResizeFilter filter, int from, int64_t to, int64_t i)
+      : filter_(filter == ResizeFilter::kLanczos ? Lanczos : Triangle) {
     const double scale = static_cast<double>(from) / static_cast<double>(to);
-    support_ = std::max(scale, 1.0);
+    width_ = std::max(scale, 1.0);
+    const double support = width_ * (filter == ResizeFilter::kLanczos ? 3 : 1);
     centre_ = (static_cast<double>(i) + 0.5) * scale;
-    first_ = std::max(0, static_cast<int>(std::floor(centre_ - support_)));
-    last_ = std::min(from - 1, static_cast<int>(std::ceil(centre_ + support_)));
+    first_ = std::max(0, static_cast<int>(std::floor(centre_ - support)));
+    last_ = std::min(from - 1, static_cast<int>(std::ceil(centre_ + support)));
     while (first_ < last_ && Height(first_) == 0) ++first_;
     while (last_ > first_ && Height(last_) == 0) --last_;
     for (int j = first_; j <= last_; ++j) sum_ += Height(j);
@@ -31,31 +45,37 @@ class TriangleTaps {
   float Weight(int j) const { return static_cast<float>(Height(j) / sum_); }
 
  private:
-  double Height(int j) const { return std::max(0.0, 1.0 - std::abs(j + 0.5 - centre_) / support_); }
+  double Height(int j) const { return filter_((j + 0.5 - centre_) / width_); }
 
-  double support_, centre_, sum_ = 0;
+  double (*filter_)(double);
+  double width_, centre_, sum_ = 0;
   int first_, last_;
 };
 
 /// One direction of ResizePart: `from` positions are scaled to `to`, of which `count` are computed,
 /// from `first` on.
 struct Direction {
+  ResizeFilter filter;
   int from;
   int64_t to, first;
   int count;
 
-  TriangleTaps Taps(int i) const { return {from, to, first + i}; }
+  Taps TapsOf(int i) const { return {filter, from, to, first + i}; }
   /// The source positions that these read.
-  int source_first() const { return Taps(0).first(); }
-  int source_count() const { return Taps(count - 1).last() + 1 - source_first(); }
+  int source_first() const { return TapsOf(0).first(); }
+  int source_count() const { return TapsOf(count - 1).last() + 1 - source_first(); }
 };
 
+constexpr float kUnbounded = std::numeric_limits<float>::infinity();
+
 /// What FilterMiddle() reads and writes: [outer, positions, inner] floats. `stride` is that of the
-/// positions, `outer_stride` that of the outer dimension; inner elements are adjacent.
+/// positions, `outer_stride` that of the outer dimension; inner elements are adjacent. Results are
+/// clipped to [−bound, bound].
 struct Middle {
   const float* source;
   float* target;
   int64_t outer_stride, stride, inner;
+  float bound;
 };
 
 /// Filters lines [outer_first, outer_last) at output positions [first, last). kInner: the inner
@@ -91,7 +111,7 @@ void FilterPart(const Middle& of, const Direction& direction, int64_t outer_firs
     kept = 0;
   };
   for (int i = first; i < last; ++i) {
-    const TriangleTaps taps = direction.Taps(i);
+    const Taps taps = direction.TapsOf(i);
     for (int begin = taps.first(); begin <= taps.last();) {
       const int room = static_cast<int>(weights.size()) - kept;
       const int size = std::min(room, taps.last() - begin + 1);
@@ -103,14 +123,20 @@ void FilterPart(const Middle& of, const Direction& direction, int64_t outer_firs
     }
   }
   filter();
+  if (of.bound == kUnbounded) return;
+  for (int64_t o = outer_first; o < outer_last; ++o) {
+    for (int64_t i = (o * to + first) * inner; i < (o * to + last) * inner; ++i)
+      of.target[i] = std::clamp(of.target[i], -of.bound, of.bound);
+  }
 }
 
 /// Filters the middle dimension of [outer, direction.source_count(), inner].
 Tensor FilterMiddle(const float* source, int64_t outer_stride, int64_t stride, int64_t outer,
-                    const Direction& direction, int64_t inner, const ParallelFor& parallel_for) {
+                    const Direction& direction, int64_t inner, float bound,
+                    const ParallelFor& parallel_for) {
   const int to = direction.count;
   Tensor out = Tensor::Host({outer, to, inner}, DType::kF32);
-  const Middle of{source, out.as<float>(), outer_stride, stride, inner};
+  const Middle of{source, out.as<float>(), outer_stride, stride, inner, bound};
   const auto filter = inner == 3 ? FilterPart<3> : inner == 1 ? FilterPart<1> : FilterPart<0>;
   const int64_t lines = outer > 1 ? outer : to;  // that tasks share
   // The lines of a task share its weights, which take as long to compute as a few lines to filter.
@@ -205,17 +231,23 @@ std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels) {
 // By hand, since stb_image_resize, the distribution's only library for it, pads the edges with
 // pixels that the image does not have, and may need far more memory between its two passes than
 // both images.
-Tensor Resize(const Tensor& image, int height, int width) {
-  return ResizePart(image, height, width, 0, 0, height, width);
+Tensor Resize(const Tensor& image, int height, int width, ResizeFilter filter) {
+  return ResizePart(image, height, width, 0, 0, height, width, OneByOne, filter);
 }
 
 Tensor ResizePart(const Tensor& image, int64_t full_height, int64_t full_width, int64_t top,
-                  int64_t left, int height, int width, const ParallelFor& parallel_for) {
-  const Direction rows{static_cast<int>(image.dim(0)), full_height, top, height};
-  const Direction columns{static_cast<int>(image.dim(1)), full_width, left, width};
+                  int64_t left, int height, int width, const ParallelFor& parallel_for,
+                  ResizeFilter filter) {
+  const Direction rows{filter, static_cast<int>(image.dim(0)), full_height, top, height};
+  const Direction columns{filter, static_cast<int>(image.dim(1)), full_width, left, width};
   if (rows.from == full_height && columns.from == full_width && height == full_height &&
       width == full_width)
     return image;
+  float bound = kUnbounded;
+  if (filter == ResizeFilter::kLanczos) {
+    bound = 1;
+    for (const float value : image.span<float>()) bound = std::max(bound, std::abs(value));
+  }
   const int64_t channels = image.dim(2);
   const int64_t row = columns.from * channels, source_width = columns.source_count();
   const float* const source =
@@ -223,15 +255,16 @@ Tensor ResizePart(const Tensor& image, int64_t full_height, int64_t full_width, 
   // The image between the two passes must not be large if neither the source nor the result is. It
   // would be if a line of 2^24 pixels became as wide as it is long. All parts have the same order.
   if (rows.from * full_width <= full_height * columns.from) {
-    const Tensor wide =
-        FilterMiddle(source, row, channels, rows.source_count(), columns, channels, parallel_for);
-    return FilterMiddle(wide.as<float>(), 0, width * channels, 1, rows, width * channels,
+    const Tensor wide = FilterMiddle(source, row, channels, rows.source_count(), columns, channels,
+                                     bound, parallel_for);
+    return FilterMiddle(wide.as<float>(), 0, width * channels, 1, rows, width * channels, bound,
                         parallel_for)
         .Reshape({height, width, channels});
   }
-  const Tensor high = FilterMiddle(source, 0, row, 1, rows, source_width * channels, parallel_for);
+  const Tensor high =
+      FilterMiddle(source, 0, row, 1, rows, source_width * channels, bound, parallel_for);
   return FilterMiddle(high.as<float>(), source_width * channels, channels, height, columns,
-                      channels, parallel_for)
+                      channels, bound, parallel_for)
       .Reshape({height, width, channels});
 }
 

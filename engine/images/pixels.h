@@ -49,14 +49,20 @@ Tensor FromPixels(const Pixels& pixels, int channels);
 /// RGBA samples shown over white, as grey (the red samples) or RGB; `channels` is 1 or 3.
 std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels);
 
-/// Scales F32 [H, W, C] to [height, width, C] with a triangle filter, which is widened when scaling
-/// down so that every source pixel counts. Written by hand: pixels.cc says why no library does it.
-Tensor Resize(const Tensor& image, int height, int width);
+/// Pillow's BILINEAR and LANCZOS. Lanczos is sharper, and overshoots at edges: its results are
+/// clipped to [−1, 1], or to [−m, m] where m is the image's largest magnitude.
+enum class ResizeFilter { kTriangle, kLanczos };
+
+/// Scales F32 [H, W, C] to [height, width, C] with a filter that is widened when scaling down, so
+/// that every source pixel counts. Written by hand: pixels.cc says why no library does it.
+Tensor Resize(const Tensor& image, int height, int width,
+              ResizeFilter filter = ResizeFilter::kTriangle);
 
 /// Of Resize(image, full_height, full_width), the part [height, width, C] that begins at `top` and
 /// `left`, with the same bits. Takes memory for what this part depends on, not for the whole.
 Tensor ResizePart(const Tensor& image, int64_t full_height, int64_t full_width, int64_t top,
-                  int64_t left, int height, int width, const ParallelFor& parallel_for = OneByOne);
+                  int64_t left, int height, int width, const ParallelFor& parallel_for = OneByOne,
+                  ResizeFilter filter = ResizeFilter::kTriangle);
 
 /// `image` itself if no edge exceeds `max_edge`; otherwise scaled down with its aspect kept.
 Tensor FitWithin(const Tensor& image, int max_edge, const ParallelFor& parallel_for = OneByOne);

@@ -568,7 +568,7 @@ class Translator {
     const int64_t resized = int64_t{height_} * width_ * model_.channels * 4;
     if (!Reserve("params.init_image", resized + std::max<int64_t>(resized, image.bytes()))) return;
     if (params_.has_mask()) Mask(image.dim(0), image.dim(1));
-    result_.spec.init_image = Resize(image, height_, width_);
+    result_.spec.init_image = Resize(image, height_, width_, ResizeFilter::kLanczos);
     result_.spec.sampler.strength = strength;
   }
 

@@ -23,7 +23,14 @@
 namespace denoised {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::Each;
+using ::testing::Ge;
+using ::testing::Gt;
 using ::testing::HasSubstr;
+using ::testing::Le;
+using ::testing::Lt;
 using ::testing::Not;
 
 constexpr int64_t kPlenty = 1 << 20;
@@ -90,6 +97,55 @@ TEST(PixelsTest, ResizeByTwoIsTheKnownFilter) {
   const Tensor half = Resize(Tensor::HostF32({1, 4, 1}, row), 1, 2);
   EXPECT_NEAR(half.as<float>()[0], (3 * 0 + 3 * 8 + 1 * 16) / 7.0, 1e-5);
   EXPECT_NEAR(half.as<float>()[1], (1 * 8 + 3 * 16 + 3 * 24) / 7.0, 1e-5);
+}
+
+// Numbers from Pillow 13.0:
+//   grey = lambda x, y: (x * x * 31 + 17 * x * y + 7 * y * y) % 256
+//   image = Image.new("L", (11, 6))
+//   image.putdata([grey(x, y) for y in range(6) for x in range(11)])
+//   list(image.resize((width, height), Image.LANCZOS).getdata())
+TEST(PixelsTest, LanczosIsPillows) {
+  Pixels image{11, 6, 1, {}};
+  for (int y = 0; y < image.height; ++y)
+    for (int x = 0; x < image.width; ++x)
+      image.samples.push_back(static_cast<uint8_t>(x * x * 31 + 17 * x * y + 7 * y * y));
+  struct Case {
+    int height, width;
+    std::vector<int> expected;
+  };
+  for (const auto& [height, width, expected] :
+       {Case{3, 4, {59, 105, 142, 143, 105, 163, 159, 140, 137, 161, 109, 94}},
+        Case{9, 14, {0,   7,   94,  93,  24,  245, 118, 0,   118, 252, 219, 231, 146, 0,   1,   14,
+                     101, 116, 45,  145, 76,  67,  174, 166, 127, 156, 161, 108, 8,   28,  135, 180,
+                     89,  44,  87,  167, 183, 120, 93,  65,  128, 226, 23,  48,  174, 227, 131, 106,
+                     196, 156, 84,  227, 235, 85,  46,  171, 40,  90,  117, 143, 226, 230, 170, 107,
+                     145, 229, 226, 166, 106, 108, 60,  152, 90,  45,  227, 236, 114, 116, 212, 120,
+                     111, 209, 189, 72,  90,  196, 177, 69,  96,  106, 171, 185, 110, 47,  65,  164,
+                     148, 49,  154, 122, 151, 175, 128, 160, 186, 100, 48,  151, 62,  89,  112, 29,
+                     193, 50,  90,  239, 213, 255, 169, 2,   48,  255, 73,  55,  107, 20}},
+        Case{8, 5, {23,  113, 88,  204, 134, 41,  94, 102, 141, 141, 75,  127, 127, 136,
+                    124, 84,  190, 149, 201, 113, 74, 184, 168, 174, 150, 136, 116, 159,
+                    103, 133, 149, 144, 132, 87,  84, 107, 220, 120, 115, 66}}}) {
+    const Tensor resized = Resize(FromPixels(image, 1), height, width, ResizeFilter::kLanczos);
+    ASSERT_EQ(resized.shape(), (Shape{height, width, 1}));
+    double largest = 0;
+    for (size_t i = 0; i < expected.size(); ++i)
+      largest = std::max(largest, std::abs((resized.as<float>()[i] + 1) * 127.5 - expected[i]));
+    // Pillow rounds to bytes after each direction.
+    EXPECT_LT(largest, 1) << height << "×" << width;
+  }
+}
+
+TEST(PixelsTest, LanczosStaysInTheRangeOfItsImage) {
+  const auto resized = [](float low, float high) {
+    const Tensor edge = Tensor::HostF32({1, 4, 1}, std::vector<float>{low, low, high, high});
+    const Tensor wide = Resize(edge, 1, 16, ResizeFilter::kLanczos);
+    return std::vector<float>(wide.span<float>().begin(), wide.span<float>().end());
+  };
+  EXPECT_THAT(resized(-1, 1), Each(AllOf(Ge(-1), Le(1))));
+  EXPECT_THAT(resized(-2, 3), Each(AllOf(Ge(-3), Le(3))));
+  EXPECT_THAT(resized(-2, 3), Contains(Lt(-2.1)));
+  EXPECT_THAT(resized(0, 0.5), Contains(Gt(0.51)));
 }
 
 TEST(PixelsTest, ResizeOfALongLineTakesNoMemoryForItsWeights) {

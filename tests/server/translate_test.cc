@@ -688,6 +688,22 @@ TEST(TranslateTest, AMaskIsScaledWithItsImage) {
   EXPECT_NEAR(outcome.translation.spec.mask.as<float>()[5], 1, 1e-5);
 }
 
+TEST(TranslateTest, AnInitImageIsScaledWithLanczos) {
+  v1::GenerationParams params;
+  params.set_width(8);
+  params.set_height(8);
+  *params.mutable_init_image()->mutable_tensor() = Floats({2, 4, 1}, {0, 0, 1, 1, 0, 0, 1, 1});
+  const Outcome outcome = Translated(params);
+  ASSERT_THAT(outcome.fields(), ElementsAre());
+  const float picture[] = {0, 0, 1, 1, 0, 0, 1, 1};
+  const Tensor expected = Resize(Tensor::HostF32({2, 4, 1}, picture), 8, 8, ResizeFilter::kLanczos);
+  const Tensor& image = outcome.translation.spec.init_image;
+  ASSERT_EQ(image.shape(), expected.shape());
+  for (int64_t i = 0; i < image.elements(); ++i)
+    EXPECT_EQ(image.as<float>()[i], expected.as<float>()[i]) << i;
+  EXPECT_LT(image.as<float>()[1], -0.01);  // it overshoots
+}
+
 TEST(TranslateTest, AnInitImageAndItsMaskAreTurnedAsTheirExifSays) {
   // A PNG of two pixels, the left one transparent, with the orientation 6: it is to be at the top.
   const std::string file = absl::HexStringToBytes(
@@ -750,7 +766,7 @@ TEST(TranslateTest, InitImageIsScaledAndConverted) {
   params.mutable_init_image()->set_strength(0.5);
   outcome = Translated(params);
   ASSERT_TRUE(outcome.violations.empty()) << outcome.violations[0].description;
-  EXPECT_EQ(outcome.translation.spec.init_image.as<float>()[0], -1);
+  EXPECT_NEAR(outcome.translation.spec.init_image.as<float>()[0], -1, 1e-6);
   EXPECT_EQ(outcome.translation.spec.sampler.strength, 0.5);
 
   params.mutable_init_image()->set_strength(1);  // nothing of the picture is left
