@@ -34,12 +34,14 @@ absl::StatusOr<std::string> EncodeFile(const Tensor& image, FileFormat format, i
 }
 
 absl::StatusOr<Pixels> DecodeFile(std::string_view file, int64_t max_pixels,
-                                  const ReserveMemory& reserve) {
+                                  const ReserveMemory& reserve, Alpha alpha) {
   if (file.empty()) return InvalidArgument("the image is empty; use a PNG, JPEG or WebP file");
-  if (file.substr(0, 8) == "\x89PNG\r\n\x1a\n") return DecodePng(file, max_pixels, reserve);
+  if (file.substr(0, 8) == "\x89PNG\r\n\x1a\n") {
+    return DecodePng(file, max_pixels, reserve, alpha);
+  }
   if (file.substr(0, 3) == "\xff\xd8\xff") return DecodeJpeg(file, max_pixels, reserve);
   if (file.substr(0, 4) == "RIFF" && file.size() >= 12 && file.substr(8, 4) == "WEBP") {
-    return DecodeWebp(file, max_pixels, reserve);
+    return DecodeWebp(file, max_pixels, reserve, alpha);
   }
   return InvalidArgument("the image is neither PNG, JPEG nor WebP; convert it to one of them");
 }

@@ -26,6 +26,7 @@ absl::StatusOr<std::string> EncodeFile(const Tensor& image, FileFormat format, i
 /// Decodes a PNG, JPEG or WebP file, recognised by its first bytes. InvalidArgument if it is none
 /// of them, damaged, or larger than `max_pixels`; or the error of `reserve`.
 absl::StatusOr<Pixels> DecodeFile(std::string_view file, int64_t max_pixels,
-                                  const ReserveMemory& reserve = nullptr);
+                                  const ReserveMemory& reserve = nullptr,
+                                  Alpha alpha = Alpha::kOverWhite);
 
 }  // namespace denoised

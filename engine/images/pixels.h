@@ -46,6 +46,10 @@ Pixels ToPixels(const Tensor& image, const ParallelFor& parallel_for = OneByOne)
 /// luma. CHECKs that `channels` is 1 or 3.
 Tensor FromPixels(const Pixels& pixels, int channels);
 
+/// What a decoder makes of transparency: it is blended over white, or left out, so that the colours
+/// are those of the file.
+enum class Alpha { kOverWhite, kIgnored };
+
 /// RGBA samples shown over white, as grey (the red samples) or RGB; `channels` is 1 or 3.
 std::vector<uint8_t> OverWhite(const std::vector<uint8_t>& rgba, int channels);
 

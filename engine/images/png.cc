@@ -282,18 +282,20 @@ absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& t
 }
 
 absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
-                                 const ReserveMemory& reserve) {
+                                 const ReserveMemory& reserve, Alpha alpha) {
   DENOISED_ASSIGN_OR_RETURN(const Opened png, Open(file, max_pixels, reserve));
   const bool grey = png.header.color_type == SPNG_COLOR_TYPE_GRAYSCALE ||
                     png.header.color_type == SPNG_COLOR_TYPE_GRAYSCALE_ALPHA;
-  // spng unpacks 16 bits of grey to RGB alone.
-  const bool one = grey && !png.transparent && png.header.bit_depth <= 8;
-  const int format = png.transparent ? SPNG_FMT_RGBA8 : one ? SPNG_FMT_G8 : SPNG_FMT_RGB8;
+  const bool blend = png.transparent && alpha == Alpha::kOverWhite;
+  // spng unpacks other grey, of 16 bits or with an alpha channel, to RGB alone.
+  const bool one =
+      png.header.color_type == SPNG_COLOR_TYPE_GRAYSCALE && !blend && png.header.bit_depth <= 8;
+  const int format = blend ? SPNG_FMT_RGBA8 : one ? SPNG_FMT_G8 : SPNG_FMT_RGB8;
   DENOISED_ASSIGN_OR_RETURN(std::vector<uint8_t> samples, Unpack(png.context.get(), format));
 
   Pixels pixels{
       static_cast<int>(png.header.width), static_cast<int>(png.header.height), grey ? 1 : 3, {}};
-  if (png.transparent) {
+  if (blend) {
     pixels.samples = OverWhite(samples, pixels.channels);
     samples = std::vector<uint8_t>();  // before Upright takes as much again
   } else if (grey && !one) {

@@ -24,11 +24,11 @@ absl::StatusOr<std::string> EncodePng(const Pixels& pixels, const TextEntries& t
 /// The peak memory of the decoders: unpacked samples, up to RGBA, and the samples that it returns.
 inline constexpr int64_t kPngDecodingBytesPerPixel = 4 + 3;
 
-/// Any PNG as 8-bit grey or RGB, turned as its EXIF says; transparency is blended over white.
-/// InvalidArgument if it is damaged, or has more than `max_pixels` pixels, which is checked before
-/// it is unpacked.
+/// Any PNG as 8-bit grey or RGB, turned as its EXIF says. InvalidArgument if it is damaged, or has
+/// more than `max_pixels` pixels, which is checked before it is unpacked.
 absl::StatusOr<Pixels> DecodePng(std::string_view file, int64_t max_pixels,
-                                 const ReserveMemory& reserve = nullptr);
+                                 const ReserveMemory& reserve = nullptr,
+                                 Alpha alpha = Alpha::kOverWhite);
 
 /// How transparent a PNG is, as a grey picture, turned like the PNG: 255 where it is fully
 /// transparent, 0 where it is opaque. InvalidArgument as DecodePng's, and if it has neither an

@@ -4,6 +4,8 @@
 #include <webp/decode.h>
 #include <webp/encode.h>
 
+#include <utility>
+
 #include "engine/images/exif.h"
 
 namespace denoised {
@@ -51,7 +53,7 @@ absl::StatusOr<std::string> EncodeWebp(const Pixels& pixels, int quality) {
 }
 
 absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels,
-                                  const ReserveMemory& reserve) {
+                                  const ReserveMemory& reserve, Alpha alpha) {
   const auto* data = reinterpret_cast<const uint8_t*>(file.data());
   WebPBitstreamFeatures features;
   if (WebPGetFeatures(data, file.size(), &features) != VP8_STATUS_OK) {
@@ -64,13 +66,16 @@ absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels,
   // RGBA, then RGB, and within libwebp the frame as YUV or, when it is lossless, as 32 bits.
   DENOISED_RETURN_IF_ERROR(
       CheckSize("WebP", features.width, features.height, max_pixels, 4 + 3 + 4, reserve));
-  std::vector<uint8_t> rgba(count * 4);
-  if (WebPDecodeRGBAInto(data, file.size(), rgba.data(), rgba.size(), features.width * 4) ==
+  const bool blend = alpha == Alpha::kOverWhite;
+  const int channels = blend ? 4 : 3;
+  std::vector<uint8_t> samples(count * channels);
+  const auto decode = blend ? WebPDecodeRGBAInto : WebPDecodeRGBInto;
+  if (decode(data, file.size(), samples.data(), samples.size(), features.width * channels) ==
       nullptr) {
     return InvalidArgument("the WebP is damaged; use an intact file");
   }
-  Pixels pixels{features.width, features.height, 3, OverWhite(rgba, 3)};
-  rgba = std::vector<uint8_t>();  // before Upright takes as much again
+  if (blend) samples = OverWhite(samples, 3);
+  Pixels pixels{features.width, features.height, 3, std::move(samples)};
   return Upright(std::move(pixels), ReadOrientation(ExifOf(file)));
 }
 

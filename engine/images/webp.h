@@ -16,10 +16,10 @@ constexpr int kMaxWebpEdge = 16383;
 /// A lossy WebP file; `quality` 1 to 100.
 absl::StatusOr<std::string> EncodeWebp(const Pixels& pixels, int quality);
 
-/// RGB, turned as its EXIF says; transparency is blended over white. InvalidArgument if it is
-/// damaged or animated, or has more than `max_pixels` pixels, which is checked before it is
-/// unpacked.
+/// RGB, turned as its EXIF says. InvalidArgument if it is damaged or animated, or has more than
+/// `max_pixels` pixels, which is checked before it is unpacked.
 absl::StatusOr<Pixels> DecodeWebp(std::string_view file, int64_t max_pixels,
-                                  const ReserveMemory& reserve = nullptr);
+                                  const ReserveMemory& reserve = nullptr,
+                                  Alpha alpha = Alpha::kOverWhite);
 
 }  // namespace denoised

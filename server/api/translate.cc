@@ -499,12 +499,15 @@ class Translator {
               model_.channels);
       return {};
     }
-    return ReadPicture("params.init_image.encoded", file, model_.channels, DecodeFile);
+    return ReadPicture("params.init_image.encoded", file, model_.channels,
+                       [](auto picture, auto max_pixels, const auto& reserve) {
+                         return DecodeFile(picture, max_pixels, reserve);
+                       });
   }
 
   /// A file as F32 [H, W, channels] in [−1, 1]; undefined when it was refused.
   Tensor ReadPicture(const char* field, const std::string& file, int channels,
-                     decltype(DecodeFile) decode) {
+                     decltype(DecodePngTransparency) decode) {
     bool reserved = true;
     auto pixels = decode(file, limits_.max_init_pixels, [&](int64_t bytes) {
       reserved = Reserve(field, bytes);
@@ -580,7 +583,10 @@ class Translator {
     switch (wire.source_case()) {
       case v1::Mask::kEncoded:
         field = "params.mask.encoded";
-        mask = ReadPicture(field, wire.encoded(), 1, DecodeFile);
+        mask = ReadPicture(field, wire.encoded(), 1,
+                           [](auto picture, auto max_pixels, const auto& reserve) {
+                             return DecodeFile(picture, max_pixels, reserve, Alpha::kIgnored);
+                           });
         break;
       case v1::Mask::kTensor:
         field = "params.mask.tensor";

@@ -60,11 +60,19 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (pixels->samples.size() !=
       static_cast<size_t>(pixels->width) * pixels->height * pixels->channels)
     std::abort();
+  const auto colours = denoised::DecodeFile(file, kMaxPixels, nullptr, denoised::Alpha::kIgnored);
+  if (colours.ok() && (colours->width != pixels->width || colours->height != pixels->height ||
+                       colours->samples.size() != pixels->samples.size()))
+    std::abort();
   for (const int channels : {1, 3}) {
-    const denoised::Tensor image = denoised::Resize(denoised::FromPixels(*pixels, channels), 8, 12);
-    if (image.shape() != denoised::Shape({8, 12, channels})) std::abort();
-    for (const float value : image.span<float>())
-      if (!(std::abs(value) <= 1 + 1e-5f)) std::abort();
+    for (const auto filter :
+         {denoised::ResizeFilter::kTriangle, denoised::ResizeFilter::kLanczos}) {
+      const denoised::Tensor image =
+          denoised::Resize(denoised::FromPixels(*pixels, channels), 8, 12, filter);
+      if (image.shape() != denoised::Shape({8, 12, channels})) std::abort();
+      for (const float value : image.span<float>())
+        if (!(std::abs(value) <= 1 + 1e-5f)) std::abort();
+    }
   }
   return 0;
 }

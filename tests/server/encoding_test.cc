@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <spng.h>
 #include <webp/decode.h>
+#include <webp/encode.h>
 #include <zlib.h>
 
 #include <barrier>
@@ -502,6 +503,42 @@ TEST(PngTest, ShowsTransparencyOverWhite) {
   key.gray = 10;
   EXPECT_EQ(Unpacked(WritePng(SPNG_COLOR_TYPE_GRAYSCALE, 8, {10, 20}, nullptr, &key), 1),
             (Samples{255, 20}));
+}
+
+/// The colours that the file has, as those of Pillow's convert("RGB").
+TEST(FormatsTest, TransparencyMayBeIgnored) {
+  const auto colours = [](const std::string& file, int channels) {
+    const auto pixels = DecodeFile(file, kPlenty, nullptr, Alpha::kIgnored);
+    EXPECT_TRUE(pixels.ok()) << pixels.status();
+    if (!pixels.ok()) return Samples();
+    EXPECT_EQ(pixels->channels, channels);
+    return pixels->samples;
+  };
+  const Samples rgba = {10, 20, 30, 1, 10, 20, 30, 255, 40, 50, 60, 128};
+  const Samples rgb = {10, 20, 30, 10, 20, 30, 40, 50, 60};
+  EXPECT_EQ(colours(WritePng(SPNG_COLOR_TYPE_TRUECOLOR_ALPHA, 8, rgba), 3), rgb);
+  EXPECT_EQ(colours(WritePng(SPNG_COLOR_TYPE_GRAYSCALE_ALPHA, 8, {10, 0, 20, 255}), 1),
+            (Samples{10, 20}));
+  EXPECT_EQ(colours(WritePng(SPNG_COLOR_TYPE_GRAYSCALE_ALPHA, 16, {0, 10, 0, 0, 0, 20, 0, 9}), 1),
+            (Samples{10, 20}));
+  spng_trns key{};
+  key.gray = 10;
+  EXPECT_EQ(colours(WritePng(SPNG_COLOR_TYPE_GRAYSCALE, 8, {10, 20}, nullptr, &key), 1),
+            (Samples{10, 20}));
+  spng_plte palette{};
+  palette.n_entries = 1;
+  palette.entries[0] = {1, 2, 3, 255};
+  spng_trns entries{};
+  entries.n_type3_entries = 1;
+  EXPECT_EQ(colours(WritePng(SPNG_COLOR_TYPE_INDEXED, 8, {0}, &palette, &entries), 3),
+            (Samples{1, 2, 3}));
+
+  uint8_t* data = nullptr;
+  const size_t size = WebPEncodeLosslessRGBA(rgba.data(), 3, 1, 12, &data);
+  const std::string webp(reinterpret_cast<const char*>(data), size);
+  WebPFree(data);
+  EXPECT_EQ(colours(webp, 3), rgb);
+  EXPECT_EQ(Unpacked(webp, 3), (Samples{254, 254, 254, 10, 20, 30, 147, 152, 157}));
 }
 
 TEST(PngTest, ReadsTransparencyAlone) {

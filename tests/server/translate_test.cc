@@ -17,6 +17,7 @@
 namespace denoised {
 namespace {
 
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -702,6 +703,22 @@ TEST(TranslateTest, AnInitImageIsScaledWithLanczos) {
   for (int64_t i = 0; i < image.elements(); ++i)
     EXPECT_EQ(image.as<float>()[i], expected.as<float>()[i]) << i;
   EXPECT_LT(image.as<float>()[1], -0.01);  // it overshoots
+}
+
+/// As in diffusers, which converts the mask to RGB. An init image is shown over white.
+TEST(TranslateTest, AMasksAlphaChannelIsIgnored) {
+  // A PNG of two black pixels, the left one transparent.
+  const std::string file = absl::HexStringToBytes(
+      "89504e470d0a1a0a0000000d49484452000000020000000108040000005e2bb7010000000d49444154789c63"
+      "606060f80f00010401005fe5c34b0000000049454e44ae426082");
+  v1::GenerationParams params;
+  params.mutable_init_image()->set_encoded(file);
+  params.mutable_mask()->set_encoded(file);
+  const Outcome outcome = Translated(params);
+  ASSERT_THAT(outcome.fields(), ElementsAre());
+  EXPECT_THAT(outcome.translation.spec.mask.span<float>(), Each(0));
+  EXPECT_NEAR(outcome.translation.spec.init_image.as<float>()[0], 1, 1e-5);
+  EXPECT_NEAR(outcome.translation.spec.init_image.as<float>()[7], -1, 1e-5);
 }
 
 TEST(TranslateTest, AnInitImageAndItsMaskAreTurnedAsTheirExifSays) {
