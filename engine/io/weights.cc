@@ -188,22 +188,16 @@ bool Weights::Has(std::string_view name) const {
 void Weights::Ignore(std::string_view name) const { state_->used.insert(Full(name)); }
 
 absl::StatusOr<Tensor> Weights::Get(std::string_view name, const Shape& shape) const {
-  DENOISED_ASSIGN_OR_RETURN(Tensor tensor, GetOptional(name, shape));
-  if (!tensor.defined())
-    return NotFound(
-        "{}: no tensor '{}', which the config asks for with shape {}; the closest there are: {}",
-        file(), Full(name), shape.ToString(), ClosestNames(state_->tensors, Full(name)));
-  return tensor;
-}
-
-absl::StatusOr<Tensor> Weights::GetOptional(std::string_view name, const Shape& shape) const {
   if (state_->synthetic_seed) {
     state_->synthetic.insert_or_assign(Full(name), shape);
     if (!state_->drawn) return Zeros(shape);
     return SyntheticTensor(*state_->synthetic_seed, Full(name), shape);
   }
   const auto found = Find(state_->tensors, Full(name));
-  if (found == state_->tensors.tensors().end()) return Tensor();
+  if (found == state_->tensors.tensors().end())
+    return NotFound(
+        "{}: no tensor '{}', which the config asks for with shape {}; the closest there are: {}",
+        file(), Full(name), shape.ToString(), ClosestNames(state_->tensors, Full(name)));
   const Tensor& tensor = found->second;
   if (tensor.shape() != shape)
     return InvalidArgument(

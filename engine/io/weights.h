@@ -47,8 +47,6 @@ class Weights {
   /// A float tensor of exactly this shape. NotFound names the tensor and the closest names in the
   /// file; InvalidArgument names the shape in the file and the shape that the config needs.
   absl::StatusOr<Tensor> Get(std::string_view name, const Shape& shape) const;
-  /// The same, or an undefined tensor when it is absent.
-  absl::StatusOr<Tensor> GetOptional(std::string_view name, const Shape& shape) const;
   bool Has(std::string_view name) const;
   /// A tensor that has no effect here: CheckAllUsed() does not name it. It may be absent.
   void Ignore(std::string_view name) const;

@@ -153,8 +153,9 @@ absl::Status AutoencoderTiny::LoadEncoder(NetworkOps& ops, const Weights& layers
   for (size_t i = 0; i < config_.num_encoder_blocks.size(); ++i) {
     Level level;
     if (i > 0) {
-      DENOISED_ASSIGN_OR_RETURN(level.resample,
-                                Conv2d::Load(ops, layers / layer++, channels, channels, 3));
+      DENOISED_ASSIGN_OR_RETURN(
+          level.resample, Conv2d::Load(ops, layers / layer++, channels, channels, 3,
+                                       /*upsample2x=*/false, nn::Products::kWide, nn::Bias::kNo));
     }
     DENOISED_RETURN_IF_ERROR(
         LoadBlocks(ops, layers, config_.num_encoder_blocks[i], channels, &layer, &level.blocks));
@@ -176,8 +177,9 @@ absl::Status AutoencoderTiny::LoadDecoder(NetworkOps& ops, const Weights& layers
         LoadBlocks(ops, layers, config_.num_decoder_blocks[i], channels, &layer, &level.blocks));
     if (i + 1 < config_.num_decoder_blocks.size()) {
       ++layer;  // the doubling
-      DENOISED_ASSIGN_OR_RETURN(level.resample, Conv2d::Load(ops, layers / layer++, channels,
-                                                             channels, 3, /*upsample2x=*/true));
+      DENOISED_ASSIGN_OR_RETURN(
+          level.resample, Conv2d::Load(ops, layers / layer++, channels, channels, 3,
+                                       /*upsample2x=*/true, nn::Products::kWide, nn::Bias::kNo));
     }
     decoder_.push_back(std::move(level));
   }

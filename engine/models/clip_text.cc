@@ -187,8 +187,9 @@ absl::Status ClipText::Load(NetworkOps& ops, const Weights& weights) {
   DENOISED_ASSIGN_OR_RETURN(final_norm_, LayerNorm::Load(ops, model / "final_layer_norm", features,
                                                          config_.layer_norm_eps));
   if (config_.with_projection) {
-    DENOISED_ASSIGN_OR_RETURN(projection_, Linear::Load(ops, weights / "text_projection", features,
-                                                        config_.projection_dim));
+    DENOISED_ASSIGN_OR_RETURN(
+        projection_, Linear::Load(ops, weights / "text_projection", features,
+                                  config_.projection_dim, nn::Products::kWide, nn::Bias::kNo));
   }
   traits_.parameters = weights.parameters();
   return absl::OkStatus();

@@ -249,7 +249,7 @@ class UNet2DCondition : public Denoiser {
   nn::TimestepEmbedding time_embedding_;
   std::optional<nn::TimestepEmbedding> add_embedding_;  // text_time
   std::optional<nn::Linear> guidance_linear_;           // time_cond_proj_dim
-  nn::LinearColumns resnet_projections_, key_values_;
+  nn::LinearColumns resnet_projections_, key_values_{nn::Bias::kNo};
   Conv2d conv_in_, conv_out_;
   nn::GroupNorm conv_norm_out_;
   std::vector<Level> down_, up_;
@@ -273,9 +273,10 @@ absl::Status UNet2DCondition::LoadEmbeddings(NetworkOps& ops, int pooled_feature
     guidance_projection_ = nn::TimestepProjection::Positional(config_.time_cond_proj_dim,
                                                               /*flip_sin_to_cos=*/false,
                                                               /*freq_shift=*/1);
-    DENOISED_ASSIGN_OR_RETURN(guidance_linear_,
-                              nn::Linear::Load(ops, weights / "time_embedding" / "cond_proj",
-                                               config_.time_cond_proj_dim, projected));
+    DENOISED_ASSIGN_OR_RETURN(
+        guidance_linear_,
+        nn::Linear::Load(ops, weights / "time_embedding" / "cond_proj", config_.time_cond_proj_dim,
+                         projected, nn::Products::kWide, nn::Bias::kNo));
     traits_.guidance_embedding = true;
     traits_.time_features = projected;
   }

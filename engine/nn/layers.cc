@@ -45,17 +45,23 @@ absl::StatusOr<E4m3Layer> LayerOf(const Weights& weights, Products products) {
   return E4m3Layer{.name = weights.prefix(), .input_scale = scale};
 }
 
+/// Undefined if the layer has none.
+absl::StatusOr<Tensor> BiasOf(const Weights& weights, int features, Bias bias) {
+  if (bias == Bias::kNo) return Tensor();
+  return weights.Get("bias", {features});
+}
+
 }  // namespace
 
 absl::StatusOr<Conv2d> Conv2d::Load(NetworkOps& ops, const Weights& weights, int in_channels,
                                     int out_channels, int kernel, bool upsample2x,
-                                    Products products) {
+                                    Products products, Bias bias) {
   DENOISED_ASSIGN_OR_RETURN(Tensor weight,
                             weights.Get("weight", {out_channels, in_channels, kernel, kernel}));
-  DENOISED_ASSIGN_OR_RETURN(Tensor bias, weights.GetOptional("bias", {out_channels}));
+  DENOISED_ASSIGN_OR_RETURN(Tensor added, BiasOf(weights, out_channels, bias));
   DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, products));
   Conv2d conv;
-  DENOISED_ASSIGN_OR_RETURN(conv.weight_, ops.PackConv2d(weight, bias, upsample2x, e4m3));
+  DENOISED_ASSIGN_OR_RETURN(conv.weight_, ops.PackConv2d(weight, added, upsample2x, e4m3));
   return conv;
 }
 
@@ -77,8 +83,7 @@ absl::StatusOr<Conv2d> Conv2d::LoadWithShortcut(NetworkOps& ops, const Weights& 
   // Both biases are added to the same sums, so one bias is enough.
   const Tensor sum = Tensor::HostF32({out_channels}, std::vector<float>(out_channels));
   for (const Weights& layer : {weights, shortcut_weights}) {
-    DENOISED_ASSIGN_OR_RETURN(const Tensor bias, layer.GetOptional("bias", {out_channels}));
-    if (!bias) continue;
+    DENOISED_ASSIGN_OR_RETURN(const Tensor bias, layer.Get("bias", {out_channels}));
     const std::vector<float> values = bias.ToFloats();
     for (int i = 0; i < out_channels; ++i) sum.as<float>()[i] += values[i];
   }
@@ -146,15 +151,15 @@ Tensor Resampled(Context& context, Resample kind, const Tensor& x) {
 }
 
 absl::StatusOr<Linear> Linear::Load(NetworkOps& ops, const Weights& weights, int in_features,
-                                    int out_features, Products products) {
-  return LoadFused(ops, {weights}, in_features, {out_features}, products);
+                                    int out_features, Products products, Bias bias) {
+  return LoadFused(ops, {weights}, in_features, {out_features}, products, bias);
 }
 
 absl::StatusOr<Linear> Linear::LoadConv1x1(NetworkOps& ops, const Weights& weights, int in_features,
                                            int out_features, Products products) {
   DENOISED_ASSIGN_OR_RETURN(const Tensor weight,
                             weights.Get("weight", {out_features, in_features, 1, 1}));
-  DENOISED_ASSIGN_OR_RETURN(const Tensor bias, weights.GetOptional("bias", {out_features}));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor bias, weights.Get("bias", {out_features}));
   DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, products));
   Linear linear;
   DENOISED_ASSIGN_OR_RETURN(
@@ -164,19 +169,15 @@ absl::StatusOr<Linear> Linear::LoadConv1x1(NetworkOps& ops, const Weights& weigh
 
 absl::StatusOr<Linear> Linear::LoadFused(NetworkOps& ops, const std::vector<Weights>& layers,
                                          int in_features, const std::vector<int>& out_features,
-                                         Products products) {
+                                         Products products, Bias bias) {
   std::vector<Tensor> weights, biases;
   for (size_t i = 0; i < layers.size(); ++i) {
     DENOISED_ASSIGN_OR_RETURN(Tensor weight,
                               layers[i].Get("weight", {out_features[i], in_features}));
-    DENOISED_ASSIGN_OR_RETURN(Tensor bias, layers[i].GetOptional("bias", {out_features[i]}));
+    DENOISED_ASSIGN_OR_RETURN(Tensor added, BiasOf(layers[i], out_features[i], bias));
     weights.push_back(std::move(weight));
-    if (bias) biases.push_back(std::move(bias));
+    if (added) biases.push_back(std::move(added));
   }
-  if (!biases.empty() && biases.size() != weights.size())
-    return InvalidArgument(
-        "{}: '{}' has layers with and without bias; fused layers need all or none",
-        layers[0].file(), layers[0].prefix());
   DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(layers[0], products));
   Linear linear;
   DENOISED_ASSIGN_OR_RETURN(linear.weight_, ops.PackLinear(weights, biases, e4m3));
@@ -187,7 +188,7 @@ absl::StatusOr<Linear> Linear::LoadGated(NetworkOps& ops, const Weights& weights
                                          int out_features, Products products) {
   DENOISED_ASSIGN_OR_RETURN(const Tensor weight,
                             weights.Get("weight", {2 * out_features, in_features}));
-  DENOISED_ASSIGN_OR_RETURN(const Tensor bias, weights.GetOptional("bias", {2 * out_features}));
+  DENOISED_ASSIGN_OR_RETURN(const Tensor bias, weights.Get("bias", {2 * out_features}));
   DENOISED_ASSIGN_OR_RETURN(const E4m3Layer e4m3, LayerOf(weights, products));
   Linear linear;
   DENOISED_ASSIGN_OR_RETURN(linear.weight_, ops.PackLinear({weight}, {bias}, e4m3, /*gated=*/true));
@@ -230,7 +231,8 @@ int LinearColumns::Add(const Weights& layer, int in_features, int out_features) 
 }
 
 absl::Status LinearColumns::Pack(NetworkOps& ops) {
-  DENOISED_ASSIGN_OR_RETURN(linear_, Linear::LoadFused(ops, layers_, in_features_, out_features_));
+  DENOISED_ASSIGN_OR_RETURN(linear_, Linear::LoadFused(ops, layers_, in_features_, out_features_,
+                                                       Products::kWide, bias_));
   layers_.clear();
   return absl::OkStatus();
 }

@@ -36,13 +36,16 @@ struct Context {
 /// and its weights have a scale for the layer (Weights::InputScale()).
 enum class Products { kWide, kOfModel };
 
+/// Whether a layer adds a bias, which its weights then have.
+enum class Bias { kYes, kNo };
+
 /// torch.nn.Conv2d with a square kernel and, by default, "same" padding.
 class Conv2d {
  public:
   /// `upsample2x`: its input is doubled first, by nearest neighbour, at every call.
   static absl::StatusOr<Conv2d> Load(NetworkOps& ops, const Weights& weights, int in_channels,
                                      int out_channels, int kernel, bool upsample2x = false,
-                                     Products products = Products::kWide);
+                                     Products products = Products::kWide, Bias bias = Bias::kYes);
   /// Packs computed weights, F32 in host memory: [out, in, k, k] and [out].
   static absl::StatusOr<Conv2d> Pack(NetworkOps& ops, const Tensor& weight_oihw,
                                      const Tensor& bias);
@@ -81,7 +84,8 @@ Tensor Resampled(Context& context, Resample kind, const Tensor& x);
 class Linear {
  public:
   static absl::StatusOr<Linear> Load(NetworkOps& ops, const Weights& weights, int in_features,
-                                     int out_features, Products products = Products::kWide);
+                                     int out_features, Products products = Products::kWide,
+                                     Bias bias = Bias::kYes);
   /// A 1×1 convolution as the linear layer over pixels that it is.
   static absl::StatusOr<Linear> LoadConv1x1(NetworkOps& ops, const Weights& weights,
                                             int in_features, int out_features,
@@ -89,7 +93,8 @@ class Linear {
   /// Several layers with the same input as one, outputs side by side. Their scale is the first's.
   static absl::StatusOr<Linear> LoadFused(NetworkOps& ops, const std::vector<Weights>& layers,
                                           int in_features, const std::vector<int>& out_features,
-                                          Products products = Products::kWide);
+                                          Products products = Products::kWide,
+                                          Bias bias = Bias::kYes);
 
   /// diffusers' GEGLU: weights of values and gates; the result is value · gelu(gate).
   static absl::StatusOr<Linear> LoadGated(NetworkOps& ops, const Weights& weights, int in_features,
@@ -111,6 +116,7 @@ class Linear {
 /// get their columns of its output.
 class LinearColumns {
  public:
+  explicit LinearColumns(Bias bias = Bias::kYes) : bias_(bias) {}
   /// Returns the first of this layer's `out_features` columns.
   int Add(const Weights& layer, int in_features, int out_features);
   /// Call once, after all layers were loaded.
@@ -122,6 +128,7 @@ class LinearColumns {
  private:
   std::vector<Weights> layers_;
   std::vector<int> out_features_;
+  Bias bias_;
   int in_features_ = 0, columns_ = 0;
   Linear linear_;
 };

@@ -58,11 +58,11 @@ absl::StatusOr<Transformer2D::Block> Transformer2D::LoadBlock(NetworkOps& ops,
   DENOISED_ASSIGN_OR_RETURN(
       block.self_qkv,
       Linear::LoadFused(ops, {self / "to_q", self / "to_k", self / "to_v"}, channels,
-                        {channels, channels, channels}, Products::kOfModel));
+                        {channels, channels, channels}, Products::kOfModel, Bias::kNo));
   DENOISED_ASSIGN_OR_RETURN(block.self_out, Linear::Load(ops, self / "to_out" / 0, channels,
                                                          channels, Products::kOfModel));
-  DENOISED_ASSIGN_OR_RETURN(
-      block.cross_q, Linear::Load(ops, cross / "to_q", channels, channels, Products::kOfModel));
+  DENOISED_ASSIGN_OR_RETURN(block.cross_q, Linear::Load(ops, cross / "to_q", channels, channels,
+                                                        Products::kOfModel, Bias::kNo));
   block.key_column = key_values.Add(cross / "to_k", options_.text_features, channels);
   key_values.Add(cross / "to_v", options_.text_features, channels);
   DENOISED_ASSIGN_OR_RETURN(block.cross_out, Linear::Load(ops, cross / "to_out" / 0, channels,
