@@ -565,7 +565,7 @@ std::vector<EngineStats> DeviceEngine::Stats() const {
   MutexLock lock(&mutex_);
   std::vector<EngineStats> all;
   for (const auto& model : models_) {
-    if (model->state != ModelState::kReady) continue;
+    if (model->state != ModelState::kReady && model->state != ModelState::kUnloading) continue;
     const Admission::Totals totals = admission_.Read(model->name, now);
     all.push_back({.model = model->name,
                    .queued_images =

@@ -191,6 +191,7 @@ class Engine {
   /// Unavailable.
   virtual void Drain(std::chrono::steady_clock::time_point deadline) = 0;
 
+  /// Of the models that are ready or being unloaded.
   virtual std::vector<EngineStats> Stats() const = 0;
   /// Must outlive the engine; set before the first Open.
   virtual void SetObserver(EngineObserver* observer) = 0;

@@ -374,6 +374,26 @@ TEST_P(EngineTest, StatsTellWhatIsThere) {
   EXPECT_EQ(stats.wasted_rows[static_cast<size_t>(EndReason::kDisconnected)], stats.rows);
 }
 
+TEST_P(EngineTest, StatsTellOfAModelUntilItIsUnloaded) {
+  const auto engine = Open({.max_rows = 2});
+  JobSpec spec{.model = "digits", .count = 3, .guidance_scale = 1};
+  spec.sampler.steps = 100;
+  JobId id = 0;
+  const auto job = Submit(*engine, spec, &id);
+  while (engine->Stats()[0].evaluations < 2) std::this_thread::yield();
+  std::thread closing([&] { EXPECT_TRUE(engine->Close("digits").ok()); });
+  while (engine->Find("digits")->state != ModelState::kUnloading) std::this_thread::yield();
+  const std::vector<EngineStats> stats = engine->Stats();
+  engine->Cancel(id, EndReason::kCancelled);
+  EXPECT_EQ(job->Wait().code(), absl::StatusCode::kCancelled) << "it ended before the look at it";
+  closing.join();
+  ASSERT_EQ(stats.size(), 1u);
+  EXPECT_EQ(stats[0].active_images, 2);
+  EXPECT_EQ(stats[0].queued_images, 1);
+  EXPECT_GT(stats[0].slots, 0);
+  EXPECT_TRUE(engine->Stats().empty());
+}
+
 TEST_P(EngineTest, DrainFinishesWhatItCanAndRefusesTheRest) {
   auto engine = Open();
   JobSpec spec{.model = "digits"};
