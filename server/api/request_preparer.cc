@@ -31,17 +31,6 @@ void Rename(const JobRequest& request, std::vector<FieldViolation>* violations) 
   });
 }
 
-/// Whether `model` reads what the first condition holds.
-bool Takes(const ModelInfo& model, const v1::GenerationParams& params) {
-  if (params.conditions().empty()) return true;
-  const v1::Condition& condition = params.conditions(0);
-  const bool vector =
-      model.condition == ClassCondition::kValue || model.condition == ClassCondition::kVector;
-  return (!condition.has_text() || model.text) &&
-         (!condition.has_class_label() || model.condition == ClassCondition::kLabel) &&
-         (condition.class_vector().empty() || vector);
-}
-
 }  // namespace
 
 void MergeViolations(const std::vector<FieldViolation>& engine, const v1::GenerationParams& params,
@@ -62,27 +51,23 @@ void MergeViolations(const std::vector<FieldViolation>& engine, const v1::Genera
   }
 }
 
-std::string ModelNameFor(const v1::GenerationParams& params,
-                         const std::vector<CatalogModel>& models) {
-  std::string only;
-  for (const CatalogModel& model : models) {
-    if (!model.current) continue;
-    if (model.info->state == ModelState::kLoading) return "";
-    if (!Takes(*model.info, params)) continue;
-    if (!only.empty()) return "";
-    only = model.name;
-  }
-  return only;
+bool Takes(const ModelInfo& model, const v1::GenerationParams& params) {
+  if (params.conditions().empty()) return true;
+  const v1::Condition& condition = params.conditions(0);
+  const bool vector =
+      model.condition == ClassCondition::kValue || model.condition == ClassCondition::kVector;
+  return (!condition.has_text() || model.text) &&
+         (!condition.has_class_label() || model.condition == ClassCondition::kLabel) &&
+         (condition.class_vector().empty() || vector);
 }
 
 grpc::Status RequestPreparer::Prepare(const JobRequest& request, const std::string& request_id,
                                       PreparedJob* prepared) {
   *prepared = {};
   grpc::Status refusal;
-  const std::string& asked = request.params.model();
-  const std::string name = asked.empty() ? ModelNameFor(request.params, catalog_->All()) : asked;
-  const auto model =
-      catalog_->Select(name, request.FieldName("params.model"), request_id, &refusal);
+  const auto model = catalog_->Select(
+      request.params.model(), request.FieldName("params.model"), request_id, &refusal,
+      [&](const ModelInfo& info) { return Takes(info, request.params); });
   if (!model) return refusal;
   prepared->model = EngineName(model->name, model->version);
   refusal = CheckReady(ShownTo(request.caller.admin, *model), request_id);

@@ -20,10 +20,8 @@ namespace denoised {
 void MergeViolations(const std::vector<FieldViolation>& engine, const v1::GenerationParams& params,
                      const JobSpec& spec, std::vector<FieldViolation>* all);
 
-/// The model of a request that names none: the only one among `models` that can take its condition,
-/// or "" when there is none, more than one, or one is still loading.
-std::string ModelNameFor(const v1::GenerationParams& params,
-                         const std::vector<CatalogModel>& models);
+/// Whether `model` reads what the request's first condition holds.
+bool Takes(const ModelInfo& model, const v1::GenerationParams& params);
 
 /// Finds the model of a request, translates it and has the engine fill in the defaults. Collects
 /// all violations. Thread-safe; all pointers must outlive it.

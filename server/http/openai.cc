@@ -390,15 +390,14 @@ class Reader {
     const std::string prompt = body_.value("prompt", json()).is_string()
                                    ? body_["prompt"].get<std::string>()
                                    : std::string();
-    std::string name = params_.model();
-    if (name.empty()) {  // as for params.model: by what the request says
-      v1::GenerationParams asked = params_;
-      if (asked.conditions().empty() && !prompt.empty()) asked.add_conditions()->set_text(prompt);
-      name = ModelNameFor(asked, catalog_.All());
-      params_.set_model(name);
-    }
-    const auto model = catalog_.Select(name, "model", "", &refusal);
+    // As for params.model: by what the request says.
+    v1::GenerationParams asked;
+    *asked.mutable_conditions() = params_.conditions();
+    if (asked.conditions().empty() && !prompt.empty()) asked.add_conditions()->set_text(prompt);
+    const auto model = catalog_.Select(params_.model(), "model", "", &refusal,
+                                       [&](const ModelInfo& info) { return Takes(info, asked); });
     if (!model) return refusal;
+    if (params_.model().empty()) params_.set_model(model->name);
     refusal = CheckReady(ShownTo(caller_.admin, *model), "");
     if (!refusal.ok()) return refusal;
     const ModelInfo& info = *model->info;

@@ -79,6 +79,24 @@ absl::StatusOr<CatalogOptions> MakeCatalogOptions(const std::vector<ModelSource>
   return options;
 }
 
+std::optional<CatalogModel> OnlyModel(std::vector<CatalogModel> models, const ModelFilter& takes) {
+  std::erase_if(models, [](const CatalogModel& model) { return !model.current; });
+  const auto added = [](const CatalogModel& model) { return model.added; };
+  if (!std::all_of(models.begin(), models.end(), added)) std::erase_if(models, added);
+  if (models.size() == 1) return models.front();
+  if (!takes) return std::nullopt;
+  std::optional<CatalogModel> loading, taking;
+  for (const CatalogModel& model : models) {
+    if (model.info->state == ModelState::kLoading) {
+      loading = model;  // nobody knows yet what it takes
+    } else if (takes(*model.info)) {
+      if (taking) return std::nullopt;
+      taking = model;
+    }
+  }
+  return loading ? loading : taking;
+}
+
 Catalog::Catalog(CatalogOptions options, Engine* engine, Metrics* metrics)
     : options_(std::move(options)), engine_(engine), metrics_(metrics) {
   MutexLock lock(&mutex_);
@@ -601,8 +619,10 @@ Catalog::Version* Catalog::FindVersion(Model& model, std::string_view version) {
 }
 
 CatalogModel Catalog::Describe(const Model& model, const Version& version) const {
-  CatalogModel described{
-      .name = model.name, .version = version.version, .current = version.version == model.current};
+  CatalogModel described{.name = model.name,
+                         .version = version.version,
+                         .current = version.version == model.current,
+                         .added = version.state == State::kLoading};
   const std::string engine_name = EngineName(model.name, version.version);
   for (const auto& [alias, target] : aliases_) {
     if (target == engine_name || (target == model.name && described.current)) {
@@ -653,6 +673,10 @@ std::optional<CatalogModel> Catalog::Find(const std::string& name) const {
 
 std::vector<CatalogModel> Catalog::All() const {
   MutexLock lock(&mutex_);
+  return AllLocked();
+}
+
+std::vector<CatalogModel> Catalog::AllLocked() const {
   std::vector<CatalogModel> all;
   for (const Model& model : models_) {
     for (const Version& version : model.versions) all.push_back(Describe(model, version));
@@ -667,11 +691,11 @@ std::string Catalog::Names() const {
 }
 
 std::optional<CatalogModel> Catalog::Select(const std::string& name, const std::string& field,
-                                            const std::string& request_id,
-                                            grpc::Status* refusal) const {
+                                            const std::string& request_id, grpc::Status* refusal,
+                                            const ModelFilter& takes) const {
   MutexLock lock(&mutex_);
-  if (name.empty() && models_.size() == 1) return FindLocked(models_[0].name);
   if (name.empty()) {
+    if (auto only = OnlyModel(AllLocked(), takes)) return only;
     *refusal = InvalidFields(
         {{field, fmt::format("is not set, and the server holds {} models; use one of: {}",
                              models_.empty() ? "no" : "several", Names())}},

@@ -3,6 +3,7 @@
 
 #include <grpcpp/support/status.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -24,9 +25,18 @@ class Metrics;
 struct CatalogModel {
   std::string name, version;
   bool current = false;                   // `name` alone means this version
+  bool added = false;                     // Load has not made it ready yet
   std::vector<std::string> aliases;       // that mean this version now
   std::shared_ptr<const ModelInfo> info;  // never null; its name is the engine's
 };
+
+/// Whether a model can take a request.
+using ModelFilter = std::function<bool(const ModelInfo& model)>;
+
+/// The model of a request that names none: the only one of `models`, or the only one that `takes`
+/// it. While it may be one that the server is starting with, that one, which is loading. A model
+/// that Load adds does not count before it is ready, unless there is no other.
+std::optional<CatalogModel> OnlyModel(std::vector<CatalogModel> models, const ModelFilter& takes);
 
 /// The initial state of a catalog.
 struct CatalogOptions {
@@ -106,10 +116,11 @@ class Catalog {
   std::optional<CatalogModel> Find(const std::string& name) const;
   /// In the order of the configuration and of loading.
   std::vector<CatalogModel> All() const;
-  /// The model that a request names, or the only model if it names none. Returns nothing and sets
+  /// The model that a request names, or OnlyModel if it names none. Returns nothing and sets
   /// `refusal` to NOT_FOUND, or to INVALID_ARGUMENT on `field` if the request must name one.
   std::optional<CatalogModel> Select(const std::string& name, const std::string& field,
-                                     const std::string& request_id, grpc::Status* refusal) const;
+                                     const std::string& request_id, grpc::Status* refusal,
+                                     const ModelFilter& takes = nullptr) const;
 
  private:
   /// kListed: listed by the constructor, LoadListed has not finished. kLoading: in Load. Only
@@ -138,6 +149,7 @@ class Catalog {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::optional<CatalogModel> FindLocked(const std::string& name) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::vector<CatalogModel> AllLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Remove(std::string_view name, std::string_view version)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Stops new requests for these versions, which are kReady or kFailed.

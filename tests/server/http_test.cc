@@ -466,6 +466,7 @@ TEST(ErrorReplyTest, OnlyWhatMayPassIsToBeRetried) {
 
 TEST_F(HttpTest, AModelThatLoadsIsUnavailable) {
   std::latch loads{1};
+  config_.models = {{"digits", "models/digits"}, {"faces", "models/faces"}};
   StartLoading({.on_open = [&](const std::string&) { loads.wait(); }});
   EXPECT_EQ(Ask("GET", "/readyz").code, 503);
   EXPECT_EQ(Ask("GET", "/healthz").code, 200);
@@ -473,6 +474,7 @@ TEST_F(HttpTest, AModelThatLoadsIsUnavailable) {
   EXPECT_EQ(answer.code, 503);
   EXPECT_EQ(answer.Error("code"), "model_loading");
   EXPECT_FALSE(answer.Header("retry-after").empty());
+  EXPECT_EQ(answer.Header("x-should-retry"), "true");
   EXPECT_EQ(Ask("POST", "/v1/images/generations", R"({"prompt": "1"})").code, 503);
   loads.count_down();
   server_.reset();  // no load waits any more

@@ -35,33 +35,58 @@ v1::GenerationParams Label() {
   return params;
 }
 
-TEST(ModelNameForTest, TheOnlyModelThatTakesTheCondition) {
-  const std::vector<CatalogModel> models = {Model("emoji", true, ClassCondition::kNone),
-                                            Model("digits", false, ClassCondition::kLabel)};
-  EXPECT_EQ(ModelNameFor(Prompt(), models), "emoji");
-  EXPECT_EQ(ModelNameFor(Label(), models), "digits");
-  EXPECT_EQ(ModelNameFor({}, models), "");
-  EXPECT_EQ(ModelNameFor({}, {models[1]}), "digits");
+/// The model for `params` without a name; "" if there is none.
+std::string Only(const v1::GenerationParams& params, const std::vector<CatalogModel>& models) {
+  const auto only = OnlyModel(models, [&](const ModelInfo& info) { return Takes(info, params); });
+  return only ? only->name : "";
 }
 
-TEST(ModelNameForTest, NoneOfTwoThatTakeIt) {
-  EXPECT_EQ(ModelNameFor(Prompt(), {Model("emoji", true, ClassCondition::kNone),
-                                    Model("sdxl", true, ClassCondition::kNone)}),
+/// A model that Load adds.
+CatalogModel Added(std::string name) {
+  CatalogModel model = Model(std::move(name), false, ClassCondition::kNone, ModelState::kLoading);
+  model.added = true;
+  return model;
+}
+
+TEST(OnlyModelTest, TheOnlyModelThatTakesTheCondition) {
+  const std::vector<CatalogModel> models = {Model("emoji", true, ClassCondition::kNone),
+                                            Model("digits", false, ClassCondition::kLabel)};
+  EXPECT_EQ(Only(Prompt(), models), "emoji");
+  EXPECT_EQ(Only(Label(), models), "digits");
+  EXPECT_EQ(Only({}, models), "");
+  EXPECT_EQ(Only({}, {models[1]}), "digits");
+  EXPECT_EQ(Only({}, {}), "");
+  EXPECT_FALSE(OnlyModel(models, nullptr).has_value());
+}
+
+TEST(OnlyModelTest, NoneOfTwoThatTakeIt) {
+  EXPECT_EQ(Only(Prompt(), {Model("emoji", true, ClassCondition::kNone),
+                            Model("sdxl", true, ClassCondition::kNone)}),
             "");
 }
 
-TEST(ModelNameForTest, AnotherVersionIsNoOtherModel) {
-  EXPECT_EQ(ModelNameFor(Prompt(),
-                         {Model("emoji", true, ClassCondition::kNone),
-                          Model("emoji", true, ClassCondition::kNone, ModelState::kReady, false)}),
-            "emoji");
+TEST(OnlyModelTest, AnotherVersionIsNoOtherModel) {
+  EXPECT_EQ(
+      Only(Prompt(), {Model("emoji", true, ClassCondition::kNone),
+                      Model("emoji", true, ClassCondition::kNone, ModelState::kReady, false)}),
+      "emoji");
 }
 
-TEST(ModelNameForTest, WhatAModelThatLoadsWillTakeIsNotKnown) {
-  EXPECT_EQ(
-      ModelNameFor(Prompt(), {Model("emoji", true, ClassCondition::kNone),
-                              Model("late", false, ClassCondition::kNone, ModelState::kLoading)}),
-      "");
+TEST(OnlyModelTest, WhatAModelThatLoadsWillTakeIsNotKnown) {
+  const CatalogModel emoji = Model("emoji", true, ClassCondition::kNone);
+  const CatalogModel late = Model("late", false, ClassCondition::kNone, ModelState::kLoading);
+  EXPECT_EQ(Only(Prompt(), {emoji, late}), "late") << "to be refused until it is known";
+  EXPECT_EQ(Only(Prompt(), {late, emoji}), "late");
+  EXPECT_EQ(Only(Prompt(), {emoji, late, Model("sdxl", true, ClassCondition::kNone)}), "")
+      << "whatever it takes";
+  EXPECT_FALSE(OnlyModel({emoji, late}, nullptr).has_value());
+}
+
+TEST(OnlyModelTest, AModelThatIsAddedCountsWhenItIsReady) {
+  const CatalogModel digits = Model("digits", false, ClassCondition::kLabel);
+  EXPECT_EQ(Only(Label(), {digits, Added("late")}), "digits");
+  EXPECT_EQ(Only(Prompt(), {digits, Added("late")}), "digits") << "which says why it takes none";
+  EXPECT_EQ(Only({}, {Added("late")}), "late") << "to be refused until it is ready";
 }
 
 /// The fields that the caller is told, of those that the server and the engine complain about.

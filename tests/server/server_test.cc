@@ -216,6 +216,45 @@ TEST_F(ServerTest, UnknownModelsAndTheChoiceOfModels) {
   EXPECT_EQ(stub_->GetModel(&bad_context, get, &model).error_code(), grpc::StatusCode::NOT_FOUND);
 }
 
+TEST_F(ServerTest, WhileItStartsARequestWithoutAModelMayComeAgain) {
+  std::latch loads{1};
+  config_.models = {{"digits", "models/digits"}, {"faces", "models/faces"}};
+  StartLoading({.on_open = [&](const std::string&) { loads.wait(); }});
+  const grpc::Status status = Generate();
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_EQ(Reason(status), "MODEL_LOADING");
+  EXPECT_GT(Find<google::rpc::RetryInfo>(status).retry_delay().seconds(), 0);
+  loads.count_down();
+  server_.reset();  // no load waits any more
+}
+
+TEST_F(ServerTest, RequestsWithoutAModelGoOnWhileAnotherModelIsAdded) {
+  const std::string faces = testing::TempDir() + "faces";
+  std::filesystem::create_directory(faces);
+  std::latch opening{1}, loads{1};
+  Start({.on_open = [&](const std::string& directory) {
+    if (directory != faces) return;
+    opening.count_down();
+    loads.wait();
+  }});
+  v1::LoadModelRequest request;
+  request.set_name("faces");
+  request.set_directory(faces);
+  grpc::ClientContext load_context, get_context;
+  auto load = std::async(std::launch::async, [&] {
+    v1::LoadModelResponse loaded;
+    return v1::ModelAdmin::NewStub(channel_)->LoadModel(&load_context, request, &loaded);
+  });
+  opening.wait();
+  EXPECT_TRUE(Generate().ok());
+  v1::GetModelResponse got;
+  EXPECT_TRUE(stub_->GetModel(&get_context, {}, &got).ok());
+  EXPECT_EQ(got.model().name(), "digits");
+  loads.count_down();
+  EXPECT_TRUE(load.get().ok());
+  EXPECT_EQ(Generate().error_code(), grpc::StatusCode::INVALID_ARGUMENT) << "now there are two";
+}
+
 TEST_F(ServerTest, ThePrecisionIsToldWhereverAModelIs) {
   config_.models[0].precision = Precision::kFp8;
   config_.metrics_listen = "127.0.0.1:0";
