@@ -1119,6 +1119,14 @@ class PageTest(unittest.TestCase):
                                 {"seed": "2", "count": 1, "conditions": [{"class_vector": [2]}]},
                                 {"seed": "2", "count": 1, "conditions": [{"class_label": 7}]}])
 
+    def test_a_label_may_have_commas(self):
+        named = self.browser.driver.execute_async_script("""
+            const done = arguments[0], labels = ["tench, Tinca tinca", "goldfish", "crane", "tench", "crane"];
+            import("/form.js").then(({classesOf}) => done(
+              ["tench, Tinca tinca", "Tench,tinca Tinca , goldfish", "goldfish, tench, 2", "crane, whale,", " "]
+                .map((text) => classesOf(text, labels))));""")
+        self.assertEqual(named, [[0], [0, 1], [1, 3, "2"], [2, "whale"], []])
+
     def test_a_small_screen_scrolls_in_one_direction(self):
         b = self.browser
         b.resize(360, 640)

@@ -29,6 +29,31 @@ function choice(name, label, options, hint) {
     options.map(([value, text]) => h("option", {value}, text))), hint);
 }
 
+/** A text at its commas, without what is empty. */
+const partsOf = (text) => text.split(",").map((part) => part.trim()).filter(Boolean);
+
+/**
+ * The classes that a text names with commas between them: numbers where the model has such a label, else the words.
+ * A label may have commas itself, such as "tench, Tinca tinca": the longest that fits is one label.
+ */
+export function classesOf(text, labels) {
+  const classes = new Map(), nameOf = (parts) => parts.join(", ").toLowerCase();
+  let longest = 1;
+  for (const [i, label] of labels.entries()) {
+    const parts = partsOf(label);
+    longest = Math.max(longest, parts.length);
+    if (!classes.has(nameOf(parts))) classes.set(nameOf(parts), i);
+  }
+  const named = [];
+  for (let rest = partsOf(text); rest.length;) {
+    let size = Math.min(longest, rest.length);
+    while (size > 1 && !classes.has(nameOf(rest.slice(0, size)))) --size;
+    named.push(classes.get(nameOf(rest.slice(0, size))) ?? rest[0]);
+    rest = rest.slice(size);
+  }
+  return named;
+}
+
 export class Form {
   /** `blobOf(url)`: the picture of a result that is dropped here. */
   constructor(root, {ondraw, blobOf}) {
@@ -396,11 +421,7 @@ export class Form {
       const skip = values["text_options.clip_skip"];
       if (skip) params.text_options = {clip_skip: Number(skip)};
     }
-    const labels = values.label || (values.labels || "").split(",").map((word) => word.trim()).filter(Boolean)
-      .map((word) => {
-        const index = model.labels.findIndex((name) => name.toLowerCase() === word.toLowerCase());
-        return index >= 0 ? index : word;
-      });
+    const labels = values.label || classesOf(values.labels || "", model.labels);
     if (labels.length) {
       const numbers = labels.map(Number);
       if (numbers.some(Number.isNaN)) {
