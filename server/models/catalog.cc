@@ -588,6 +588,8 @@ void Catalog::ReloadChanged() {
                      {{"model", look.name}, {"directory", look.directory}});
       }
       model->missed = now.empty() && (settled || model->missed);
+      // What failed was taken back: if it comes again, it is a new attempt.
+      if (now == look.loaded) model->tried.clear();
       if (now.empty() || now == look.loaded || now == model->tried || !settled) continue;
       model->tried = now;
     }

@@ -636,6 +636,29 @@ TEST_F(ReloadTest, AChangedDirectoryIsLoadedOnceItSettled) {
   EXPECT_EQ(Means("mine"), "mine@2");
 }
 
+TEST_F(ReloadTest, ABadChangeIsTriedAgainAfterItWasTakenBack) {
+  const std::filesystem::path mine = root_ / "mine", good = root_ / "good", other = root_ / "other";
+  root_.Write("other/unet/config.json", "{ }");
+  const auto look = [&] {
+    for (int i = 0; i < 3; ++i) catalog_.ReloadChanged();
+  };
+  std::filesystem::rename(mine, good);
+  std::filesystem::rename(other, mine);
+  engine_.set_broken(mine);
+  look();
+  EXPECT_EQ(engine_.opens(), 2);
+  EXPECT_EQ(Means("mine"), "mine@1");
+  std::filesystem::rename(mine, other);
+  std::filesystem::rename(good, mine);
+  look();
+  EXPECT_EQ(engine_.opens(), 2) << "it is loaded";
+  engine_.set_broken("broken");  // what it lacked is there now
+  std::filesystem::rename(mine, good);
+  std::filesystem::rename(other, mine);
+  look();
+  EXPECT_EQ(Means("mine"), "mine@2");
+}
+
 TEST_F(ReloadTest, ABadChangeLeavesTheOldOneAndIsTriedOnce) {
   engine_.set_broken(root_ / "mine");
   root_.Write("mine/unet/weights", "short");
