@@ -845,7 +845,7 @@ v1::GenerationParams ToProto(const EffectiveJob& job, const Rendering& rendering
   const SizeConditions& sizes = spec.sizes;
   if (sizes.original_size || sizes.crop || sizes.target_size)
     SetSizes(sizes, params.mutable_size_conditions());
-  params.set_guidance_scale(std::max(1.0, spec.guidance_scale.value_or(1.0)));
+  params.set_guidance_scale(spec.guidance_scale.value_or(1.0));
   if (spec.image_guidance_scale) params.set_image_guidance_scale(*spec.image_guidance_scale);
   if (spec.guidance_rescale) params.set_guidance_rescale(*spec.guidance_rescale);
   if (spec.guidance_start) params.set_guidance_start(*spec.guidance_start);

@@ -48,7 +48,7 @@ TextEntries Metadata(const EffectiveJob& job, const ImageResult& image) {
       // As requested: with an init image fewer are run.
       {"steps", fmt::format("{}", sampler.steps)},
       {"evaluations", fmt::format("{}", job.evaluations)},
-      {"guidance_scale", fmt::format("{}", std::max(1.0, job.spec.guidance_scale.value_or(1.0)))},
+      {"guidance_scale", fmt::format("{}", job.spec.guidance_scale.value_or(1.0))},
       {"strength", fmt::format("{}", sampler.strength)},
   };
   for (const auto& [name, value] :

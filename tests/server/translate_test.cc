@@ -13,6 +13,7 @@
 #include "engine/images/formats.h"
 #include "server/api/inference.h"
 #include "server/jobs/job_request.h"
+#include "server/jobs/rendering.h"
 
 namespace denoised {
 namespace {
@@ -270,6 +271,15 @@ TEST(TranslateTest, PromptsAndWhatIsReadOfThem) {
   condition.set_negative_text("blur");
   EXPECT_THAT(Translated(params, nullptr, ReadsText()).fields(),
               ElementsAre("params.conditions[0].text", "params.text_options.max_chunks"));
+}
+
+TEST(TranslateTest, AGuidanceScaleBelowOneIsTold) {
+  EffectiveJob job;
+  job.spec.model = "lcm@1";
+  job.spec.guidance_scale = 0.5;  // the engine leaves it only where it means something
+  EXPECT_EQ(ToProto(job, {}).guidance_scale(), 0.5);
+  const TextEntries texts = Metadata(job, ImageResult());
+  EXPECT_THAT(texts, testing::Contains(TextEntries::value_type("guidance_scale", "0.5")));
 }
 
 TEST(TranslateTest, WhatAModelIsToldOfSizes) {
