@@ -30,6 +30,7 @@
 #include "engine/core/mutex.h"
 #include "server/http/tls_context.h"
 #include "server/security/acceptor.h"
+#include "server/status/quote.h"
 #include "server/telemetry/metrics.h"
 
 namespace denoised {
@@ -430,6 +431,12 @@ void Connection::OnHead() {
   if (hosts > 1 || (hosts == 0 && head.version() >= 11)) {
     return Refuse(shared_->handler->Malformed(
         400, fmt::format("the request has {} Host headers; send one", hosts)));
+  }
+  // Else nobody knows where the body ends, and the next request begins (RFC 9112, section 6.3).
+  if (head.count(http::field::transfer_encoding) > 0 && !parser_->chunked()) {
+    return Refuse(shared_->handler->Malformed(
+        400, fmt::format("the Transfer-Encoding is {}; use chunked, or Content-Length",
+                         Quote(text(head[http::field::transfer_encoding])))));
   }
   std::string target = text(head.target());
   // As proxies are asked; the Host header counts for nothing then (RFC 9112, section 3.2.2).

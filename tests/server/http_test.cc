@@ -1237,6 +1237,22 @@ TEST_F(HttpTest, BodiesComeInChunksAndOnRequest) {
   EXPECT_EQ(client.Ask("GET", "/healthz").code, 200);
 }
 
+TEST_F(HttpTest, ABodyOfUnknownLengthIsNoRequest) {
+  Start();
+  for (const char* coding : {"Transfer-Encoding: gzip\r\n", "Transfer-Encoding: identity\r\n",
+                             "Transfer-Encoding: chunked, gzip\r\n",
+                             "Transfer-Encoding: chunked\r\nTransfer-Encoding: gzip\r\n"}) {
+    HttpClient client(server_->http_port());
+    client.Send("POST /v1/generate HTTP/1.1\r\nHost: localhost\r\n" + std::string(coding) + "\r\n" +
+                HttpClient::Request("GET", "/healthz"));
+    const HttpAnswer answer = client.Read();
+    EXPECT_EQ(answer.code, 400) << coding;
+    EXPECT_EQ(answer.Header("connection"), "close") << coding;
+    EXPECT_THAT(answer.body, HasSubstr("Transfer-Encoding")) << coding;
+    EXPECT_EQ(client.Read().code, 0) << "the body was read as a request: " << coding;
+  }
+}
+
 TEST_F(HttpTest, ThePageIsInTheProgram) {
   Start();
   const HttpAnswer page = Ask("GET", "/");
