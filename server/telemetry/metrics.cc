@@ -245,6 +245,7 @@ void Metrics::ReaderStalled() { stalled_readers_.Add({}).Increment(); }
 void Metrics::ModelLoaded(const std::string& model, const std::string& precision, double seconds) {
   MutexLock lock(&mutex_);
   Touch(model);
+  model_info_.Remove(model);  // of a version of this name that was unloaded
   model_info_.Get(model, {{"precision", precision}}).Set(1);
   model_load_seconds_.Get(model, {}).Set(seconds);
 }

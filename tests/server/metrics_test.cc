@@ -269,6 +269,21 @@ TEST(RequestTotalsTest, AVersionIsCountedWhileItIsLoaded) {
   EXPECT_EQ(totals.Of("digits@1").succeeded, 0u) << "since it was loaded again";
 }
 
+TEST_F(MetricsTest, AVersionThatIsLoadedAgainHasOnePrecision) {
+  Metrics metrics;
+  metrics.ModelLoaded("digits@1", "fp8", 0.1);
+  metrics.ModelLoaded("digits@1", "bf16", 0.1);
+  for (const auto& family : metrics.Collect()) {
+    if (family.name != "denoised_model_info") continue;
+    ASSERT_EQ(family.metric.size(), 1u);
+    for (const auto& label : family.metric[0].label) {
+      if (label.name == "precision") {
+        EXPECT_EQ(label.value, "bf16");
+      }
+    }
+  }
+}
+
 TEST_F(MetricsTest, SeriesOfAVersionGoAWhileAfterIt) {
   Metrics metrics;
   const auto now = Metrics::Clock::now();
