@@ -17,6 +17,7 @@
 #include "engine/images/png.h"
 #include "server/http/image_links.h"
 #include "server/http/json.h"
+#include "server/http/openai.h"
 #include "server/security/clients.h"
 #include "tests/eventually.h"
 #include "tests/io/temporary_directory.h"
@@ -536,6 +537,14 @@ TEST_F(HttpTest, WithoutAdminsNobodyChangesModels) {
   EXPECT_EQ(refused.code, 501);
   EXPECT_EQ(refused.Error("code"), "no_admins");
   EXPECT_EQ(Ask("DELETE", "/v1/models/digits").code, 501);
+}
+
+TEST(OpenAiFieldTest, AnImageIsNamedAsItIsSent) {
+  EXPECT_EQ(OpenAiField("params.init_image"), "image");
+  EXPECT_EQ(OpenAiField("params.init_image.encoded"), "image");
+  EXPECT_EQ(OpenAiField("params.init_image.tensor.shape"), "denoised.init_image.tensor.shape");
+  EXPECT_EQ(OpenAiField("params.init_image.strength"), "denoised.strength");
+  EXPECT_EQ(OpenAiField("params.steps"), "denoised.steps");
 }
 
 TEST_F(HttpTest, OpenAiFieldsAreThoseOfOurMessages) {
