@@ -146,7 +146,7 @@ struct Server::State {
         methods(&jobs, &catalog, &info, config.limits),
         service(call_context, &methods),
         model_changes(&catalog, &info, config.limits),
-        admin(config.admin ? std::make_unique<AdminCalls>(&calls, &drain) : nullptr),
+        admin(config.admin ? std::make_unique<AdminCalls>(&calls, &drain, &write_watch) : nullptr),
         inference(call_context, engine.get(), &catalog, &info, config.limits, &decoding,
                   &metrics.totals(), admin.get()),
         model_admin(

@@ -108,10 +108,10 @@ void AdminCalls::Post(std::shared_ptr<CallRecord> record, ModelChange change,
 grpc::ServerUnaryReactor* AdminCalls::Post(grpc::CallbackServerContext* context, const char* method,
                                            ModelChange change, std::function<grpc::Status()> work,
                                            std::function<grpc::Status()> reply) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  auto* const reactor = new WatchedReactor(write_watch_, context);
   Post(std::make_shared<CallRecord>(calls_, method, context), std::move(change), std::move(work),
        [reactor, reply = std::move(reply)](const grpc::Status& status) {
-         reactor->Finish(status.ok() ? reply() : status);
+         reactor->Send(status.ok() ? reply() : status);
        });
   return reactor;
 }

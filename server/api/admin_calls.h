@@ -10,6 +10,7 @@
 
 #include "engine/core/mutex.h"
 #include "server/api/call_record.h"
+#include "server/api/write_watch.h"
 #include "server/jobs/drain.h"
 #include "server/jobs/worker_pool.h"
 
@@ -32,7 +33,8 @@ grpc::Status NoAdmins();
 /// thread, so that no load delays them. All pointers must outlive it. Thread-safe.
 class AdminCalls {
  public:
-  AdminCalls(Calls* calls, const DrainProgress* drain) : calls_(calls), drain_(drain) {}
+  AdminCalls(Calls* calls, const DrainProgress* drain, WriteWatch* write_watch)
+      : calls_(calls), drain_(drain), write_watch_(write_watch) {}
 
   /// Runs `work` on a thread that may block. Refuses at once if the caller is no admin or the
   /// server is shutting down. Logs `change` with the caller and the result. `end` is given what
@@ -62,6 +64,7 @@ class AdminCalls {
 
   Calls* const calls_;
   const DrainProgress* const drain_;
+  WriteWatch* const write_watch_;
   Mutex mutex_;
   std::set<std::shared_ptr<Call>> running_ ABSL_GUARDED_BY(mutex_);
   WorkerPool waiting_{4}, quick_{1};  // by ModelChange::waits

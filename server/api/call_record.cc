@@ -104,14 +104,6 @@ void CallRecord::End(grpc::StatusCode code, const std::string& message) {
   calls_->Leave();
 }
 
-grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord* record,
-                                const grpc::Status& status) {
-  record->End(status.error_code(), status.error_message());
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(status);
-  return reactor;
-}
-
 std::string CodeName(grpc::StatusCode code) {
   // Abseil's codes are gRPC's.
   return absl::StatusCodeToString(static_cast<absl::StatusCode>(code));

@@ -87,10 +87,6 @@ class CallRecord {
   const std::chrono::steady_clock::time_point arrival_;
 };
 
-/// Ends a call that has nothing to wait for, and its record.
-grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, CallRecord* record,
-                                const grpc::Status& status);
-
 /// "OK", "INVALID_ARGUMENT", …
 std::string CodeName(grpc::StatusCode code);
 

@@ -14,13 +14,16 @@ bool GrpcUnaryCall::IsLate() const { return HasPassed(*grpc_context_); }
 
 void GrpcUnaryCall::Answer(const grpc::Status& status, v1::GenerateResponse* images) {
   if (images != nullptr) status_ = reply_(images);
-  context_.write_watch->Arm(grpc_context_);
-  Finish(images != nullptr ? status_ : status);
+  Send(images != nullptr ? status_ : status);
 }
 
-void GrpcUnaryCall::OnDone() {
-  context_.write_watch->Disarm(grpc_context_);
-  End();
+grpc::ServerUnaryReactor* Reply(const GenerationCallContext& context,
+                                grpc::CallbackServerContext* grpc_context, CallRecord* record,
+                                const grpc::Status& status) {
+  record->End(status.error_code(), status.error_message());
+  auto* const reactor = new WatchedReactor(context.write_watch, grpc_context);
+  reactor->Send(status);
+  return reactor;
 }
 
 bool GrpcStreamCall::IsLate() const { return HasPassed(*grpc_context_); }

@@ -17,7 +17,7 @@
 
 namespace denoised {
 
-class GrpcUnaryCall final : public grpc::ServerUnaryReactor, public UnaryCall {
+class GrpcUnaryCall final : public WatchedReactor, public UnaryCall {
  public:
   /// Makes the reply of the images, or says why there is none; on a worker, before gRPC sends it,
   /// and only when all went well.
@@ -26,14 +26,15 @@ class GrpcUnaryCall final : public grpc::ServerUnaryReactor, public UnaryCall {
   /// `method` is its full name.
   GrpcUnaryCall(const GenerationCallContext& context, const char* method,
                 grpc::CallbackServerContext* grpc_context, Reply reply)
-      : UnaryCall(context, method, grpc_context),
+      : WatchedReactor(context.write_watch, grpc_context),
+        UnaryCall(context, method, grpc_context),
         grpc_context_(grpc_context),
         reply_(std::move(reply)) {}
 
   void OnCancel() override { Break(); }
-  void OnDone() override;
 
  private:
+  void Done() override { End(); }
   void Answer(const grpc::Status& status, v1::GenerateResponse* images) override;
   bool IsLate() const override;
   bool IsLost() const override { return grpc_context_->IsCancelled(); }
@@ -107,6 +108,11 @@ grpc::Status Respond(const GenerationCallContext& context, const grpc::ByteBuffe
   return status.ok() ? Serialize(reply, response) : status;
 }
 
+/// Ends a call that has nothing to wait for, and its record.
+grpc::ServerUnaryReactor* Reply(const GenerationCallContext& context,
+                                grpc::CallbackServerContext* grpc_context, CallRecord* record,
+                                const grpc::Status& status);
+
 /// Answers such a call by a method of `object`, and ends it.
 template <typename Object, typename Request, typename Response>
 grpc::ServerUnaryReactor* Answer(const GenerationCallContext& context, const char* name,
@@ -116,7 +122,7 @@ grpc::ServerUnaryReactor* Answer(const GenerationCallContext& context, const cha
                                  grpc::CallbackServerContext* grpc_context,
                                  const grpc::ByteBuffer* request, grpc::ByteBuffer* response) {
   CallRecord record(context.calls, name, grpc_context);
-  return Reply(grpc_context, &record,
+  return Reply(context, grpc_context, &record,
                Respond<Request, Response>(context, request, response,
                                           [&](const Request& asked, Response* reply) {
                                             return (object.*method)(asked, &record, reply);

@@ -252,7 +252,7 @@ grpc::ServerUnaryReactor* InferenceService::Change(grpc::CallbackServerContext* 
   const grpc::Status status = admin_ == nullptr ? NoAdmins() : Read(context_, request, asked.get());
   if (!status.ok()) {
     CallRecord record(context_.calls, method, context);
-    return Reply(context, &record, status);
+    return Reply(context_, context, &record, status);
   }
   return admin_->Post(
       context, method, {verb, asked->message.model_name()},

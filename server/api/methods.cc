@@ -76,7 +76,7 @@ grpc::Status Methods::ListJobs(const v1::ListJobsRequest& request, CallRecord* r
     std::optional<std::string> client;
     if (!request.all_clients()) client = record->caller().name;
     const int size = request.page_size() == 0 ? kPageSize : request.page_size();
-    *response = jobs_->List(client, std::min(size, kMaxPageSize), before);
+    *response = jobs_->List(client, std::min(size, kMaxPageSize), before, limits_.max_reply_bytes);
   }
   return status;
 }

@@ -118,7 +118,7 @@ grpc::ServerUnaryReactor* ModelAdminService::Change(grpc::CallbackServerContext*
   const grpc::Status status = Read(context_, request, &both->asked);
   if (!status.ok()) {
     CallRecord record(context_.calls, method, context);
-    return Reply(context, &record, status);
+    return Reply(context_, context, &record, status);
   }
   return admin_->Post(
       context, method, ModelChanges::Describe(both->asked.message),

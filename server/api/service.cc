@@ -64,7 +64,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::GetJob(grpc::CallbackServerCon
 grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerContext* context,
                                                            const grpc::ByteBuffer* request,
                                                            grpc::ByteBuffer* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  auto* const reactor = new WatchedReactor(context_.write_watch, context);
   const auto record =
       std::make_shared<CallRecord>(context_.calls, "denoised.v1.ImageGeneration.ListJobs", context);
   context_.workers->Post(Priority::kNormal, ClientKey(record->caller(), record->peer()), [=, this] {
@@ -74,7 +74,7 @@ grpc::ServerUnaryReactor* ImageGenerationService::ListJobs(grpc::CallbackServerC
           return methods_->ListJobs(asked, record.get(), reply);
         });
     record->End(status.error_code(), status.error_message());
-    reactor->Finish(status);
+    reactor->Send(status);
   });
   return reactor;
 }

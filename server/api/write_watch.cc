@@ -65,4 +65,14 @@ void WriteWatch::Run() {
   }
 }
 
+void WatchedReactor::Send(const grpc::Status& status) {
+  watch_->Arm(context_);
+  Finish(status);
+}
+
+void WatchedReactor::OnDone() {
+  watch_->Disarm(context_);
+  Done();
+}
+
 }  // namespace denoised

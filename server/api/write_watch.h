@@ -2,6 +2,7 @@
 #pragma once
 
 #include <grpcpp/server_context.h>
+#include <grpcpp/support/server_callback.h>
 
 #include <chrono>
 #include <functional>
@@ -44,6 +45,24 @@ class WriteWatch {
   std::unordered_map<grpc::CallbackServerContext*, std::chrono::steady_clock::time_point> deadlines_
       ABSL_GUARDED_BY(mutex_);
   std::thread thread_;
+};
+
+/// A unary call whose reply is watched. It deletes itself when gRPC has sent the reply, unless Done
+/// is overridden.
+class WatchedReactor : public grpc::ServerUnaryReactor {
+ public:
+  WatchedReactor(WriteWatch* watch, grpc::CallbackServerContext* context)
+      : watch_(watch), context_(context) {}
+
+  /// Instead of Finish.
+  void Send(const grpc::Status& status);
+  void OnDone() final;
+
+ private:
+  virtual void Done() { delete this; }
+
+  WriteWatch* const watch_;
+  grpc::CallbackServerContext* const context_;
 };
 
 }  // namespace denoised

@@ -261,7 +261,7 @@ v1::Job Jobs::Describe(const Generation& generation) const {
 }
 
 v1::ListJobsResponse Jobs::List(const std::optional<std::string>& client, size_t size,
-                                uint64_t before) const {
+                                uint64_t before, int64_t max_bytes) const {
   std::vector<std::pair<uint64_t, std::shared_ptr<Generation>>> found;
   {
     MutexLock lock(&mutex_);
@@ -274,10 +274,15 @@ v1::ListJobsResponse Jobs::List(const std::optional<std::string>& client, size_t
   const auto end = found.begin() + static_cast<ptrdiff_t>(std::min(size, found.size()));
   std::partial_sort(found.begin(), end, found.end(), std::greater<>());
   v1::ListJobsResponse response;
-  for (auto each = found.begin(); each != end; ++each) {
-    *response.add_jobs() = Describe(*each->second);
+  int64_t bytes = 0;
+  auto each = found.begin();
+  for (; each != end; ++each) {
+    v1::Job job = Describe(*each->second);
+    bytes += static_cast<int64_t>(job.ByteSizeLong());
+    if (bytes > max_bytes && each != found.begin()) break;
+    *response.add_jobs() = std::move(job);
   }
-  if (end != found.end()) response.set_next_page_token(std::to_string(std::prev(end)->first));
+  if (each != found.end()) response.set_next_page_token(std::to_string(std::prev(each)->first));
   return response;
 }
 

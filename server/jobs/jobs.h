@@ -42,9 +42,10 @@ class Jobs {
   /// The reply of GetJob.
   v1::Job Describe(const Generation& generation) const;
   /// The jobs of `client`, or of all clients: the latest `size` among those that started before job
-  /// number `before`. The page token is the number of the last one listed.
-  v1::ListJobsResponse List(const std::optional<std::string>& client, size_t size,
-                            uint64_t before) const;
+  /// number `before`; fewer, but at least one, if they would exceed `max_bytes`. The page token is
+  /// the number of the last one listed.
+  v1::ListJobsResponse List(const std::optional<std::string>& client, size_t size, uint64_t before,
+                            int64_t max_bytes) const;
 
   /// A generation calls this once, when it has ended.
   void Ended(const std::shared_ptr<Generation>& generation);

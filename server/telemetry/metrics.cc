@@ -118,7 +118,7 @@ Metrics::Metrics()
       refused_connections_(CounterFamily(registry_, "denoised_refused_connections_total",
                                          "Connections closed since there were too many")),
       stalled_readers_(CounterFamily(registry_, "denoised_stalled_readers_total",
-                                     "Streams cancelled because nobody read them")),
+                                     "Calls cancelled because nobody read them")),
       http_replies_(CounterFamily(registry_, "denoised_http_replies_total",
                                   "Replies of the HTTP port, by code")),
       http_connections_(

@@ -706,23 +706,25 @@ TEST_F(GenerationTest, JobsAreListedFromTheLatest) {
   calls.push_back(Begin(Params("d"), {}, "you"));
   calls.push_back(Begin(Params("e"), {}, "yours"));
   constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max();
+  constexpr int64_t kMost = 1 << 20;  // bytes
   const auto ids = [](const v1::ListJobsResponse& listed) {
     std::string ids;
     for (const v1::Job& job : listed.jobs()) ids += job.request_id();
     return ids;
   };
-  EXPECT_EQ(ids(jobs_.List("me", 10, kAll)), "acb");
-  EXPECT_EQ(ids(jobs_.List("you", 10, kAll)), "d");
-  EXPECT_EQ(ids(jobs_.List("nobody", 10, kAll)), "");
-  EXPECT_EQ(ids(jobs_.List(std::nullopt, 10, kAll)), "edacb");
-  EXPECT_EQ(jobs_.List("me", 10, kAll).next_page_token(), "");
-  EXPECT_EQ(jobs_.List("you", 10, kAll).jobs(0).client(), "you");
+  EXPECT_EQ(ids(jobs_.List("me", 10, kAll, kMost)), "acb");
+  EXPECT_EQ(ids(jobs_.List("you", 10, kAll, kMost)), "d");
+  EXPECT_EQ(ids(jobs_.List("nobody", 10, kAll, kMost)), "");
+  EXPECT_EQ(ids(jobs_.List(std::nullopt, 10, kAll, kMost)), "edacb");
+  EXPECT_EQ(jobs_.List("me", 10, kAll, kMost).next_page_token(), "");
+  EXPECT_EQ(jobs_.List("you", 10, kAll, kMost).jobs(0).client(), "you");
 
-  const v1::ListJobsResponse first = jobs_.List("me", 2, kAll);
+  const v1::ListJobsResponse first = jobs_.List("me", 2, kAll, kMost);
   EXPECT_EQ(ids(first), "ac");
   // What begins between two pages is in neither of them, and moves nothing from one to the other.
   calls.push_back(Begin(Params("f"), {}, "me"));
-  const v1::ListJobsResponse second = jobs_.List("me", 2, std::stoull(first.next_page_token()));
+  const v1::ListJobsResponse second =
+      jobs_.List("me", 2, std::stoull(first.next_page_token()), kMost);
   EXPECT_EQ(ids(second), "b");
   EXPECT_EQ(second.next_page_token(), "");
 }

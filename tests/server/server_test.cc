@@ -508,6 +508,36 @@ TEST_F(ServerTest, JobsAreListedInPages) {
   EXPECT_THAT(Violated(status), ElementsAre("page_size", "page_token"));
 }
 
+TEST_F(ServerTest, APageOfJobsEndsWhereAReplyMust) {
+  config_.limits.max_reply_bytes = 1500;
+  Start();
+  std::vector<std::string> ids;
+  for (int i = 0; i < 9; ++i) {
+    v1::GenerateRequest request;
+    ids.push_back(fmt::format("{}{}", std::string(100, 'j'), i));
+    request.mutable_params()->set_request_id(ids.back());
+    request.mutable_params()->set_steps(1);
+    const grpc::Status status = Generate(request);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+  }
+  std::vector<std::string> listed;
+  v1::ListJobsRequest list;
+  v1::ListJobsResponse response;
+  int pages = 0;
+  do {
+    grpc::ClientContext context;
+    ASSERT_TRUE(stub_->ListJobs(&context, list, &response).ok());
+    EXPECT_LE(response.ByteSizeLong(), 1600u);  // with the token, and what surrounds the jobs
+    ASSERT_GT(response.jobs_size(), 0);
+    for (const v1::Job& job : response.jobs()) listed.push_back(job.request_id());
+    list.set_page_token(response.next_page_token());
+    ++pages;
+  } while (!list.page_token().empty());
+  EXPECT_GT(pages, 1);
+  std::reverse(ids.begin(), ids.end());
+  EXPECT_EQ(listed, ids);
+}
+
 TEST_F(ServerTest, UnknownJobsAreNotFound) {
   Start();
   v1::GetJobRequest get;
@@ -766,6 +796,52 @@ TEST_F(ServerTest, AStalledReaderOfAUnaryReplyIsCancelled) {
   grpc::Status status;
   call->Finish(&status, nullptr);
   EXPECT_TRUE(await());
+}
+
+/// The same of the small replies of all other calls, by a client that lets nearly nothing through.
+TEST_F(ServerTest, AStalledReaderOfASmallReplyIsCancelled) {
+  config_.write_timeout = 300ms;
+  config_.metrics_listen = "127.0.0.1:0";
+  Start();
+  v1::GenerateRequest drawn;
+  drawn.mutable_params()->set_request_id("kept");
+  ASSERT_TRUE(Generate(drawn).ok());
+  v1::GetJobRequest job;
+  job.set_request_id("kept");
+  v1::SetAliasRequest alias;
+  alias.set_alias("numbers");
+  alias.set_target("digits");
+  grpc::ChannelArguments narrow;
+  narrow.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 16);
+  narrow.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  const auto channel = Connect(grpc::InsecureChannelCredentials(), narrow);
+  int stalled = 0;
+  for (const auto& [method, message] :
+       {std::pair{"ImageGeneration/GetJob", job.SerializeAsString()},
+        {"ImageGeneration/ListJobs", ""},
+        {"ImageGeneration/GetServerInfo", ""},
+        {"ModelAdmin/SetAlias", alias.SerializeAsString()}}) {
+    const grpc::Slice slice(message);
+    grpc::CompletionQueue queue;
+    const auto await = [&queue] {
+      void* tag = nullptr;
+      bool ok = false;
+      return queue.Next(&tag, &ok) && ok;
+    };
+    grpc::ClientContext context;
+    const auto call = grpc::GenericStub(channel).PrepareCall(
+        &context, fmt::format("/denoised.v1.{}", method), &queue);
+    call->StartCall(nullptr);
+    ASSERT_TRUE(await());
+    call->WriteLast(grpc::ByteBuffer(&slice, 1), {}, nullptr);
+    ASSERT_TRUE(await());
+    const std::string told = fmt::format("denoised_stalled_readers_total {}", ++stalled);
+    EXPECT_TRUE(Eventually([&] { return Scrape().find(told) != std::string::npos; }, 5s)) << method;
+    context.TryCancel();
+    grpc::Status status;
+    call->Finish(&status, nullptr);
+    EXPECT_TRUE(await());
+  }
 }
 
 TEST_F(ServerTest, HealthFollowsLoadingAndDraining) {
