@@ -153,11 +153,6 @@ class Admission::Lane {
     return std::min<double>(room.rows, double{1} * room.slots * rows / images);
   }
   double CostOf(double rows) const { return Cost(static_cast<int>(std::ceil(rows))); }
-  /// Of evaluations whose rows differ.
-  double CostOfAverage(double rows) const {
-    const double fewer = std::floor(rows), more = std::ceil(rows);
-    return CostOf(fewer) + (rows - fewer) * (CostOf(more) - CostOf(fewer));
-  }
   /// False before anything was measured.
   bool HasCosts() const { return !seconds.empty() || !model->own_size->seconds.empty(); }
   double StageCost(Stage stage) const {
@@ -209,6 +204,12 @@ class Admission::Ticket {
   bool picture = false;  // it has an init image, which its images share
 
   int64_t work() const { return row_evaluations * count; }
+  /// The share of its evaluations that have `rows` rows for an image; the others have one.
+  double GuidedShare() const {
+    if (rows == 1) return 1;
+    return static_cast<double>(row_evaluations - evaluations) /
+           (double{1} * evaluations * (rows - 1));
+  }
   /// Row evaluations of an image with this many evaluations left, if all have the same rows.
   int64_t WorkOf(int evaluations_left) const {
     return row_evaluations * evaluations_left / evaluations;
@@ -392,12 +393,14 @@ void Admission::Predict(const Ticket& ticket, bool entered, Estimate* estimate) 
   if (!lane.Exceeds(demand, images, 1)) slowdown = std::max(1.0, slowdown / devices);
 
   const double carried = lane.Carried(demand, images);
-  const int rows_of_each = (demand + devices - 1) / devices;
-  // Guidance in a part of the evaluations leaves the others with fewer rows.
-  const double average = demand - ticket.rows * ticket.count +
-                         static_cast<double>(ticket.work()) / ticket.evaluations;
-  const double evaluation =
-      lane.CostOfAverage(std::min(carried, rows_of_each * average / demand)) * slowdown;
+  const auto cost_of = [&](int rows) {
+    return lane.CostOf(std::min<double>(carried, (rows + devices - 1) / devices));
+  };
+  // Guidance may be in a part of the evaluations. Without it, an image has one row.
+  const double guided = ticket.GuidedShare();
+  const double evaluation = (guided * cost_of(demand) +
+                             (1 - guided) * cost_of(demand - (ticket.rows - 1) * ticket.count)) *
+                            slowdown;
   const Room& room = lane.room;
   const int images_at_once = devices * std::min(room.slots, room.rows / ticket.rows);
   const int rounds = (ticket.count + images_at_once - 1) / images_at_once;
@@ -409,9 +412,9 @@ void Admission::Predict(const Ticket& ticket, bool entered, Estimate* estimate) 
   const double stages_ahead = StagesOfImage(lane) + lane.StageCost(Stage::kEncode) *
                                                         lane.waiting_pictures /
                                                         std::max(1, lane.waiting_images);
-  estimate->start_seconds = (ahead / (devices * carried) * lane.CostOf(carried) +
-                             images_ahead * stages_ahead / devices) *
-                            slowdown;
+  estimate->start_seconds =
+      (ahead / (devices * carried) * lane.CostOf(carried) + images_ahead * stages_ahead / devices) *
+      slowdown;
   estimate->total_seconds =
       *estimate->start_seconds + double{1} * rounds * ticket.evaluations * evaluation +
       std::max<double>(ticket.count, devices) * StagesOfImage(lane) * slowdown / devices;

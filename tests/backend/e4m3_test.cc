@@ -251,6 +251,7 @@ TEST_P(E4m3, Convolutions) {
       const auto bytes = BytesOf(x, x2, scale, packed->rounded_bytes);
       args.x = args.prologue.rounded;
       args.prologue = {};
+      args.out = Output(out);
       backend().Upload(bytes.data(), bytes.size(), args.x);
       backend().Conv2d(args);
       EXPECT_EQ(std::memcmp(Download(args.out).data(), separate.data(), separate.bytes()), 0);

@@ -431,15 +431,21 @@ TEST(Estimates, AreWhatHappens) {
 }
 
 TEST(Estimates, CountGuidanceInThePartThatHasIt) {
-  Simulation simulation({.cost = [](int rows) { return 0.1 * rows; }});
-  EffectiveJob job = simulation.Job({.steps = 100, .guidance = 2});
-  job.guided_evaluations = {0, 10};
-  Estimate estimate;
-  ASSERT_TRUE(simulation.queue.Submit(job, std::make_shared<Collector>(), &estimate).ok());
-  EXPECT_NEAR(*estimate.total_seconds, 11, 1e-6);
-  const auto before = simulation.clock.now;
-  simulation.RunAll();
-  EXPECT_NEAR(ToSeconds(simulation.clock.now - before), 11, 1e-6);
+  for (const bool pads_rows : {false, true}) {  // to powers of two
+    SCOPED_TRACE(pads_rows);
+    const auto cost = [](int rows) { return 0.001 + 0.0002 * rows; };
+    Simulation simulation(
+        {.max_rows = 8, .cost = cost, .pads_rows = pads_rows, .warm_up = pads_rows});
+    EffectiveJob job = simulation.Job({.steps = 100, .count = 3, .guidance = 2});
+    job.guided_evaluations = {0, 10};
+    Estimate estimate;
+    ASSERT_TRUE(simulation.queue.Submit(job, std::make_shared<Collector>(), &estimate).ok());
+    const double expected = 10 * cost(pads_rows ? 8 : 6) + 90 * cost(pads_rows ? 4 : 3);
+    EXPECT_NEAR(*estimate.total_seconds, expected, 1e-5);
+    const auto before = simulation.clock.now;
+    simulation.RunAll();
+    EXPECT_NEAR(ToSeconds(simulation.clock.now - before), expected, 1e-5);
+  }
 }
 
 TEST(Estimates, OfBucketsThatWereNotMeasuredLieBetweenThoseThatWere) {

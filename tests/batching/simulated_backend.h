@@ -44,7 +44,8 @@ class SimulatedBackend final : public Backend {
   std::function<void()> pack;
   /// False: rows are computed together, as on a GPU, so that memory does not depend on the cores.
   bool splits_rows = true;
-  /// Those of the CPU, unless a test says otherwise.
+  /// Those of the CPU, unless a test says otherwise. But it may hang, as tests of the watchdog
+  /// need.
   Capabilities can{.may_hang = true};
   /// False: Capture() finds no memory. What then runs without a graph takes no time.
   bool graphs = true;

@@ -11,7 +11,8 @@
 // --warm-up is how long the device works before each measurement, 0.1 by default.
 //
 // --precision=fp8: convolutions, and linears over tokens, are in e4m3. So are their inputs, as the
-// op before leaves them in a model.
+// op before leaves them in a model, but for convolutions that down- or upsample: no norm comes
+// before these, and a model rounds their inputs first, which is not in the figure.
 //
 // Random data; kernels are chosen as by the server; --autotune=DIRECTORY keeps which they are
 // there, and takes what it finds there. A figure is the median over launches of a graph
