@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 #include <google/protobuf/field_mask.pb.h>
+#include <google/protobuf/io/coded_stream.h>
 #include <google/protobuf/io/zero_copy_stream_impl_lite.h>
 #include <google/protobuf/util/field_mask_util.h>
 #include <google/protobuf/util/message_differencer.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -274,11 +276,15 @@ v1::ListJobsResponse Jobs::List(const std::optional<std::string>& client, size_t
   const auto end = found.begin() + static_cast<ptrdiff_t>(std::min(size, found.size()));
   std::partial_sort(found.begin(), end, found.end(), std::greater<>());
   v1::ListJobsResponse response;
-  int64_t bytes = 0;
+  const auto framed = [](size_t bytes) {  // with tag and length
+    return static_cast<int64_t>(1 + google::protobuf::io::CodedOutputStream::VarintSize64(bytes) +
+                                bytes);
+  };
+  int64_t bytes = framed(std::numeric_limits<uint64_t>::digits10 + 1);  // next_page_token
   auto each = found.begin();
   for (; each != end; ++each) {
     v1::Job job = Describe(*each->second);
-    bytes += static_cast<int64_t>(job.ByteSizeLong());
+    bytes += framed(job.ByteSizeLong());
     if (bytes > max_bytes && each != found.begin()) break;
     *response.add_jobs() = std::move(job);
   }
