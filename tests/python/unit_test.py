@@ -227,6 +227,7 @@ class NamedLabelsTest(unittest.TestCase):
                       capabilities=pb.ModelCapabilities(class_label=True))
     EMOJI = pb.Model(name="emoji", current=True, state=pb.MODEL_STATE_AVAILABLE,
                      capabilities=pb.ModelCapabilities(text=True))
+    STILL_LOADING = "^model digits is still loading; try again when it is available, or name another one$"
     OLD = pb.Model(name="digits", version="1", labels=["one"],
                    capabilities=pb.ModelCapabilities(class_label=True))
 
@@ -236,8 +237,9 @@ class NamedLabelsTest(unittest.TestCase):
                           "traceparent": self.TRACE}
         self.loading = 0
         self.hold(self.EMOJI, self.OLD, self.DIGITS)
-        self.addCleanup(setattr, _convert, "LOADING_SECONDS", _convert.LOADING_SECONDS)
-        _convert.LOADING_SECONDS = 0.01
+        for name, seconds in (("POLL_SECONDS", 0.01), ("SECONDS", _convert.LoadingWait.SECONDS)):
+            self.addCleanup(setattr, _convert.LoadingWait, name, getattr(_convert.LoadingWait, name))
+            setattr(_convert.LoadingWait, name, seconds)
 
     def hold(self, *models):
         self.replies = {"GetModel": pb.GetModelResponse(model=models[-1]),
@@ -320,21 +322,52 @@ class NamedLabelsTest(unittest.TestCase):
                 draw()
                 self.assertEqual(len(self.seen), 4, self.seen)
                 self.assertEqual([c.class_label for c in self.seen[-1][1].params.conditions], [1])
-                self.seen.clear()
                 self.loading = 1000
-                _convert.LOADING_SECONDS = 1000.0
-                with self.assertRaisesRegex(denoised.FailedPrecondition, "^model digits is still loading$"):
+                arguments["timeout"] = 0.4
+                with self.assertRaisesRegex(denoised.FailedPrecondition, self.STILL_LOADING):
                     draw()
-                _convert.LOADING_SECONDS = 0.01
-                self.assertEqual(len(self.seen), 1, "a wait that outlasts the timeout is not begun")
+                self.loading = 0
+                arguments["timeout"] = 5
+
+    def test_another_model_that_is_loading_is_not_waited_for(self):
+        async def main():
+            async with self.async_client() as client:
+                await client.generate(**self.arguments)
+
+        cats = pb.Model(name="cats", current=True, state=pb.MODEL_STATE_LOADING)
+        self.hold(cats, self.EMOJI, self.DIGITS)
+        for draw in (lambda: self.client().generate(**self.arguments), lambda: asyncio.run(main())):
+            self.seen.clear()
+            draw()
+            self.check("Generate")
+        self.hold(cats, self.EMOJI)
+        self.arguments["timeout"] = 0.3
+        with self.assertRaisesRegex(denoised.FailedPrecondition, "^model cats is still loading"):
+            self.client().generate(**self.arguments)
 
     def test_the_wait_for_a_model_ends(self):
         self.loading = 1000
-        client = denoised.Client("127.0.0.1:1", retry=RetryPolicy(initial_backoff=0, restart_attempts=6))
+        del self.arguments["timeout"]
+        _convert.LoadingWait.SECONDS = 0.3
+        with self.assertRaisesRegex(denoised.FailedPrecondition, self.STILL_LOADING):
+            self.client().generate(**self.arguments)
+        self.assertIn(len(self.seen), (2, 3))
+
+    def test_a_client_that_retries_nothing_does_not_wait(self):
+        self.loading = 1000
+        client = denoised.Client("127.0.0.1:1", retry=RetryPolicy(max_attempts=1))
+        self.addCleanup(client.close)
         client._methods = self.client()._methods
-        with self.assertRaises(denoised.FailedPrecondition):
+        with self.assertRaisesRegex(denoised.FailedPrecondition, self.STILL_LOADING):
             client.generate(labels="one")
-        self.assertEqual(len(self.seen), 6)
+        self.assertEqual(len(self.seen), 1)
+
+    def test_a_late_answer_about_a_model_that_was_loading(self):
+        wait = _convert.LoadingWait(Attempts(RetryPolicy(), RetryBudget(1), 5))
+        for kind in (denoised.DeadlineExceeded, denoised.FailedPrecondition):
+            with self.assertRaises(kind), wait.asking():
+                raise denoised.DeadlineExceeded("late")
+            wait.delay(_convert.model(pb.Model(name="digits", state=pb.MODEL_STATE_LOADING)))
 
     def test_models_that_cannot_be_chosen(self):
         twin = pb.Model()

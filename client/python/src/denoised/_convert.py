@@ -10,12 +10,14 @@ import numbers
 import os
 import random
 import reprlib
+import time
 from datetime import datetime, timedelta, timezone
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Type, TypeVar, Union
 
 from denoised.v1 import image_generation_pb2 as pb
 
-from .errors import FailedPrecondition, InvalidArgument
+from .errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
+from .retry import Attempts
 from .types import (Completed, Device, Event, Image, ImageReady, Job, Model, ModelCapabilities,
                     ModelDefaults, ModelLimits, Params, Preview, Previews, Progress, Prompt, Queued, Result,
                     ServerInfo, Started, TimelineEntry, Timing)
@@ -475,25 +477,62 @@ def needs_names(labels: Any) -> bool:
         return False
 
 
-# As servers say of a model that is loading.
-LOADING_SECONDS = 2.0
+class LoadingWait:
+    """The wait of one call for a model that is loading, within the time that the call has."""
+
+    SECONDS = 30.0
+    POLL_SECONDS = 1.0
+    LAST_SECONDS = 0.05  # too short for another question
+
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts = attempts
+        self._end = time.monotonic() + self.SECONDS
+        self._model: Optional[Model] = None
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """What ends for want of time inside ends the wait."""
+        try:
+            yield
+        except DeadlineExceeded:
+            if self._model is None:
+                raise
+            raise self._still_loading(self._model) from None
+
+    def delay(self, loading: Model) -> float:
+        """Seconds until the next question; FailedPrecondition at the end."""
+        self._model = loading
+        left = self._end - time.monotonic()
+        remaining = self._attempts.remaining()
+        if remaining is not None:
+            left = min(left, remaining)
+        if left <= self.LAST_SECONDS or not self._attempts.retries:
+            raise self._still_loading(loading)
+        # Near the end more often, so that one that becomes ready then is seen.
+        return min(self.POLL_SECONDS, left / 2)
+
+    @staticmethod
+    def _still_loading(loading: Model) -> FailedPrecondition:
+        return FailedPrecondition(f"model {loading.name} is still loading; try again when it is available, or name "
+                                  "another one")
 
 
 def model_of_labels(name: str, of: Iterable[pb.Model]) -> Model:
-    """The one in `of`, which is called `name`; without a name, the only one that reads labels.
-    FailedPrecondition if it cannot draw; with a retry_after while a model is loading, because a server does not
-    tell then what it reads."""
+    """The one in `of`, which is called `name`; without a name, the only one that reads labels. One that is "loading"
+    is to be waited for, because a server does not tell then what it reads. FailedPrecondition if it cannot draw."""
     models = [model(each) for each in of if name or each.current]
-    for each in models:
-        if each.state == "loading":
-            raise FailedPrecondition(f"model {each.name} is still loading", retry_after=LOADING_SECONDS)
-    if not name and len(models) > 1:
-        models = [each for each in models if each.capabilities.class_label]
-    if len(models) != 1:
-        names = ", ".join(each.name for each in models)
+    ready = [each for each in models if each.state not in ("loading", "failed", "unloading")]
+    loading = [each for each in models if each.state == "loading"]
+    fitting = [each for each in ready if each.capabilities.class_label]
+    if len(models) == 1 or (models and not ready):
+        fitting = (loading or models)[:1]
+    elif not fitting:
+        fitting = loading[:1]
+    if len(fitting) != 1:
+        names = ", ".join(each.name for each in fitting)
         raise InvalidArgument(f"model is not set; use one of: {names}" if names
                               else "model is not set, and no model of the server reads labels")
-    chosen = models[0]
+    chosen = fitting[0]
     if chosen.state == "failed":
         raise FailedPrecondition(f"model {chosen.name} could not be loaded: {chosen.error}")
     if chosen.state == "unloading":

@@ -395,21 +395,19 @@ class AsyncClient:
         return await asyncio.to_thread(_convert.generation_params, fields)
 
     async def _model_of_labels(self, name: str, attempts: Attempts, headers: Headers) -> Model:
-        """The model called `name`, or else the only one that reads labels. Waits while it is loading."""
-        waits = attempts.fresh()
+        """The model called `name`, or else the only one that reads labels. Waits while it is loading, each second."""
+        wait = _convert.LoadingWait(attempts)
         while True:
-            if name:
-                request = pb.GetModelRequest(name=name)
-                models = [(await self._attempt("GetModel", request, attempts, headers)).model]
-            else:
-                models = (await self._attempt("ListModels", pb.ListModelsRequest(), attempts, headers)).models
-            try:
-                return _convert.model_of_labels(name, models)
-            except FailedPrecondition as error:
-                delay = waits.failed(error)
-                if delay is None:
-                    raise
-            await self._pause(delay, asyncio.Event())
+            with wait.asking():
+                if name:
+                    request = pb.GetModelRequest(name=name)
+                    models = [(await self._attempt("GetModel", request, attempts, headers)).model]
+                else:
+                    models = (await self._attempt("ListModels", pb.ListModelsRequest(), attempts, headers)).models
+            model = _convert.model_of_labels(name, models)
+            if model.state != "loading":
+                return model
+            await self._pause(wait.delay(model), asyncio.Event())
 
     def _check_loop(self) -> None:
         if self._loop not in (None, asyncio.get_running_loop()):

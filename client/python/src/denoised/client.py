@@ -17,7 +17,7 @@ from . import _convert
 from ._connection import (JOBS, METHODS, MODELS, ONCE, STREAMS, TLS, Connection, Headers, Metadata,
                           was_closed)
 from ._stream import StreamState
-from .errors import Cancelled, DenoisedError, FailedPrecondition, InvalidArgument
+from .errors import Cancelled, DenoisedError, InvalidArgument
 from .retry import Attempts, RetryPolicy
 from .types import (Event, ImageFormat, Job, Model, NoiseSchedule, Previews, Priority, Result, Sampler,
                     ServerInfo)
@@ -392,21 +392,19 @@ class Client:
         return _convert.generation_params(fields)
 
     def _model_of_labels(self, name: str, attempts: Attempts, headers: Headers) -> Model:
-        """The model called `name`, or else the only one that reads labels. Waits while it is loading."""
-        waits = attempts.fresh()
+        """The model called `name`, or else the only one that reads labels. Waits while it is loading, each second."""
+        wait = _convert.LoadingWait(attempts)
         while True:
-            if name:
-                request = pb.GetModelRequest(name=name)
-                models = [self._attempt("GetModel", request, attempts, headers).model]
-            else:
-                models = self._attempt("ListModels", pb.ListModelsRequest(), attempts, headers).models
-            try:
-                return _convert.model_of_labels(name, models)
-            except FailedPrecondition as error:
-                delay = waits.failed(error)
-                if delay is None:
-                    raise
-            self._pause(delay)
+            with wait.asking():
+                if name:
+                    request = pb.GetModelRequest(name=name)
+                    models = [self._attempt("GetModel", request, attempts, headers).model]
+                else:
+                    models = self._attempt("ListModels", pb.ListModelsRequest(), attempts, headers).models
+            model = _convert.model_of_labels(name, models)
+            if model.state != "loading":
+                return model
+            self._pause(wait.delay(model))
 
     def _stream_state(self, watch: Optional[pb.WatchJobRequest], timeout: Optional[float],
                       metadata: Optional[Metadata], traceparent: Optional[str]) -> StreamState:

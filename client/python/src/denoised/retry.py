@@ -86,9 +86,10 @@ class Attempts:
         self._count = 1
         self._backoff = policy.initial_backoff
 
-    def fresh(self) -> Attempts:
-        """Those of another call, within the same deadline."""
-        return Attempts(self._policy, self._budget, self.remaining())
+    @property
+    def retries(self) -> bool:
+        """Whether any failed call is made again."""
+        return self._policy.max_attempts > 1
 
     def remaining(self) -> Optional[float]:
         """Seconds until the deadline, never negative; None when there is none."""
