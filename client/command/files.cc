@@ -126,6 +126,8 @@ absl::Status CheckWritable(const std::string& path) {
   }
   // Also in a folder that takes no new files: WriteFile writes in place there.
   if (access(path.c_str(), W_OK) == 0) return absl::OkStatus();
+  // A file that may not be written is not replaced either.
+  if (errno != ENOENT) return Failed("cannot write", path);
   std::string folder = fs::path(path).parent_path().string();
   if (folder.empty()) folder = ".";
   if (access(folder.c_str(), W_OK | X_OK) == 0) return absl::OkStatus();

@@ -14,6 +14,7 @@
 #include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -322,23 +323,51 @@ TEST_F(WriteFileTest, WritesInPlaceWhatCannotBeReplaced) {
   EXPECT_TRUE(WriteFile(path, before.substr(0, before.find('\n'))).ok());
 }
 
+/// Runs `what` as a user other than root, who may write everything. False if that cannot be.
+bool RunAsNobody(const std::function<void()>& what) {
+  if (getuid() != 0) {
+    what();
+    return true;
+  }
+  bool done = false;
+  std::jthread([&] {  // the system call is of this thread alone
+    constexpr int kNobody = 65534;
+    if (syscall(SYS_setresuid, kNobody, kNobody, kNobody) != 0) return;
+    what();
+    done = true;
+  })
+      .join();
+  return done;
+}
+
 TEST_F(WriteFileTest, WhatExistsNeedsNoFolderThatTakesNewFiles) {
   ASSERT_TRUE(WriteFile(path_, "old").ok());
   ASSERT_EQ(chmod(path_.c_str(), 0666), 0);
   ASSERT_EQ(chmod(folder_.path().c_str(), 0555), 0);
-  // Of this thread alone: root may write into every folder. Another user may not become nobody, and
-  // need not.
-  std::jthread([this] {
-    constexpr int kNobody = 65534;
-    syscall(SYS_setresuid, kNobody, kNobody, kNobody);
+  const bool done = RunAsNobody([this] {
     EXPECT_EQ(CheckWritable("/dev/null"), absl::OkStatus());
     EXPECT_EQ(WriteFile("/dev/null", "x"), absl::OkStatus());
     EXPECT_EQ(CheckWritable(path_), absl::OkStatus());
     EXPECT_EQ(WriteFile(path_, "new"), absl::OkStatus());
     EXPECT_FALSE(CheckWritable(folder_ / "another").ok());
-  }).join();
+  });
   ASSERT_EQ(chmod(folder_.path().c_str(), 0700), 0);
+  if (!done) GTEST_SKIP() << "root cannot become another user here";
   EXPECT_EQ(ReadFile(path_).value_or(""), "new");
+}
+
+TEST_F(WriteFileTest, AReadOnlyFileIsRefusedBeforehandInAFolderThatTakesNewFiles) {
+  ASSERT_TRUE(WriteFile(path_, "old").ok());
+  ASSERT_EQ(chmod(path_.c_str(), 0444), 0);
+  ASSERT_EQ(chmod(folder_.path().c_str(), 0777), 0);
+  const bool done = RunAsNobody([this] {
+    EXPECT_EQ(CheckWritable(path_),
+              absl::InvalidArgumentError("cannot write " + path_ + ": Permission denied"));
+    EXPECT_FALSE(WriteFile(path_, "new").ok());
+    EXPECT_EQ(CheckWritable(folder_ / "another"), absl::OkStatus());
+  });
+  if (!done) GTEST_SKIP() << "root cannot become another user here";
+  EXPECT_EQ(ReadFile(path_).value_or(""), "old");
 }
 
 TEST_F(WriteFileTest, LeavesTheOldFileWhenTheDiskIsFull) {
