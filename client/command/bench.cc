@@ -17,6 +17,7 @@
 #include "command/live_view.h"
 #include "command/load_generator.h"
 #include "command/progress.h"
+#include "command/ready_models.h"
 #include "command/workload.h"
 #include "flags/flags.h"
 
@@ -234,7 +235,7 @@ ExitCode Bench(const std::vector<client::Client>& clients, const BenchFlags& fla
   workload->set_format(FormatOf(flags.format));
   // On every connection, so that none is yet to be made when the load begins.
   for (const client::Client& client : clients) {
-    const absl::Status status = workload->Learn(client, WithTimeout(call, kQuestionTimeout));
+    const absl::Status status = workload->Learn(client, WithTimeout(call, kLoadingWait));
     if (!status.ok()) return Report(status, false);
   }
 

@@ -98,13 +98,13 @@ absl::StatusOr<client::Model> ModelOf(const GenerateFlags& flags, const client::
     if (!message.starts_with("name: ") && !message.starts_with("name is ")) return model;
     return WithMessage("params.model" + message.substr(kField.size()), model.status());
   }
-  auto models = ListReadyModels(client, options);
+  const auto reads = [&flags](const client::Model& model) {
+    return (flags.prompts.empty() || model.capabilities.text) &&
+           (flags.labels.empty() || model.capabilities.class_label) &&
+           (flags.class_vectors.empty() || model.capabilities.class_vector);
+  };
+  auto models = ListReadyModels(client, reads, options);
   if (!models.ok()) return models.status();
-  std::erase_if(*models, [&](const client::Model& model) {
-    return (!flags.prompts.empty() && !model.capabilities.text) ||
-           (!flags.labels.empty() && !model.capabilities.class_label) ||
-           (!flags.class_vectors.empty() && !model.capabilities.class_vector);
-  });
   if (models->size() == 1) return std::move(models->front());
   std::vector<std::string> names;
   for (const client::Model& model : *models) names.push_back(model.name);

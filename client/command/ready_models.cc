@@ -4,11 +4,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <functional>
+#include <optional>
 #include <thread>
+#include <utility>
+#include <variant>
 
 #include "denoised/backoff.h"
-#include "denoised/retry.h"
 
 namespace denoised::command {
 namespace {
@@ -16,13 +17,17 @@ namespace {
 using Models = std::vector<client::Model>;
 using std::chrono::steady_clock;
 
+constexpr auto kInterval = std::chrono::seconds(1);
+
+bool IsLoading(const client::Model& model) { return model.state == client::ModelState::kLoading; }
+
 absl::Status CheckReady(const client::Model& model) {
   switch (model.state) {
     case client::ModelState::kLoading:
-      return absl::FailedPreconditionError(fmt::format(
-          "model {} is still loading; wait for it with denoise health --wait 600, or name another "
-          "one that is available",
-          model.name));
+      return absl::FailedPreconditionError(
+          fmt::format("model {} is still loading; try again when denoise models shows it as "
+                      "available, or name another one",
+                      model.name));
     case client::ModelState::kFailed:
       return absl::FailedPreconditionError(
           fmt::format("model {} could not be loaded: {}", model.name, model.error));
@@ -47,26 +52,32 @@ bool Pause(std::chrono::nanoseconds delay, const std::stop_token& stop) {
   return !stop.stop_requested();
 }
 
-/// What `ask` returns once none of it is loading.
-absl::StatusOr<Models> AskUntilLoaded(
+/// What is ready, or the model that is loading.
+using Answer = std::variant<Models, client::Model>;
+
+/// What `ask` finds ready, within kLoadingWait and the timeout.
+absl::StatusOr<Models> AskUntilReady(
     client::CallOptions options,
-    const std::function<absl::StatusOr<Models>(const client::CallOptions&)>& ask) {
-  const client::RetryPolicy policy = {.max_attempts = client::RetryPolicy().restart_attempts};
+    const std::function<absl::StatusOr<Answer>(const client::CallOptions&)>& ask) {
+  constexpr std::chrono::milliseconds kLast{50};  // too short for another question
   std::optional<std::chrono::system_clock::time_point> deadline;
   if (options.timeout) deadline = client::DeadlineAfter(*options.timeout);
-  for (int attempt = 1;; ++attempt) {
-    auto models = ask(options);
-    if (!models.ok()) return models;
-    const auto loading = std::find_if(models->begin(), models->end(), [](const auto& model) {
-      return model.state == client::ModelState::kLoading;
-    });
-    if (loading == models->end()) return models;
-    options.timeout = client::Remaining(deadline);
-    // A failure that is always retried.
-    const auto delay = policy.NextDelay(absl::UnavailableError(""), attempt,
-                                        client::RandomFraction(), options.timeout);
-    if (!delay) return CheckReady(*loading);
-    if (!Pause(*delay, options.stop)) return absl::CancelledError("cancelled by the caller");
+  const auto end = client::DeadlineAfter(kLoadingWait);
+  std::optional<client::Model> loading;
+  for (;;) {
+    auto answer = ask(options);
+    if (!answer.ok()) {
+      return loading && absl::IsDeadlineExceeded(answer.status()) ? CheckReady(*loading)
+                                                                  : answer.status();
+    }
+    if (auto* ready = std::get_if<Models>(&*answer)) return std::move(*ready);
+    loading = std::get<client::Model>(*std::move(answer));
+    const auto left = *client::Remaining(deadline ? std::min(end, *deadline) : end);
+    if (left <= kLast) return CheckReady(*loading);
+    // Near the end more often, so that one that becomes ready then is seen.
+    if (!Pause(std::min<std::chrono::nanoseconds>(kInterval, left / 2), options.stop)) {
+      return absl::CancelledError("cancelled by the caller");
+    }
     options.timeout = client::Remaining(deadline);
   }
 }
@@ -75,27 +86,35 @@ absl::StatusOr<Models> AskUntilLoaded(
 
 absl::StatusOr<client::Model> GetReadyModel(const client::Client& client, const std::string& name,
                                             const client::CallOptions& options) {
-  auto models = AskUntilLoaded(options, [&](const client::CallOptions& call) {
-    auto model = client.GetModel(name, call);
-    return model.ok() ? absl::StatusOr<Models>(Models{*std::move(model)}) : model.status();
-  });
+  auto models =
+      AskUntilReady(options, [&](const client::CallOptions& call) -> absl::StatusOr<Answer> {
+        auto model = client.GetModel(name, call);
+        if (!model.ok()) return model.status();
+        if (IsLoading(*model)) return *std::move(model);
+        if (absl::Status status = CheckReady(*model); !status.ok()) return status;
+        return Models{*std::move(model)};
+      });
   if (!models.ok()) return models.status();
-  if (absl::Status status = CheckReady(models->front()); !status.ok()) return status;
   return std::move(models->front());
 }
 
 absl::StatusOr<Models> ListReadyModels(const client::Client& client,
+                                       const std::function<bool(const client::Model&)>& fits,
                                        const client::CallOptions& options) {
-  auto models = AskUntilLoaded(options, [&](const client::CallOptions& call) {
+  return AskUntilReady(options, [&](const client::CallOptions& call) -> absl::StatusOr<Answer> {
     auto all = client.ListModels(call);
-    if (all.ok()) std::erase_if(*all, [](const client::Model& model) { return !model.current; });
-    return all;
+    if (!all.ok()) return all.status();
+    std::erase_if(*all, [](const client::Model& model) { return !model.current; });
+    Models ready = *all;
+    std::erase_if(ready, [](const client::Model& model) { return !CheckReady(model).ok(); });
+    const bool none_ready = ready.empty();
+    std::erase_if(ready, std::not_fn(fits));
+    if (!ready.empty()) return ready;
+    const auto loading = std::find_if(all->begin(), all->end(), IsLoading);
+    if (loading != all->end()) return std::move(*loading);
+    if (none_ready && !all->empty()) return CheckReady(all->front());
+    return ready;
   });
-  if (!models.ok() || models->empty()) return models;
-  const absl::Status first = CheckReady(models->front());
-  std::erase_if(*models, [](const client::Model& model) { return !CheckReady(model).ok(); });
-  if (models->empty()) return first;
-  return models;
 }
 
 }  // namespace denoised::command

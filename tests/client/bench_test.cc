@@ -242,6 +242,7 @@ class FakeConnection : public client::Connection {
   client::Model state;    // of every model, with its error
   milliseconds stall{0};  // of the first call, before it returns
   absl::Status answer;
+  absl::Status later;  // of all questions about models but the first
 
   absl::StatusOr<client::GenerationResult> Generate(const client::Generation& generation,
                                                     const client::CallOptions& options) override {
@@ -272,6 +273,7 @@ class FakeConnection : public client::Connection {
 
   absl::StatusOr<client::Model> GetModel(const std::string& name,
                                          const client::CallOptions& options) override {
+    if (++questions_ > 1 && !later.ok()) return later;
     client::Model model = state;
     model.name = name;
     model.limits.num_classes = classes;
@@ -322,6 +324,7 @@ class FakeConnection : public client::Connection {
   }
 
   const milliseconds latency_;
+  std::atomic<int> questions_ = 0;
 };
 
 class LoadTest : public testing::Test {
@@ -497,9 +500,21 @@ TEST_F(LoadTest, NothingIsSaidOfModelsThatAreNotReady) {
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr(message));
   };
-  expect(client::ModelState::kLoading, "model emoji is still loading; wait for it");
+  expect(client::ModelState::kLoading, "model emoji is still loading; try again when");
   expect(client::ModelState::kFailed, "model emoji could not be loaded: out of memory");
   expect(client::ModelState::kUnloading, "model emoji is being unloaded");
+}
+
+TEST_F(LoadTest, ALateAnswerAboutAModelThatWasLoadingSaysSo) {
+  connection_->state.state = client::ModelState::kLoading;
+  connection_->later = absl::DeadlineExceededError("the server did not answer in time");
+  auto workload = Workload::FromMix({"model=emoji"}, 0, 1);
+  ASSERT_TRUE(workload.ok()) << workload.status();
+  const client::CallOptions options = {.timeout = milliseconds(300)};
+  const absl::Status loading = workload->Learn(client::Client(connection_), options);
+  EXPECT_EQ(loading.code(), absl::StatusCode::kFailedPrecondition) << loading;
+  EXPECT_THAT(std::string(loading.message()), HasSubstr("model emoji is still loading"));
+  EXPECT_EQ(workload->Learn(client::Client(connection_), options), connection_->later);
 }
 
 TEST_F(LoadTest, ModelsThatReadTextGetPrompts) {

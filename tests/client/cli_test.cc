@@ -491,7 +491,7 @@ TEST_F(CliTest, AModelThatIsLoadingIsWaitedFor) {
            {"generate", "-l", "7", "--noise", Path("noise.bin")}}) {
     std::vector<std::string> arguments = what;
     arguments.insert(arguments.end(), {"-o", Path("x.png")});
-    server_.LoadFor(2);
+    server_.LoadFor(1);
     const auto waited = Run(arguments);
     EXPECT_EQ(waited.exit_code, 0) << waited.err;
     EXPECT_EQ(server_.requests().back().conditions(0).class_label(), 7);
@@ -499,13 +499,32 @@ TEST_F(CliTest, AModelThatIsLoadingIsWaitedFor) {
     arguments.insert(arguments.end(), {"--timeout", "0.5"});
     const auto loading = Run(arguments);
     EXPECT_EQ(loading.exit_code, 3);
-    EXPECT_THAT(loading.err, StartsWith("error: model digits is still loading; wait for it with"));
+    EXPECT_THAT(loading.err,
+                StartsWith("error: model digits is still loading; try again when "
+                           "denoise models shows it as available, or name another one"));
   }
   EXPECT_EQ(server_.generations(), 3);
-  server_.LoadFor(2);
+  server_.LoadFor(1);
   EXPECT_EQ(Run({"bench", "-n", "1", "--warm-up", "0"}).exit_code, 0);
   const v1::GenerationParams params = server_.requests().back();
   EXPECT_EQ(params.conditions_size(), 1) << "the classes were not known";
+}
+
+TEST_F(CliTest, OnlyAModelThatMayBeTheOneIsWaitedFor) {
+  server_.LoadAnother();
+  ASSERT_TRUE(WriteFile(Path("noise.bin"), std::string(1024, '\0')).ok());
+  for (const std::vector<std::string>& what : std::vector<std::vector<std::string>>{
+           {"-l", "seven"}, {"-l", "7", "--noise", Path("noise.bin")}}) {
+    std::vector<std::string> arguments = {"generate", "-o", Path("x.png"), "--timeout", "0.9"};
+    arguments.insert(arguments.end(), what.begin(), what.end());
+    const auto result = Run(arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_EQ(server_.requests().back().conditions(0).class_label(), 7);
+  }
+  const auto loading =
+      Run({"generate", "--class-vectors", "1,2", "--timeout", "0.3", "-o", Path("x.png")});
+  EXPECT_EQ(loading.exit_code, 3);
+  EXPECT_THAT(loading.err, StartsWith("error: model cats is still loading; "));
 }
 
 TEST_F(CliTest, AnInterruptEndsTheWaitForAModel) {

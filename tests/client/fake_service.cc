@@ -425,6 +425,12 @@ grpc::Status FakeServer::ListModels(grpc::ServerContext* context,
     response->add_models()->set_name("digits");
     response->mutable_models(1)->mutable_capabilities()->set_class_label(true);
   }
+  if (another_loads_) {
+    v1::Model* another = response->add_models();
+    another->set_name("cats");
+    another->set_current(true);
+    another->set_state(v1::MODEL_STATE_LOADING);
+  }
   v1::Model* model = response->add_models();
   model->set_name("digits");
   model->set_current(true);

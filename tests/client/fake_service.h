@@ -53,6 +53,8 @@ class FakeServer : public v1::ImageGeneration::Service {
   void SetText(const std::string& text) { text_ = text; }
   /// The next `count` answers about models say that it is loading, and no more of it.
   void LoadFor(int count) { loading_ = count; }
+  /// Beside the model there is another one, "cats", that is loading for ever.
+  void LoadAnother() { another_loads_ = true; }
   /// A call must name the model, as if there were several.
   void HoldSeveral() { several_ = true; }
   /// Streams end with OK but without their last event.
@@ -98,6 +100,7 @@ class FakeServer : public v1::ImageGeneration::Service {
   std::atomic<bool> omit_completed_{false};
   std::atomic<bool> several_{false};
   std::atomic<int> loading_{0};
+  std::atomic<bool> another_loads_{false};
   std::string label_, text_, cut_off_;  // set before the calls
   std::atomic<int> generations_{0};
   std::atomic<int> cancelled_{0};
