@@ -28,6 +28,7 @@
 #include "command/progress.h"
 #include "command/table.h"
 #include "command/terminal.h"
+#include "denoised/backoff.h"
 
 namespace denoised::command {
 namespace {
@@ -443,8 +444,12 @@ ExitCode Generate(const client::Client& client, GenerateFlags flags,
     options.timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
         std::chrono::duration<double>(*flags.timeout_seconds));
   }
+  // Of all calls together.
+  std::optional<std::chrono::system_clock::time_point> deadline;
+  if (options.timeout) deadline = client::DeadlineAfter(*options.timeout);
   const auto request = MakeRequest(flags, live, client, options);
   if (!request.ok()) return Report(request.status(), flags.json);
+  options.timeout = client::Remaining(deadline);
   if (flags.detach) return Detach(client, *request, flags.json, options);
   if (absl::Status status = CheckOutputs(flags, request->generation, request->grid_columns > 0);
       !status.ok()) {

@@ -527,6 +527,14 @@ TEST_F(CliTest, OnlyAModelThatMayBeTheOneIsWaitedFor) {
   EXPECT_THAT(loading.err, StartsWith("error: model cats is still loading; "));
 }
 
+TEST_F(CliTest, TheWaitForAModelIsAPartOfTheTimeout) {
+  server_.LoadFor(1);
+  server_.SetEvaluationTime(std::chrono::milliseconds(400));  // each of four
+  const auto result = Run({"generate", "-l", "seven", "--timeout", "2", "-o", Path("x.png")});
+  EXPECT_EQ(result.exit_code, 4) << result.err;
+  EXPECT_EQ(server_.generations(), 1);
+}
+
 TEST_F(CliTest, AnInterruptEndsTheWaitForAModel) {
   server_.LoadFor(INT_MAX);
   Process process(Command({"generate", "-l", "seven", "-o", Path("x.png")}), {}, false);
