@@ -61,6 +61,12 @@ absl::StatusOr<Answer> Ask(const client::Client& client, const HealthFlags& flag
   return Answer{kUnavailable, "UNREACHABLE", std::string(health.status().message())};
 }
 
+/// The library speaks of its own argument.
+absl::Status WithFlag(const absl::Status& status) {
+  const std::string message(status.message());
+  return message.starts_with("service ") ? absl::Status(status.code(), "--" + message) : status;
+}
+
 }  // namespace
 
 client::RetryPolicy HealthRetries(const HealthFlags& flags) {
@@ -88,7 +94,7 @@ ExitCode Health(const client::Client& client, const HealthFlags& flags,
   Answer answer;
   for (;;) {
     auto asked = Ask(client, flags, WithTimeout(call, timeout()));
-    if (!asked.ok()) return Report(asked.status(), flags.json);
+    if (!asked.ok()) return Report(WithFlag(asked.status()), flags.json);
     answer = *std::move(asked);
     const bool over = waited().count() + 0.2 >= flags.wait_seconds || call.stop.stop_requested();
     if (answer.code == kOk || over) break;

@@ -283,6 +283,14 @@ absl::Status Workload::Learn(const client::Client& client, const client::CallOpt
   for (const std::string& name : names) {
     const auto model = GetReadyModel(client, name, options);
     if (!model.ok()) {
+      // It is said of GetModel's own field.
+      constexpr std::string_view kField = "name ";
+      const std::string message(model.status().message());
+      if (!name.empty() && message.starts_with(kField)) {
+        return absl::Status(model.status().code(),
+                            fmt::format("{} {}", at_ ? "\"model\" in the trace" : "-x model",
+                                        message.substr(kField.size())));
+      }
       const auto violations = client::Details(model.status()).field_violations;
       if (!name.empty() || violations.empty()) return model.status();
       return absl::InvalidArgumentError(

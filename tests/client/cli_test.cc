@@ -718,7 +718,8 @@ TEST_F(CliTest, TellsEveryWrongFieldWithItsRemedy) {
   }
   const auto health = Run({"health", "--service", "\xff"});
   EXPECT_EQ(health.exit_code, 2);
-  EXPECT_EQ(health.err, "error: service is not UTF-8; encode it so\n");
+  EXPECT_EQ(health.err, "error: --service is not UTF-8; encode it so\n");
+  EXPECT_EQ(Run({"bench", "-x", "model=\xff"}).err, "error: -x model is not UTF-8; encode it so\n");
   EXPECT_THAT(Run({"bench", "--trace", "prompts.text"}).err,
               StartsWith("error: cannot read prompts.text: No such file"));
   EXPECT_THAT(Run({"generate", "a", "--init-image", "params.seed.png"}).err,
