@@ -318,8 +318,11 @@ class ClipTokenizerFiles {
     if (extra_.empty()) DENOISED_RETURN_IF_ERROR(ReadExtra(config_, file, kOld));
     DENOISED_RETURN_IF_ERROR(ReadExtra(map, map_file, kExtra));
     DENOISED_RETURN_IF_ERROR(ReadAddedTokensFile());
-    // After added_tokens.json, whose tokens they do not make special.
-    return extra_.empty() ? ReadExtra(map, map_file, kOld) : absl::OkStatus();
+    // After added_tokens.json, whose tokens they do not make special. Any list of the others
+    // replaces these, even an empty one.
+    if (config_.contains(kExtra) || config_.contains(kOld) || map.contains(kExtra))
+      return absl::OkStatus();
+    return ReadExtra(map, map_file, kOld);
   }
 
   /// Appends a field's tokens to extra_.

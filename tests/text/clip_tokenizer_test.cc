@@ -463,6 +463,35 @@ TEST_F(ClipTokenizerFilesTest, AnAddedTokenIsSpecialIfTheConfigNamesIt) {
     Copy(kText / "sd1" / kMap);
   }
 
+  // Those of the map do not count where another list is, even if it is empty.
+  struct Extra {
+    std::string in_config, in_map;
+    bool counts;
+  };
+  for (const Extra& c : {
+           Extra{"", R"("additional_special_tokens": ["hi</w>"],)", true},
+           Extra{R"("additional_special_tokens": [],)",
+                 R"("additional_special_tokens": ["hi</w>"],)", false},
+           Extra{R"("extra_special_tokens": null,)", R"("additional_special_tokens": ["hi</w>"],)",
+                 false},
+           Extra{"", R"("additional_special_tokens": ["hi</w>"], "extra_special_tokens": [],)",
+                 false},
+           Extra{R"("additional_special_tokens": [],)", R"("extra_special_tokens": ["hi</w>"],)",
+                 true},
+           Extra{R"("additional_special_tokens": ["hi</w>"], "extra_special_tokens": [],)", "",
+                 true},
+       }) {
+    SCOPED_TRACE(c.in_config + " " + c.in_map);
+    Replace(kConfig, "{", "{" + c.in_config);
+    Replace(kMap, "{", "{" + c.in_map);
+    const auto tokenizer = Load();
+    ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+    const std::vector<int32_t> whole = {1883}, spelled = {1883, 34308, 342, 285};
+    EXPECT_EQ(Tokens(*tokenizer, "hi</w>"), c.counts ? whole : spelled);
+    Copy(kText / "sd1" / kConfig);
+    Copy(kText / "sd1" / kMap);
+  }
+
   // The same for a token with a role: all that name it are objects of the config.
   Remove(kMap);
   Replace(kConfig, R"("pad_token": "<|endoftext|>",)", "");
