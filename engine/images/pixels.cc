@@ -254,7 +254,13 @@ Tensor ResizePart(const Tensor& image, int64_t full_height, int64_t full_width, 
       image.as<float>() + rows.source_first() * row + columns.source_first() * channels;
   // The image between the two passes must not be large if neither the source nor the result is. It
   // would be if a line of 2^24 pixels became as wide as it is long. All parts have the same order.
-  if (rows.from * full_width <= full_height * columns.from) {
+  // Lanczos clips between the passes, so their order matters: Pillow makes lines first. So does
+  // this, unless that image would be larger than both, which it is if the result is wider and
+  // lower.
+  const bool lines_first = filter == ResizeFilter::kLanczos
+                               ? full_width <= columns.from || rows.from <= full_height
+                               : rows.from * full_width <= full_height * columns.from;
+  if (lines_first) {
     const Tensor wide = FilterMiddle(source, row, channels, rows.source_count(), columns, channels,
                                      bound, parallel_for);
     return FilterMiddle(wide.as<float>(), 0, width * channels, 1, rows, width * channels, bound,
