@@ -4,6 +4,7 @@
 #include <turbojpeg.h>
 
 #include <algorithm>
+#include <charconv>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -72,9 +73,37 @@ Segments ReadSegments(std::string_view file) {
   return segments;
 }
 
+/// The bytes between the last scan and the end that libjpeg's warning `text` says it has not read;
+/// 0 if that is another warning.
+size_t UnreadAtEnd(std::string_view text) {
+  constexpr std::string_view kBefore = "Corrupt JPEG data: ",
+                             kAfter = " extraneous bytes before marker 0xd9";
+  const size_t before = text.find(kBefore);
+  if (before == std::string_view::npos || !text.ends_with(kAfter)) return 0;
+  text.remove_prefix(before + kBefore.size());
+  text.remove_suffix(kAfter.size());
+  size_t bytes = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), bytes);
+  return error == std::errc() && end == text.data() + text.size() ? bytes : 0;
+}
+
+/// What follows a file's last segment, without the last `unread` bytes before the marker of its end
+/// if they are padding: zeros, as some cameras leave. Others may be the rest of a damaged scan,
+/// whose codes came to an end too early. Zeros that are read belong to the scan.
+std::string WithoutPadding(std::string_view rest, size_t unread) {
+  const size_t marker = rest.find("\xff\xd9");
+  if (marker == std::string_view::npos || unread > marker) return std::string(rest);
+  const size_t end = rest.substr(0, marker).find_last_not_of('\xff') + 1;  // fill bytes
+  if (unread > end ||
+      rest.substr(end - unread, unread).find_first_not_of('\0') != std::string_view::npos)
+    return std::string(rest);
+  return std::string(rest.substr(0, end - unread)).append(rest.substr(end));
+}
+
 /// The file without what libjpeg warns of, and ignores: a version of JFIF that it does not know,
-/// bytes between segments, and a sequential file's scan that is said to hold some coefficients.
-std::string WithoutOddities(std::string_view file) {
+/// bytes between segments, a sequential file's scan that is said to hold some coefficients, and
+/// padding of `unread` bytes before the end.
+std::string WithoutOddities(std::string_view file, size_t unread) {
   constexpr std::string_view kJfif("JFIF\0", 5), kAllCoefficients("\0\x3f\0", 3);
   std::string cleaned;
   size_t copied = 0;
@@ -95,7 +124,7 @@ std::string WithoutOddities(std::string_view file) {
       cleaned.replace(cleaned.size() - 3, 3, kAllCoefficients);
     }
   });
-  return cleaned.append(file.substr(copied));
+  return cleaned.append(WithoutPadding(file.substr(copied), unread));
 }
 
 /// A file in TurboJPEG's memory.
@@ -228,24 +257,21 @@ absl::StatusOr<Pixels> DecodeJpeg(std::string_view file, int64_t max_pixels,
       CheckSize("JPEG", pixels.width, pixels.height, max_pixels, 3 + 6, reserve));
   pixels.channels = colours == TJCS_GRAY ? 1 : 3;
   pixels.samples.resize(size_t(pixels.width) * pixels.height * pixels.channels);
-  const auto decompress = [&](std::string_view text, int flags) {
+  const auto decompress = [&](std::string_view text) {
     return tjDecompress2(codec.get(), bytes(text), text.size(), pixels.samples.data(), pixels.width,
                          /*pitch=*/0, pixels.height, pixels.channels == 1 ? TJPF_GRAY : TJPF_RGB,
-                         flags | TJFLAG_ACCURATEDCT) == 0;
+                         TJFLAG_STOPONWARNING | TJFLAG_ACCURATEDCT) == 0;
   };
   // A file that is cut off is only a warning to libjpeg, which fills the rest with grey. So one
-  // warning must not hide another.
-  if (!decompress(file, TJFLAG_STOPONWARNING)) {
-    if (tjGetErrorCode(codec.get()) != TJERR_WARNING) return Damaged(codec);
-    const std::string cleaned = WithoutOddities(file);
-    if (!decompress(cleaned, TJFLAG_STOPONWARNING)) {
-      // The first warning, of bytes between the last scan and the end: nothing is missing.
-      if (!std::string_view(tjGetErrorStr2(codec.get()))
-               .ends_with("extraneous bytes before marker 0xd9")) {
-        return Damaged(codec);
-      }
-      decompress(cleaned, 0);
-    }
+  // warning must not hide another: what is read in the end has none. A second round cuts padding
+  // that the first warning hid.
+  std::string cleaned;
+  for (int rounds = 2; !decompress(cleaned.empty() ? file : cleaned); --rounds) {
+    if (rounds == 0 || tjGetErrorCode(codec.get()) != TJERR_WARNING) return Damaged(codec);
+    const std::string_view odd = cleaned.empty() ? file : cleaned;
+    std::string next = WithoutOddities(odd, UnreadAtEnd(tjGetErrorStr2(codec.get())));
+    if (next == odd) return Damaged(codec);
+    cleaned = std::move(next);
   }
   return Upright(std::move(pixels), segments.orientation);
 }

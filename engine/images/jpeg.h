@@ -16,9 +16,10 @@ absl::StatusOr<std::string> EncodeJpeg(const Pixels& pixels, int quality,
                                        const ParallelFor& parallel_for = OneByOne);
 
 /// Grey or RGB, turned and mirrored as its EXIF says, as photos are stored as the camera was held.
-/// A whole picture is read if the file is odd: a JFIF version other than 1, or bytes between
-/// segments. InvalidArgument if it is damaged, truncated or CMYK, or has more than `max_pixels`
-/// pixels or 64 scans, both of which are checked before it is unpacked.
+/// A whole picture is read if the file is odd: a JFIF version other than 1, bytes between segments,
+/// or zeros between the last scan and the end. Other bytes there may be what a damaged scan leaves.
+/// InvalidArgument if it is CMYK, truncated or damaged as far as libjpeg notices, or has more than
+/// `max_pixels` pixels or 64 scans, both of which are checked before it is unpacked.
 absl::StatusOr<Pixels> DecodeJpeg(std::string_view file, int64_t max_pixels,
                                   const ReserveMemory& reserve = nullptr);
 

@@ -682,7 +682,7 @@ TEST(JpegTest, ReadsWhatIsOddButWhole) {
   for (const int channels : {1, 3}) {
     const std::string file = EncodeJpeg(ToPixels(Gradient(24, 40, channels)), 90).value();
     const Samples expected = DecodeJpeg(file, kPlenty)->samples;
-    const std::string scan("\xff\xda", 2), junk("\0\0\x01", 3);
+    const std::string scan("\xff\xda", 2), junk("\0\0\x01", 3), padding(300, '\0');
     const size_t first_table = file.find("\xff\xdb"), scan_begin = file.find(scan);
     const size_t scan_data = scan_begin + 2 + 6 + 2 * channels;
     const size_t end = file.size() - 2;
@@ -692,9 +692,9 @@ TEST(JpegTest, ReadsWhatIsOddButWhole) {
     const std::string version = with(file, 11, 1, "\x03");
     const std::string between = with(file, first_table, 0, junk);
     const std::string coefficients = with(file, scan_data - 3, 3, std::string(3, '\0'));
-    const std::string tail = with(file, end, 0, junk);
+    const std::string tail = with(file, end, 0, padding + "\xff");
     const std::string all =
-        with(with(with(with(file, end, 0, junk), scan_data - 3, 3, std::string(3, '\0')),
+        with(with(with(with(file, end, 0, padding), scan_data - 3, 3, std::string(3, '\0')),
                   first_table, 0, junk),
              11, 1, "\x03");
     for (const std::string& odd : {version, between, coefficients, tail, all}) {
@@ -712,6 +712,50 @@ TEST(JpegTest, ReadsWhatIsOddButWhole) {
       }
     }
   }
+}
+
+// The codes of no colour are zeros, and may end with a byte.
+TEST(JpegTest, PaddingIsWhatTheScanDoesNotRead) {
+  int zeros = 0;
+  for (int level = 0; level < 256; level += 16) {
+    const Pixels grey{16, 16, 3, Samples(16 * 16 * 3, static_cast<uint8_t>(level))};
+    std::string file = EncodeJpeg(grey, 90).value();
+    zeros += file[file.size() - 3] == 0;
+    file[11] = 3;  // of JFIF
+    const auto whole = DecodeFile(file, kPlenty);
+    ASSERT_TRUE(whole.ok()) << level << whole.status();
+    file.insert(file.size() - 2, std::string(300, '\0'));
+    const auto pixels = DecodeFile(file, kPlenty);
+    ASSERT_TRUE(pixels.ok()) << level << pixels.status();
+    EXPECT_EQ(pixels->samples, whole->samples);
+  }
+  EXPECT_GT(zeros, 0);
+}
+
+// Codes that are read from the wrong bit may come to an end too early, which leaves bytes unread.
+TEST(JpegTest, RefusesUnreadBytesThatAreNoPadding) {
+  std::mt19937 random(1);
+  Pixels noise{64, 64, 3, Samples(64 * 64 * 3)};
+  for (uint8_t& sample : noise.samples) sample = static_cast<uint8_t>(random());
+  const std::string file = EncodeJpeg(noise, 50).value();
+  const std::string unread = "extraneous bytes before marker 0xd9";
+  int found = 0;
+  for (size_t at = file.find("\xff\xda") + 14; at < file.size() - 2; ++at) {
+    std::string damaged = file;
+    damaged[at] = static_cast<char>(damaged[at] ^ 0x55);
+    const std::string message(DecodeFile(damaged, kPlenty).status().message());
+    found += message.find(unread) != std::string::npos;
+  }
+  EXPECT_GT(found, 100);
+
+  const auto with_end = [&](const std::string& end) {
+    return DecodeFile(file.substr(0, file.size() - 2) + end + "\xff\xd9", kPlenty).status();
+  };
+  EXPECT_TRUE(with_end(std::string(300, '\0')).ok());
+  EXPECT_TRUE(with_end(std::string(300, '\xff')).ok());
+  for (const std::string& end : {std::string(300, '\x7f'), std::string(300, '\0') + "\x01",
+                                 std::string(20, '\x01') + std::string(300, '\0')})
+    EXPECT_THAT(std::string(with_end(end).message()), HasSubstr(unread));
 }
 
 std::string BigEndian(uint32_t value, size_t size) {
