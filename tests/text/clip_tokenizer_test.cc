@@ -427,6 +427,13 @@ TEST_F(ClipTokenizerFilesTest, ReadsAddedTokensAndExtraSpecialTokens) {
 TEST_F(ClipTokenizerFilesTest, AnAddedTokenIsSpecialIfTheConfigNamesIt) {
   directory_.Write("added_tokens.json", R"({"<Cat-Toy>": 49408, "<|endoftext|>": 49407})");
   constexpr char kConfig[] = "tokenizer_config.json", kMap[] = "special_tokens_map.json";
+  const auto load_with = [&](const std::string& in_config, const std::string& in_map) {
+    for (const auto& [file, added] : {std::pair{kConfig, in_config}, {kMap, in_map}}) {
+      Copy(kText / "sd1" / file);
+      Replace(file, "{", "{" + added);
+    }
+    return Load();
+  };
   struct Case {
     std::string in_config, in_map;
     bool special;
@@ -451,16 +458,12 @@ TEST_F(ClipTokenizerFilesTest, AnAddedTokenIsSpecialIfTheConfigNamesIt) {
                 true},
        }) {
     SCOPED_TRACE(c.in_config + " " + c.in_map);
-    Replace(kConfig, "{", "{" + c.in_config);
-    Replace(kMap, "{", "{" + c.in_map);
-    const auto tokenizer = Load();
+    const auto tokenizer = load_with(c.in_config, c.in_map);
     ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
     EXPECT_THAT(Tokens(*tokenizer, "<Cat-Toy>"), ElementsAre(49408));
     const std::vector<int32_t> found = {49408}, spelled = {283, 2368, 268, 5988, 285};
     EXPECT_EQ(Tokens(*tokenizer, "<cat-toy>"), c.special ? spelled : found);
     EXPECT_EQ(Tokens(*tokenizer, "<CAT-Toy>"), c.special ? spelled : found);
-    Copy(kText / "sd1" / kConfig);
-    Copy(kText / "sd1" / kMap);
   }
 
   // Those of the map do not count where another list is, even if it is empty.
@@ -482,17 +485,14 @@ TEST_F(ClipTokenizerFilesTest, AnAddedTokenIsSpecialIfTheConfigNamesIt) {
                  true},
        }) {
     SCOPED_TRACE(c.in_config + " " + c.in_map);
-    Replace(kConfig, "{", "{" + c.in_config);
-    Replace(kMap, "{", "{" + c.in_map);
-    const auto tokenizer = Load();
+    const auto tokenizer = load_with(c.in_config, c.in_map);
     ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
     const std::vector<int32_t> whole = {1883}, spelled = {1883, 34308, 342, 285};
     EXPECT_EQ(Tokens(*tokenizer, "hi</w>"), c.counts ? whole : spelled);
-    Copy(kText / "sd1" / kConfig);
-    Copy(kText / "sd1" / kMap);
   }
 
   // The same for a token with a role: all that name it are objects of the config.
+  Copy(kText / "sd1" / kConfig);
   Remove(kMap);
   Replace(kConfig, R"("pad_token": "<|endoftext|>",)", "");
   const auto tokenizer = Load();
