@@ -34,8 +34,9 @@ struct CatalogModel {
 using ModelFilter = std::function<bool(const ModelInfo& model)>;
 
 /// The model of a request that names none: the only one of `models`, or the only one that `takes`
-/// it. While it may be one that the server is starting with, that one, which is loading. A model
-/// that Load adds does not count before it is ready, unless there is no other.
+/// it. If one that the server starts with is still loading, it might take the request, too: then
+/// that one, and the request has to wait. A model that Load adds does not count before it is ready,
+/// unless there is no other.
 std::optional<CatalogModel> OnlyModel(std::vector<CatalogModel> models, const ModelFilter& takes);
 
 /// The initial state of a catalog.

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kMaxVectors = 8;                     // per thread
 constexpr int kMaxThreads = 1024, kMaxLines = 64;  // lines: along a block's z
-/// More only if a slice's channels need them: groups of 42 channels, say, 672.
+/// Blocks grow to this many. A slice of wide groups may need more: of 42 channels each, 672.
 constexpr int kUsualThreads = 512;
 constexpr int kSharedLimit = 48 * 1024;
 
