@@ -148,8 +148,8 @@ absl::StatusOr<std::string> FillPath(const std::string& pattern, const PathField
       continue;
     }
     const std::string name = pattern.substr(i + 1, end - i - 1);
-    distinct = distinct || name == "index" || (name == "seed" && !fields.seeds_repeat) ||
-               (name == "label" && !fields.labels_repeat);
+    distinct = distinct || name == "index" || (name == "seed" && !fields.repeats.seeds) ||
+               (name == "label" && !fields.repeats.labels);
     if (name == "index") {
       path += index;
     } else if (name == "seed") {

@@ -31,12 +31,16 @@ absl::Status WriteFile(const std::string& path, std::string_view bytes, mode_t m
 /// Whether WriteFile could write `path`, so that it is known before the work is done.
 absl::Status CheckWritable(const std::string& path);
 
+/// Whether two of the images have the same one.
+struct Repeats {
+  bool seeds = false, labels = false;
+};
 /// What a path may name with {index}, {seed}, {label} and {model}.
 struct PathFields {
   int index = 0, count = 1;
   uint64_t seed = 0;
   std::string label, model;
-  bool seeds_repeat = false, labels_repeat = false;  // two of the images have the same one
+  Repeats repeats;
 };
 
 /// `pattern` with its placeholders filled in. When it would give the same path to all of several

@@ -51,9 +51,10 @@ bool HasRepeated(std::vector<T> values) {
   return std::adjacent_find(values.begin(), values.end()) != values.end();
 }
 
-/// Whether two of the images may have the same label, or none.
-bool LabelsRepeat(const std::vector<int>& labels, int count) {
-  return static_cast<int>(labels.size()) < count || HasRepeated(labels);
+/// Of what was asked for. Without a label for each image, two may have the same, or none.
+Repeats RepeatsOf(const std::vector<uint64_t>& seeds, const std::vector<int>& labels, int count) {
+  return {.seeds = HasRepeated(seeds),
+          .labels = static_cast<int>(labels.size()) < count || HasRepeated(labels)};
 }
 
 std::string FrameCount(size_t frames) {
@@ -102,8 +103,8 @@ class Saver {
       : flags_(flags),
         drawing_(drawing),
         pattern_(flags.out.empty() ? DefaultPath(flags) : flags.out),
-        seeds_repeat_(HasRepeated(drawing.params().seeds)),
-        labels_repeat_(LabelsRepeat(drawing.params().class_labels, drawing.params().count)),
+        repeats_(RepeatsOf(drawing.params().seeds, drawing.params().class_labels,
+                           drawing.params().count)),
         in_use_(flags) {
     if (!flags.animate.empty()) in_use_.Add("--animate", flags.animate).IgnoreError();
   }
@@ -234,8 +235,7 @@ class Saver {
                      .seed = image.seed,
                      .label = image.class_label ? std::to_string(*image.class_label) : "none",
                      .model = drawing_.params().model,
-                     .seeds_repeat = seeds_repeat_,
-                     .labels_repeat = labels_repeat_});
+                     .repeats = repeats_});
   }
 
   std::string BytesOf(const client::Image& image) const {
@@ -256,7 +256,7 @@ class Saver {
   const GenerateFlags& flags_;
   const Drawing& drawing_;
   const std::string pattern_;
-  const bool seeds_repeat_, labels_repeat_;
+  const Repeats repeats_;
   FilesInUse in_use_;
 };
 
@@ -264,9 +264,12 @@ class Saver {
 /// A class or a model that the server chooses is written as in the pattern.
 absl::StatusOr<std::optional<std::string>> ExpectedPath(const std::string& pattern,
                                                         const client::Generation& generation,
-                                                        bool seeds_repeat, bool labels_repeat,
-                                                        int index, bool grid) {
-  PathFields fields = {.index = index, .count = generation.count.value_or(1), .model = "{model}"};
+                                                        const Repeats& repeats, int index,
+                                                        bool grid) {
+  PathFields fields = {.index = index,
+                       .count = generation.count.value_or(1),
+                       .model = "{model}",
+                       .repeats = repeats};
   if (!generation.seeds.empty()) {
     fields.seed = generation.seeds[index];
   } else if (generation.seed) {
@@ -282,8 +285,6 @@ absl::StatusOr<std::optional<std::string>> ExpectedPath(const std::string& patte
     const bool no_label = !generation.prompts.empty() || !generation.class_vectors.empty();
     fields.label = no_label ? "none" : "{label}";
   }
-  fields.seeds_repeat = seeds_repeat;
-  fields.labels_repeat = labels_repeat;
   if (grid) fields = {.seed = fields.seed, .label = "grid", .model = fields.model};
   return FillPath(pattern, fields);
 }
@@ -297,12 +298,11 @@ absl::Status CheckOverwrites(const GenerateFlags& flags, const std::string& patt
   }
   if (in_use.empty() || pattern == "-") return absl::OkStatus();
   constexpr int kMost = 1 << 16;  // no server's --max-count is larger
-  const bool seeds_repeat = HasRepeated(generation.seeds);
   const int count = generation.count.value_or(1);
-  const bool labels_repeat = LabelsRepeat(generation.class_labels, count);
+  const Repeats repeats = RepeatsOf(generation.seeds, generation.class_labels, count);
   const int files = grid ? 1 : std::min(count, kMost);
   for (int i = 0; i < files; ++i) {
-    const auto path = ExpectedPath(pattern, generation, seeds_repeat, labels_repeat, i, grid);
+    const auto path = ExpectedPath(pattern, generation, repeats, i, grid);
     if (!path.ok()) return path.status();
     if (!*path) return absl::OkStatus();
     if (absl::Status status = in_use.Check("--out", **path); !status.ok()) return status;

@@ -393,8 +393,7 @@ TEST(FillPathTest, FillsPlaceholders) {
   EXPECT_EQ(*FillPath("a/{model}-{label}-{seed}-{index}.png", fields), "a/digits-7-45-03.png");
   EXPECT_EQ(*FillPath("a.b/x.png", fields), "a.b/x-03.png");
   PathFields repeated = fields;
-  repeated.seeds_repeat = true;
-  repeated.labels_repeat = true;
+  repeated.repeats = {.seeds = true, .labels = true};
   EXPECT_EQ(*FillPath("{label}.png", fields), "7.png");
   EXPECT_EQ(*FillPath("{label}.png", repeated), "7-03.png");
   EXPECT_EQ(*FillPath("{seed}.png", fields), "45.png");
