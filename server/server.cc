@@ -57,6 +57,9 @@ const Clock::time_point process_start = Clock::now();
 /// leak.
 constexpr std::chrono::minutes kTrimPeriod{1};
 
+/// A model directory that has not changed for this long is complete.
+constexpr std::chrono::milliseconds kSettling{1000};
+
 int Milliseconds(std::chrono::milliseconds duration) {
   return static_cast<int>(std::min<int64_t>(duration.count(), INT32_MAX));
 }
@@ -165,6 +168,8 @@ struct Server::State {
   void LoadModels();
   /// Drops what was kept long enough.
   void KeepHouse();
+  /// Waits, and returns whether the server goes on.
+  bool Pause(std::chrono::milliseconds period);
   /// Runs `task` once every `period` until the server stops.
   void Repeat(std::chrono::milliseconds period, const std::function<void()>& task);
 
@@ -344,16 +349,15 @@ void Server::State::KeepHouse() {
   metrics.Retain(models);
 }
 
+bool Server::State::Pause(std::chrono::milliseconds period) {
+  MutexLock lock(&mutex);
+  const Clock::time_point end = Clock::now() + period;
+  while (!stopping && Clock::now() < end) stop.WaitUntil(&mutex, end);
+  return !stopping;
+}
+
 void Server::State::Repeat(std::chrono::milliseconds period, const std::function<void()>& task) {
-  while (true) {
-    {
-      MutexLock lock(&mutex);
-      const Clock::time_point next = Clock::now() + period;
-      while (!stopping && Clock::now() < next) stop.WaitUntil(&mutex, next);
-      if (stopping) return;
-    }
-    task();
-  }
+  while (Pause(period)) task();
 }
 
 Server::Server(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -406,8 +410,14 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config,
   });
   state->trimmer = std::thread([raw] { raw->Repeat(kTrimPeriod, [] { malloc_trim(0); }); });
   if (config.reload_models.count() > 0) {
-    state->reloader = std::thread(
-        [raw] { raw->Repeat(raw->config.reload_models, [raw] { raw->catalog.ReloadChanged(); }); });
+    state->reloader = std::thread([raw] {
+      const std::chrono::milliseconds period = raw->config.reload_models;
+      raw->Repeat(period, [raw, period] {
+        // A trainer may write its next snapshot before the period is over.
+        while (raw->catalog.ReloadChanged() && raw->Pause(std::min(period, kSettling))) {
+        }
+      });
+    });
   }
   return std::unique_ptr<Server>(new Server(std::move(state)));
 }

@@ -561,7 +561,7 @@ absl::Status Catalog::DeleteAlias(const std::string& alias) {
   return EndOfChange(Save());
 }
 
-void Catalog::ReloadChanged() {
+bool Catalog::ReloadChanged() {
   struct Look {
     std::string name, directory, loaded;
   };
@@ -575,6 +575,7 @@ void Catalog::ReloadChanged() {
       }
     }
   }
+  bool changing = false;
   for (const Look& look : looks) {
     const std::string now = Signature(look.directory);
     {
@@ -583,6 +584,7 @@ void Catalog::ReloadChanged() {
       if (model == nullptr) continue;
       // Two equal signatures in a row: nobody is writing.
       const bool settled = std::exchange(model->seen, now) == now;
+      changing = changing || (!settled && now != look.loaded);
       if (now.empty() && settled && !model->missed) {
         log::Warning("model directory cannot be read, or is empty; the loaded version stays",
                      {{"model", look.name}, {"directory", look.directory}});
@@ -597,6 +599,7 @@ void Catalog::ReloadChanged() {
     Load({.name = look.name, .unload_previous = true, .reload = true})
         .IgnoreError();  // the log says why
   }
+  return changing;
 }
 
 Catalog::Model* Catalog::FindModel(std::string_view name) {

@@ -109,8 +109,9 @@ class Catalog {
 
   /// Reloads models whose directories have changed and not changed again since the last call. The
   /// new version replaces the current one and takes over its aliases. If loading fails, the old
-  /// version keeps serving until the next change.
-  void ReloadChanged();
+  /// version keeps serving until the next change. Whether a directory has changed since the last
+  /// call, so that it is worth while to look again soon.
+  bool ReloadChanged();
 
   /// Looks up `name`, `name@version`, `alias` or `alias@version`. The last is that version of the
   /// alias's model, unless the alias means another version. Nothing if there is no such model.

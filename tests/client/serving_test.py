@@ -175,6 +175,29 @@ class ServingTest(unittest.TestCase):
             versions = [m["version"] for m in json.loads(self.ok(server, "models", "--json"))]
         self.assertEqual(versions, ["2"])
 
+    def test_a_directory_that_changes_more_often_than_the_period_is_loaded(self):
+        server = self.serve("--reload-models-seconds", "5")
+        stop = threading.Event()
+
+        def write():
+            number = 0
+            while not stop.wait(3):
+                number += 1
+                with open(os.path.join(self.model, "weights"), "w") as file:
+                    file.write(str(number))
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            end, versions = time.monotonic() + 60, ["1"]
+            while versions == ["1"] and time.monotonic() < end:
+                versions = [m["version"] for m in json.loads(self.ok(server, "models", "--json"))]
+                time.sleep(0.2)
+        finally:
+            stop.set()
+            writer.join()
+        self.assertNotEqual(versions, ["1"], "each look saw another snapshot")
+
     def test_server_info(self):
         server = self.serve("--grace-seconds", "7")
         info = json.loads(self.ok(server, "server", "info", "--json"))

@@ -624,12 +624,12 @@ class ReloadTest : public CatalogTest {
 };
 
 TEST_F(ReloadTest, AChangedDirectoryIsLoadedOnceItSettled) {
-  for (int look = 0; look < 3; ++look) catalog_.ReloadChanged();
+  for (int look = 0; look < 3; ++look) EXPECT_FALSE(catalog_.ReloadChanged());
   EXPECT_EQ(Means("mine"), "mine@1") << "nothing has changed";
   root_.Write("mine/unet/config.json", "{ }");
-  catalog_.ReloadChanged();
+  EXPECT_TRUE(catalog_.ReloadChanged());
   EXPECT_EQ(Means("mine"), "mine@1") << "perhaps somebody is still writing";
-  catalog_.ReloadChanged();
+  EXPECT_FALSE(catalog_.ReloadChanged());
   EXPECT_EQ(Means("mine"), "mine@2");
   EXPECT_EQ(catalog_.Find("mine@1"), std::nullopt) << "its place is taken";
   for (int look = 0; look < 3; ++look) catalog_.ReloadChanged();
