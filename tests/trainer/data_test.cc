@@ -280,6 +280,10 @@ TEST_F(DataTest, MetadataThatContradictsItselfIsRefused) {
       R"(metadata.jsonl, line 3: the label of a.png is "dog", but line 1 has another; remove one)");
   refused(R"("label": "cat", "weight": 2)", R"("label": "cat", "weight": 3)",
           "metadata.jsonl, line 3: the weight of a.png is 3, but line 1 has another; remove one");
+  for (const std::string name : {"/a.png", "../a.png", "x/../../a.png", ".."}) {
+    Write("metadata.jsonl", "{\"file_name\": \"" + name + "\", \"label\": \"cat\"}\n");
+    ExpectRefused(folder_, "", "is not below the folder of metadata.jsonl; use a path in it");
+  }
   Write("metadata.jsonl", R"({"file_name": "a.png", "label": "cat", "text": "one"})"
                           "\n"
                           R"({"file_name": "b.png", "label": "dog"})"

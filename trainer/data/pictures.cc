@@ -131,6 +131,12 @@ absl::Status AllocateImages(int64_t count, const PictureOptions& options, Pictur
   const auto bytes = static_cast<size_t>(shape.elements());
   pictures->dataset.on_disk = bytes > options.memory;
   if (pictures->dataset.on_disk) {
+    if (options.note)
+      options.note(fmt::format(
+          "{} pictures of {} × {} × {} are unpacked into {}, {} MiB without a name; {} MiB would "
+          "stay in memory (--data-memory)",
+          count, options.width, options.height, options.channels, options.scratch, bytes >> 20,
+          options.memory >> 20));
     DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<void> file, MapScratch(options.scratch, bytes));
     pictures->dataset.images = Tensor(file.get(), shape, DType::kU8, Device::kCpu, file);
     return absl::OkStatus();
@@ -733,6 +739,13 @@ absl::StatusOr<nlohmann::json> ParseMetadataLine(const std::string& line, const 
   if (!json.contains("file_name") || !json["file_name"].is_string())
     return InvalidArgument("{}: has no picture; give it, as in {{\"file_name\": \"a.png\"}}",
                            where);
+  // Under another name the same picture could have another label.
+  const std::string name = PictureName(json["file_name"]);
+  if (fs::path(name).is_absolute() || name == ".." || name.starts_with("../"))
+    return InvalidArgument(
+        "{}: file_name \"{}\" is not below the folder of metadata.jsonl; use a "
+        "path in it, which may be a link",
+        where, name);
   return json;
 }
 
