@@ -44,6 +44,14 @@ absl::Status WriteTensors(const std::string& path, const std::map<std::string, T
   return !written.ok() && IsFull(errno) ? Refused(path, errno) : written;
 }
 
+/// What is not there is missing; what is there but cannot be read may be whole.
+absl::Status Unreadable(const std::string& path, int error) {
+  if (error == ENOENT || error == ENOTDIR) return DataLoss("{}: is missing", path);
+  return Unavailable(
+      "{}: cannot be read: {}; mend that, or move the checkpoint away to resume from an older one",
+      path, std::generic_category().message(error));
+}
+
 /// False also for what cannot be looked at.
 bool IsThere(const std::string& path) {
   std::error_code error;
@@ -68,15 +76,14 @@ absl::Status MakeFolder(const std::string& path) {
 
 absl::StatusOr<uint32_t> ChecksumOf(const std::string& path) {
   std::FILE* const file = std::fopen(path.c_str(), "rb");
-  if (file == nullptr) return NotFound("{}: cannot be read", path);
+  if (file == nullptr) return Unreadable(path, errno);
   std::vector<unsigned char> block(1 << 20);
   uLong checksum = crc32(0, nullptr, 0);
   while (const size_t got = std::fread(block.data(), 1, block.size(), file))
     checksum = crc32(checksum, block.data(), static_cast<uInt>(got));
   const int failed = std::ferror(file) != 0 ? errno : 0;
   std::fclose(file);
-  if (failed != 0)
-    return Unavailable("{}: cannot be read: {}", path, std::generic_category().message(failed));
+  if (failed != 0) return Unreadable(path, failed);
   return static_cast<uint32_t>(checksum);
 }
 
@@ -113,11 +120,15 @@ void RemovePartials(const std::string& folder) {
 
 absl::Status CheckIsCheckpoint(const std::string& directory) {
   std::error_code error;
-  if (!fs::is_directory(directory, error))
+  const bool is_folder = fs::is_directory(directory, error);
+  if (error == std::errc::permission_denied || error == std::errc::io_error)
+    return Unreadable(directory, error.value());
+  if (!is_folder)
     return NotFound(
         "{}: there is no such checkpoint; pass --resume latest, or a folder such as "
         "run/checkpoints/step-000001000",
         directory);
+  if (access(directory.c_str(), X_OK) != 0) return Unreadable(directory, errno);
   if (!IsThere(directory + "/run.json") && !IsThere(directory + "/DONE"))
     return NotFound(
         "{}: is not the folder of a checkpoint, such as run/checkpoints/step-000001000; or pass "
@@ -129,7 +140,11 @@ absl::Status CheckIsCheckpoint(const std::string& directory) {
 /// Compares the sizes of the files with DONE, and those in `contents` also with their checksums.
 absl::Status CheckDone(const std::string& directory, const std::set<std::string>& contents) {
   const std::string path = directory + "/DONE";
-  if (!IsThere(path)) return DataLoss("{}: has no DONE; it was not written to its end", directory);
+  if (access(path.c_str(), R_OK) != 0) {
+    if (errno == ENOENT)
+      return DataLoss("{}: has no DONE; it was not written to its end", directory);
+    return Unreadable(path, errno);
+  }
   const auto done = ReadJsonFile(path);
   if (!done.ok()) return DataLoss("{}: is damaged: {}", path, std::string(done.status().message()));
   for (const char* const file : kFiles) {
@@ -143,9 +158,7 @@ absl::Status CheckDone(const std::string& directory, const std::set<std::string>
     const std::string whole = directory + "/" + file;
     std::error_code error;
     const auto size = fs::file_size(whole, error);
-    if (error == std::errc::no_such_file_or_directory || error == std::errc::not_a_directory)
-      return DataLoss("{}: is missing", whole);
-    if (error) return Unavailable("{}: cannot be read: {}", whole, error.message());
+    if (error) return Unreadable(whole, error.value());
     if (bytes != size)
       return DataLoss("{}: has {} bytes where DONE says {}; it {}", whole, size, bytes.dump(),
                       bytes > size ? "was cut off" : "is damaged");
@@ -157,51 +170,20 @@ absl::Status CheckDone(const std::string& directory, const std::set<std::string>
   return absl::OkStatus();
 }
 
-bool IsSameFile(const fs::path& one, const fs::path& other) {
-  std::error_code error;
-  const auto size = fs::file_size(one, error);
-  if (error || fs::file_size(other, error) != size || error) return false;
-  std::ifstream a(one, std::ios::binary), b(other, std::ios::binary);
-  std::vector<char> block(1 << 20), beside(1 << 20);
-  for (uintmax_t left = size; left > 0;) {
-    const auto next = static_cast<std::streamsize>(std::min<uintmax_t>(left, block.size()));
-    if (!a.read(block.data(), next) || !b.read(beside.data(), next) ||
-        std::memcmp(block.data(), beside.data(), static_cast<size_t>(next)) != 0)
-      return false;
-    left -= static_cast<uintmax_t>(next);
-  }
-  return true;
-}
-
-/// Copies the files of `from` that `to` does not have. With `replace`, also those that differ, and
-/// `to` loses all others: they are of an earlier run, perhaps with other weights.
-absl::Status CopyFolder(const std::string& from, const std::string& to, bool replace) {
+/// Copies the files of `from` that `to` does not have.
+absl::Status CopyFolder(const std::string& from, const std::string& to) {
   DENOISED_RETURN_IF_ERROR(MakeFolder(to));
-  std::set<fs::path> names;
   std::error_code error;
   for (fs::directory_iterator at(from, error), end; !error && at != end; at.increment(error)) {
     std::error_code ignored;
-    if (!at->is_regular_file(ignored)) continue;
-    const fs::path name = at->path().filename();
-    names.insert(name);
-    const std::string path = to + "/" + name.string(), partial = path + ".partial";
-    if (replace ? IsSameFile(at->path(), path) : IsThere(path)) continue;
+    const std::string path = to + "/" + at->path().filename().string(), partial = path + ".partial";
+    if (!at->is_regular_file(ignored) || IsThere(path)) continue;
     fs::copy_file(at->path(), partial, fs::copy_options::overwrite_existing, error);
     if (error) return Refused(partial, error.value());
     DENOISED_RETURN_IF_ERROR(Sync(partial));
     if (std::rename(partial.c_str(), path.c_str()) != 0) return Refused(path, errno);
   }
   if (error) return NotFound("{}: cannot be read: {}", from, error.message());
-  std::vector<fs::path> others;
-  for (fs::directory_iterator at(to, error), end; replace && !error && at != end;
-       at.increment(error))
-    if (std::error_code ignored;
-        at->is_regular_file(ignored) && !names.contains(at->path().filename()))
-      others.push_back(at->path());
-  for (const fs::path& other : others) {
-    fs::remove(other, error);
-    if (error) return Refused(other, error.value());
-  }
   return Sync(to);
 }
 
@@ -336,14 +318,13 @@ absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
 
 absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string& folder,
                                                                std::vector<std::string>* broken) {
-  absl::Status unread;
   for (const int64_t step : StepsIn(folder)) {
     absl::StatusOr<Checkpoint> checkpoint = LoadCheckpoint(folder + "/" + NameOf(step));
     if (checkpoint.ok()) return *std::move(checkpoint);
+    // The run would go on from an older one, and in time replace this one.
+    if (absl::IsUnavailable(checkpoint.status())) return checkpoint.status();
     broken->push_back(std::string(checkpoint.status().message()));
-    if (absl::IsUnavailable(checkpoint.status())) unread.Update(checkpoint.status());
   }
-  DENOISED_RETURN_IF_ERROR(unread);
   return std::nullopt;
 }
 
@@ -380,15 +361,9 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
     DENOISED_RETURN_IF_ERROR(WriteFileWhole(directory + "/scheduler/scheduler_config.json",
                                             pipeline.scheduler.dump(2) + "\n"));
   }
-  for (const std::string& folder : pipeline.removed) {
-    const fs::path removed = fs::path(directory) / folder;
-    std::error_code error;
-    fs::remove_all(removed, error);
-    if (error) return Refused(removed.string(), error.value());
-  }
   for (const std::string& folder : pipeline.copied)
-    DENOISED_RETURN_IF_ERROR(CopyFolder(
-        folder, directory + "/" + fs::path(folder).filename().string(), pipeline.replaces_copied));
+    DENOISED_RETURN_IF_ERROR(
+        CopyFolder(folder, directory + "/" + fs::path(folder).filename().string()));
   for (const Pipeline::Part& part : pipeline.parts) {
     DENOISED_RETURN_IF_ERROR(MakeFolder(directory + "/" + part.folder));
     DENOISED_RETURN_IF_ERROR(

@@ -38,7 +38,7 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
 bool HasCheckpoints(const std::string& folder);
 
 /// The newest whole checkpoint below `folder`, or nothing. `broken` receives what is wrong with
-/// newer ones that were passed over. Unavailable if there is none and one of them cannot be read.
+/// newer ones that were passed over. Unavailable if one of them cannot be read.
 absl::StatusOr<std::optional<Checkpoint>> LoadLatestCheckpoint(const std::string& folder,
                                                                std::vector<std::string>* broken);
 /// One checkpoint. DataLoss names the file that is damaged, Unavailable the one that cannot be
@@ -74,15 +74,13 @@ struct Pipeline {
   nlohmann::json index;      // model_index.json
   std::vector<Part> parts;
   std::vector<std::string> copied;  // folders that are copied as they are, under their own names
-  bool replaces_copied = true;      // else what was copied once is kept
-  std::set<std::string> removed;    // folders of an earlier run that must not stay
   DType dtype = DType::kF32;        // of the weights in the files: kF32 or kF16, to nearest
 };
 
 /// Writes a diffusers directory that the server loads as it is. Files appear whole, the weights of
 /// `parts` last and at once, so that a server that looks for changes may read it meanwhile. Before
-/// them, copied folders get the files of their sources, one by one, and lose others; the same
-/// content is not written again.
+/// them, copied folders get the files of their sources that they lack: a network learned the
+/// latents of the autoencoder that it began with, even if another run now improves that one.
 absl::Status WritePipeline(const std::string& directory, const Pipeline& pipeline);
 
 /// Writes `text` under a temporary name, syncs it, and renames it.

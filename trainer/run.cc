@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <system_error>
 #include <utility>
 
@@ -173,7 +174,6 @@ class Session {
   double peak_flops_ = 0;    // of all ranks, FLOP/s; 0: not known
   bool log_failed_ = false;  // said once
   bool moved_ = false;       // likewise
-  bool wrote_models_ = false;
 };
 
 absl::Status Session::ReadData(const std::atomic<bool>& stop) {
@@ -547,12 +547,21 @@ void Session::SayNoiseOfStart() const {
   }
 }
 
-/// Grids would be pictures when the run is resumed, and with classes a class.
+/// --output must not lie where another run removes what is old, or where this one would read it:
+/// grids would be pictures when the run is resumed, and with classes a class.
 absl::Status Session::CheckOutput() const {
   std::error_code error;
+  const fs::path output = fs::weakly_canonical(fs::absolute(config_.output, error), error);
+  for (fs::path at = output; !config_.output.empty() && at.has_relative_path();
+       at = at.parent_path()) {
+    static const std::set<fs::path> kOwn = {"checkpoints", "model", "models", "samples", "events"};
+    if (kOwn.contains(at.filename()) && HasCheckpoints(at.parent_path() / "checkpoints"))
+      return InvalidArgument(
+          "--output {} lies in {}, which the run in {} writes and removes; use another folder",
+          config_.output, at.string(), at.parent_path().string());
+  }
   if (config_.output.empty() || !fs::is_directory(config_.data, error)) return absl::OkStatus();
-  const fs::path below = fs::weakly_canonical(fs::absolute(config_.output), error)
-                             .lexically_relative(fs::canonical(config_.data, error));
+  const fs::path below = output.lexically_relative(fs::canonical(config_.data, error));
   if (below.empty() || *below.begin() == ".." ||
       std::any_of(below.begin(), below.end(), [](const fs::path& part) { return IsHidden(part); }))
     return absl::OkStatus();
@@ -595,6 +604,13 @@ absl::Status Session::CheckEarlierRun() const {
         "--output {} has checkpoints of an earlier run; pass --resume latest, or choose another "
         "folder{}",
         config_.output, or_none);
+  // A checkpoint is written before the model of its step, so these have been taken away.
+  for (const char* const model : {"model/model_index.json", "models"})
+    if (!used && fs::exists(Output(model), error))
+      return InvalidArgument(
+          "--output {} has a model of an earlier run in {}, and no checkpoint of it; move it away, "
+          "or choose another folder{}",
+          config_.output, fs::path(model).begin()->string(), or_none);
   // Checkpoints of two runs would be mixed, and the older steps of one removed for the other.
   if (used && config_.resume != "latest" && fs::exists(config_.resume + "/DONE", error) &&
       !fs::equivalent(fs::path(config_.resume) / "..", checkpoints, error) &&
@@ -715,7 +731,7 @@ absl::StatusOr<std::optional<Checkpoint>> Session::OpenCheckpoint() const {
     DENOISED_ASSIGN_OR_RETURN(checkpoint, std::move(latest));
     if (!checkpoint && !broken.empty())
       return InvalidArgument(
-          "no checkpoint in {} is whole; move that folder away to start with step 1",
+          "no checkpoint in {} is whole; to start with step 1, choose another --output",
           Output("checkpoints"));
     if (!checkpoint) {
       Say("no checkpoint in {} yet: starting with step 1", Output("checkpoints"));
@@ -992,10 +1008,6 @@ absl::Status Session::WriteModels(const TrainerState& state) {
                                ? MakeSnapshot(*config_.pipeline, config_.stage, weights, *backend_,
                                               text_to_image() ? Tensor() : SomePictures())
                                : PixelPipeline(weights));
-    // An earlier run in --output may have had another --pipeline. Later, what is in the model
-    // stays: the network learned the latents of that autoencoder, even if another run now improves
-    // it.
-    pipeline.replaces_copied = !wrote_models_;
     if (config_.default_steps > 0)
       pipeline.index["_denoised"]["default_steps"] = config_.default_steps;
     if (config_.default_guidance_scale)
@@ -1003,7 +1015,6 @@ absl::Status Session::WriteModels(const TrainerState& state) {
     if (config_.half) pipeline.dtype = DType::kF16;
     DENOISED_RETURN_IF_ERROR(WritePipeline(SnapshotDirectory(i), pipeline));
   }
-  wrote_models_ = true;
   return absl::OkStatus();
 }
 

@@ -27,13 +27,13 @@ std::map<std::string, Tensor> Below(const std::string& prefix,
   return below;
 }
 
-/// Sets what a snapshot copies: everything that is not one of its parts, and not to be removed.
-void CopyOthers(const ModelDirectory& from, Pipeline* pipeline) {
+/// Sets what a snapshot copies: everything that is not one of its parts, and not `left_out`.
+void CopyOthers(const ModelDirectory& from, const std::string& left_out, Pipeline* pipeline) {
   pipeline->index = from.index;
   // The scheduler's file is copied: diffusers writes infinities, which the parsed JSON cannot hold.
   pipeline->copied = {fs::path(from.scheduler_config_file).parent_path().string()};
   for (const auto& item : from.components) {
-    if (pipeline->removed.contains(item.first)) continue;
+    if (item.first == left_out) continue;
     const bool written =
         std::any_of(pipeline->parts.begin(), pipeline->parts.end(),
                     [&](const Pipeline::Part& part) { return part.folder == item.first; });
@@ -41,10 +41,10 @@ void CopyOthers(const ModelDirectory& from, Pipeline* pipeline) {
   }
   // Components that only diffusers reads, such as a safety checker. Where the folder is missing,
   // diffusers would refuse an index that names it.
-  for (const std::string& part : pipeline->removed) pipeline->index.erase(part);
+  pipeline->index.erase(left_out);
   for (const auto& item : from.index.items()) {
     const nlohmann::json& value = item.value();
-    if (pipeline->removed.contains(item.key()) || item.key() == "scheduler" ||
+    if (item.key() == left_out || item.key() == "scheduler" ||
         from.components.count(item.key()) > 0 || !value.is_array() || value.size() != 2 ||
         !value[1].is_string())
       continue;
@@ -261,13 +261,14 @@ absl::StatusOr<Pipeline> MakeSnapshot(const PipelineParts& parts, Stage stage,
                                       std::map<std::string, Tensor> weights,
                                       training::Backend& backend, const Tensor& pictures) {
   Pipeline pipeline;
+  std::string left_out;
   if (stage == Stage::kAutoencoder) {
     DENOISED_RETURN_IF_ERROR(training::StandardizeLatents(backend, parts.vae, pictures, &weights));
     nlohmann::json config = parts.config("vae");
     config["scaling_factor"] = 1.0;
     config["shift_factor"] = config["latents_mean"] = config["latents_std"] = nullptr;
     pipeline.parts = {{"vae", config, "diffusion_pytorch_model", weights}};
-    pipeline.removed = {ModelDirectory::kTinyVae};  // decodes the latents before this stage
+    left_out = ModelDirectory::kTinyVae;  // decodes the latents before this stage
   } else {
     nlohmann::json text = parts.config("text_encoder");
     // Of the computation, also if the file is fp16: transformers would load the encoder in half,
@@ -278,7 +279,7 @@ absl::StatusOr<Pipeline> MakeSnapshot(const PipelineParts& parts, Stage stage,
         {"text_encoder", text, "model", Below("text_encoder.", weights)},
         {"unet", parts.config("unet"), "diffusion_pytorch_model", Below("unet.", weights)}};
   }
-  CopyOthers(parts.directory, &pipeline);
+  CopyOthers(parts.directory, left_out, &pipeline);
   return pipeline;
 }
 
