@@ -78,7 +78,11 @@ absl::StatusOr<std::vector<std::string>> ArgumentsOf(const CLI::App& app,
     for (const nlohmann::json& one : list ? value : nlohmann::json::array({value})) {
       const std::optional<std::string> text = FlagText(one);
       if (!text)
-        return InvalidArgument("{}: field '{}' is {}; use a string, a number, true or false", file,
+        return InvalidArgument("{}: field '{}' is {}; use a string, a number, true or false{}",
+                               file, field, one.dump(), field == "network" ? ", or an object" : "");
+      // What reads it as a C string would take the beginning alone.
+      if (text->find('\0') != std::string::npos)
+        return InvalidArgument("{}: field '{}' is {}; a text may not have a zero character", file,
                                field, one.dump());
       arguments.push_back(fmt::format("{}={}", flag, *text));
     }
@@ -187,8 +191,8 @@ constexpr Launcher kLaunchers[] = {{"WORLD_SIZE", "RANK"},
 /// An indexed Job of Kubernetes sets this alone. It may mean something else than a rank.
 constexpr char kJobIndex[] = "JOB_COMPLETION_INDEX";
 
-/// What is taken from one launcher must not be contradicted by the one of which the rest is taken:
-/// with WORLD_SIZE=4 in a shell, mpirun's two ranks would wait for two more.
+/// No other launcher may contradict what is taken from one: with WORLD_SIZE=4 in a shell, mpirun's
+/// two ranks would wait for two more.
 absl::Status CheckAgree(const Variable& taken, const char* other) {
   const std::optional<Variable> also = FirstSet({other});
   if (!also || also->value == taken.value) return absl::OkStatus();
@@ -209,11 +213,12 @@ absl::Status ReadEnvironment(RunConfig* config) {
         "the environment's {} is {}, but no variable says how many ranks there are; set "
         "WORLD_SIZE, or unset {}",
         rank->name, rank->value, rank->name);
+  // torchrun starts ranks of its own on each node on which another launcher started it.
+  const std::optional<Variable> torchrun = FirstSet({"TORCHELASTIC_USE_AGENT_STORE"});
   for (const Launcher& launcher : kLaunchers) {
-    if (size && size->name == launcher.size && rank)
-      DENOISED_RETURN_IF_ERROR(CheckAgree(*rank, launcher.rank));
-    if (rank && rank->name == launcher.rank)
-      DENOISED_RETURN_IF_ERROR(CheckAgree(*size, launcher.size));
+    if (torchrun && launcher.size != std::string_view("WORLD_SIZE")) break;
+    if (size) DENOISED_RETURN_IF_ERROR(CheckAgree(*size, launcher.size));
+    if (rank) DENOISED_RETURN_IF_ERROR(CheckAgree(*rank, launcher.rank));
   }
   if (config->ranks > 1 && !rank) rank = FirstSet({kJobIndex});
   if (config->ranks > 1 && !rank)
@@ -238,8 +243,7 @@ absl::Status ReadEnvironment(RunConfig* config) {
   DENOISED_ASSIGN_OR_RETURN(const int port,
                             IntOf(FirstSet({"MASTER_PORT", "PET_MASTER_PORT"}), 29500, 1, 65535));
   // torchrun itself then listens on MASTER_PORT.
-  const std::optional<Variable> agent = FirstSet({"TORCHELASTIC_USE_AGENT_STORE"});
-  const bool taken = config->ranks > 1 && agent && agent->value == "True";
+  const bool taken = config->ranks > 1 && torchrun && torchrun->value == "True";
   if (taken && port == 65535)
     return InvalidArgument(
         "the environment's MASTER_PORT is 65535, but torchrun listens there and ranks on the next; "
@@ -330,7 +334,12 @@ absl::Status ReadNetwork(const std::string& path, const nlohmann::json& run, Run
           "--network is missing: give a UNet2DModel's config.json, such as "
           "models/mnist-32/unet/config.json");
     file = from;
-    DENOISED_ASSIGN_OR_RETURN(config->network_json, ReadJsonFile(from));
+    absl::StatusOr<nlohmann::json> json = ReadJsonFile(from);
+    if (!json.ok())
+      return Annotate(json.status(),
+                      !path.empty() ? "--network"
+                                    : "--init-from needs the folder of a model, such as run/model");
+    config->network_json = *std::move(json);
   }
   DENOISED_ASSIGN_OR_RETURN(const UNet2DConfig network,
                             UNet2DConfig::Parse(config->network_json, file));

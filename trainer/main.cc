@@ -43,8 +43,8 @@ int main(int argc, char** argv) {
   std::optional<std::string> print;
   const auto config = denoised::trainer::ParseCommandLine(argc, argv, &print);
   if (print) {
-    std::fputs(print->c_str(), stdout);
-    return 0;
+    if (std::fputs(print->c_str(), stdout) >= 0 && std::fflush(stdout) == 0) return 0;
+    return Fail(denoised::Internal("stdout cannot be written"));
   }
   if (!config.ok()) return Fail(config.status());
   std::signal(SIGTERM, OnSignal);

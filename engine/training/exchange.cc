@@ -230,7 +230,10 @@ absl::Status TcpExchange::WaitFor(const Socket& socket, Clock::time_point deadli
   if (ready > 0) return absl::OkStatus();
   if (ready < 0 && errno == EINTR)
     return Unavailable("a signal came before all {} ranks were there", ranks_);
-  return Unavailable("not all {} ranks were there within {} s", ranks_, timeout_);
+  return Unavailable(
+      "not all {} ranks were there within {} s; see that each was started and reaches rank 0, or "
+      "raise --rank-seconds",
+      ranks_, timeout_);
 }
 
 absl::Status TcpExchange::Receive(const Socket& socket, void* data, size_t size,

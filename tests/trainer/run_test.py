@@ -587,7 +587,7 @@ class RunTest(unittest.TestCase):
         for state in (self.root / "a/checkpoints").glob("*/state.safetensors"):
             state.write_bytes(state.read_bytes()[:-1000])
         said = self.train("a", rc=2, resume="latest", steps=20)
-        self.assertIn("is whole; move that folder away", said)
+        self.assertIn("is whole; to start with step 1, choose another --output", said)
 
     def test_a_checkpoint_of_another_machine_is_resumed_with_a_warning(self):
         self.train("a", steps=4)
@@ -1129,7 +1129,7 @@ class RunTest(unittest.TestCase):
         self.assertIn('--class-name: classes 0 and 1 are both named "crane", so requests with that name would '
                       "always get class 0; give each class a name of its own",
                       self.train("b", rc=2, config=self.names("crane", "crane")))
-        self.assertIn('the name of class "a\0b" cannot be used', self.train("b", rc=2, config=self.names("a\0b", "c")))
+        self.assertIn("a text may not have a zero character", self.train("b", rc=2, config=self.names("a\0b", "c")))
         self.assertIn("--model-dtype", self.train("b", rc=2, **{"model-dtype": "fp8"}))
 
     def test_classes_that_do_not_fit_are_refused_before_pictures_are_read(self):
@@ -1438,6 +1438,7 @@ class RunTest(unittest.TestCase):
         """With the same message, and without a trace."""
         self.train("a", steps=1)
         self.train("b", steps=1, seed=1)
+        shutil.copytree(self.root / "a/model", self.root / "alone/model")
         (self.root / "file").write_text("")
         (self.root / "full").mkdir()
         (self.root / "full/checkpoints").write_text("")
@@ -1450,6 +1451,10 @@ class RunTest(unittest.TestCase):
             ({"output": "a", "resume": "latest", "batch": 32}, "--batch was 16 and is 32"),
             ({"output": "c", "resume": other, "beta2": 0.9}, "--beta2 was 0.999 and is 0.9"),
             ({"output": "a", "resume": other, "seed": 1}, "has checkpoints of its own"),
+            ({"output": "a/checkpoints/step-000000001"}, f"lies in {self.root}/a/checkpoints, which the run in"),
+            ({"output": "a/model/unet"}, f"lies in {self.root}/a/model, which the run in {self.root}/a writes"),
+            ({"output": "alone"}, "has a model of an earlier run in model, and no checkpoint of it; move it away"),
+            ({"output": "alone", "resume": "latest"}, "has a model of an earlier run in model, and no checkpoint"),
             ({"output": "file"}, f"--output {self.root}/file: cannot be written: {self.root}/file: Not a dir"),
             ({"output": "file/x/y"}, f"cannot be written: {self.root}/file: Not a directory; choose another folder"),
             ({"output": "full"}, f"cannot be written: {self.root}/full/checkpoints: Not a directory"),
@@ -1461,7 +1466,7 @@ class RunTest(unittest.TestCase):
                     said = self.train(rc=2, **{"steps": 2, "dry-run": dry, **flags})
                     self.assertIn(message, said)
                     self.assertNotIn("read in", said)  # before the pictures are read
-                    measure = dry == "true" and "has checkpoints" in message
+                    measure = dry == "true" and ("has checkpoints" in message or "has a model" in message)
                     self.assertEqual(said.endswith(", or leave --output out to measure only\n"), measure)
             if dry == "true":
                 self.assertEqual(sorted(self.root.rglob("*")), before)
@@ -1994,6 +1999,9 @@ class RunTest(unittest.TestCase):
             ({**mpi, "WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but OMPI_COMM_WORLD_SIZE is 2: one of them is of another"),
             ({**mpi, "WORLD_SIZE": "1"}, "WORLD_SIZE is 1, but OMPI_COMM_WORLD_SIZE is 2"),
             ({**mpi, "RANK": "0"}, "RANK is 0, but OMPI_COMM_WORLD_RANK is 1"),
+            ({**mpi, "RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE is 1, but OMPI_COMM_WORLD_SIZE is 2"),
+            ({**mpi, **torchrun}, "RANK is 0, but OMPI_COMM_WORLD_RANK is 1"),
+            ({**mpi, **mpich, "PMI_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE is 2, but PMI_SIZE is 4"),
             ({**mpich, "PET_NNODES": "4"}, "PET_NNODES is 4, but PMI_SIZE is 2"),
             ({**kubeflow, "RANK": "1"}, "RANK is 1, but PET_NODE_RANK is 0"),
             ({**kubeflow, "PET_NPROC_PER_NODE": "4"}, "PET_NPROC_PER_NODE is 4"),
@@ -2006,7 +2014,8 @@ class RunTest(unittest.TestCase):
             with self.subTest(env=env):
                 self.assertIn(message, self.train("x", rc=2, env=env))
         # torchrun may be started by another launcher, and an index alone need not be a rank.
-        for name, env in [("torchrun", {**mpi, **kubeflow, **mpich, "WORLD_SIZE": "1", "RANK": "0"}),
+        for name, env in [("torchrun", {**mpi, **kubeflow, **mpich, "WORLD_SIZE": "1", "RANK": "0",
+                                        "TORCHELASTIC_USE_AGENT_STORE": "True"}),
                           ("job", {**job, "WORLD_SIZE": "1"}), ("index", job),
                           ("one", {"WORLD_SIZE": "1"}), ("empty", {"WORLD_SIZE": "", "RANK": ""})]:  # fmt: skip
             with self.subTest(env=env):
@@ -2051,6 +2060,8 @@ class RunTest(unittest.TestCase):
         self.assertIn(f'{config}: has "steps" twice; give it once', said)
         for field, value, message in [
             ("steps", [3, 4], "field 'steps' is [3,4]; use a string, a number, true or false"),
+            ("network", [], "field 'network' is []; use a string, a number, true or false, or an object"),
+            ("labels", "a\0b", "field 'labels' is \"a\\u0000b\"; a text may not have a zero character"),
             ("steps", [3], "field 'steps' is [3]; use"),
             ("flip", [True, False], "field 'flip' is [true,false]; use"),
             ("network", [NETWORK], "field 'network' is [{"),
