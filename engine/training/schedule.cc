@@ -35,7 +35,8 @@ std::string AverageOptions::Name() const {
 absl::Status AverageOptions::Check() const {
   if (kind == Kind::kPower) {
     if (value > 0 && value < 0.28) return absl::OkStatus();
-    return InvalidArgument("the relative width of a power average is {}; use more than 0 and less than 0.28", value);
+    return InvalidArgument(
+        "the relative width of a power average is {}; use more than 0 and less than 0.28", value);
   }
   if (value >= 0 && value < 1) return absl::OkStatus();
   return InvalidArgument("the decay of an average is {}; use 0 to less than 1", value);
