@@ -369,9 +369,9 @@ void AddModelFlags(CLI::App* app, Flags* flags) {
                   "model whose --model has changed since follows --model. Empty: a restart "
                   "undoes the changes of admins");
   AddSeconds(app, "--reload-models-seconds", &config.reload_models, 0.0, 86400.0,
-             "How often to check for changed model files. A model is reloaded once they have "
-             "stayed the same for this long, or a second if that is less. If that fails, the "
-             "old version keeps serving. 0: never");
+             "How often to check for changed model files. A model is reloaded once its files "
+             "have stayed the same for a second, or for this time if it is shorter. If that "
+             "fails, the old version keeps serving. 0: never");
 }
 
 void AddNetworkFlags(CLI::App* app, Flags* flags) {

@@ -10,7 +10,6 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <set>
 #include <system_error>
 
@@ -119,16 +118,14 @@ void RemovePartials(const std::string& folder) {
 }
 
 absl::Status CheckIsCheckpoint(const std::string& directory) {
+  if (access((directory + "/.").c_str(), X_OK) != 0 && (errno == EACCES || errno == EIO))
+    return Unreadable(directory, errno);
   std::error_code error;
-  const bool is_folder = fs::is_directory(directory, error);
-  if (error == std::errc::permission_denied || error == std::errc::io_error)
-    return Unreadable(directory, error.value());
-  if (!is_folder)
+  if (!fs::is_directory(directory, error))
     return NotFound(
         "{}: there is no such checkpoint; pass --resume latest, or a folder such as "
         "run/checkpoints/step-000001000",
         directory);
-  if (access(directory.c_str(), X_OK) != 0) return Unreadable(directory, errno);
   if (!IsThere(directory + "/run.json") && !IsThere(directory + "/DONE"))
     return NotFound(
         "{}: is not the folder of a checkpoint, such as run/checkpoints/step-000001000; or pass "

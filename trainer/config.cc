@@ -216,7 +216,7 @@ absl::Status ReadEnvironment(RunConfig* config) {
   // torchrun starts ranks of its own on each node on which another launcher started it.
   const std::optional<Variable> torchrun = FirstSet({"TORCHELASTIC_USE_AGENT_STORE"});
   for (const Launcher& launcher : kLaunchers) {
-    if (torchrun && launcher.size != std::string_view("WORLD_SIZE")) break;
+    if (torchrun) break;
     if (size) DENOISED_RETURN_IF_ERROR(CheckAgree(*size, launcher.size));
     if (rank) DENOISED_RETURN_IF_ERROR(CheckAgree(*rank, launcher.rank));
   }

@@ -550,17 +550,16 @@ void Session::SayNoiseOfStart() const {
 /// --output must not lie where another run removes what is old, or where this one would read it:
 /// grids would be pictures when the run is resumed, and with classes a class.
 absl::Status Session::CheckOutput() const {
+  if (config_.output.empty()) return absl::OkStatus();
   std::error_code error;
   const fs::path output = fs::weakly_canonical(fs::absolute(config_.output, error), error);
-  for (fs::path at = output; !config_.output.empty() && at.has_relative_path();
-       at = at.parent_path()) {
-    static const std::set<fs::path> kOwn = {"checkpoints", "model", "models", "samples", "events"};
-    if (kOwn.contains(at.filename()) && HasCheckpoints(at.parent_path() / "checkpoints"))
+  const std::set<fs::path> own = {"checkpoints", "model", "models", "samples", "events"};
+  for (fs::path at = output; at.has_relative_path(); at = at.parent_path())
+    if (own.contains(at.filename()) && HasCheckpoints(at.parent_path() / "checkpoints"))
       return InvalidArgument(
-          "--output {} lies in {}, which the run in {} writes and removes; use another folder",
+          "--output {} lies in {}, where the run in {} keeps its own files; use another folder",
           config_.output, at.string(), at.parent_path().string());
-  }
-  if (config_.output.empty() || !fs::is_directory(config_.data, error)) return absl::OkStatus();
+  if (!fs::is_directory(config_.data, error)) return absl::OkStatus();
   const fs::path below = output.lexically_relative(fs::canonical(config_.data, error));
   if (below.empty() || *below.begin() == ".." ||
       std::any_of(below.begin(), below.end(), [](const fs::path& part) { return IsHidden(part); }))

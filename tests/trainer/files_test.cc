@@ -305,6 +305,10 @@ TEST_F(FilesTest, ADamagedDoneIsNamed) {
   ASSERT_TRUE(SaveCheckpoint(folder_, At(5), 2).ok());
   EXPECT_EQ(LoadLatestCheckpoint(folder_, &broken).status(), status) << "it would be replaced";
   EXPECT_TRUE(broken.empty());
+  fs::remove(done);
+  fs::create_symlink("DONE", done);  // a link to itself
+  EXPECT_TRUE(absl::IsUnavailable(LoadLatestCheckpoint(folder_, &broken).status()));
+  EXPECT_TRUE(absl::IsUnavailable(LatestFlags(folder_).status()));
 }
 
 TEST_F(FilesTest, WeightsOfAllPartsAreSyncedBeforeTheyGetTheirNames) {

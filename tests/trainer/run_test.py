@@ -672,7 +672,7 @@ class RunTest(unittest.TestCase):
         self.assertGreater(len(set(most)), 1)  # the sizes are those of different moments
         with self.subTest("pictures on disk"):
             full, _ = fill("600k", **{"data-memory": 1})
-            self.assertIn("--data-memory", full)
+            self.assertRegex(full, r"\d MiB; they are kept in a file in .*, because at most 1 MiB stay in memory")
 
     def test_two_runs_are_not_mixed_in_one_output(self):
         self.train("a", steps=8)
@@ -984,6 +984,9 @@ class RunTest(unittest.TestCase):
             said = self.train("b", rc=2, network=self.root / "other.json", **{"init-from": start})
             was = "not set" if was is None else was
             self.assertIn(f"{field} was {was} and is {json.dumps(value)}. Use the same, or leave", said)
+        for flags, message in [({"network": "none.json"}, "--network: none.json: no such file"),
+                               ({"network": None, "init-from": start.parent}, "--init-from needs the folder of a model")]:
+            self.assertIn(message, self.train("b", rc=2, **flags))
         # Also if only some of a model's parts are there.
         (start / "model_index.json").rename(self.root / "index.json")
         said = self.train("b", rc=2, network=self.root / "other.json", **{"init-from": start})
@@ -1451,8 +1454,8 @@ class RunTest(unittest.TestCase):
             ({"output": "a", "resume": "latest", "batch": 32}, "--batch was 16 and is 32"),
             ({"output": "c", "resume": other, "beta2": 0.9}, "--beta2 was 0.999 and is 0.9"),
             ({"output": "a", "resume": other, "seed": 1}, "has checkpoints of its own"),
-            ({"output": "a/checkpoints/step-000000001"}, f"lies in {self.root}/a/checkpoints, which the run in"),
-            ({"output": "a/model/unet"}, f"lies in {self.root}/a/model, which the run in {self.root}/a writes"),
+            ({"output": "a/checkpoints/step-000000001"}, f"lies in {self.root}/a/checkpoints, where the run in"),
+            ({"output": "a/model/unet"}, f"lies in {self.root}/a/model, where the run in {self.root}/a"),
             ({"output": "alone"}, "has a model of an earlier run in model, and no checkpoint of it; move it away"),
             ({"output": "alone", "resume": "latest"}, "has a model of an earlier run in model, and no checkpoint"),
             ({"output": "file"}, f"--output {self.root}/file: cannot be written: {self.root}/file: Not a dir"),
@@ -1934,6 +1937,9 @@ class RunTest(unittest.TestCase):
         self.assertNotIn("not expected", done.stderr)
 
     def test_help_names_the_program(self):
+        with open("/dev/full", "w") as full:
+            lost = subprocess.run([PROGRAM, "--help"], stdout=full, stderr=subprocess.PIPE, text=True)
+        self.assertEqual((lost.returncode, lost.stderr), (1, "denoise-train: stdout cannot be written\n"))
         done = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, check=True)
         self.assertIn("Usage: denoise-train [OPTIONS]", done.stdout)
 

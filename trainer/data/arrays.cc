@@ -132,9 +132,8 @@ absl::StatusOr<Array> ParseNpy(std::string_view bytes, const std::string& name) 
       std::string("uif").find(type[1]) == std::string::npos ||
       std::string(type[1] == 'f' ? "48" : "1248").find(type[2]) == std::string::npos)
     return InvalidArgument(
-        "{}: its type is \"{}\"; save pictures with numbers from 0 to 255 as x.astype('uint8'), "
-        "and "
-        "labels as y.astype('int64')",
+        "{}: its type is \"{}\"; save pictures as x.astype('uint8'), with numbers from 0 to 255, "
+        "and labels as y.astype('int64')",
         name, type);
   array.big_endian = type[0] == '>';
   array.is_signed = type[1] == 'i';

@@ -132,11 +132,12 @@ absl::Status AllocateImages(int64_t count, const PictureOptions& options, Pictur
   pictures->dataset.on_disk = bytes > options.memory;
   if (pictures->dataset.on_disk) {
     if (options.note)
-      options.note(fmt::format(
-          "{} pictures of {} × {} × {} are unpacked into {}, {} MiB without a name; {} MiB would "
-          "stay in memory (--data-memory)",
-          count, options.width, options.height, options.channels, options.scratch, bytes >> 20,
-          options.memory >> 20));
+      options.note(
+          fmt::format("{} pictures of {} × {} × {} take {} MiB; they are kept in a file in {}, "
+                      "because at most {} "
+                      "MiB stay in memory (--data-memory)",
+                      count, options.width, options.height, options.channels, bytes >> 20,
+                      options.scratch, options.memory >> 20));
     DENOISED_ASSIGN_OR_RETURN(const std::shared_ptr<void> file, MapScratch(options.scratch, bytes));
     pictures->dataset.images = Tensor(file.get(), shape, DType::kU8, Device::kCpu, file);
     return absl::OkStatus();
@@ -743,8 +744,8 @@ absl::StatusOr<nlohmann::json> ParseMetadataLine(const std::string& line, const 
   const std::string name = PictureName(json["file_name"]);
   if (fs::path(name).is_absolute() || name == ".." || name.starts_with("../"))
     return InvalidArgument(
-        "{}: file_name \"{}\" is not below the folder of metadata.jsonl; use a "
-        "path in it, which may be a link",
+        "{}: file_name \"{}\" is not below the folder of metadata.jsonl; use a path in it, which "
+        "may be a link",
         where, name);
   return json;
 }
