@@ -1383,9 +1383,9 @@ def train_curves(data, topic="train-curves"):
         for what, end in ((f"the first {few}", few), ("all", steps))]
 
 
-def train_run(data):
+def train_run(data, name="train-emoji-32"):
     """A run's own log: the loss as the mean of the logged steps of a tenth of the run."""
-    file = data("train-emoji-32")
+    file = data(name)
     steps, losses, norms, rates = zip(*file["log"])
 
     def of_tenth(values, i):
@@ -1411,15 +1411,16 @@ TABLES = {"speed": speed, "headline": headline, "digits": digits, "models": mode
           "scheduling": scheduling, "scheduling-mixed": scheduling_mixed,
           "scheduling-host": scheduling_host,
           "train-curves": train_curves, "train-run": train_run,
+          "train-run-shared": lambda data: train_run(data, "train-emoji-32-shared"),
           "train-curves-mnist-32": lambda data: train_curves(data, "train-curves-mnist-32")}
 
-ELSEWHERE = {"speed", "http", "event-streams", "train-cpu", "train-curves", "train-curves-mnist-32", "train-run"}  # not on docs/benchmarks.md
+ELSEWHERE = {"speed", "http", "event-streams", "train-cpu", "train-curves", "train-curves-mnist-32", "train-run", "train-run-shared"}  # not on docs/benchmarks.md
 
 
 # The folders that decide what a table measures; of all others engine/ alone. A verdict is of the commit that was
 # measured. Nobody can say for each change whether it matters, so a changed comment counts, too.
 SERVED = ("headline", "digits", "start", "serving", "pipelines", "http", "event-streams", "page")
-TRAINED = ("train", "train-cpu", "train-run")
+TRAINED = ("train", "train-cpu", "train-run", "train-run-shared")
 COMMITS = re.compile(r"^(\*\S.*?\bcommit )([0-9a-f]{7,40}(?: and [0-9a-f]{7,40})*)", re.MULTILINE)
 AGES = re.compile(r"(?<=[0-9a-f]) \((?:[a-z/, ]+ changed since|not in this history)\)")
 
