@@ -79,8 +79,12 @@ std::string WrongNumber(const std::string& text, bool integer) {
   if (int64_t whole = 0; integer && Parse(text, &whole) == std::errc::result_out_of_range)
     return TooLarge(text);
   double number = 0;
-  if (!CLI::detail::lexical_cast(text, number) || std::isfinite(number)) return "";
-  return fmt::format("{} is not a finite number; use one", text);
+  if (!CLI::detail::lexical_cast(text, number)) return "";
+  if (!std::isfinite(number)) return fmt::format("{} is not a finite number; use one", text);
+  // 1e-400 would be 0, which often means something else.
+  const std::string digits = text.substr(0, text.find_first_of("eE"));
+  const bool lost = number == 0 && digits.find_first_of("123456789") != std::string::npos;
+  return lost ? fmt::format("{} is too near to 0; use 0, or another number", text) : "";
 }
 
 std::string WrongUnsigned(const std::string& text) {

@@ -12,6 +12,7 @@
 #include <string>
 #include <system_error>
 
+#include "flags/printable.h"
 #include "trainer/config.h"
 #include "trainer/run.h"
 
@@ -28,9 +29,8 @@ void OnSignal(int signal) {
 
 /// 2 if settings or files need a correction, 1 for anything else, which may succeed if repeated.
 int Fail(const absl::Status& status) {
-  // Not by %s: a name in it may have a zero byte.
-  const std::string line = fmt::format("denoise-train: {}\n", std::string(status.message()));
-  std::fwrite(line.data(), 1, line.size(), stderr);
+  std::fprintf(stderr, "denoise-train: %s\n",
+               denoised::PrintableLines(std::string(status.message())).c_str());
   return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ||
                  absl::IsUnimplemented(status)
              ? 2
@@ -58,7 +58,7 @@ int main(int argc, char** argv) {
   try {
     const absl::Status status = denoised::trainer::Run(*config, stop);
     if (absl::IsCancelled(status)) {
-      std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
+      std::fprintf(stderr, "%s\n", denoised::PrintableLines(std::string(status.message())).c_str());
       return config->stop_exit_code;
     }
     return status.ok() ? 0 : Fail(status);

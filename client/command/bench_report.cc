@@ -8,8 +8,8 @@
 #include <numeric>
 #include <utility>
 
-#include "command/table.h"
 #include "denoised/error.h"
+#include "flags/printable.h"
 
 namespace denoised::command {
 namespace {

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "command/table.h"
+#include "flags/printable.h"
 
 namespace denoised::command {
 namespace {

@@ -29,6 +29,7 @@
 #include "command/table.h"
 #include "command/terminal.h"
 #include "denoised/backoff.h"
+#include "flags/printable.h"
 
 namespace denoised::command {
 namespace {

@@ -10,6 +10,7 @@
 #include "command/generate.h"
 #include "command/json.h"
 #include "command/table.h"
+#include "flags/printable.h"
 
 namespace denoised::command {
 namespace {

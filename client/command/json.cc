@@ -9,7 +9,7 @@
 #include <set>
 #include <string>
 
-#include "command/table.h"
+#include "flags/printable.h"
 
 namespace denoised::command {
 namespace {

@@ -27,8 +27,8 @@
 #include "command/models.h"
 #include "command/page.h"
 #include "command/server_info.h"
-#include "command/table.h"
 #include "flags/flags.h"
+#include "flags/printable.h"
 
 using namespace denoised;  // NOLINT: the program itself
 
@@ -334,7 +334,7 @@ int Run(int argc, char** argv) {
   app.failure_message([](const CLI::App* failed, const CLI::Error& error) {
     // It quotes the command line, which may come from somebody else.
     return CLI::FailureMessage::simple(
-        failed, CLI::Error(error.get_name(), command::Printable(flags::Explain(*failed, error)),
+        failed, CLI::Error(error.get_name(), Printable(flags::Explain(*failed, error)),
                            error.get_exit_code()));
   });
 

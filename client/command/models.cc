@@ -9,6 +9,7 @@
 #include "command/call_options.h"
 #include "command/json.h"
 #include "command/table.h"
+#include "flags/printable.h"
 
 namespace denoised::command {
 namespace {

@@ -13,7 +13,7 @@
 #include "absl/strings/ascii.h"
 #include "command/json.h"
 #include "command/progress.h"
-#include "command/table.h"
+#include "flags/printable.h"
 
 namespace denoised::command {
 namespace {

@@ -35,6 +35,7 @@
 #include "command/terminal.h"
 #include "command/timeline.h"
 #include "denoised/rpc_status.h"
+#include "flags/printable.h"
 #include "tests/client/fake_service.h"
 #include "tests/io/temporary_directory.h"
 
