@@ -658,12 +658,12 @@ absl::Status Finish(Flags* flags) {
                             before + std::string(status.message()));
   };
   const bool to_print = flags->print_config;
-  note(CheckAddress("--listen", config->listen));
+  note(CheckAddress("--listen", config->listen, 50051));
   note(CheckSecurity(*config));
-  if (!config->http_listen.empty()) note(CheckAddress("--http-listen", config->http_listen));
+  if (!config->http_listen.empty()) note(CheckAddress("--http-listen", config->http_listen, 8080));
   for (const std::string& origin : config->http_origins) note(CheckOrigin(origin));
   if (!config->metrics_listen.empty()) {
-    note(CheckAddress("--metrics-listen", config->metrics_listen));
+    note(CheckAddress("--metrics-listen", config->metrics_listen, 9090));
   }
   note(CheckDevices(config->engine.devices));
   note(SetPriorityWeights(flags->priority_weights, &config->engine.priority_weights));

@@ -108,8 +108,9 @@ std::string AbsolutePath(const std::string& path) {
   return std::filesystem::equivalent(whole, shorter, error) ? shorter : whole;
 }
 
-/// All flags that were given, as a --config that gives them again.
-nlohmann::json GivenFlags(const CLI::App& app) {
+/// All flags that were given, as a --config that gives them again, but for those that it cannot
+/// hold.
+nlohmann::json GivenFlags(const CLI::App& app, std::vector<std::string>* unsaved) {
   static const std::set<std::string> kOfOneCall = {"config", "output", "resume"};
   static const std::set<std::string> kPaths = {"data", "labels", "pipeline", "init-from",
                                                "autotune-cache"};
@@ -120,8 +121,10 @@ nlohmann::json GivenFlags(const CLI::App& app) {
     std::vector<std::string> values = option->results();
     if (kPaths.contains(name)) values.back() = AbsolutePath(values.back());
     // JSON has no other texts: such a path is to be given again.
-    if (!std::ranges::all_of(values, [](const auto& text) { return DecodeUtf8(text).ok(); }))
+    if (!std::ranges::all_of(values, [](const auto& text) { return DecodeUtf8(text).ok(); })) {
+      unsaved->push_back("--" + name);
       continue;
+    }
     if (option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll) {
       given[name] = values;
     } else {
@@ -569,6 +572,8 @@ absl::Status ResumeStart(const CLI::App& app, const nlohmann::json& run, RunConf
 /// The type of a number whose range is checked with other settings, for --help: these are the
 /// ranges of TrainerOptions::Check and Objective::Make.
 std::string In(double low, double high) { return fmt::format("FLOAT:[{} - {}]", low, high); }
+std::string WholeIn(int64_t low, int64_t high) { return fmt::format("INT:[{} - {}]", low, high); }
+constexpr char kAtLeastOne[] = "INT:[1 - inf)", kCount[] = "INT:[0 - inf)";
 constexpr char kNotNegative[] = "FLOAT:[0 - inf)", kPositive[] = "FLOAT:(0 - inf)",
                kFraction[] = "FLOAT:(0 - 1)";
 
@@ -608,6 +613,7 @@ void AddDataFlags(CLI::App& app, Flags* flags) {
   app.add_option("--canvas", config.canvas,
                  "Edge of the stored pictures. If larger than sample_size, pictures are randomly "
                  "cropped")
+      ->type_name(WholeIn(1, 16384))
       ->default_str("");
   app.add_flag("--pad", config.pad,
                "Add a black border to smaller pictures instead of scaling them up");
@@ -625,7 +631,8 @@ void AddDataFlags(CLI::App& app, Flags* flags) {
       ->check(flags::Between(int64_t{0}, int64_t{1} << 40));
   app.add_option("--prefetch-threads", t.prefetch_threads,
                  "Threads that prepare the pictures of the next step. 0: 2 if pictures are on disk "
-                 "or augmented, else none");
+                 "or augmented, else none")
+      ->type_name(WholeIn(0, 1024));
 }
 
 void AddModelFlags(CLI::App& app, Flags* flags) {
@@ -684,7 +691,8 @@ void AddObjectiveFlags(CLI::App& app, Flags* flags) {
   app.add_option("--log-sigma-deviation", t.objective.log_sigma_deviation,
                  "EDM: standard deviation of ln sigma")
       ->type_name(In(1e-3, 10));
-  app.add_option("--timesteps", t.objective.timesteps, "DDPM and flow: number of noise levels");
+  app.add_option("--timesteps", t.objective.timesteps, "DDPM and flow: number of noise levels")
+      ->type_name(WholeIn(1, training::kMaxTimesteps));
   app.add_option("--beta-schedule", t.objective.beta_schedule,
                  "DDPM: linear, scaled_linear or squaredcos_cap_v2");
   app.add_option("--beta-start", t.objective.beta_start, "DDPM: first beta, at most --beta-end")
@@ -716,9 +724,11 @@ void AddOptimizerFlags(CLI::App& app, Flags* flags) {
   RunConfig& config = flags->config;
   training::TrainerOptions& t = flags->config.trainer;
   app.option_defaults()->group("Steps and optimizer");
-  app.add_option("--steps", t.steps, "Number of steps");
-  app.add_option("--batch", t.batch, "Pictures per step, over all ranks");
-  app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory");
+  app.add_option("--steps", t.steps, "Number of steps")->type_name(WholeIn(1, 4000000000));
+  app.add_option("--batch", t.batch, "Pictures per step, over all ranks")
+      ->type_name(WholeIn(1, 1 << 24));
+  app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory")
+      ->type_name(WholeIn(1, 1 << 24));
   app.add_option("--chunks", t.chunks,
                  "Parts of a batch whose gradients are added as a tree; a power of two. The result "
                  "depends on this number, but not on ranks, cores or accumulation");
@@ -727,9 +737,11 @@ void AddOptimizerFlags(CLI::App& app, Flags* flags) {
   app.add_option("--schedule", flags->schedule,
                  "Learning rate after the warm-up: constant, cosine or inverse-sqrt");
   app.add_option("--warmup-steps", t.rate.warmup_steps,
-                 "Steps in which the learning rate rises from 0; at most --steps");
+                 "Steps in which the learning rate rises from 0; at most --steps")
+      ->type_name(kCount);
   app.add_option("--reference-steps", t.rate.reference_steps,
-                 "Schedule inverse-sqrt: steps before the rate falls");
+                 "Schedule inverse-sqrt: steps before the rate falls")
+      ->type_name(kAtLeastOne);
   app.add_option("--beta1", t.beta1, "beta1 of AdamW")->type_name(In(0, 0.9999999));
   app.add_option("--beta2", t.beta2, "beta2 of AdamW")->type_name(In(0, 0.9999999));
   app.add_option("--adam-eps", t.eps, "eps of AdamW")->type_name(In(1e-16, 1));
@@ -743,7 +755,8 @@ void AddOptimizerFlags(CLI::App& app, Flags* flags) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
   app.add_option("--max-skipped", config.max_skipped,
-                 "End the run after this many consecutive steps without a finite gradient");
+                 "End the run after this many consecutive steps without a finite gradient")
+      ->type_name(kAtLeastOne);
 }
 
 void AddOutputFlags(CLI::App& app, Flags* flags) {
@@ -755,15 +768,20 @@ void AddOutputFlags(CLI::App& app, Flags* flags) {
       "Resume from the latest checkpoint in --output (\"latest\"; starts anew if none) "
       "or from this folder. Without --config, flags that are not given are as they were");
   app.add_option("--checkpoint-steps", config.checkpoint_steps,
-                 "Steps between checkpoints; each grid has one before it");
-  app.add_option("--keep", config.keep, "Number of checkpoints to keep, with those of grids");
-  app.add_option("--sample-steps", config.sample_steps, "Steps between sample grids; 0: no grids");
-  app.add_option("--sample-count", config.sample_count, "Pictures per grid");
+                 "Steps between checkpoints; each grid has one before it")
+      ->type_name(kAtLeastOne);
+  app.add_option("--keep", config.keep, "Number of checkpoints to keep, with those of grids")
+      ->type_name(kAtLeastOne);
+  app.add_option("--sample-steps", config.sample_steps, "Steps between sample grids; 0: no grids")
+      ->type_name(kCount);
+  app.add_option("--sample-count", config.sample_count, "Pictures per grid")
+      ->type_name(WholeIn(1, 256));
   app.add_option("--prompt", config.prompts,
                  "With --pipeline: prompt for the sample grids. May be repeated. Default: captions")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
-  app.add_option("--log-steps", config.log_steps, "Steps between log lines");
+  app.add_option("--log-steps", config.log_steps, "Steps between log lines")
+      ->type_name(kAtLeastOne);
   app.add_option("--metrics-listen", config.metrics_listen,
                  "Serve Prometheus /metrics on host:port; \"\": do not")
       ->default_str("");
@@ -934,7 +952,7 @@ absl::Status Finish(const CLI::App& app, Flags& flags) {
   for (const std::string& name : config.class_names)
     DENOISED_RETURN_IF_ERROR(CheckClassName(name, "--class-name", "give another name"));
   if (!config.metrics_listen.empty())
-    DENOISED_RETURN_IF_ERROR(CheckAddress("--metrics-listen", config.metrics_listen));
+    DENOISED_RETURN_IF_ERROR(CheckAddress("--metrics-listen", config.metrics_listen, 9092));
   DENOISED_RETURN_IF_ERROR(ReadEnvironment(&config));
   if (flags.device != "cpu") {
     const absl::Status cuda = training::CheckCuda(config.cuda_options);
@@ -1107,6 +1125,11 @@ nlohmann::json AsFlags(const nlohmann::json& fingerprint) {
     settings.erase(list);
     for (size_t i = 0; i < names.size(); ++i) settings[names[i]] = values[i];
   }
+  if (const nlohmann::json data = settings.value("data", nlohmann::json()); data.is_object()) {
+    settings.erase("data");
+    flags["the number of pictures in --data"] = data.value("pictures", nlohmann::json());
+    flags["the checksum of --data"] = data.value("crc32", nlohmann::json());
+  }
   for (const auto& item : settings.items()) {
     const std::string& name = item.key();
     nlohmann::json& value = item.value();
@@ -1204,7 +1227,7 @@ absl::StatusOr<RunConfig> ParseCommandLine(int argc, const char* const* argv,
     return absl::Status(finished.code(), fmt::format("{} (what no flag gives is of {})",
                                                      std::string(finished.message()), others));
   DENOISED_RETURN_IF_ERROR(finished);
-  flags.config.flags.update(GivenFlags(app));
+  flags.config.flags.update(GivenFlags(app, &flags.config.unsaved_flags));
   if (!flags.config.pipeline) flags.config.flags["network"] = flags.config.network_json;
   return std::move(flags.config);
 }

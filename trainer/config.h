@@ -45,6 +45,7 @@ struct RunConfig {
                               // paths are absolute
   std::string resumed_flags;  // those of them that are the checkpoint's, for people; or empty
   std::vector<std::string> unknown_flags;  // of the checkpoint: another version's
+  std::vector<std::string> unsaved_flags;  // paths that JSON cannot hold
   int sample_count = 16;
   int max_skipped = 50;  // steps in a row
   bool dry_run = false;

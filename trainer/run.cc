@@ -26,6 +26,7 @@
 #include "engine/sampling/sampler.h"
 #include "engine/training/latents.h"
 #include "engine/training/peak.h"
+#include "flags/printable.h"
 #include "trainer/checkpoint.h"
 #include "trainer/data/archive.h"
 #include "trainer/data/pictures.h"
@@ -99,8 +100,8 @@ class Session {
  private:
   template <typename... Args>
   void Say(fmt::format_string<Args...> format, Args&&... args) const {
-    const std::string line = WithOutput(fmt::format(format, std::forward<Args>(args)...)) + "\n";
-    std::fputs(line.c_str(), stderr);
+    const std::string line = WithOutput(fmt::format(format, std::forward<Args>(args)...));
+    std::fputs((PrintableLines(line) + "\n").c_str(), stderr);
   }
   /// The run can do without TensorBoard's events.
   void SayLost(const absl::Status& written) const {
@@ -181,8 +182,11 @@ absl::Status Session::ReadData(const std::atomic<bool>& stop) {
   // A resume may have the paths of its checkpoint, which no flag of this call names.
   for (const auto& [flag, path] :
        {std::pair{"--data", config_.data}, std::pair{"--labels", config_.labels}})
-    if (std::error_code error; !path.empty() && !fs::exists(path, error))
-      return NotFound("{} {}: cannot be read; check the path and its permissions", flag, path);
+    if (std::error_code error; !path.empty() && !fs::exists(path, error)) {
+      if (!error) error = std::make_error_code(std::errc::no_such_file_or_directory);
+      return NotFound("{} {}: cannot be read: {}; check the path and its permissions", flag, path,
+                      error.message());
+    }
   PictureOptions options;
   const Shape picture = config_.picture();
   options.channels = static_cast<int>(picture[2]);
@@ -351,10 +355,14 @@ void Session::SayUnclearNames() const {
 
 absl::Status Session::ReadTexts(const Captions& captions, uLong* checksum) {
   training::Dataset& dataset = pictures_.dataset;
-  DENOISED_RETURN_IF_ERROR(Tokenize(*config_.pipeline, pictures_.files, captions, &dataset));
+  DENOISED_ASSIGN_OR_RETURN(const int64_t cut,
+                            Tokenize(*config_.pipeline, pictures_.files, captions, &dataset));
   *checksum = Checksum(*checksum, dataset.tokens);
   *checksum = Checksum(*checksum, dataset.first_caption);
   if (first()) Say("{} captions of {} tokens", dataset.tokens.dim(0) - 1, dataset.tokens.dim(1));
+  if (first() && cut > 0)
+    Say("warning: {} of the captions {} longer; their ends are left out", cut,
+        cut == 1 ? "is" : "are");
   for (size_t i = 0; config_.prompts.empty() && i < static_cast<size_t>(config_.sample_count); ++i)
     prompts_.push_back(
         captions.at(pictures_.files[i * pictures_.files.size() / config_.sample_count]).front());
@@ -785,7 +793,7 @@ absl::Status Session::CheckRanks() {
     uLong checksum = 0;
     for (const Tensor* const part : {&state.trained, &state.fixed, &state.m, &state.v})
       checksum = Checksum(checksum, *part);
-    mine["weights"] = {{"crc32", checksum}};
+    mine["the checksum of the weights"] = checksum;
   }
   DENOISED_ASSIGN_OR_RETURN(const std::vector<std::string> all,
                             training::GatherTexts(mine.dump(), exchange_->host()));
@@ -824,12 +832,17 @@ void Session::ShortenLog(int64_t steps) const {
 void Session::Log(const StepReport& report, double images_per_second) {
   const training::TrainerOptions& t = config_.trainer;
   const double steps_per_second = images_per_second / static_cast<double>(t.batch);
+  // The sign of what is not a number means nothing.
+  const auto unsigned_nan = [](double value) {
+    return std::isnan(value) ? std::abs(value) : value;
+  };
   Say("step {}/{}  {} images  loss {:.4f}  gradient norm {:.3f}  learning rate {:.2e}  {:.1f} "
       "images/s  {}  {} left{}",
-      report.step, t.steps, report.step * t.batch, report.loss, report.gradient_norm, report.rate,
-      images_per_second, training::DescribeWork(step_flops_ * steps_per_second, peak_flops_),
+      report.step, t.steps, report.step * t.batch, unsigned_nan(report.loss),
+      unsigned_nan(report.gradient_norm), report.rate, images_per_second,
+      training::DescribeWork(step_flops_ * steps_per_second, peak_flops_),
       Duration(static_cast<double>(t.steps - report.step) / steps_per_second),
-      skipped_ > 0 ? fmt::format("  {} steps skipped", skipped_) : "");
+      skipped_ > 0 ? fmt::format("  {} step{} skipped", skipped_, skipped_ == 1 ? "" : "s") : "");
   const auto number = [](double value) {
     return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
   };
@@ -1112,6 +1125,10 @@ absl::Status Session::RunHere() {
   if (first() && !config_.unknown_flags.empty())
     Say("warning: settings of another version are passed over: {}",
         fmt::join(config_.unknown_flags, " "));
+  if (first() && !config_.unsaved_flags.empty())
+    Say("warning: {} {} not UTF-8, which checkpoints cannot keep: give {} again with --resume",
+        fmt::join(config_.unsaved_flags, " and "), config_.unsaved_flags.size() == 1 ? "is" : "are",
+        config_.unsaved_flags.size() == 1 ? "it" : "them");
   if (first() && !config_.start_lost.empty())
     Say("warning: the checkpoint is of an earlier version and does not say with which noise EDM's "
         "sampler begins and ends, and --init-from cannot say it either: {}. The model has the "
@@ -1124,12 +1141,15 @@ absl::Status Session::RunHere() {
   DENOISED_RETURN_IF_ERROR(CheckOutput());
   DENOISED_RETURN_IF_ERROR(CheckCanWrite());
   if (!config_.dry_run) DENOISED_RETURN_IF_ERROR(OpenOutput());
-  if (!config_.dry_run && first() && !config_.metrics_listen.empty()) {
+  if (first() && !config_.metrics_listen.empty()) {
     DENOISED_ASSIGN_OR_RETURN(metrics_,
                               RunMetrics::Listen(config_.metrics_listen, config_.trainer.steps));
-    Say("metrics on port {}", metrics_->port());
+    if (!config_.dry_run) Say("metrics on port {}", metrics_->port());
   }
-  if (config_.dry_run) return DryRun();
+  if (config_.dry_run) {
+    metrics_.reset();  // a run could listen there
+    return DryRun();
+  }
   DENOISED_RETURN_IF_ERROR(Begin());
   if (metrics_) metrics_->Began(step_);
   if (step_ >= config_.trainer.steps) {

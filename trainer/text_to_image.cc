@@ -192,18 +192,20 @@ std::string CheckCaptions(const Captions& captions, const std::string& file) {
   return "";
 }
 
-absl::Status Tokenize(const PipelineParts& parts, const std::vector<std::string>& files,
-                      const Captions& captions, training::Dataset* dataset) {
+absl::StatusOr<int64_t> Tokenize(const PipelineParts& parts, const std::vector<std::string>& files,
+                                 const Captions& captions, training::Dataset* dataset) {
   DENOISED_ASSIGN_OR_RETURN(const ClipTokenizer tokenizer,
                             ClipTokenizer::Load(parts.folder("tokenizer")));
   const int width = tokenizer.max_length();
   std::vector<int32_t> ids;
+  int64_t cut = 0;
   const auto add = [&](const std::string& name, const std::string& text) -> absl::Status {
     const absl::StatusOr<TokenizedText> tokens = tokenizer.Encode(text);
     if (!tokens.ok())
       return InvalidArgument("{}: its caption cannot be read: {}", name,
                              std::string(tokens.status().message()));
     ids.insert(ids.end(), tokens->ids.begin(), tokens->ids.begin() + width);
+    cut += tokens->kept_tokens < tokens->tokens;
     return absl::OkStatus();
   };
   dataset->first_caption.clear();
@@ -218,7 +220,7 @@ absl::Status Tokenize(const PipelineParts& parts, const std::vector<std::string>
   DENOISED_RETURN_IF_ERROR(add("the empty caption", ""));
   dataset->tokens = Tensor::Host({count + 1, width}, DType::kI32);
   std::copy(ids.begin(), ids.end(), dataset->tokens.as<int32_t>());
-  return absl::OkStatus();
+  return cut;
 }
 
 absl::StatusOr<Weights> OpenPart(const std::string& directory, const std::string& part) {

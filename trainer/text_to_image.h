@@ -57,10 +57,11 @@ absl::StatusOr<Captions> ReadCaptions(const std::string& folder,
 /// What is wrong with the captions of a picture, or "".
 std::string CheckCaptions(const Captions& captions, const std::string& file);
 
-/// Fills in tokens and first_caption of `dataset` for pictures with these captions.
-/// InvalidArgument if CheckCaptions() finds a fault.
-absl::Status Tokenize(const PipelineParts& parts, const std::vector<std::string>& files,
-                      const Captions& captions, training::Dataset* dataset);
+/// Fills in tokens and first_caption of `dataset` for pictures with these captions. Returns how
+/// many captions were too long for the encoder, so that their ends were cut off. InvalidArgument if
+/// CheckCaptions() finds a fault.
+absl::StatusOr<int64_t> Tokenize(const PipelineParts& parts, const std::vector<std::string>& files,
+                                 const Captions& captions, training::Dataset* dataset);
 
 /// Weights of a part, `part` being its name: of `directory`, a StableDiffusionPipeline.
 absl::StatusOr<Weights> OpenPart(const std::string& directory, const std::string& part);

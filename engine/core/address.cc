@@ -6,7 +6,7 @@
 
 namespace denoised {
 
-absl::Status CheckAddress(const std::string& flag, const std::string& address) {
+absl::Status CheckAddress(const std::string& flag, const std::string& address, int example) {
   const size_t colon = address.rfind(':');
   const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
   const bool digits =
@@ -15,8 +15,8 @@ absl::Status CheckAddress(const std::string& flag, const std::string& address) {
   if (colon == 0 || !digits || std::stoi(port) > 65535) {
     return InvalidArgument(
         "{}: \"{}\" is not host:port with a port of 0 to 65535; use for example "
-        "127.0.0.1:50051, 0.0.0.0:50051 or [::1]:50051",
-        flag, address);
+        "127.0.0.1:{}, 0.0.0.0:{} or [::1]:{}",
+        flag, address, example, example, example);
   }
   return absl::OkStatus();
 }

@@ -8,6 +8,7 @@
 namespace denoised {
 
 /// InvalidArgument, which names the flag, unless `address` is host:port. No name is looked up.
-absl::Status CheckAddress(const std::string& flag, const std::string& address);
+/// `example`: a port for the message.
+absl::Status CheckAddress(const std::string& flag, const std::string& address, int example);
 
 }  // namespace denoised

@@ -120,6 +120,20 @@ TEST_F(DataTest, FolderLabelsAreFoldersInOrderOfTheirNames) {
   EXPECT_EQ(pictures->dataset.images.as<uint8_t>()[4], 10);
 }
 
+TEST_F(DataTest, FoldersWithoutPicturesAreNoClassesAndNamed) {
+  Write("ants/c.png", Png(2, 30));
+  Write("bees/deep/notes.txt", "no picture");
+  fs::create_directory(folder_ / "cats");
+  PictureOptions options = Options(2);
+  std::string note;
+  options.note = [&](const std::string& what) { note += what; };
+  const auto pictures = ReadPictures(folder_, "", options);
+  ASSERT_TRUE(pictures.ok()) << pictures.status();
+  EXPECT_THAT(pictures->class_names, ElementsAre("ants"));
+  EXPECT_EQ(note, "warning: " + folder_.string() +
+                      ": folders without pictures are no classes: bees, cats");
+}
+
 TEST_F(DataTest, HiddenPicturesAreLeftOutAndNamed) {
   for (const char* const name :
        {"cats/a.png", "cats/.ipynb_checkpoints/a-checkpoint.png", "cats/._a.png", "dogs/b.png",
@@ -624,6 +638,10 @@ TEST_F(DataTest, ZipRefusals) {
                  {"dataset.json", R"({"labels": [["a.png", 0]], "labels": [["a.png", 1]]})"}},
                 false)),
       "", "twice.zip/dataset.json: has \"labels\" twice; give it once");
+  ExpectRefused(
+      Write("files.zip",
+            Zip({{"a.png", Png(2, 7)}, {"b.png", Png(2, 8)}, {"a.png", Png(2, 9)}}, false)),
+      "", "files.zip: has two files of the name a.png; pack it anew");
   // An entry that says it unpacks to less than it does.
   std::string liar =
       Zip({{"a.png", std::string(100000, 'x')}, {"dataset.json", R"({"labels": [["a.png", 0]]})"}},
@@ -645,7 +663,7 @@ TEST_F(DataTest, IdxPlainAndPacked) {
   const std::string packed = Deflate(images, 31);
   ExpectRefused(Write("cut.gz", packed.substr(0, packed.size() - 12)), "", "cut off");
   ExpectRefused(Write("short", images.substr(0, 20)), "", "promises 8 bytes of data");
-  ExpectRefused(Write("images", images), "", "--labels");
+  ExpectRefused(Write("images", images), "", "images: has no labels, but the network has classes");
   ExpectRefused(Write("images", images), Write("one", labels.substr(0, 7) + "\x01\x03"),
                 "one: there are 2 pictures, but 1 labels");
 }
@@ -671,6 +689,8 @@ TEST_F(DataTest, NumpyArrays) {
   ExpectRefused(Write("w.npy", Npy("|u1", "(1, 1, 65537)", std::string(65537, 'x'))),
                 Write("y.npy", labels), "65537 × 1 are too large; use edges of at most 65536");
   ExpectRefused(Write("z.npz", Zip({{"x.npy", images}}, false)), "", "no array \"images\"");
+  ExpectRefused(Write("n.npz", Zip({{"images.npy", images}}, false)), "",
+                "n.npz: has no array \"labels\", but the network has classes; save with");
 }
 
 TEST_F(DataTest, SignedAndBigEndianNumbers) {

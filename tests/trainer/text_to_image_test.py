@@ -396,6 +396,10 @@ class TextToImageTest(unittest.TestCase):
         self.metadata.unlink()
         self.train("files", steps=3)
         self.assertEqual(self.state("metadata", 3), self.state("files", 3))
+        captions = (self.data / "5.txt").read_text()
+        (self.data / "5.txt").write_text(captions + "a " * 1000 + "\n")
+        self.assertIn("warning: 1 of the captions is longer; their ends are left out", self.train("long", steps=1))
+        (self.data / "5.txt").write_text(captions)
         (self.data / "3.txt").unlink()
         self.assertIn("3.png: has no caption", self.train("missing", rc=2))
         (self.data / "5.txt").write_bytes(b"\xff\n")
@@ -414,7 +418,7 @@ class TextToImageTest(unittest.TestCase):
         # Another caption is another run.
         (self.data / "3.txt").write_text("something else\n")
         said = self.train("files", rc=2, resume="latest", steps=6)
-        self.assertIn("--data was", said)
+        self.assertIn("the checksum of --data was", said)
 
     def test_weights_choose_pictures(self):
         def write(lines):

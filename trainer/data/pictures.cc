@@ -475,7 +475,7 @@ struct LeftOut {
 };
 
 absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOptions& options) {
-  std::set<std::string> files;  // relative
+  std::set<std::string> files, folders;  // relative; those directly below `path`
   LeftOut left_out;
   std::error_code error;
   fs::recursive_directory_iterator walk(path, fs::directory_options::follow_directory_symlink,
@@ -495,6 +495,7 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
     // end.
     const fs::file_type type = walk->status(error).type();
     if (type == fs::file_type::none) break;
+    if (type == fs::file_type::directory && walk.depth() == 0) folders.insert(name);
     if (type != fs::file_type::regular && type != fs::file_type::not_found) continue;
     if (IsPicture(name)) files.insert(file);
     if (IsOtherPicture(name)) ++left_out.others[Extension(name)];
@@ -528,6 +529,10 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
       if (const size_t slash = file.find('/'); slash != std::string::npos)
         files_of_folder[file.substr(0, slash)].push_back(file);
     Number(files_of_folder, &metadata.names, &metadata.labels);
+    std::erase_if(folders, [&](const auto& folder) { return files_of_folder.contains(folder); });
+    if (options.wants_labels && options.note && !folders.empty())
+      options.note(fmt::format("warning: {}: folders without pictures are no classes: {}", path,
+                               Listed({folders.begin(), folders.end()}, ", ")));
     no_label = has_lines ? "it has no label in metadata.jsonl, and is in no folder of a class"
                          : "it has no label: it is in no folder of a class";
   }
@@ -585,6 +590,10 @@ absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& 
   left_out.Note(path, options);
   std::sort(entries.begin(), entries.end(),
             [](const auto* a, const auto* b) { return a->name < b->name; });
+  const auto twice =
+      std::ranges::adjacent_find(entries, {}, [](const auto* entry) { return entry->name; });
+  if (twice != entries.end())
+    return InvalidArgument("{}: has two files of the name {}; pack it anew", path, (*twice)->name);
   std::vector<Candidate> candidates;
   for (const ZipArchive::Entry* entry : entries) {
     Candidate candidate{
@@ -706,6 +715,11 @@ absl::StatusOr<Pictures> ReadNpz(const std::string& path, const PictureOptions& 
     return ParseNpy(array, path + "/" + entry.name);
   };
   DENOISED_ASSIGN_OR_RETURN(const Array pictures, read(*images));
+  if (labels == nullptr && (options.wants_labels || options.wants_vectors))
+    return InvalidArgument(
+        "{}: has no array \"labels\", but the network has classes; save with "
+        "numpy.savez(file, images=x, labels=y)",
+        path);
   if (labels == nullptr) return FromArrays(pictures, nullptr, path, "", options);
   DENOISED_ASSIGN_OR_RETURN(const Array classes, read(*labels));
   return FromArrays(pictures, &classes, path, path + "/labels.npy", options);
@@ -776,7 +790,10 @@ absl::StatusOr<Pictures> ReadPictures(const std::string& path, const std::string
   DENOISED_ASSIGN_OR_RETURN(const Array images, ReadArray(path));
   if (labels_path.empty()) {
     if (options.wants_labels || options.wants_vectors)
-      return InvalidArgument("the network has classes: give the file of labels with --labels");
+      return InvalidArgument(
+          "{}: has no labels, but the network has classes: give a file of them "
+          "with --labels",
+          path);
     return FromArrays(images, nullptr, path, "", options);
   }
   DENOISED_ASSIGN_OR_RETURN(const Array labels, ReadArray(labels_path));
