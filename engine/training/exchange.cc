@@ -230,10 +230,15 @@ absl::Status TcpExchange::WaitFor(const Socket& socket, Clock::time_point deadli
   if (ready > 0) return absl::OkStatus();
   if (ready < 0 && errno == EINTR)
     return Unavailable("a signal came before all {} ranks were there", ranks_);
+  // The first rank alone knows which.
+  std::vector<int> missing;
+  for (int rank = 1; rank_ == 0 && rank < ranks_; ++rank)
+    if (!peers_[rank].open()) missing.push_back(rank);
   return Unavailable(
-      "not all {} ranks were there within {} s; see that each was started and reaches rank 0, or "
+      "not all {} ranks were there within {} s{}; see that each was started and reaches rank 0, or "
       "raise --rank-seconds",
-      ranks_, timeout_);
+      ranks_, timeout_,
+      missing.empty() ? "" : fmt::format(" (missing: {})", fmt::join(missing, ", ")));
 }
 
 absl::Status TcpExchange::Receive(const Socket& socket, void* data, size_t size,
