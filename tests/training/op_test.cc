@@ -101,6 +101,7 @@ TEST_P(OpTest, Linear) {
                           .scale = scale,
                           .out = Out("out")});
         const Tensor dout = Scaled(In("dout"), scale);
+        if (Golden("residual")) outputs_["dresidual"] = dout;
         backend_->LinearBackward({.x = In("x"),
                                   .weight = packed.get(),
                                   .dout = dout,
@@ -320,13 +321,12 @@ TEST_P(OpTest, Resampling) {
 
 /// Without a backward op: see the next test.
 TEST_P(OpTest, Concat) {
-  Run(
-      "concat",
+  Run("concat",
       [&](const nlohmann::json& golden) {
         const bool swapped = golden.contains("planted");
         backend_->Concat(In(swapped ? "b" : "a"), In(swapped ? "a" : "b"), Out("out"));
       },
-      Plant, 1);
+      Plant, 1, {.left_out = {"da", "db"}});
 }
 
 TEST_P(OpTest, ConcatHasItsGradientFromTheNormBehindIt) {
