@@ -282,7 +282,9 @@ def compare_models(session, topic, shapes, autotuned):
 def train(session):
     """Compiling a backward pass takes minutes, so all peers compile side by side, and what has not
     ended when there is just time to measure the others is left out."""
-    args, label = session.args, "torch.compile, one graph"
+    args = session.args
+    label = ("torch.compile, one graph" if args.train_mode == "default" else
+             f"torch.compile ({args.train_mode}), one graph")
     rows, ours, content = {}, {}, None
     for model, batch in args.train:
         config = CONFIGS / model / "config.json"
@@ -300,7 +302,8 @@ def train(session):
     threads = max(1, (os.cpu_count() or 1) // len(rows))
     peers = {shape: session.python(
         f"train-peer-{shape[0]}", "bench/peer_train.py", f"--config={row.pop('config')}",
-        f"--batch={shape[1]}", TORCHINDUCTOR_COMPILE_THREADS=f"{threads}",
+        f"--batch={shape[1]}", f"--mode={args.train_mode}",
+        TORCHINDUCTOR_COMPILE_THREADS=f"{threads}",
         OMP_NUM_THREADS=f"{threads}") for shape, row in rows.items()}
     peer_ready = {}
     for worker in peers.values():
@@ -992,6 +995,8 @@ def main():
                         help=f"and pictures of a step; default: {TRAIN_BATCHES}")
     parser.add_argument("--train-flags", default="",
                         help="further flags of train-bench, such as --train-flags=--norms=recompute")
+    parser.add_argument("--train-mode", default="default",
+                        help="of torch.compile for a step, such as max-autotune-no-cudagraphs, which compiles longer")
     parser.add_argument("--max-autotune", type=shapes_of, default=shapes_of(AUTOTUNED_ROWS),
                         help="of these, which also so, in this order as long as there is time; "
                         f"default: {AUTOTUNED_ROWS}")

@@ -51,8 +51,8 @@ class Step:
             self.kwargs["class_labels"] = torch.randint(0, classes, (args.batch,),
                                                         device=self.device)
         peer.use_one_ptxas()
-        self.forward = network if args.eager else torch.compile(network, fullgraph=True,
-                                                                dynamic=False)
+        self.forward = network if args.eager else torch.compile(
+            network, fullgraph=True, dynamic=False, mode=args.mode)
         self.replay, self.seconds = self.step, {}
         if self.on_gpu:
             self.stream = torch.cuda.Stream()
@@ -107,7 +107,8 @@ class Step:
         {"compile": self.compile, "prepare": self.prepare}[verb]()
         self.seconds[verb] = round(time.monotonic() - begin, 1)
         memory = {"MiB_allocated": torch.cuda.max_memory_allocated() >> 20,
-                  "MiB_reserved": torch.cuda.max_memory_reserved() >> 20} if self.on_gpu else {}
+                  "MiB_reserved": torch.cuda.max_memory_reserved() >> 20,
+                  "MiB_reserved_at_last": torch.cuda.memory_reserved() >> 20} if self.on_gpu else {}
         return {"seconds": dict(self.seconds), "first_step_seconds": sum(self.seconds.values()),
                 **memory}
 
@@ -118,6 +119,7 @@ def main():
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--eager", action="store_true", help="without torch.compile; on a CPU")
+    parser.add_argument("--mode", default="default", help="of torch.compile")
     parser.add_argument("--layout", default="nhwc", choices=["nhwc", "nchw"], help="of images")
     args = parser.parse_args()
     step = Step(args)
