@@ -195,7 +195,7 @@ TEST_P(LatentModelGradients, TextEncoder) {
       EXPECT_EQ(bench.parameters_.all().size() + 1, golden.size());
     }
     if (GetParam() != "cpu") continue;
-    // A planted error is seen: one weight that is 2 % off.
+    // A planted error is seen: one weight, half as large again and 0.01 more.
     bench.trained_.as<float>()[bench.parameters_.all()[4].offset] *= 1.5f;
     bench.trained_.as<float>()[bench.parameters_.all()[4].offset] += 0.01f;
     (*model)->Pack(bench.masters());
