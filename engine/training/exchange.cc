@@ -292,7 +292,7 @@ absl::StatusOr<Socket> TcpExchange::Dial(const sockaddr_in& address,
                                          const std::string& whom) const {
   while (true) {
     Socket socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (ConnectInTime(socket, address)) {
+    if (ConnectInTime(socket, address) && !ReachesItself(socket.fd())) {
       SetOptions(socket);
       return socket;
     }
@@ -398,6 +398,14 @@ absl::Status TcpExchange::Connect(const std::string& host, const std::string& po
 }
 
 }  // namespace
+
+bool ReachesItself(int socket) {
+  sockaddr_in own{}, peer{};
+  socklen_t own_size = sizeof own, peer_size = sizeof peer;
+  return getsockname(socket, reinterpret_cast<sockaddr*>(&own), &own_size) == 0 &&
+         getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &peer_size) == 0 &&
+         own.sin_port == peer.sin_port && own.sin_addr.s_addr == peer.sin_addr.s_addr;
+}
 
 absl::Status GatherRows(const Tensor& all, Exchange& host) {
   const int rank = host.rank(), ranks = host.ranks();

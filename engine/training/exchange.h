@@ -46,6 +46,10 @@ std::unique_ptr<Exchange> NewSoleExchange();
 /// Several ranks on threads of this process.
 std::vector<std::unique_ptr<Exchange>> NewLoopbackExchanges(int ranks);
 
+/// Whether a connected socket is its own other end. While nothing listens on a port that the system
+/// also gives to sockets that connect, one of them may get it and reach itself.
+bool ReachesItself(int socket);
+
 /// Several processes, over TCP. Rank 0 listens on `address` ("host:port"); the others connect to
 /// it, learn each other's addresses and connect to each other. Waits `timeout_seconds` for all of
 /// them, and for the host's name to be known, and as long for a partner in Swap(). The connections

@@ -186,6 +186,27 @@ TEST(Exchange, WhatConnectsAndSaysNothingKeepsNoRankOut) {
   close(silent);
 }
 
+/// The system gives a socket that connects some free port, perhaps the very one that it tries.
+TEST(Exchange, ASocketThatReachedItselfIsKnown) {
+  const auto bound = [](sockaddr_in* address) {
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    address->sin_family = AF_INET;
+    address->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof *address;
+    EXPECT_EQ(bind(fd, reinterpret_cast<const sockaddr*>(address), size), 0);
+    EXPECT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(address), &size), 0);
+    return fd;
+  };
+  sockaddr_in own{}, others{}, another{};
+  const int alone = bound(&own), listener = bound(&others), dialling = bound(&another);
+  ASSERT_EQ(connect(alone, reinterpret_cast<const sockaddr*>(&own), sizeof own), 0);
+  EXPECT_TRUE(ReachesItself(alone));
+  ASSERT_EQ(listen(listener, 1), 0);
+  ASSERT_EQ(connect(dialling, reinterpret_cast<const sockaddr*>(&others), sizeof others), 0);
+  EXPECT_FALSE(ReachesItself(dialling));
+  for (const int fd : {alone, listener, dialling}) close(fd);
+}
+
 TEST(Exchange, AllRanksHaveTheTextsOfAll) {
   const std::vector<std::string> all = {"", "b", "cc", "ddd", "eeee", "fffff", "gggggg", "hhhhhhh"};
   for (const int ranks : {2, 4, 8}) {
