@@ -810,7 +810,9 @@ TEST_P(LargeOpTest, WeightGradientsOfConvolutions) {
         Case{96, 72, 4, 8, 8, 2, 3, false, 2}, Case{96, 72, 4, 8, 8, 2, 3, false, 2, false},
         Case{96, 72, 4, 7, 9, 4, 3, false, 2}, Case{3, 64, 8, 16, 20, 1, 3, false, 2},
         Case{64, 3, 8, 16, 20, 1, 3, false, 2, false}, Case{64, 64, 2, 2, 3, 1, 3, false, 2},
-        Case{8, 8, 2, 1, 5, 1, 3, false, 2}}) {
+        Case{8, 8, 2, 1, 5, 1, 3, false, 2},
+        // More parts of chunks than a launch of gemm.cu takes.
+        Case{1, 1, 2048, 128, 128, 1}}) {
     SCOPED_TRACE(fmt::format("{} to {}, {} images of {}x{}, chunks of {}, kernel {}, stride {}{}",
                              c.in, c.out, c.images, c.height, c.width, c.chunk, c.kernel, c.stride,
                              c.before ? "" : ", not padded before"));
@@ -849,9 +851,9 @@ TEST_P(LargeOpTest, WeightGradientsOfLinears) {
     int in, lines, images, chunk;
     std::vector<int> parts;
   };
-  for (const Case& c :
-       {Case{192, 64, 8, 1, {192}}, Case{384, 300, 8, 1, {384, 72, 200}}, Case{72, 1, 8, 1, {136}},
-        Case{136, 1, 64, 8, {64, 64}}, Case{64, 1000, 2, 1, {8, 256}}}) {
+  for (const Case& c : {Case{192, 64, 8, 1, {192}}, Case{384, 300, 8, 1, {384, 72, 200}},
+                        Case{72, 1, 8, 1, {136}}, Case{136, 1, 64, 8, {64, 64}},
+                        Case{64, 1000, 2, 1, {8, 256}}, Case{1, 16384, 2048, 1, {1}}}) {
     SCOPED_TRACE(fmt::format("{} to {}, {} x {} lines, chunks of {}", c.in, fmt::join(c.parts, "+"),
                              c.images, c.lines, c.chunk));
     int outputs = 0;

@@ -302,6 +302,24 @@ cudaError_t LaunchTensorCores(const Gemm& gemm, const GemmLaunch& launch, const 
   return tile(gemm, launch, queue);
 }
 
+/// Of a launch: blocks along z.
+constexpr int kMostBatches = 65535;
+
+/// `count` of the outer batches, from `first` on.
+GemmLaunch OuterPart(GemmLaunch launch, int64_t first, int count) {
+  const int64_t bytes = launch.element == Element::kBf16 ? 2 : 4;
+  int64_t of_b = first * launch.b.outer;
+  if (const Patches* const patches = launch.patches) {
+    const int64_t images = of_b / (int64_t{patches->out_height} * patches->out_width);
+    of_b = images * patches->height * patches->width * launch.b.stride;
+  }
+  launch.a.data = static_cast<const char*>(launch.a.data) + first * launch.a.outer * bytes;
+  launch.b.data = static_cast<const char*>(launch.b.data) + of_b * bytes;
+  launch.out += first * launch.out_outer;
+  launch.outer = count;
+  return launch;
+}
+
 bool InVectors(const Operand& operand, int64_t size) {
   return reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && operand.stride % kVector == 0 &&
          operand.inner % kVector == 0 && size % kVector == 0;
@@ -319,7 +337,12 @@ bool SuitsTensorCores(const GemmLaunch& gemm) {
 }  // namespace
 
 cudaError_t LaunchGemm(const GemmLaunch& launch, const Queue& queue) {
-  if (launch.outer * launch.inner > 65535) return cudaErrorInvalidValue;
+  if (launch.inner > kMostBatches) return cudaErrorInvalidValue;
+  if (const int most = kMostBatches / launch.inner; launch.outer > most) {
+    const cudaError_t error = LaunchGemm(OuterPart(launch, 0, most), queue);
+    if (error != cudaSuccess) return error;
+    return LaunchGemm(OuterPart(launch, most, launch.outer - most), queue);
+  }
   Gemm gemm;
   gemm.a = launch.a, gemm.b = launch.b;
   gemm.element = launch.element;
