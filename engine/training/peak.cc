@@ -15,6 +15,11 @@ struct Rate {
   double tensor_clock = 1;  // of the highest clock, at which the peak of bf16 is stated
 };
 
+bool IsStatedHopper(std::string_view name) {
+  const auto has = [&](std::string_view part) { return name.find(part) != std::string_view::npos; };
+  return (has("H100 80GB HBM3") || has("H100 PCIe") || has("H200")) && !has("NVL");
+}
+
 std::optional<Rate> RateOf(const GpuFacts& gpu) {
   // GeForce sums products of 16 bits in fp32 at half the rate.
   const int ga102 = gpu.name.find("GeForce") != std::string_view::npos ? 512 : 1024;
@@ -25,6 +30,9 @@ std::optional<Rate> RateOf(const GpuFacts& gpu) {
     case 89:
       return Rate{.bf16 = ga102, .fp32 = 256};
     case 90:
+      // Others, such as the NVL cards and the H20, are stated with less than their clocks would
+      // give.
+      if (!IsStatedHopper(gpu.name)) return std::nullopt;
       // The H100's SXM card is stated at 1830 MHz and its PCIe card at 1620; their highest clocks
       // are 1980 and 1755.
       return Rate{.bf16 = 4096, .fp32 = 256, .tensor_clock = 12.0 / 13};

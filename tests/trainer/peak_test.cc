@@ -35,6 +35,8 @@ TEST(PeakTest, IsWhatMakersState) {
 TEST(PeakTest, IsNotGuessed) {
   EXPECT_EQ(PeakFlops({"a newer one", 12, 0, 170, 2407e6}, DType::kBF16), 0);
   EXPECT_EQ(PeakFlops({"NVIDIA H200", 9, 0, 132, 1980e6}, DType::kF16), 0);
+  for (const char* const name : {"NVIDIA H20", "NVIDIA H100 NVL", "NVIDIA H200 NVL"})
+    EXPECT_EQ(PeakFlops({name, 9, 0, 132, 1785e6}, DType::kBF16), 0) << name;
 }
 
 TEST(PeakTest, WorkIsAShareOfAKnownPeak) {
