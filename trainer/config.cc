@@ -749,7 +749,7 @@ void AddOptimizerFlags(CLI::App& app, Flags* flags) {
   app.add_option("--clip", t.clip, "Clip the gradient to this global norm; 0: no clipping")
       ->type_name(In(0, 1e9));
   app.add_option("--average", flags->averages,
-                 "Moving average of the weights: warmup:0.999 (diffusers), decay:0.999 or "
+                 "Moving average of the weights: warmup:0.999 (its decay rises), decay:0.999 or "
                  "power:0.05 (EDM2). May be repeated; the first is written to model/. "
                  "Default: warmup:0.999")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)

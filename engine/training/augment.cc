@@ -11,9 +11,9 @@
 namespace denoised::training {
 namespace {
 
-// Table 6.
-const double kLargestScale = std::exp2(0.2), kLargestAnisotropy = std::exp2(0.2);
-constexpr double kTranslation = 1.0 / 8;
+// Table 6. At one standard deviation: scales as factors, the translation as a share of the picture.
+const double kScaleStd = std::exp2(0.2), kAnisotropyStd = std::exp2(0.2);
+constexpr double kTranslationStd = 1.0 / 8;
 
 /// An affine map of the plane.
 struct Map {
@@ -77,7 +77,7 @@ Augmentation PlanAugmentation(uint64_t seed, uint32_t step, uint32_t sample, dou
   }
   if (happens(1)) {
     plan.labels[2] = normal.v[0];
-    const double scale = std::pow(kLargestScale, -normal.v[0]);
+    const double scale = std::pow(kScaleStd, -normal.v[0]);
     inverse = inverse * Scaling(scale, scale);
   }
   if (happens(2)) {
@@ -87,7 +87,7 @@ Augmentation PlanAugmentation(uint64_t seed, uint32_t step, uint32_t sample, dou
     inverse = inverse * Rotation(a);
   }
   if (happens(3)) {
-    const double a = angle(bits[2].v[3]), stretch = std::pow(kLargestAnisotropy, normal.v[1]);
+    const double a = angle(bits[2].v[3]), stretch = std::pow(kAnisotropyStd, normal.v[1]);
     plan.labels[5] = static_cast<float>(normal.v[1] * std::cos(a));
     plan.labels[6] = static_cast<float>(normal.v[1] * std::sin(a));
     inverse = inverse * Rotation(a) * Scaling(1 / stretch, stretch) * Rotation(-a);
@@ -95,8 +95,8 @@ Augmentation PlanAugmentation(uint64_t seed, uint32_t step, uint32_t sample, dou
   if (happens(4)) {
     plan.labels[7] = shift.v[0];
     plan.labels[8] = shift.v[1];
-    inverse = inverse * Translation(-kTranslation * static_cast<double>(width) * shift.v[0],
-                                    -kTranslation * static_cast<double>(height) * shift.v[1]);
+    inverse = inverse * Translation(-kTranslationStd * static_cast<double>(width) * shift.v[0],
+                                    -kTranslationStd * static_cast<double>(height) * shift.v[1]);
   }
   std::copy(&inverse.m[0][0], &inverse.m[0][0] + 6, &plan.inverse[0][0]);
   return plan;

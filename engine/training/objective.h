@@ -62,7 +62,8 @@ class Objective {
   static absl::StatusOr<Objective> Make(const ObjectiveOptions& options);
 
   /// Fills in signal, noise, shift, target_signal, target_noise, condition and weight from the
-  /// sample's own random numbers.
+  /// sample's own random numbers; with a learned variance also mean_factor, log_variance_min and
+  /// log_variance_max.
   void Plan(uint64_t seed, uint32_t step, uint32_t sample, SampleRow* row) const;
 
   /// VarianceLossArgs::weight. L_vlb is the sum of L over all timesteps, in bits; a sample has one

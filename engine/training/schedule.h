@@ -24,8 +24,9 @@ struct RateSchedule {
 /// An exponential moving average of the weights.
 struct AverageOptions {
   enum class Kind {
-    kDecay,   // w̄ ← d·w̄ + (1 − d)·w
-    kWarmup,  // the same with d = min(value, 1 − (1 + n)^−0.75), diffusers' EMAModel
+    kDecay,  // w̄ ← d·w̄ + (1 − d)·w
+    // Update number t (from 1) has
+    kWarmup,  // d = min(value, 1 − t^−0.75): diffusers' EMAModel(use_ema_warmup=True, power=0.75)
     kPower    // d = (1 − 1/t)^(γ + 1) of relative width `value` (EDM2)
   } kind = Kind::kWarmup;
   double value = 0.999;

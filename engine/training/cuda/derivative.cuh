@@ -5,7 +5,7 @@
 
 namespace denoised::training::cuda {
 
-/// act′(z) for the activations that training supports.
+/// act′(z) for the activations that training supports: any but kTanh.
 __device__ inline float Derivative(Activation activation, float z) {
   using denoised::cuda::Sigmoid;
   switch (activation) {
@@ -28,10 +28,8 @@ __device__ inline float Derivative(Activation activation, float z) {
       const float s = Sigmoid(1.702f * z);
       return s * (1.0f + 1.702f * z * (1.0f - s));
     }
-    case Activation::kTanh: {
-      const float t = tanhf(z);
-      return 1.0f - t * t;
-    }
+    case Activation::kTanh:
+      break;
   }
   return 0.0f;
 }

@@ -17,7 +17,7 @@ namespace {
 
 using namespace denoised::cuda;
 
-constexpr int kThreads = 256, kPiece = 32, kMostLevels = 32;
+constexpr int kThreads = 256, kPiece = 32;
 
 /// sorted[chunk, place] = {entry, line}. Each thread counts the lines that belong before its own,
 /// so no thread waits for another.
@@ -118,8 +118,7 @@ __global__ void __launch_bounds__(kStripThreads)
   const int column = S::Column(), thread = static_cast<int>(threadIdx.x);
   const int64_t chunks = embedding.lines / embedding.chunk_lines;
   for (int entry = blockIdx.y; entry < embedding.entries; entry += gridDim.y) {
-    float waiting[kMostLevels];  // sums of this thread's channel, as in Subtrees (sums.cu)
-    int levels = 0;
+    Subtrees<float> subtrees;  // of this thread's channel
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       const int at = static_cast<int>(chunk % (kStripThreads / 2)) * 2;
       __syncthreads();  // before `shared` and `bounds` are overwritten
@@ -141,12 +140,11 @@ __global__ void __launch_bounds__(kStripThreads)
         if (thread < S::kChannels)
           value = SumOf<S::kLines>([&](int line) { return shared[line][thread]; });
       }
-      for (int64_t bits = chunk; bits & 1; bits >>= 1) value = waiting[--levels] + value;
-      waiting[levels++] = value;
+      subtrees.Add(chunk, value);
     }
     const int channel = blockIdx.x * S::kChannels + thread;
     if (thread < S::kChannels && channel < embedding.dim)
-      embedding.dtable[static_cast<int64_t>(entry) * embedding.dim + channel] = waiting[0];
+      embedding.dtable[static_cast<int64_t>(entry) * embedding.dim + channel] = subtrees.Sum();
   }
 }
 

@@ -16,9 +16,10 @@
 /// Kernels wait for their predecessors before they read or write any memory (dependent_launch.h),
 /// except those of group_norm.cu, which start when all before them have ended.
 ///
-/// No atomics. Results for a sample depend on that sample alone. A sum over samples is computed
-/// chunk by chunk, each in an order that depends on shapes only, and LaunchTreeSum adds the chunks
-/// as backend.h describes. How a sum is split into parts never depends on the number of chunks.
+/// No atomics in the kernels below. Results for a sample depend on that sample alone. A sum over
+/// samples is computed chunk by chunk, each in an order that depends on shapes only, and
+/// LaunchTreeSum adds the chunks as backend.h describes. How a sum is split into parts never
+/// depends on the number of chunks.
 
 namespace denoised::training::cuda {
 
