@@ -642,6 +642,18 @@ TEST_F(DataTest, ZipRefusals) {
       Write("files.zip",
             Zip({{"a.png", Png(2, 7)}, {"b.png", Png(2, 8)}, {"a.png", Png(2, 9)}}, false)),
       "", "files.zip: has two files of the name a.png; pack it anew");
+  // What is meant for a folder would be missed without a word.
+  PictureOptions noted = Options(2);
+  noted.wants_labels = false;
+  std::string note;
+  noted.note = [&](const std::string& what) { note += what + "\n"; };
+  const std::string packed =
+      Write("packed.zip",
+            Zip({{"data/a.png", Png(2, 7)}, {"data/dataset.json", "{}"}, {"metadata.jsonl", "{}"}},
+                false));
+  ASSERT_TRUE(ReadPictures(packed, "", noted).ok());
+  EXPECT_THAT(note, HasSubstr("packed.zip: data/dataset.json is not read; put it beside"));
+  EXPECT_THAT(note, HasSubstr("packed.zip: metadata.jsonl is not read; unpack the ZIP"));
   // An entry that says it unpacks to less than it does.
   std::string liar =
       Zip({{"a.png", std::string(100000, 'x')}, {"dataset.json", R"({"labels": [["a.png", 0]]})"}},

@@ -71,18 +71,35 @@ absl::StatusOr<std::string> Inflate(std::string_view bytes, int window_bits, uin
 
 }  // namespace
 
+namespace {
+
+/// Unavailable for what may be well another time, such as a disk or the number of open files.
+absl::Status CannotRead(const std::string& path, int error) {
+  const std::string why = std::generic_category().message(error);
+  for (const int of_path : {0, ENOENT, ENOTDIR, EACCES, EPERM, ELOOP, ENAMETOOLONG, ESPIPE})
+    if (error == of_path)
+      return NotFound("{}: cannot be read{}; check the path and its permissions", path,
+                      error == 0 ? "" : ": " + why);
+  return Unavailable("{}: cannot be read: {}", path, why);
+}
+
+}  // namespace
+
 absl::StatusOr<std::string> ReadFile(const std::string& path) {
   std::error_code error;
   if (std::filesystem::is_directory(path, error))
     return InvalidArgument("{} is a folder; a file is needed", path);
+  errno = 0;
   std::ifstream file(path, std::ios::binary | std::ios::ate);
-  if (!file) return NotFound("{}: cannot be read; check the path and its permissions", path);
+  if (!file) return CannotRead(path, errno);
   const auto size = file.tellg();
   try {
     std::string bytes(static_cast<size_t>(std::max<std::streamoff>(0, size)), '\0');
     file.seekg(0);
     file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-    if (!file) return NotFound("{}: cannot be read to its end", path);
+    if (!file)
+      return Unavailable("{}: cannot be read to its end: {}", path,
+                         std::generic_category().message(errno));
     return bytes;
   } catch (const std::bad_alloc&) {
     return ResourceExhausted("{}: {} bytes do not fit the memory", path,
@@ -92,18 +109,22 @@ absl::StatusOr<std::string> ReadFile(const std::string& path) {
 
 absl::StatusOr<MappedFile> MappedFile::Open(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return NotFound("{}: cannot be read; check the path and its permissions", path);
+  if (fd < 0) return CannotRead(path, errno);
   struct stat status {};
   MappedFile file;
   void* data = nullptr;
+  int error = 0;
   const bool regular = fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
   if (regular && status.st_size > 0) {
     file.size_ = static_cast<size_t>(status.st_size);
     data = mmap(nullptr, file.size_, PROT_READ, MAP_PRIVATE, fd, 0);
+    error = errno;
   }
   close(fd);
   if (!regular) return InvalidArgument("{} is not a file; a file is needed", path);
-  if (data == MAP_FAILED) return NotFound("{}: cannot be mapped into memory", path);
+  if (data == MAP_FAILED)
+    return Unavailable("{}: cannot be mapped into memory: {}", path,
+                       std::generic_category().message(error));
   file.data_ = std::shared_ptr<const void>(data, [size = file.size_](const void* mapped) {
     if (mapped != nullptr) munmap(const_cast<void*>(mapped), size);
   });

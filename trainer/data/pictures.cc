@@ -282,6 +282,10 @@ absl::StatusOr<Pictures> Decode(const std::string& path, const std::vector<Candi
     if (stopped()) return Cancelled("stopped while pictures were read");
     const Candidate& candidate = candidates[i];
     const absl::StatusOr<bool>& is_converted = decoded[i % kBlock];
+    // Not the picture's fault: it would be missing from the data set.
+    if (absl::IsUnavailable(is_converted.status()) ||
+        absl::IsResourceExhausted(is_converted.status()))
+      return is_converted.status();
     std::string what;  // is wrong with it
     if (labels && !candidate.label) {
       what = fmt::format("{}: {}", candidate.name, no_label);
@@ -504,7 +508,8 @@ absl::StatusOr<Pictures> ReadFolder(const std::string& path, const PictureOption
 
   Metadata metadata;
   const fs::path lines = fs::path(path) / "metadata.jsonl";
-  const bool has_lines = fs::exists(lines);
+  const bool has_lines = fs::exists(lines, error);
+  if (error) return NotFound("{}: cannot be read: {}", lines.string(), error.message());
   if (has_lines) {
     DENOISED_ASSIGN_OR_RETURN(metadata, ReadMetadata(lines, options));
     // A file that has a line and is not there cannot be read.
@@ -580,6 +585,11 @@ absl::StatusOr<Pictures> ReadZip(const std::string& path, const PictureOptions& 
   LeftOut left_out;
   for (const ZipArchive::Entry& entry : archive.entries()) {
     const fs::path name(entry.name);
+    const bool lines = name.filename() == "metadata.jsonl";
+    if (options.note && (lines || (name.filename() == "dataset.json" && name != "dataset.json")))
+      options.note(fmt::format("warning: {}: {} is not read; {}", path, entry.name,
+                               lines ? "unpack the ZIP, or put labels into dataset.json"
+                                     : "put it beside the pictures' folders, at the top"));
     const bool hidden =
         labels.count(entry.name) == 0 &&
         std::any_of(name.begin(), name.end(), [](const fs::path& part) { return IsHidden(part); });
