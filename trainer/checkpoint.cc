@@ -86,6 +86,21 @@ absl::StatusOr<uint32_t> ChecksumOf(const std::string& path) {
   return static_cast<uint32_t>(checksum);
 }
 
+/// A JSON file of a checkpoint. DataLoss if it is read and is damaged.
+absl::StatusOr<nlohmann::json> ReadJson(const std::string& path) {
+  std::FILE* const file = std::fopen(path.c_str(), "rb");
+  if (file == nullptr) return Unreadable(path, errno);
+  std::string text;
+  char block[4096];
+  while (const size_t got = std::fread(block, 1, sizeof block, file)) text.append(block, got);
+  const int failed = std::ferror(file) != 0 ? errno : 0;
+  std::fclose(file);
+  if (failed != 0) return Unreadable(path, failed);
+  auto json = ParseJsonObject(text, path);
+  if (!json.ok()) return DataLoss("{}", std::string(json.status().message()));
+  return json;
+}
+
 std::string NameOf(int64_t step) { return fmt::format("step-{:09}", step); }
 
 /// The step of a checkpoint's folder, or −1.
@@ -142,8 +157,9 @@ absl::Status CheckDone(const std::string& directory, const std::set<std::string>
       return DataLoss("{}: has no DONE; it was not written to its end", directory);
     return Unreadable(path, errno);
   }
-  const auto done = ReadJsonFile(path);
-  if (!done.ok()) return DataLoss("{}: is damaged: {}", path, std::string(done.status().message()));
+  const auto done = ReadJson(path);
+  if (absl::IsDataLoss(done.status())) return Annotate(done.status(), path + ": is damaged");
+  DENOISED_RETURN_IF_ERROR(done.status());
   for (const char* const file : kFiles) {
     const nlohmann::json entry = done->value(file, nlohmann::json());
     const auto field = [&](const char* name) {
@@ -195,6 +211,8 @@ std::map<std::string, Tensor> ToHalf(const std::map<std::string, Tensor>& weight
 }
 
 }  // namespace
+
+absl::Status SyncFolder(const std::string& path) { return Sync(path); }
 
 absl::Status WriteFileWhole(const std::string& path, const std::string& text) {
   const std::string partial = path + ".partial";
@@ -249,17 +267,15 @@ absl::Status SaveCheckpoint(const std::string& folder, const Checkpoint& checkpo
       if (error) return Refused(path, error.value());
       done[file] = {{"bytes", bytes}, {"crc32", checksum}};
     }
+    DENOISED_RETURN_IF_ERROR(WriteFileWhole(partial + "/DONE", done.dump(2) + "\n"));
     DENOISED_RETURN_IF_ERROR(Sync(partial));
     // One of the same step is there if it was not whole, or if the run resumed from an earlier one.
     fs::remove_all(whole, ignored);
     if (std::rename(partial.c_str(), whole.c_str()) != 0) return Refused(whole, errno);
-    DENOISED_RETURN_IF_ERROR(Sync(folder));
-    DENOISED_RETURN_IF_ERROR(WriteFileWhole(whole + "/DONE", done.dump(2) + "\n"));
-    return Sync(whole);
+    return Sync(folder);
   };
   if (absl::Status status = write(); !status.ok()) {
     fs::remove_all(partial, ignored);
-    if (!IsThere(whole + "/DONE")) fs::remove_all(whole, ignored);
     return status;
   }
   int whole_ones = 0;
@@ -280,9 +296,13 @@ bool HasCheckpoints(const std::string& folder) { return !StepsIn(folder).empty()
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
   DENOISED_RETURN_IF_ERROR(CheckIsCheckpoint(directory));
   DENOISED_RETURN_IF_ERROR(CheckDone(directory, {std::begin(kFiles), std::end(kFiles)}));
-  DENOISED_ASSIGN_OR_RETURN(const nlohmann::json run, ReadJsonFile(directory + "/run.json"));
-  DENOISED_ASSIGN_OR_RETURN(const Safetensors file,
-                            Safetensors::Open(directory + "/state.safetensors"));
+  DENOISED_ASSIGN_OR_RETURN(const nlohmann::json run, ReadJson(directory + "/run.json"));
+  errno = 0;
+  const auto opened = Safetensors::Open(directory + "/state.safetensors");
+  // Its checksum is right, so what it cannot do now, such as to map it, it can do another time.
+  if (!opened.ok() && errno != 0) return Unreadable(directory + "/state.safetensors", errno);
+  DENOISED_RETURN_IF_ERROR(opened.status());
+  const Safetensors& file = *opened;
   Checkpoint checkpoint;
   training::TrainerState& state = checkpoint.state;
   size_t averages = 0;
@@ -296,6 +316,11 @@ absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
   } catch (const nlohmann::json::exception& error) {
     return DataLoss("{}/run.json: {}", directory, error.what());
   }
+  // A copy under another name would count as another checkpoint, perhaps as the newest.
+  if (const int64_t named = StepOf(fs::path(directory).filename());
+      named >= 0 && named != state.step)
+    return DataLoss("{}: is a copy of the checkpoint of step {}; give it its name", directory,
+                    state.step);
   const auto take = [&](const std::string& name) -> absl::StatusOr<Tensor> {
     const auto found = file.tensors().find(name);
     if (found == file.tensors().end() || found->second.dtype() != DType::kF32)
@@ -334,7 +359,7 @@ absl::StatusOr<SettingsFile> FlagsOf(const std::string& directory) {
   DENOISED_RETURN_IF_ERROR(CheckIsCheckpoint(directory));
   DENOISED_RETURN_IF_ERROR(CheckDone(directory, {"run.json"}));
   SettingsFile saved{directory + "/run.json", {}};
-  DENOISED_ASSIGN_OR_RETURN(saved.run, ReadJsonFile(saved.file));
+  DENOISED_ASSIGN_OR_RETURN(saved.run, ReadJson(saved.file));
   saved.settings = saved.run.value("flags", nlohmann::json());
   return saved;
 }
@@ -389,7 +414,8 @@ absl::Status WritePipeline(const std::string& directory, const Pipeline& pipelin
   }
   for (const Pipeline::Part& part : pipeline.parts)
     DENOISED_RETURN_IF_ERROR(Sync(directory + "/" + part.folder));
-  return absl::OkStatus();
+  if (!pipeline.scheduler.is_null()) DENOISED_RETURN_IF_ERROR(Sync(directory + "/scheduler"));
+  return Sync(directory);
 }
 
 }  // namespace denoised::trainer

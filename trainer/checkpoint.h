@@ -15,8 +15,8 @@
 ///   step-000001000/run.json            step, counters, settings, flags, sampler, machine
 ///   step-000001000/DONE                sizes and checksums of the two; written last
 ///
-/// It is written under a temporary name, synced, renamed, and gets DONE: whenever the process or
-/// the machine dies, the checkpoints with a valid DONE are whole.
+/// It is written under a temporary name, synced and renamed: whenever the process or the machine
+/// dies, the checkpoints with a valid DONE are whole.
 
 namespace denoised::trainer {
 
@@ -82,6 +82,9 @@ struct Pipeline {
 /// them, copied folders get the files of their sources that they lack: a network learned the
 /// latents of the autoencoder that it began with, even if another run now improves that one.
 absl::Status WritePipeline(const std::string& directory, const Pipeline& pipeline);
+
+/// Makes the names in a folder survive a power cut.
+absl::Status SyncFolder(const std::string& path);
 
 /// Writes `text` under a temporary name, syncs it, and renames it.
 absl::Status WriteFileWhole(const std::string& path, const std::string& text);

@@ -311,6 +311,47 @@ TEST_F(FilesTest, ADamagedDoneIsNamed) {
   EXPECT_TRUE(absl::IsUnavailable(LatestFlags(folder_).status()));
 }
 
+TEST_F(FilesTest, WhenAMachineDiesTheFirstCheckpointIsWholeOrNotThere) {
+  int rc = PowerCut::kExitCode, after = 0, loaded = 0;
+  for (; rc == PowerCut::kExitCode; ++after) {
+    SCOPED_TRACE(after);
+    const fs::path folder = folder_ / fmt::format("{}", after);
+    fs::create_directories(folder);
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      PowerCut here{.folder = folder, .after = after};
+      cut = &here;
+      _exit(SaveCheckpoint(folder, At(20), 2).ok() ? 0 : 1);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFEXITED(status));
+    rc = WEXITSTATUS(status);
+    ASSERT_NE(rc, 1);
+    // One that is not whole could not be resumed, and would have to be moved away.
+    std::vector<std::string> broken;
+    const auto latest = LoadLatestCheckpoint(folder, &broken);
+    ASSERT_TRUE(latest.ok()) << latest.status();
+    EXPECT_TRUE(broken.empty()) << testing::PrintToString(broken);
+    loaded += latest->has_value();
+    EXPECT_TRUE(latest->has_value() || rc != 0);
+  }
+  EXPECT_GT(after, 4);  // the calls were seen
+  EXPECT_GT(loaded, 0);
+}
+
+TEST_F(FilesTest, ACopyOfACheckpointIsNotANewerOne) {
+  ASSERT_TRUE(SaveCheckpoint(folder_, At(10), 2).ok());
+  fs::copy(folder_ / "step-000000010", folder_ / "step-000000099");
+  std::vector<std::string> broken;
+  const auto latest = LoadLatestCheckpoint(folder_, &broken);
+  ASSERT_TRUE(latest.ok() && latest->has_value()) << latest.status();
+  EXPECT_EQ((*latest)->state.step, 10);
+  ASSERT_EQ(broken.size(), 1u);
+  EXPECT_THAT(broken[0], HasSubstr("step-000000099: is a copy of the checkpoint of step 10"));
+}
+
 TEST_F(FilesTest, WeightsOfAllPartsAreSyncedBeforeTheyGetTheirNames) {
   Pipeline pipeline;
   pipeline.index = nlohmann::json::object();
@@ -324,12 +365,12 @@ TEST_F(FilesTest, WeightsOfAllPartsAreSyncedBeforeTheyGetTheirNames) {
   const absl::Status status = WritePipeline(folder_, pipeline);
   synced = nullptr;
   ASSERT_TRUE(status.ok()) << status;
-  ASSERT_GE(paths.size(), 4u);
-  paths.erase(paths.begin(), paths.end() - 4);
+  ASSERT_GE(paths.size(), 5u);
+  paths.erase(paths.begin(), paths.end() - 5);
   EXPECT_THAT(paths,
               testing::ElementsAre(folder_ / "text_encoder/weights.safetensors.next.partial",
                                    folder_ / "unet/weights.safetensors.next.partial",
-                                   folder_ / "text_encoder", folder_ / "unet"));  // the names
+                                   folder_ / "text_encoder", folder_ / "unet", folder_));  // names
   EXPECT_TRUE(fs::exists(folder_ / "unet/weights.safetensors"));
   EXPECT_FALSE(fs::exists(folder_ / "unet/weights.safetensors.next"));
 }
