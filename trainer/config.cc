@@ -729,9 +729,11 @@ void AddOptimizerFlags(CLI::App& app, Flags* flags) {
       ->type_name(WholeIn(1, 1 << 24));
   app.add_option("--accumulation", t.accumulation, "Micro-batches per step; more need less memory")
       ->type_name(WholeIn(1, 1 << 24));
-  app.add_option("--chunks", t.chunks,
-                 "Parts of a batch whose gradients are added as a tree; a power of two. The result "
-                 "depends on this number, but not on ranks, cores or accumulation");
+  app.add_option(
+      "--chunks", t.chunks,
+      "Parts of a batch whose gradients are added as a tree; a power of two that divides "
+      "--batch. The result "
+      "depends on this number, but not on ranks, cores or accumulation");
   app.add_option("--seed", t.seed, "Seed of all random numbers");
   app.add_option("--learning-rate", t.rate.rate, "Learning rate of AdamW")->type_name(In(0, 1e3));
   app.add_option("--schedule", flags->schedule,
@@ -741,7 +743,7 @@ void AddOptimizerFlags(CLI::App& app, Flags* flags) {
       ->type_name(kCount);
   app.add_option("--reference-steps", t.rate.reference_steps,
                  "Schedule inverse-sqrt: steps before the rate falls")
-      ->type_name(kAtLeastOne);
+      ->type_name(WholeIn(1, 4000000000));
   app.add_option("--beta1", t.beta1, "beta1 of AdamW")->type_name(In(0, 0.9999999));
   app.add_option("--beta2", t.beta2, "beta2 of AdamW")->type_name(In(0, 0.9999999));
   app.add_option("--adam-eps", t.eps, "eps of AdamW")->type_name(In(1e-16, 1));
@@ -750,8 +752,8 @@ void AddOptimizerFlags(CLI::App& app, Flags* flags) {
       ->type_name(In(0, 1e9));
   app.add_option("--average", flags->averages,
                  "Moving average of the weights: warmup:0.999 (its decay rises), decay:0.999 or "
-                 "power:0.05 (EDM2). May be repeated; the first is written to model/. "
-                 "Default: warmup:0.999")
+                 "power:0.05 (EDM2). Decays are below 1, widths below 0.28. Up to eight; the first "
+                 "is written to model/. Default: warmup:0.999")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
   app.add_option("--max-skipped", config.max_skipped,

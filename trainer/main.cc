@@ -2,6 +2,7 @@
 // The process of denoise-train: signals and exit codes. Everything else is in run.h.
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <csignal>
@@ -20,11 +21,14 @@ namespace {
 
 std::atomic<bool> stop = false;
 
-/// The first signal ends the run after its step; the second ends the process, but for SIGHUP: a
-/// terminal that closes sends it twice, by the shell and by the kernel.
+/// The first signal ends the run after its step; the same again ends the process, but for SIGHUP:
+/// a terminal that closes sends it twice, by the shell and by the kernel. Not by SIG_DFL, to which
+/// process 1 of a container does not listen.
 void OnSignal(int signal) {
+  static volatile std::sig_atomic_t seen[NSIG];
   stop = true;
-  std::signal(signal, signal == SIGHUP ? SIG_IGN : SIG_DFL);
+  if (seen[signal] != 0 && signal != SIGHUP) _exit(128 + signal);
+  seen[signal] = 1;
 }
 
 /// 2 if settings or files need a correction, 1 for anything else, which may succeed if repeated.
@@ -40,6 +44,11 @@ int Fail(const absl::Status& status) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // Before settings are read, which may take long: process 1 of a container would not hear them.
+  std::signal(SIGTERM, OnSignal);
+  std::signal(SIGINT, OnSignal);
+  // nohup ignores it, so that the run outlives its terminal.
+  if (std::signal(SIGHUP, OnSignal) == SIG_IGN) std::signal(SIGHUP, SIG_IGN);
   std::optional<std::string> print;
   const auto config = denoised::trainer::ParseCommandLine(argc, argv, &print);
   if (print) {
@@ -47,10 +56,6 @@ int main(int argc, char** argv) {
     return Fail(denoised::Internal("stdout cannot be written"));
   }
   if (!config.ok()) return Fail(config.status());
-  std::signal(SIGTERM, OnSignal);
-  std::signal(SIGINT, OnSignal);
-  // nohup ignores it, so that the run outlives its terminal.
-  if (std::signal(SIGHUP, OnSignal) == SIG_IGN) std::signal(SIGHUP, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error of write()
   // Ctrl-C also ends a "tee" that reads what the run says; there is still a checkpoint to write.
   if (!config->dry_run) std::signal(SIGPIPE, SIG_IGN);

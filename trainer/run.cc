@@ -93,7 +93,8 @@ class Session {
   Session(const RunConfig& config, const std::atomic<bool>& stop)
       : config_(config), stop_(stop), folder_(config.output), fingerprint_(config.Fingerprint()) {}
   ~Session() {
-    if (lock_ >= 0) close(lock_);
+    for (const int fd : {lock_, opened_})
+      if (fd >= 0) close(fd);
   }
   absl::Status Run();
 
@@ -149,7 +150,7 @@ class Session {
   std::string Output(const std::string& name) const { return folder_ + "/" + name; }
   /// What people read has --output in place of folder_.
   std::string WithOutput(const std::string& text) const {
-    return lock_ < 0 ? text : absl::StrReplaceAll(text, {{folder_, config_.output}});
+    return opened_ < 0 ? text : absl::StrReplaceAll(text, {{folder_, config_.output}});
   }
   bool text_to_image() const { return config_.pipeline && config_.stage == Stage::kDiffusion; }
   std::string SnapshotDirectory(size_t average) const {
@@ -159,8 +160,8 @@ class Session {
 
   RunConfig config_;
   const std::atomic<bool>& stop_;
-  std::string folder_;  // --output, or what the first rank has locked, also if it is moved
-  int lock_ = -1;       // on it
+  std::string folder_;  // --output, or what the first rank has opened, also if it is moved
+  int opened_ = -1, lock_ = -1;
   Pictures pictures_;
   std::vector<std::string> prompts_;  // of the grids
   training::AutoencoderWeights vae_weights_;
@@ -174,6 +175,7 @@ class Session {
   double step_flops_ = 0;
   double peak_flops_ = 0;    // of all ranks, FLOP/s; 0: not known
   bool log_failed_ = false;  // said once
+  bool log_cut_ = false;     // the last time
   bool moved_ = false;       // likewise
 };
 
@@ -635,30 +637,45 @@ absl::Status Session::OpenOutput() {
   if (error)
     return InvalidArgument("--output {}: cannot be created: {}", config_.output, error.message());
   if (first()) {
-    // Two runs would mix their files. The lock ends with the process; file systems without locks
-    // have none.
-    lock_ = open(config_.output.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (lock_ >= 0 && flock(lock_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
-      return FailedPrecondition(
-          "--output {}: another denoise-train writes there; wait until it ends, or choose another "
-          "folder",
-          config_.output);
+    const auto cannot = [&](const char* what) {
+      return InvalidArgument("--output {}: {}: {}; choose another folder", config_.output, what,
+                             std::generic_category().message(errno));
+    };
+    opened_ = open(config_.output.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (opened_ < 0) return cannot("cannot be opened");
+    // Two runs would mix their files. The lock ends with the process. Of a file, because NFS locks
+    // a folder for one host alone.
+    lock_ = openat(opened_, ".lock", O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    if (lock_ < 0) return cannot("cannot be written");
+    if (flock(lock_, LOCK_EX | LOCK_NB) != 0) {
+      if (errno == EWOULDBLOCK)
+        return FailedPrecondition(
+            "--output {}: another denoise-train writes there; wait until it ends, or choose "
+            "another folder",
+            config_.output);
+      Say("warning: --output {}: cannot be locked: {}; see that no other run writes there",
+          config_.output, std::generic_category().message(errno));
+    }
     // The path may lead to another folder later, in which another run may write.
-    const std::string locked = fmt::format("/proc/self/fd/{}", lock_);
-    if (lock_ >= 0 && fs::is_directory(locked, error)) folder_ = locked;
+    const std::string locked = fmt::format("/proc/self/fd/{}", opened_);
+    if (fs::is_directory(locked, error)) folder_ = locked;
   }
   DENOISED_RETURN_IF_ERROR(CheckEarlierRun());
   fs::create_directories(Output("checkpoints"), error);
   if (first() && error)
     return InvalidArgument("--output {}: cannot be written: {}", config_.output, error.message());
-  return absl::OkStatus();
+  if (!first()) return absl::OkStatus();
+  // The names of these folders would be lost with the machine.
+  SyncFolder(fs::absolute(config_.output, error).parent_path()).IgnoreError();  // of others
+  return SyncFolder(folder_);
 }
 
 /// A folder that was moved is written to as before. One that was removed can take no files. What
 /// cannot be looked at, as on a file system that is away for a moment, is left to the next save.
 absl::Status Session::CheckFolder() {
   struct stat locked, there;
-  if (lock_ < 0 || folder_ == config_.output || fstat(lock_, &locked) != 0) return absl::OkStatus();
+  if (opened_ < 0 || folder_ == config_.output || fstat(opened_, &locked) != 0)
+    return absl::OkStatus();
   if (locked.st_nlink == 0)
     return InvalidArgument(
         "--output {}: the folder of this run was removed, with all that it had saved, so the run "
@@ -788,6 +805,7 @@ absl::Status Session::CheckRanks() {
   mine["--checkpoint-steps"] = config_.checkpoint_steps;
   mine["--sample-steps"] = config_.sample_steps;
   mine["--init-from"] = !config_.init_from.empty();  // folders may have other names elsewhere
+  mine["machine"] = Machine();
   if (config_.ranks > 1) {
     DENOISED_ASSIGN_OR_RETURN(const TrainerState state, trainer_->State());
     uLong checksum = 0;
@@ -797,9 +815,20 @@ absl::Status Session::CheckRanks() {
   }
   DENOISED_ASSIGN_OR_RETURN(const std::vector<std::string> all,
                             training::GatherTexts(mine.dump(), exchange_->host()));
+  const nlohmann::json firsts = nlohmann::json::parse(all[0]);
   for (size_t rank = 1; rank < all.size(); ++rank) {
-    const std::string differences = Differences(
-        nlohmann::json::parse(all[0]), nlohmann::json::parse(all[rank]), "{} is {} and {}");
+    const nlohmann::json others = nlohmann::json::parse(all[rank]);
+    const auto counts = [](const std::string& field) { return field != "machine"; };
+    const std::string differences = Differences(firsts, others, "{} is {} and {}", counts);
+    if (first() && others["machine"] != firsts["machine"])
+      Say("warning: not the bits that one rank would have: rank {} is {}, and rank 0 {}", rank,
+          others["machine"].get<std::string>(), firsts["machine"].get<std::string>());
+    // A file system over a network may show a rank its newest checkpoint a minute later.
+    if (firsts["step"] != 0 && others["step"] != 0 && firsts["step"] != others["step"])
+      return Unavailable(
+          "rank 0 resumes at step {} and rank {} at step {}: all ranks read the first's --output, "
+          "so wait until all see its newest checkpoint, and start again",
+          firsts["step"].dump(), rank, others["step"].dump());
     if (!differences.empty())
       return InvalidArgument(
           "ranks 0 and {} do not train the same: {}. Give all ranks the same settings, --data and "
@@ -853,7 +882,10 @@ void Session::Log(const StepReport& report, double images_per_second) {
       {"skipped", skipped_}};
   errno = 0;
   std::ofstream log(Output("log.jsonl"), std::ios::app);
-  if (!(log << entry.dump() << "\n" << std::flush) && !std::exchange(log_failed_, true))
+  // Half of a line may have been written.
+  const bool written(log << (log_cut_ ? "\n" : "") << entry.dump() << "\n" << std::flush);
+  log_cut_ = !written;
+  if (!written && !std::exchange(log_failed_, true))
     Say("{}: cannot be written from step {} on: {}. The run goes on", Output("log.jsonl"),
         report.step, std::generic_category().message(errno));
   if (!events_) return;
@@ -989,7 +1021,7 @@ absl::Status Session::Save() {
   DENOISED_ASSIGN_OR_RETURN(TrainerState state, trainer_->State());
   if (!IsFinite(state.trained) ||
       !std::all_of(state.averages.begin(), state.averages.end(), IsFinite))
-    return FailedPrecondition(
+    return InvalidArgument(
         "the weights are not finite at step {}: the run has diverged. Nothing was saved since step "
         "{}. Lower --learning-rate or raise --adam-eps, and start anew in another --output",
         step_, std::max<int64_t>(saved_step_, 0));
@@ -1075,7 +1107,7 @@ absl::Status Session::Loop() {
       since = Clock::now();
     }
     if (skipped_in_row_ >= config_.max_skipped)
-      return FailedPrecondition(
+      return InvalidArgument(
           "the gradient was not finite in {} steps in a row, up to step {}: the run has diverged. "
           "Lower --learning-rate or raise --warmup-steps, and start anew in another --output{}",
           skipped_in_row_, step_,
@@ -1108,7 +1140,7 @@ absl::Status Session::Loop() {
 /// After the last step, whichever process made it.
 absl::Status Session::CheckLearned() const {
   if (2 * skipped_ <= step_) return absl::OkStatus();
-  return FailedPrecondition(
+  return InvalidArgument(
       "the gradient was not finite in {} of {} steps, so these changed nothing, and hardly "
       "anything was learned. Lower --learning-rate or raise --warmup-steps, and start anew in "
       "another --output",
@@ -1142,14 +1174,16 @@ absl::Status Session::RunHere() {
   DENOISED_RETURN_IF_ERROR(CheckCanWrite());
   if (!config_.dry_run) DENOISED_RETURN_IF_ERROR(OpenOutput());
   if (first() && !config_.metrics_listen.empty()) {
-    DENOISED_ASSIGN_OR_RETURN(metrics_,
-                              RunMetrics::Listen(config_.metrics_listen, config_.trainer.steps));
-    if (!config_.dry_run) Say("metrics on port {}", metrics_->port());
+    auto metrics = RunMetrics::Listen(config_.metrics_listen, config_.trainer.steps);
+    // It may be the very run of this --output that listens there.
+    if (config_.dry_run && !metrics.ok())
+      Say("warning: {}", std::string(metrics.status().message()));
+    if (!config_.dry_run) {
+      DENOISED_ASSIGN_OR_RETURN(metrics_, std::move(metrics));
+      Say("metrics on port {}", metrics_->port());
+    }
   }
-  if (config_.dry_run) {
-    metrics_.reset();  // a run could listen there
-    return DryRun();
-  }
+  if (config_.dry_run) return DryRun();
   DENOISED_RETURN_IF_ERROR(Begin());
   if (metrics_) metrics_->Began(step_);
   if (step_ >= config_.trainer.steps) {
