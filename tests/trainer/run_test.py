@@ -444,6 +444,12 @@ class RunTest(unittest.TestCase):
         self.assertEqual(process.wait(timeout=30), 3)
         self.assertIn("stopped by a signal before a step; nothing was changed", process.stderr.read())
         self.assertEqual(list((self.root / "a/checkpoints").iterdir()), [])
+        # The second time the process ends at once.
+        process = self.start("b", data=other, **flags)
+        self.terminate(process)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        self.assertEqual(process.wait(timeout=30), 128 + signal.SIGTERM)
         # The other rank learns it at once, although the first one still reads.
         port = free_port()
         reading, ready = (self.start("a", rank, port, data=data, **flags)

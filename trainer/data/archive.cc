@@ -99,7 +99,7 @@ absl::StatusOr<std::string> ReadFile(const std::string& path) {
     file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
     if (!file)
       return Unavailable("{}: cannot be read to its end: {}", path,
-                         std::generic_category().message(errno));
+                         errno == 0 ? "it became shorter" : std::generic_category().message(errno));
     return bytes;
   } catch (const std::bad_alloc&) {
     return ResourceExhausted("{}: {} bytes do not fit the memory", path,
